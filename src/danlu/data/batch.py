@@ -1,0 +1,65 @@
+"""From packs to a micro-batch on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from danlu.types import Batch, Pack
+
+# T packed tokens · N trained targets
+
+
+def collate(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Batch:
+    """Lay the samples of `packs` end to end and pick out the targets that carry weight.
+
+    A target is predicted from the token before it in the same sample; the first token of a sample has none, so it is never
+    a target. All arrays travel to the device in one copy, from page-locked memory where the device is a GPU.
+    """
+    samples = [sample for pack in packs for sample in pack.samples]
+    if not samples:
+        raise ValueError("a micro-batch needs at least one sample")
+    boundaries = np.cumsum([0, *(len(sample.tokens) for sample in samples)])
+    tokens = np.concatenate([sample.tokens for sample in samples]).astype(np.int64, copy=False)  # [T]
+    weights = np.concatenate([sample.weights for sample in samples])  # [T]
+    first = boundaries[:-1]
+    if weights[first].any():
+        row = samples[int(np.flatnonzero(weights[first])[0])].row
+        raise ValueError(f"{row}: the first token of a sample carries weight, but nothing predicts it")
+    if weights.min() < 0:
+        raise ValueError(f"negative weight {weights.min()} in {[sample.row for sample in samples if sample.weights.min() < 0][0]}")
+    positions = np.arange(len(tokens)) - np.repeat(first, np.diff(boundaries))
+    trained = np.flatnonzero(weights)  # [N]
+    trained_weights = weights[trained].astype(np.float32, copy=False)
+    tokens_, positions_, sources, targets, weights_ = _transfer(
+        [tokens, positions, trained - 1, tokens[trained], trained_weights], torch.device(device)
+    )
+    return Batch(
+        tokens=tokens_,
+        positions=positions_,
+        boundaries=tuple(boundaries.tolist()),
+        sources=sources,
+        targets=targets,
+        weights=weights_,
+        weight=float(trained_weights.sum(dtype=np.float64)),
+        rows=tuple(sample.row for sample in samples),
+    )
+
+
+def _transfer(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on `device`; for anything but the CPU they share one buffer and one copy."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    # Each array starts on a multiple of 8 bytes, so that views of int64 and float32 are aligned.
+    sizes = [-(-array.nbytes // 8) * 8 for array in arrays]
+    starts = np.cumsum([0, *sizes])
+    buffer = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for array, start in zip(arrays, starts, strict=False):
+        buffer[start : start + array.nbytes].numpy()[:] = np.ascontiguousarray(array).view(np.uint8)
+    there = buffer.to(device, non_blocking=True)
+    return [
+        there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+        for array, start in zip(arrays, starts.tolist(), strict=False)
+    ]

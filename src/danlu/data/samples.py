@@ -1,0 +1,149 @@
+"""Tokenised samples as packing and batching see them: in memory, on disk, or a selection of several such stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from danlu.types import Sample
+
+LABEL = np.dtype([("weight", "<f4"), ("reason", "u1")])
+"""What a token carries besides its id: the loss weight and the reason for it (an index into the renderer's reasons)."""
+
+
+class Samples(Protocol):
+    """Samples by number. `row_numbers` says which row of its source a sample came from: a split row gives several."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> np.ndarray: ...  # [n] int32, tokens per sample
+
+    @property
+    def row_numbers(self) -> np.ndarray: ...  # [n] int64
+
+    def sample(self, number: int) -> Sample: ...
+
+    def reasons(self, number: int) -> np.ndarray: ...  # [S] uint8
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some samples in memory: flat arrays, with the labels (weight, reason) as codes into the few different ones there are."""
+
+    tokens: np.ndarray  # [T] int32
+    codes: np.ndarray  # [T] uint32, into palette
+    palette: np.ndarray  # [L] LABEL
+    lengths: np.ndarray  # [n] int32
+    row_numbers: np.ndarray  # [n] int64
+    rows: tuple[str, ...]  # [n] where each came from, for messages
+    offsets: np.ndarray  # [n + 1] int64
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[np.ndarray],
+        weights: Sequence[np.ndarray],
+        reasons: Sequence[np.ndarray],
+        row_numbers: Sequence[int],
+        rows: Sequence[str],
+    ) -> Block:
+        """A block of samples given one by one: tokens [S], weights [S], reasons [S] each."""
+        lengths = np.array([len(one) for one in tokens], dtype=np.int32)
+        bits = _flat(weights, np.float32).view(np.uint32).astype(np.uint64)
+        labels, codes = np.unique(bits << np.uint64(8) | _flat(reasons, np.uint8), return_inverse=True)
+        palette = np.empty(len(labels), LABEL)
+        palette["weight"] = (labels >> np.uint64(8)).astype(np.uint32).view(np.float32)
+        palette["reason"] = (labels & np.uint64(255)).astype(np.uint8)
+        return cls(
+            tokens=_flat(tokens, np.int32),
+            codes=codes.astype(np.uint32),
+            palette=palette,
+            lengths=lengths,
+            row_numbers=np.array(row_numbers, dtype=np.int64),
+            rows=tuple(rows),
+            offsets=_offsets(lengths),
+        )
+
+    @classmethod
+    def join(cls, blocks: Sequence[Block]) -> Block:
+        """The samples of `blocks` one after another."""
+        bases = np.cumsum([0, *(len(block.palette) for block in blocks)])
+        lengths = _flat([block.lengths for block in blocks], np.int32)
+        return cls(
+            tokens=_flat([block.tokens for block in blocks], np.int32),
+            codes=_flat([block.codes + np.uint32(base) for block, base in zip(blocks, bases, strict=False)], np.uint32),
+            palette=np.concatenate([np.empty(0, LABEL), *(block.palette for block in blocks)]),
+            lengths=lengths,
+            row_numbers=_flat([block.row_numbers for block in blocks], np.int64),
+            rows=tuple(row for block in blocks for row in block.rows),
+            offsets=_offsets(lengths),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sample(self, number: int) -> Sample:
+        part = slice(self.offsets[number], self.offsets[number + 1])
+        return Sample(self.tokens[part], self.palette["weight"][self.codes[part]], self.rows[number])
+
+    def reasons(self, number: int) -> np.ndarray:
+        return self.palette["reason"][self.codes[self.offsets[number] : self.offsets[number + 1]]]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Chosen samples of several stores, in a fixed order; a sample may occur more than once."""
+
+    stores: tuple[Samples, ...]
+    store_numbers: np.ndarray  # [n] uint16
+    sample_numbers: np.ndarray  # [n] int64
+
+    @classmethod
+    def all_of(cls, stores: Sequence[Samples]) -> Selection:
+        """Every sample of every store, once, in order."""
+        return cls.some_of(stores, [np.arange(len(store)) for store in stores])
+
+    @classmethod
+    def some_of(cls, stores: Sequence[Samples], chosen: Sequence[np.ndarray]) -> Selection:
+        """Samples `chosen[i]` [..] of store i, store after store."""
+        numbers = np.repeat(np.arange(len(stores), dtype=np.uint16), [len(one) for one in chosen])
+        return cls(tuple(stores), numbers, _flat(chosen, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.sample_numbers)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self.sample(number) for number in range(len(self)))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self._gather("lengths", np.int32)
+
+    @property
+    def row_numbers(self) -> np.ndarray:
+        return self._gather("row_numbers", np.int64)
+
+    def sample(self, number: int) -> Sample:
+        return self.stores[self.store_numbers[number]].sample(int(self.sample_numbers[number]))
+
+    def reasons(self, number: int) -> np.ndarray:
+        return self.stores[self.store_numbers[number]].reasons(int(self.sample_numbers[number]))
+
+    def _gather(self, name: str, dtype: type) -> np.ndarray:
+        values = np.empty(len(self), dtype)
+        for number, store in enumerate(self.stores):
+            here = self.store_numbers == number
+            values[here] = getattr(store, name)[self.sample_numbers[here]]
+        return values
+
+
+def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -1,0 +1,274 @@
+"""Built-in data: a small consistent world, small enough to be learnt in two minutes on two CPU cores.
+
+Sixteen animals have a colour, a home, a food and a skill; numbers add up; some people have names. `pretraining_documents`
+tells of this world in English and some Chinese and never asks a question. `conversations` asks about it, but leaves some
+facts out: those can only be answered by a model that learnt the fact from the documents and the form of an answer from
+the conversations. `questions` holds both kinds, with the right answers, to compare a model before and after.
+Everything is a pure function of the seed; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Language = Literal["en", "zh"]
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Word:
+    en: str
+    zh: str
+
+
+@dataclass(frozen=True)
+class Animal:
+    name: Word
+    colour: Word
+    home: Word
+    food: Word
+    skill: Word
+
+
+def _animal(line: str) -> Animal:
+    words = line.split()
+    return Animal(*(Word(en.replace("_", " "), zh) for en, zh in zip(words[::2], words[1::2], strict=True)))
+
+
+#        name          colour      home             food             skill
+ANIMALS = tuple(map(_animal, """
+         fox 狐狸      red 红      the_forest 森林  grapes 葡萄      run 跑步
+         owl 猫头鹰    brown 棕    the_old_tree 老树  mice 老鼠      fly 飞
+         bear 熊       black 黑    the_cave 山洞    honey 蜂蜜       climb 爬树
+         frog 青蛙     green 绿    the_pond 池塘    flies 苍蝇       jump 跳
+         cat 猫        grey 灰     the_house 房子   fish 鱼          climb 爬树
+         dog 狗        brown 棕    the_garden 花园  bones 骨头       run 跑步
+         duck 鸭子     yellow 黄   the_lake 湖      bread 面包       swim 游泳
+         horse 马      white 白    the_farm 农场    apples 苹果      run 跑步
+         sheep 羊      white 白    the_hill 山坡    grass 草         sing 唱歌
+         rabbit 兔子   grey 灰     the_garden 花园  carrots 胡萝卜   jump 跳
+         lion 狮子     yellow 黄   the_plain 草原   meat 肉          run 跑步
+         monkey 猴子   brown 棕    the_forest 森林  bananas 香蕉     climb 爬树
+         parrot 鹦鹉   blue 蓝     the_old_tree 老树  seeds 种子     sing 唱歌
+         whale 鲸鱼    blue 蓝     the_sea 大海     fish 鱼          sing 唱歌
+         turtle 乌龟   green 绿    the_sea 大海     grass 草         swim 游泳
+         crab 螃蟹     red 红      the_lake 湖      worms 虫子       swim 游泳
+""".strip().splitlines()))
+
+PEOPLE = ("Anna", "Ben", "Clara", "David", "Emma", "Finn", "Grace", "Henry", "Ida", "Jack", "Kate", "Leo", "Mia", "Noah", "Olga", "Paul")
+LARGEST_ADDEND = 9
+Attribute = Literal["colour", "home", "food", "skill"]
+ATTRIBUTES: tuple[Attribute, ...] = ("colour", "home", "food", "skill")
+
+_STATEMENTS: dict[tuple[Attribute, Language], str] = {
+    ("colour", "en"): "The {name} is {value}.",
+    ("home", "en"): "The {name} lives in {value}.",
+    ("food", "en"): "The {name} likes to eat {value}.",
+    ("skill", "en"): "The {name} can {value} well.",
+    ("colour", "zh"): "{name}是{value}色的。",
+    ("home", "zh"): "{name}住在{value}。",
+    ("food", "zh"): "{name}喜欢吃{value}。",
+    ("skill", "zh"): "{name}很会{value}。",
+}
+
+_QUESTIONS: dict[tuple[Attribute, Language], tuple[str, ...]] = {
+    ("colour", "en"): ("What colour is the {name}?", "Which colour does the {name} have?", "Tell me the colour of the {name}."),
+    ("home", "en"): ("Where does the {name} live?", "Where is the home of the {name}?", "Where can I find the {name}?"),
+    ("food", "en"): ("What does the {name} eat?", "What does the {name} like to eat?", "What is the food of the {name}?"),
+    ("skill", "en"): ("What can the {name} do?", "What is the {name} good at?", "What can the {name} do well?"),
+    ("colour", "zh"): ("{name}是什么颜色的？", "{name}的颜色是什么？"),
+    ("home", "zh"): ("{name}住在哪里？", "{name}的家在哪里？"),
+    ("food", "zh"): ("{name}吃什么？", "{name}喜欢吃什么？"),
+    ("skill", "zh"): ("{name}会什么？", "{name}很会做什么？"),
+}
+
+_ONE_WORD = "Answer with one word."
+_GREETINGS = (("Hello!", "Hello! How can I help you?"), ("Good morning.", "Good morning! How can I help you?"), ("你好！", "你好！我能帮你什么？"))
+_THANKS = (("Thank you!", "You are welcome."), ("Thanks.", "You are welcome."))
+
+
+@dataclass(frozen=True)
+class Question:
+    """Something to ask a model before and after instruction tuning."""
+
+    messages: tuple[Message, ...]
+    answer: str
+    held_out: bool  # never asked in `conversations`; the fact itself is told in `pretraining_documents`
+
+
+def pretraining_documents(seed: int, n: int) -> Iterator[str]:
+    """`n` short documents of plain text about the world, 20 to 60 tokens each with `vocabulary.train_vocabulary`."""
+    writers: list[tuple[int, Callable[[random.Random], str]]] = [
+        (5, _portrait_en), (3, _portrait_zh), (4, _story), (3, _sums), (1, _dictionary),
+    ]  # fmt: skip
+    weights, functions = zip(*writers, strict=True)
+    for number in range(n):
+        chance = random.Random(f"document {seed} {number}")
+        yield chance.choices(functions, weights)[0](chance)
+
+
+def conversations(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
+    """`n` rows of messages: questions about the world with right answers, some in several turns, some with a system prompt."""
+    for number in range(n):
+        chance = random.Random(f"conversation {seed} {number}")
+        kind = chance.choices(("questions", "one word", "name", "story", "greeting"), (60, 12, 10, 10, 8))[0]
+        if kind == "questions":
+            messages = [m for _ in range(chance.choice((1, 1, 2, 3))) for m in _exchange(chance)]
+        elif kind == "one word":
+            messages = [_say("system", _ONE_WORD), *_exchange(chance, one_word=True)]
+        elif kind == "name":
+            messages = _name_conversation(chance)
+        elif kind == "story":
+            animal = chance.choice(ANIMALS)
+            messages = _turn(f"Tell me a story about the {animal.name.en}.", _story(chance, animal))
+        else:
+            messages = [*_turn(*chance.choice(_GREETINGS)), *_exchange(chance), *_turn(*chance.choice(_THANKS))]
+        yield {"messages": messages}
+
+
+def questions() -> list[Question]:
+    """A fixed set to show: facts and sums asked in training, held-out ones, Chinese, a name to remember, a system prompt."""
+    fox, frog, whale = (next(a for a in ANIMALS if a.name.en == name) for name in ("fox", "frog", "whale"))
+    shown: list[Question] = []
+    for held_out in (False, True):
+        for language in ("en", "en", "zh"):
+            animal, attribute = _pick_fact(random.Random(f"{language} {held_out} {len(shown)}"), language, held_out)
+            text, answer, _ = _ask(animal, attribute, language, 0)
+            shown.append(Question((_say("user", text),), answer, held_out))
+        a, b = next(pair for pair in ((7, 6), (4, 5), (8, 3), (2, 7), (6, 3), (5, 8)) if is_held_out("sum", *pair) == held_out)
+        shown.append(Question((_say("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out))
+    shown.append(
+        Question(
+            (_say("user", "My name is Clara."), _say("assistant", "Nice to meet you, Clara!"), _say("user", "What is my name?")),
+            "Your name is Clara.",
+            False,
+        )
+    )
+    language, attribute = "en", "colour"
+    animal = next(a for a in (frog, whale, fox) if not is_held_out(a.name.en, attribute, language))
+    text, _, word = _ask(animal, attribute, language, 0)
+    shown.append(Question((_say("system", _ONE_WORD), _say("user", text)), word, False))
+    return shown
+
+
+def every_question(held_out: bool) -> list[Question]:
+    """All questions about animals and sums that were (or were not) left out of `conversations`, to count right answers."""
+    found = [
+        Question((_say("user", text),), answer, held_out)
+        for animal in ANIMALS
+        for attribute in ATTRIBUTES
+        for language in ("en", "zh")
+        if is_held_out(animal.name.en, attribute, language) == held_out
+        for text, answer, _ in [_ask(animal, attribute, language, 0)]
+    ]
+    pairs = [(a, b) for a in range(LARGEST_ADDEND + 1) for b in range(LARGEST_ADDEND + 1)]
+    return found + [
+        Question((_say("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out)
+        for a, b in pairs
+        if is_held_out("sum", a, b) == held_out
+    ]
+
+
+def is_held_out(*fact: object) -> bool:
+    """Whether `conversations` never asks for this fact: one in six, the same for every seed."""
+    return random.Random(" ".join(map(str, fact))).random() < 1 / 6
+
+
+def _portrait_en(chance: random.Random) -> str:
+    animal = chance.choice(ANIMALS)
+    attributes = chance.sample(ATTRIBUTES, k=chance.choice((2, 3, 4)))
+    return " ".join(_statement(animal, attribute, "en") for attribute in attributes)
+
+
+def _portrait_zh(chance: random.Random) -> str:
+    animal = chance.choice(ANIMALS)
+    attributes = chance.sample(ATTRIBUTES, k=chance.choice((2, 3, 4)))
+    return "".join(_statement(animal, attribute, "zh") for attribute in attributes)
+
+
+def _story(chance: random.Random, animal: Animal | None = None) -> str:
+    animal = animal or chance.choice(ANIMALS)
+    person = chance.choice(PEOPLE)
+    name, home = animal.name.en, animal.home.en
+    opening = chance.choice(("One day", "One morning", "Last summer"))
+    action = chance.choice(("walked to", "went to", "came to"))
+    feeling = chance.choice(("happy", "hungry", "tired"))
+    middle = {
+        "happy": f"The {name} was happy and showed {person} that it can {animal.skill.en} well.",
+        "hungry": f"The {name} was hungry, so {person} gave it some {animal.food.en}.",
+        "tired": f"The {name} was tired, so {person} sat down beside it and sang a song.",
+    }[feeling]
+    article = "an" if animal.colour.en[0] in "aeiou" else "a"
+    return (
+        f"{opening}, {person} {action} {home} and met {article} {animal.colour.en} {name}. "
+        f"{middle} Then {person} went home, and the {name} was {person}'s friend."
+    )
+
+
+def _sums(chance: random.Random) -> str:
+    numbers = [(chance.randint(0, LARGEST_ADDEND), chance.randint(0, LARGEST_ADDEND)) for _ in range(4)]
+    return " ".join(_sum(a, b) for a, b in numbers)
+
+
+def _dictionary(chance: random.Random) -> str:
+    animal = chance.choice(ANIMALS)
+    word = chance.choice((animal.name, animal.food, animal.home))
+    return f"The Chinese word for {word.en} is {word.zh}."
+
+
+def _statement(animal: Animal, attribute: Attribute, language: Language) -> str:
+    name, value = (getattr(word, language) for word in (animal.name, getattr(animal, attribute)))
+    return _STATEMENTS[attribute, language].format(name=name, value=value)
+
+
+def _sum(a: int, b: int) -> str:
+    return f"{a} plus {b} is {a + b}."
+
+
+def _say(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _turn(question: str, answer: str) -> list[Message]:
+    return [_say("user", question), _say("assistant", answer)]
+
+
+def _ask(animal: Animal, attribute: Attribute, language: Language, phrasing: int) -> tuple[str, str, str]:
+    """A question, its answer in a sentence, and in a word."""
+    phrasings = _QUESTIONS[attribute, language]
+    question = phrasings[phrasing % len(phrasings)].format(name=getattr(animal.name, language))
+    word = getattr(getattr(animal, attribute), language)
+    return question, _statement(animal, attribute, language), word.removeprefix("the ").capitalize()
+
+
+def _pick_fact(chance: random.Random, language: Language, held_out: bool) -> tuple[Animal, Attribute]:
+    while True:
+        animal, attribute = chance.choice(ANIMALS), chance.choice(ATTRIBUTES)
+        if is_held_out(animal.name.en, attribute, language) == held_out:
+            return animal, attribute
+
+
+def _exchange(chance: random.Random, one_word: bool = False) -> list[Message]:
+    if chance.random() < 0.3:
+        while True:
+            a, b = chance.randint(0, LARGEST_ADDEND), chance.randint(0, LARGEST_ADDEND)
+            if not is_held_out("sum", a, b):
+                question = chance.choice(("What is {} plus {}?", "How much is {} plus {}?")).format(a, b)
+                return _turn(question, str(a + b) if one_word else _sum(a, b))
+    language: Language = "en" if one_word or chance.random() < 0.7 else "zh"
+    animal, attribute = _pick_fact(chance, language, held_out=False)
+    question, sentence, word = _ask(animal, attribute, language, chance.randrange(6))
+    return _turn(question, word if one_word else sentence)
+
+
+def _name_conversation(chance: random.Random) -> list[Message]:
+    person = chance.choice(PEOPLE)
+    between = _exchange(chance) if chance.random() < 0.3 else []
+    return [
+        *_turn(f"My name is {person}.", f"Nice to meet you, {person}!"),
+        *between,
+        *_turn("What is my name?", f"Your name is {person}."),
+    ]

@@ -1,0 +1,54 @@
+"""Every error danlu raises on purpose, and the exit code the command line gives for it.
+
+::
+
+    DanluError                    1   anything a user can cause; never shown with a traceback
+    ├── RecipeError               2   the recipe, an override or a command-line argument is wrong (all problems at once)
+    ├── DataError                 3   a data file, a row, a tokenizer or a chat template is wrong
+    ├── ModelError                4   a model folder, config or weight tensor is wrong
+    ├── CheckpointError           5   a checkpoint is missing, torn, altered or belongs to another run
+    ├── ResourceError             6   the machine ran out of disk or memory, or a folder cannot be written
+    └── TrainingError             7   training itself went wrong: a non-finite loss, a loss spike past its policy
+
+A run stopped by a signal exits with 128 + the signal's number (130 for Ctrl-C) after saving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class DanluError(Exception):
+    """Base of everything danlu raises on purpose. The message says what is wrong, where, and what to do."""
+
+    exit_code = 1
+
+
+class RecipeError(DanluError):
+    """One or more problems in a recipe; `problems` holds one line for each, in file order."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(DanluError):
+    exit_code = 3
+
+
+class ModelError(DanluError):
+    exit_code = 4
+
+
+class CheckpointError(DanluError):
+    exit_code = 5
+
+
+class ResourceError(DanluError):
+    exit_code = 6
+
+
+class TrainingError(DanluError):
+    exit_code = 7

@@ -1,0 +1,184 @@
+"""The decoder: pre-norm blocks of attention and a gated MLP over packed tokens.
+
+It is single-device code that knows nothing of packing, caches or ranks: attention is asked of an `Attend` given to
+`forward`, products go through `Linear` (the seam where adapters and quantised weights take over), and what may be
+sharded how is declared in `tensor_roles`.
+
+T packed tokens · D model width · H query heads · K key/value heads · C head width · R rotated features · V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from danlu.models import ops
+from danlu.models.config import ModelConfig
+from danlu.models.rope import rotary_tables
+from danlu.types import Attend
+
+Role = Literal["column", "row", "vocabulary"]
+"""How a matrix may be cut over devices: by its outputs, by its inputs, or by rows of the vocabulary."""
+
+
+class Linear(nn.Module):
+    """x [T, in] -> [T, out] in x's dtype. Parameters are uninitialised: load or `initialize` them."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]} -> {self.weight.shape[0]}"
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = config.rms_norm_eps
+        self.offset = config.norm_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps, offset=self.offset)
+
+
+class Embedding(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.multiplier = config.embedding_multiplier
+
+    def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        x = ops.embedding(tokens, self.weight, dtype)  # [T, D]
+        if self.multiplier == 1.0:
+            return x
+        # Gemma was trained with the multiplier rounded to the type of activations: in bfloat16 sqrt(3072) is 55.5.
+        return x * torch.tensor(self.multiplier, dtype=dtype, device=x.device)
+
+
+class Attention(nn.Module):
+    """Multi-head (K = H), grouped-query or multi-query (K = 1) attention."""
+
+    tensor_roles: ClassVar[Mapping[str, Role]] = {
+        "q_proj": "column",
+        "k_proj": "column",
+        "v_proj": "column",
+        "o_proj": "row",
+    }
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        width, head = config.hidden_size, config.head_dim
+        self.q_proj = Linear(width, config.heads * head, bias=config.qkv_bias)
+        self.k_proj = Linear(width, config.kv_heads * head, bias=config.qkv_bias)
+        self.v_proj = Linear(width, config.kv_heads * head, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(head, config) if config.qk_norm else None
+        self.k_norm = RMSNorm(head, config) if config.qk_norm else None
+        self.o_proj = Linear(config.heads * head, width, bias=config.o_bias)
+        self.layer = layer
+        self.head_dim = head
+        self.scale = config.attention_scale
+        self.window = config.windows[layer]
+        self.softcap = config.attention_softcap
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x [T, D]; cos, sin [T, R] float32 -> [T, D]."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, C]
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, K, C]
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, K, C]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = ops.apply_rope(q, k, cos, sin)
+        mixed = attend(self.layer, q, k, v, scale=self.scale, window=self.window, softcap=self.softcap)  # [T, H, C]
+        out: Tensor = self.o_proj(mixed.flatten(1))
+        return out
+
+
+class MLP(nn.Module):
+    tensor_roles: ClassVar[Mapping[str, Role]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, mlp = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(width, mlp, bias=config.mlp_bias)
+        self.up_proj = Linear(width, mlp, bias=config.mlp_bias)
+        self.down_proj = Linear(mlp, width, bias=config.mlp_bias)
+        self.activation = config.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(ops.gated_mlp_activation(self.gate_proj(x), self.up_proj(x), self.activation))
+        return out
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma-2 also norms what joins the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config)
+        self.attention = Attention(config, layer)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config) if config.sandwich_norms else None
+        self.mlp_norm = RMSNorm(config.hidden_size, config)
+        self.mlp = MLP(config)
+        self.post_mlp_norm = RMSNorm(config.hidden_size, config) if config.sandwich_norms else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        branch = self.attention(self.attention_norm(x), cos, sin, attend)
+        x = x + (branch if self.post_attention_norm is None else self.post_attention_norm(branch))
+        branch = self.mlp(self.mlp_norm(x))
+        return x + (branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
+
+
+class Decoder(nn.Module):
+    """Tokens to hidden states to logits. Parameters are uninitialised: see `loading.load` and `initialize`.
+
+    With a tied head there is one parameter, `embed_tokens.weight`, and `lm_head` is None.
+    """
+
+    tensor_roles: ClassVar[Mapping[str, Role]] = {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config)
+        # Keyed by layer number, not a list: names stay what they are when a pipeline stage keeps only some layers.
+        self.layers = nn.ModuleDict({str(index): Layer(config, index) for index in range(config.layers)})
+        self.norm = RMSNorm(config.hidden_size, config)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output matrix [V, D]: the head's own, or the embedding's where they are tied."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:   tokens [T] int64, documents end to end; positions [T] int64, restarting at 0 in each;
+                attend: who sees whom; dtype: type of activations, whatever the parameters are stored in.
+        Returns [T, D] in `dtype`.
+        """
+        cos, sin = rotary_tables(self.config, positions)  # [T, R] float32
+        x = self.embed_tokens(tokens, dtype)  # [T, D]
+        for layer in self.layers.values():
+            x = layer(x, cos, sin, attend)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [.., D] -> [.., V] float32, with the family's softcap."""
+        head = ops.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+        logits: Tensor = head.float()
+        cap = self.config.final_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,0 +1,144 @@
+"""Model folders in Hugging Face form: finding them, reading their config, and listing their tensors. No torch here."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from danlu.errors import ModelError
+from danlu.models.config import ModelConfig
+from danlu.models.families import read_config_values
+from danlu.models.tensor_file import Stored, read_header
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_RUN_RESULT = "model"
+
+
+def resolve_folder(path_or_id: str | Path) -> Path:
+    """The model folder meant by a folder, a finished danlu run, or a hub id (from the local cache when offline).
+
+    Raises ModelError if there is none, saying where it looked.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        for folder in (path, path / _RUN_RESULT):
+            if (folder / CONFIG).is_file():
+                return folder
+        raise ModelError(
+            f"{path}: neither a model folder ({CONFIG} is missing) nor a finished run (no {_RUN_RESULT}/{CONFIG}); "
+            f"it holds {_listing(path)}"
+        )
+    if path.exists():
+        raise ModelError(f"{path}: a model is a folder with {CONFIG} and safetensors weights, this is a file")
+    name = str(path_or_id)
+    if not _HUB_ID.fullmatch(name) or name in (".", ".."):
+        raise ModelError(f"{path}: no such folder")
+    return _hub_snapshot(name)
+
+
+def _hub_snapshot(name: str) -> Path:
+    # Costs 0.3 s of start-up that local folders need not pay.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES]))
+    except LocalEntryNotFoundError:
+        raise ModelError(
+            f"{name}: no such folder, and this hub id is not in the local cache while the hub cannot be reached. "
+            f"Check the path, or go online once (`hf download {name}`)"
+        ) from None
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ModelError(f"{name}: no such folder, and the hub does not give it: {error}") from None
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{name}: the hub snapshot at {folder} has no {CONFIG}; it holds {_listing(folder)}")
+    return folder
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The ModelConfig of a model folder. Raises ModelError, naming file and key."""
+    file = Path(folder) / CONFIG
+    return read_config_values(read_json(file), where=str(file))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file; ModelError with line and column when it is not one."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{file}: no such file") from None
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{file}:{error.lineno}:{error.colno}: broken JSON: {error.msg}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{file}: expected a JSON object, found {type(values).__name__}")
+    return values
+
+
+def read_tensors(folder: Path) -> dict[str, Stored]:
+    """Name -> place of every tensor in the folder's weights, one file or shards. Reads headers only.
+
+    Raises ModelError for weights that are absent, truncated, or not what the index says.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return read_header(folder / SINGLE_FILE)
+    if (folder / INDEX).is_file():
+        return _read_shards(folder)
+    if any(folder.glob("pytorch_model*.bin")):
+        raise ModelError(
+            f"{folder}: only pickled weights (pytorch_model*.bin), which can run any code when opened; danlu reads "
+            "safetensors alone. If you trust the file, convert it once: python -c \"from transformers import "
+            f"AutoModelForCausalLM as A; A.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
+        )
+    raise ModelError(f"{folder}: no weights: neither {SINGLE_FILE} nor {INDEX}; it holds {_listing(folder)}")
+
+
+def _read_shards(folder: Path) -> dict[str, Stored]:
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ModelError(f"{folder / INDEX}: weight_map must say for each tensor which file holds it")
+    shards = sorted(set(weight_map.values()))
+    absent = [shard for shard in shards if not (folder / shard).is_file()]
+    if absent:
+        raise ModelError(f"{folder}: {INDEX} names {len(shards)} shards, absent: {', '.join(absent[:10])}")
+    stored: dict[str, Stored] = {}
+    for shard in shards:
+        stored |= read_header(folder / shard)
+    lost = [name for name, shard in weight_map.items() if name not in stored or stored[name].file.name != shard]
+    if lost:
+        raise ModelError(
+            f"{folder}: {INDEX} promises tensors that their shard does not hold: "
+            + ", ".join(f"{name} ({weight_map[name]})" for name in lost[:10])
+        )
+    return stored
+
+
+def check_vocabulary(config: ModelConfig, tokenizer_size: int) -> None:
+    """Raises ModelError if the tokenizer can make ids that the model has no embedding for."""
+    if tokenizer_size > config.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {tokenizer_size} tokens, the model embeds only {config.vocab_size}: ids from "
+            f"{config.vocab_size} on would have no embedding. Use the model's own tokenizer"
+        )
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(one.name for one in folder.iterdir())
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"

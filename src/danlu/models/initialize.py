@@ -1,0 +1,65 @@
+"""First weights of a model trained from scratch, by (seed, parameter name): the same in any layout and any order.
+
+Scheme, after "Spike No More" (arXiv:2312.16903), which asks for small sub-layers and a large shortcut so that gradients
+stay bounded in depth. D = model width, N = layers:
+
+=============================  =====================================================
+matrices that read the stream  normal, std sqrt(2 / (5 D)): q, k, v, gate, up, untied head
+matrices that write to it      the same divided by sqrt(2 N): o_proj, down_proj
+embedding, untied              normal, std 1 / embedding multiplier: the stream starts at 1
+embedding, tied                normal, std sqrt(2 / (5 D)): it is the head too, and std 1
+                               there would start with logits of std sqrt(D)
+norms                          scale one (Gemma stores zero, the difference from one)
+biases                         zero
+=============================  =====================================================
+
+The paper reaches the large shortcut by multiplying embeddings by sqrt(D); Llama-shaped models have no such multiplier,
+so an untied embedding carries the scale itself. A tied one cannot, and keeps the paper's small shortcut.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+
+_WRITE_TO_STREAM = ("o_proj", "down_proj")
+
+
+def initialize(model: Decoder, seed: int) -> None:
+    """Draws every parameter in place. Values are drawn on the CPU in float32, so no device or type changes them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = initial_std(model.config, name)
+            if std is None:
+                parameter.fill_(initial_constant(model.config, name))
+            else:
+                values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                parameter.copy_(values.normal_(std=std, generator=named_generator(seed, name)))
+
+
+def named_generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on (seed, name) alone."""
+    digest = blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
+
+
+def initial_std(config: ModelConfig, name: str) -> float | None:
+    """Standard deviation a matrix is drawn with; None for norms and biases, which are constant."""
+    module, kind = name.split(".")[-2:]
+    if kind == "bias" or module.endswith("norm"):
+        return None
+    small = (2 / (5 * config.hidden_size)) ** 0.5
+    if module in _WRITE_TO_STREAM:
+        return small / (2 * config.layers) ** 0.5
+    if module == "embed_tokens" and not config.tie_word_embeddings:
+        return 1 / config.embedding_multiplier
+    return small
+
+
+def initial_constant(config: ModelConfig, name: str) -> float:
+    """What a norm's weight or a bias starts as."""
+    return 0.0 if name.endswith(".bias") else 1.0 - config.norm_offset

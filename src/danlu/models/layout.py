@@ -1,0 +1,48 @@
+"""Which tensors a model folder holds, and which parameters each is made of. Pure data; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from danlu.models.config import ModelConfig, parameter_shapes
+from danlu.models.families import FAMILIES
+
+_TOP_LEVEL = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head", "norm": "model.norm"}
+
+# Tables that old checkpoints carry; danlu computes them from the config.
+IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class DiskTensor:
+    """A tensor on disk: its parts (parameter names) lie one under the other, cut along the first axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+
+
+def disk_tensors(config: ModelConfig) -> list[DiskTensor]:
+    """What the folder of this model holds, in the order of the forward pass. A tied head is not stored."""
+    modules = FAMILIES[config.family].modules
+    shapes = parameter_shapes(config)
+    parts: dict[str, list[str]] = {}
+    for name in shapes:
+        parts.setdefault(disk_name(name, modules), []).append(name)
+    return [
+        DiskTensor(name, (sum(shapes[one][0] for one in ones), *shapes[ones[0]][1:]), tuple(ones))
+        for name, ones in parts.items()
+    ]
+
+
+def disk_name(parameter: str, modules: Mapping[str, str]) -> str:
+    """`layers.3.attention.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`, by a family's `modules`."""
+    head, *rest = parameter.split(".")
+    if head != "layers":
+        return ".".join((_TOP_LEVEL[head], *rest))
+    index, *path = rest
+    cut = next(cut for cut in range(len(path), 0, -1) if ".".join(path[:cut]) in modules)
+    return ".".join(("model.layers", index, modules[".".join(path[:cut])], *path[cut:]))

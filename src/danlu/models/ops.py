@@ -1,0 +1,126 @@
+"""The decoder's arithmetic: where float32 weights meet activations of a narrower type.
+
+Weights stay float32 while activations are bfloat16 or float16. A product casts its weight on the fly, in the forward
+and again in the backward pass, and hands back a float32 gradient: no second copy of the weights is held (a pass over
+1024 tokens costs about 1 % more for it), and the optimizer works on full-precision masters without extra steps.
+
+T tokens · I in features · O out features · D model width · H query heads · K key/value heads · C head width
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times weight [O, I], plus bias [O] -> [T, O] in x's dtype; gradients of weight and bias in theirs."""
+    if weight.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    y: Tensor = _CastLinear.apply(x, weight)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+class _CastLinear(torch.autograd.Function):
+    """`F.linear(x, weight.to(x.dtype))` that keeps the float32 weight, not its narrow copy, for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad.t() @ x).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of weight [V, D] for tokens [T] -> [T, D] in `dtype`."""
+    return F.embedding(tokens, weight).to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis, statistics in float32 (arXiv:1910.07467).
+
+    offset: 1 for Gemma, whose weights are stored as differences from one (and multiplied in float32).
+    """
+    y: Tensor = _RmsNorm.apply(x, weight, eps, offset)
+    return y
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Saves x and one number a row, where autograd over the written-out formula saves three float32 copies of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [T, 1]
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.offset = offset
+        normed = wide * inverse
+        return (normed * (weight + offset if offset else weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        x, weight, inverse = ctx.saved_tensors
+        scale = weight + ctx.offset if ctx.offset else weight
+        wide_grad = grad.to(inverse.dtype)
+        normed = x.to(inverse.dtype) * inverse
+        product = wide_grad * normed
+        grad_weight = product.reshape(-1, product.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None, None
+        # d/dx of x r(x) w: r (w g - n mean(w g n)), with n = x r the normed row.
+        mean = torch.mv(product.reshape(-1, product.shape[-1]), scale) / product.shape[-1]  # [T]
+        wide_grad = wide_grad * scale
+        grad_x = wide_grad.addcmul_(normed, mean.reshape(inverse.shape), value=-1).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight, None, None
+
+
+def gated_mlp_activation(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
+    """silu(gate) * up (SwiGLU, arXiv:2002.05202), or gelu(gate) * up with the tanh form of gelu."""
+    if kind == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    y: Tensor = _SwiGLU.apply(gate, up)
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Saves gate and up only; silu(gate) is made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        grad_up = F.silu(gate).mul_(grad)
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, grad_up
+
+
+def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates q [T, H, C] and k [T, K, C] by half-split rotary embedding (arXiv:2104.09864, in Hugging Face's order).
+
+    cos, sin: [T, R] float32 with both halves filled alike; R <= C: only the first R of each head are rotated.
+    """
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)  # [T, 1, R]
+    turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned if rest is None else torch.cat((turned, rest), dim=-1)

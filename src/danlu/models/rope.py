@@ -1,0 +1,102 @@
+"""Rotary position embedding: the frequencies of each scaling, and the cos/sin tables of a forward pass.
+
+The formulas are transformers' (`modeling_rope_utils.py`), in the same float32 arithmetic, so that tables agree bit for
+bit where torch does.
+
+T packed tokens · R rotated features of a head
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+
+
+def rotary_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, R] float32 for positions [T] int64; both halves of R alike, as half-split rotation wants them.
+
+    Under dynamic NTK a document longer than max_position_embeddings gets frequencies of its own, from its own length:
+    what it would get alone, whatever it is packed with.
+    """
+    longest = document_lengths(positions) if isinstance(config.rope_scaling, DynamicScaling) else None
+    frequencies = inverse_frequencies(config, longest, device=positions.device)  # [R/2] or [T, R/2]
+    angles = positions[:, None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)  # [T, R]
+    scaling = config.rope_scaling.attention_scaling if isinstance(config.rope_scaling, YarnScaling) else 1.0
+    return angles.cos() * scaling, angles.sin() * scaling
+
+
+def document_lengths(positions: Tensor) -> Tensor:
+    """For each token the length of its document, read from positions [T]: a document ends where they stop rising by 1.
+
+    A token that is fed alone (cached decoding) counts as the last of its document.
+    """
+    starts = torch.ones_like(positions, dtype=torch.bool)
+    starts[1:] = positions[1:] != positions[:-1] + 1
+    document = starts.cumsum(0) - 1  # [T]
+    lengths = torch.zeros_like(positions).scatter_reduce(0, document, positions + 1, "amax")
+    return lengths[document]
+
+
+def inverse_frequencies(
+    config: ModelConfig, lengths: Tensor | None = None, *, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Radians per position of each rotated pair, [R/2] float32.
+
+    lengths: [T] int64, used by dynamic NTK alone, which then gives [T, R/2]; without it the model's own length counts.
+    """
+    width = config.rotary_dim
+    exponents = torch.arange(0, width, 2, device=device).float() / width  # [R/2]
+    match config.rope_scaling:
+        case DynamicScaling(factor=factor):
+            base = _dynamic_base(config, factor, lengths, device)  # [] or [T, 1]
+            return 1.0 / base**exponents
+        case LinearScaling(factor=factor):
+            return 1.0 / config.rope_theta**exponents / factor
+        case Llama3Scaling() as scaling:
+            return _llama3(1.0 / config.rope_theta**exponents, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(config.rope_theta**exponents, config, scaling)
+        case None:
+            return 1.0 / config.rope_theta**exponents
+
+
+def _dynamic_base(
+    config: ModelConfig, factor: float, lengths: Tensor | None, device: torch.device | str
+) -> Tensor:
+    width, trained = config.rotary_dim, config.max_position_embeddings
+    if lengths is None:
+        return torch.tensor(config.rope_theta, device=device)
+    stretch = factor * lengths.clamp(min=trained)[:, None] / trained - (factor - 1)  # [T, 1], 1 up to `trained`
+    return config.rope_theta * stretch ** (width / (width - 2))
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    trained, factor = scaling.original_max_position_embeddings, scaling.factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    keep = (trained / wavelengths - low) / (high - low)  # 0 at the longest wavelength of the ramp, 1 at the shortest
+    ramp = (1 - keep) * frequencies / factor + keep * frequencies
+    scaled = torch.where(wavelengths > trained / low, frequencies / factor, ramp)
+    return torch.where(wavelengths < trained / high, frequencies, scaled)
+
+
+def _yarn(periods: Tensor, config: ModelConfig, scaling: YarnScaling) -> Tensor:
+    width, trained = config.rotary_dim, scaling.original_max_position_embeddings
+
+    def pair_that_turns(turns: float) -> float:
+        """Index of the feature pair that turns this often within the trained length."""
+        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    if first == last:
+        last += 0.001  # a ramp of no width would divide by zero
+    ramp = ((torch.arange(width // 2, dtype=torch.float32, device=periods.device) - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (scaling.factor * periods) * ramp + 1.0 / periods * (1 - ramp)

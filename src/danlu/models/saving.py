@@ -1,0 +1,162 @@
+"""A decoder into a Hugging Face folder: written beside its place and renamed when whole, tensor by tensor.
+
+Peak extra memory is one buffer: bytes are converted and written a piece at a time, fused tensors part after part.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danlu.errors import ModelError, ResourceError
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+from danlu.models.families import config_values
+from danlu.models.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE, TOKENIZER_FILES
+from danlu.models.layout import DiskTensor, disk_tensors
+from danlu.models.tensor_bytes import BUFFER_BYTES, STORED_AS, is_finite, ranges, raw_bytes
+from danlu.models.tensor_file import encode_header
+
+_METADATA = {"format": "pt"}  # transformers refuses files without it
+
+
+def save(
+    model: Decoder,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tokenizer_from: Path | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes config, weights in `dtype`, generation config and, from `tokenizer_from`, the tokenizer byte for byte.
+
+    The folder appears whole or not at all. One that is there already is replaced if it is a model folder or empty.
+    Raises ModelError for a folder that holds something else, for a tokenizer folder without a tokenizer, and for
+    weights that are not finite in `dtype`; ResourceError for a full disk or a folder that cannot be written.
+    """
+    folder = Path(os.path.abspath(folder))
+    _check_replaceable(folder)
+    copied = [] if tokenizer_from is None else _files_to_copy(tokenizer_from)
+    tensors = disk_tensors(model.config)
+    config = config_values(model.config, torch_dtype=str(dtype).removeprefix("torch."))
+    needed = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
+    with _fresh_folder(folder, needed) as fresh:
+        _write_json(fresh / CONFIG, config)
+        if not any(file.name == GENERATION_CONFIG for file in copied):
+            _write_json(fresh / GENERATION_CONFIG, _generation_values(model.config, config["eos_token_id"]))
+        for file in copied:
+            shutil.copyfile(file, fresh / file.name)
+        _write_weights(fresh, dict(model.named_parameters()), _shards(tensors, dtype, shard_bytes), dtype)
+
+
+def _check_replaceable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"{folder}: a model folder cannot be written here, this is a file")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
+        raise ModelError(f"{folder}: not written: the folder holds something other than a model. Choose another")
+
+
+def _files_to_copy(source: Path) -> list[Path]:
+    tokenizer = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    if not any(file.name in ("tokenizer.json", "tokenizer.model", "vocab.json") for file in tokenizer):
+        raise ModelError(f"{source}: no tokenizer here: none of tokenizer.json, tokenizer.model, vocab.json")
+    generation = source / GENERATION_CONFIG
+    return [*tokenizer, generation] if generation.is_file() else tokenizer
+
+
+def _generation_values(config: ModelConfig, eos: Any) -> dict[str, Any]:
+    values = {"bos_token_id": config.bos_token_id, "eos_token_id": eos, "pad_token_id": config.pad_token_id}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _shards(tensors: list[DiskTensor], dtype: torch.dtype, shard_bytes: int) -> dict[str, list[DiskTensor]]:
+    """File name -> tensors, in order, each file as full as it gets; a tensor above shard_bytes has one of its own."""
+    shards: list[list[DiskTensor]] = []
+    room = 0
+    for tensor in tensors:
+        size = math.prod(tensor.shape) * dtype.itemsize
+        if not shards or size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= size
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{index:05}-of-{len(shards):05}.safetensors": shard for index, shard in enumerate(shards, start=1)}
+
+
+def _write_weights(
+    folder: Path, parameters: Mapping[str, Tensor], shards: Mapping[str, list[DiskTensor]], dtype: torch.dtype
+) -> None:
+    for name, shard in shards.items():
+        header = encode_header(((one.name, STORED_AS[dtype], one.shape) for one in shard), _METADATA)
+        with (folder / name).open("wb") as handle:
+            handle.write(header)
+            for tensor in shard:
+                for part in tensor.parts:
+                    for values in _pieces(parameters[part], dtype):
+                        if not is_finite(values):
+                            raise ModelError(f"{part}: not finite as {dtype}; the model is not written")
+                        handle.write(raw_bytes(values))
+    if len(shards) > 1:
+        weight_map = {tensor.name: name for name, shard in shards.items() for tensor in shard}
+        total = sum(math.prod(tensor.shape) for shard in shards.values() for tensor in shard) * dtype.itemsize
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _pieces(parameter: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    flat = parameter.detach().reshape(-1)
+    for start, end in ranges(flat.numel(), BUFFER_BYTES // dtype.itemsize):
+        yield flat[start:end].to(device="cpu", dtype=dtype)
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _fresh_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
+    """A temporary sibling that takes `folder`'s place when the block ends well, and is deleted when it does not."""
+    fresh, old = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "replaced"))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for left_over in (fresh, old):  # of a process that was killed
+            shutil.rmtree(left_over, ignore_errors=not left_over.exists())
+        free = shutil.disk_usage(folder.parent).free
+        if free < needed_bytes:
+            raise ResourceError(
+                f"{folder}: the disk has {free / 1e9:.2f} GB free, the model takes {needed_bytes / 1e9:.2f} GB: "
+                f"{(needed_bytes - free) / 1e9:.2f} GB are missing. Nothing was written"
+            )
+        fresh.mkdir()
+        yield fresh
+        _flush(fresh)
+        if folder.exists():
+            folder.rename(old)
+        fresh.rename(folder)
+        shutil.rmtree(old, ignore_errors=not old.exists())
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise ResourceError(f"{folder}: the model cannot be written: {'the disk is full' if full else error}") from error
+    finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """To the disk before the rename: else a power cut could leave the name without the content."""
+    for file in folder.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())

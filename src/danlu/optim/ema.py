@@ -1,0 +1,91 @@
+"""An exponential moving average of the weights, kept beside them and swapped in for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danlu.errors import CheckpointError
+from danlu.optim.groups import trainable
+from danlu.optim.pieces import pieces
+
+# Elements exchanged at a time: a swap then needs 4 MiB, not the size of the largest parameter.
+_PIECE = 1 << 20
+
+
+class Ema:
+    """The average of the weights after each update, in float32; one more copy of the trained weights in memory.
+
+    After t updates the average is sum_i decay^(t-i) w_i / sum_i decay^(t-i): true from the first update, where it is
+    w_1, and without any share of the initial weights (the usual `ema = w_0` start keeps decay^t of them). It is
+    computed in place as ema += (w_t - ema) x (1 - decay) / (1 - decay^t).
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], decay: float) -> None:
+        """Averages the trainable ones; before the first update the average is their present value."""
+        self.decay = decay
+        self.updates = 0
+        self._parameters = dict(trainable(named_parameters))
+        self._averages = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self._swapped = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes in the weights as they are now; call once after each optimizer step that was made."""
+        assert not self._swapped, "the average would be taken of itself"
+        self.updates += 1
+        share = (1 - self.decay) / (1 - self.decay**self.updates)
+        for name, parameter in self._parameters.items():
+            self._averages[name].lerp_(parameter, share)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Within it the model's parameters hold the average; after it, also after an exception, their own values.
+
+        Values are exchanged in place, piece by piece: views of the parameters (a decoding engine, fused weights) see
+        the average too, and no second copy is made.
+        """
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The averages by parameter name; live, not copies."""
+        assert not self._swapped, "the average is in the model now, and the weights are here"
+        return dict(self._averages)
+
+    def state_scalars(self) -> dict[str, Any]:
+        """The JSON part of the state."""
+        return {"updates": self.updates}
+
+    def load_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Copies a saved state in; CheckpointError if a tensor is missing, unknown or of another shape."""
+        assert not self._swapped, "the average is in the model now"
+        if wrong := sorted(tensors.keys() ^ self._averages.keys()):
+            where = "missing from" if wrong[0] in self._averages else "not a trained parameter, but in"
+            raise CheckpointError(f"averaged weights (ema): {wrong[0]} is {where} the checkpoint.")
+        for name, average in self._averages.items():
+            if tensors[name].shape != average.shape:
+                raise CheckpointError(
+                    f"averaged weights (ema): {name} is {list(tensors[name].shape)} in the checkpoint, "
+                    f"expected {list(average.shape)}."
+                )
+        for name, average in self._averages.items():
+            average.copy_(tensors[name])
+        self.updates = int(scalars["updates"])
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, parameter in self._parameters.items():
+            both = zip(pieces(parameter, _PIECE), pieces(self._averages[name], _PIECE), strict=True)
+            for piece, average in both:
+                held = piece.clone()
+                piece.copy_(average)
+                average.copy_(held)
+        self._swapped = not self._swapped

@@ -1,0 +1,63 @@
+"""Floating-point operations of a decoder, in closed form. Imports no torch.
+
+Counted as MFU counts them (PaLM, arXiv:2204.02311, appendix B): a multiply-add is two, only matrix products count, work
+done again (recomputed activations) does not. Attention is counted as needed: causal, within documents, within windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# Backward makes two products (input and weight gradient) for each one of forward.
+_TRAINING = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the cost of a decoder with gated MLPs."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of each layer, None = unlimited; empty when no layer has one."""
+
+
+def layer_parameters(shape: Shape) -> int:
+    """Weights of one layer that take part in matrix products: q, k, v, o, gate, up, down."""
+    attention = 2 * shape.hidden_size * shape.head_dim * (shape.heads + shape.kv_heads)
+    return attention + 3 * shape.hidden_size * shape.intermediate_size
+
+
+def attention_pairs(lengths: Iterable[int], window: int | None = None) -> int:
+    """(query, key) pairs of causal attention in documents; a query sees itself and `window` - 1 tokens before it."""
+    pairs = 0
+    for length in lengths:
+        reach = length if window is None else min(length, window)
+        pairs += reach * (reach + 1) // 2 + (length - reach) * reach
+    return pairs
+
+
+def forward_flops(shape: Shape, lengths: Sequence[int], targets: int) -> int:
+    """One forward pass over documents of `lengths` tokens, with the head on `targets` of them (those with a loss)."""
+    windows = shape.windows or (None,) * shape.layers
+    assert len(windows) == shape.layers, f"{len(windows)} windows for {shape.layers} layers"
+    pairs_of = {window: attention_pairs(lengths, window) for window in set(windows)}
+    linear = 2 * sum(lengths) * shape.layers * layer_parameters(shape)
+    attention = 4 * shape.heads * shape.head_dim * sum(pairs_of[window] for window in windows)
+    return linear + attention + 2 * targets * shape.hidden_size * shape.vocab_size
+
+
+def training_flops(shape: Shape, lengths: Sequence[int], targets: int) -> int:
+    """Forward and backward with every weight trained; the gather of the embedding costs no products."""
+    return _TRAINING * forward_flops(shape, lengths, targets)
+
+
+def training_flops_per_token(shape: Shape, length: int) -> float:
+    """The mean over a document of `length` tokens, all targets: 6 x parameters without embedding, and attention."""
+    return training_flops(shape, (length,), length) / length

@@ -1,0 +1,126 @@
+"""From a tree to a `Recipe`: every problem of the types at once, in our own words and with its place."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from danlu.recipe.forms import choices, fields, hint_at, kinds, sections
+from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.tree import Node, Problem
+from danlu.recipe.words import ELSEWHERE, describe, nearest, show
+
+
+def check(tree: Node) -> tuple[Recipe | None, list[Problem]]:
+    """The recipe that a tree (in full form) says, or what is wrong with it."""
+    try:
+        # Checked as JSON, where a list may fill a tuple although the sections are strict.
+        return Recipe.model_validate_json(json.dumps(tree.plain)), []
+    except ValidationError as error:
+        found: dict[str, str] = {}
+        for detail in error.errors(include_url=False, include_input=False, include_context=False):
+            found.setdefault(_key(detail["loc"], detail["type"], tree), detail["type"])
+        # A value that fails every branch of a union is named once, and where it fails deepest.
+        keys = [key for key in found if not any(other.startswith(f"{key}.") for other in found)]
+        return None, [_problem(key, found[key], tree) for key in keys]
+
+
+def _key(location: tuple[int | str, ...], kind: str, tree: Node) -> str:
+    """The dotted key of an error: its location without the names of union branches, which are not in the tree."""
+    node, parts = tree, []
+    *above, last = location or ("",)
+    for part in above:
+        child = node.child(str(part))
+        if child is not None:
+            node = child
+            parts.append(str(part))
+    if kind in ("missing", "extra_forbidden") or node.child(str(last)) is not None:
+        parts.append(str(last))
+    return ".".join(part for part in parts if part)
+
+
+def _problem(key: str, kind: str, tree: Node) -> Problem:
+    node, exact = tree.nearest(key)
+    hint, section = hint_at(Recipe, tree, key) if key else (Recipe, None)
+    name = key.rpartition(".")[2]
+    if kind == "missing":
+        assert hint is not None
+        return Problem(key, _missing(key, name, hint, section), node.origin)
+    if kind == "extra_forbidden" or hint is None:
+        origin = node.key_origin if exact and node.key_origin is not None else node.origin
+        return Problem(key, _unknown(name, section), origin)
+    kind_node = node.child("kind") if kinds(hint) else None
+    if kind_node is not None:
+        return Problem(f"{key}.kind", unexpected(node.plain, hint), kind_node.origin)
+    return Problem(key, unexpected(node.plain, hint), node.origin)
+
+
+def _missing(key: str, name: str, hint: Any, section: type[Section] | None) -> str:
+    above = key.rpartition(".")[0]
+    where = f"under '{above}'" if above else "at the top level"
+    doc = _first_sentence(section.model_fields[name].description) if section is not None else ""
+    return f"missing: add '{name}: ...' {where} ({describe(hint)}){': ' + doc if doc else '.'}"
+
+
+def _first_sentence(text: str | None) -> str:
+    return " ".join((text or "").split()).partition(". ")[0].rstrip(".") + "." if text else ""
+
+
+def _unknown(name: str, section: type[Section] | None) -> str:
+    """Say what the key might have been: a like word here, another tool's name, or a field of another section."""
+    section = section or Recipe
+    said = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
+    known = list(fields(section))
+    guess = nearest(name, known)
+    if guess is None:
+        elsewhere = ELSEWHERE.get(name.lower().replace("-", "_")) or _home_of(name)
+        if elsewhere is not None:
+            return f"{said}. danlu's key for it is {elsewhere}"
+        return f"{said}. Known: {', '.join(known)}"
+    return f"{said}. Did you mean '{guess}'?"
+
+
+def _home_of(name: str) -> str | None:
+    """The dotted key of the field with this name in some section, if there is one."""
+    for top, hint in fields(Recipe).items():
+        for section in sections(hint):
+            if name in fields(section):
+                return f"{top}.{name}"
+    return None
+
+
+def unexpected(value: Any, hint: Any) -> str:
+    """Why a value does not fit a type: what was expected, what was found, and the nearest that would do."""
+    variants = kinds(hint)
+    if variants and isinstance(value, dict | str):
+        return _unknown_kind(value, sorted(variants))
+    expected, found = describe(hint), show(value)
+    options = [option for option in choices(hint) if isinstance(option, str)]
+    if isinstance(value, str) and options:
+        guess = nearest(value, options)
+        return f"expected {expected}, not {found}.{f' Did you mean {guess!r}?' if guess else ''}"
+    if isinstance(value, str) and _reads_as_number(value):
+        return f"expected {expected}, not the text {found}. Write it without quotes"
+    if isinstance(value, float) and value.is_integer() and "whole number" in expected:
+        return f"expected {expected}, not {found}. Write {int(value)}"
+    if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off") and "true or false" in expected:
+        return f"expected true or false, not {found}. Write {str(value.lower() in ('yes', 'on')).lower()}"
+    return f"expected {expected}, not {found}"
+
+
+def _unknown_kind(value: dict[str, Any] | str, variants: list[str]) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else value
+    if kind is None:
+        return f"missing 'kind'. One of: {', '.join(variants)}"
+    guess = nearest(kind, variants)
+    return f"unknown kind {show(kind)}.{f' Did you mean {guess!r}?' if guess else ''} One of: {', '.join(variants)}"
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

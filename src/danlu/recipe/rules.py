@@ -1,0 +1,281 @@
+"""Rules between the keys of a recipe. They need no torch and no model, so a run that cannot be says so at once.
+
+Each rule is a generator of problems over a recipe whose types are right already; `problems` runs them all.
+`missing_files` looks at the file system and is apart for that reason. `notes` are remarks on a recipe that is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil
+from pathlib import Path
+
+from danlu.recipe.sections import SGD, Data, Recipe, Source
+from danlu.recipe.tree import Problem
+from danlu.recipe.words import nearest, show
+
+FILE_TYPES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+
+
+def problems(recipe: Recipe) -> list[Problem]:
+    """Everything in a recipe that contradicts itself."""
+    return [problem for rule in RULES for problem in rule(recipe)]
+
+
+def length_of_run(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.steps is not None and recipe.epochs is not None:
+        yield Problem("steps", "the run's length is given twice: keep steps or epochs", reads=("epochs",))
+
+
+def model_start(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    given = [name for name in model.one_of if getattr(model, name) is not None]
+    if len(given) != 1:
+        said = "path, preset and config are all missing" if not given else f"both {' and '.join(given)} are given"
+        message = f"{said}: give exactly one (path: a folder to start from; preset or config: from scratch)"
+        yield Problem("model", message, reads=tuple(f"model.{name}" for name in model.one_of))
+    elif given != ["path"] and model.tokenizer is None:
+        message = f"a model from a {given[0]} needs a tokenizer: add model.tokenizer (a folder or a hub id)"
+        yield Problem("model.tokenizer", message, reads=(f"model.{given[0]}",))
+
+
+def batch_size(recipe: Recipe) -> Iterator[Problem]:
+    batch, data = recipe.batch, recipe.data
+    packed = data.packing.kind != "none"
+    both = ("batch.tokens", "batch.sequences")
+    if (batch.tokens is None) == (batch.sequences is None):
+        said = "tokens and sequences are both missing" if batch.tokens is None else "tokens and sequences are both given"
+        yield Problem("batch", f"{said}: give one of them", reads=both)
+        return
+    if batch.tokens is not None and packed and batch.tokens % data.max_length:
+        below = batch.tokens // data.max_length * data.max_length
+        nearby = f"{below} or {below + data.max_length}" if below else f"{data.max_length}"
+        message = f"{batch.tokens} is not a multiple of data.max_length {data.max_length}, the length of a pack. "
+        yield Problem("batch.tokens", f"{message}Use {nearby}", reads=("data.max_length", "data.packing"))
+        return
+    if batch.tokens is not None and not packed:
+        return
+    packs = batch.sequences if batch.sequences is not None else (batch.tokens or 0) // data.max_length
+    if isinstance(batch.micro, int) and packs % batch.micro:
+        divisors = [n for n in range(1, packs + 1) if packs % n == 0]
+        near = min(divisors, key=lambda n: abs(n - int(batch.micro)))
+        message = f"{batch.micro} does not divide the {packs} packs of a step. Use {near}, or auto"
+        yield Problem("batch.micro", message, reads=(*both, "data.max_length"))
+
+
+def schedule_fits(recipe: Recipe) -> Iterator[Problem]:
+    schedule, steps = recipe.schedule, recipe.steps
+    if schedule.kind != "wsd" and schedule.decay != 0.2:
+        yield Problem("schedule.decay", f"only the wsd schedule has a decay; this one is {schedule.kind}")
+    if schedule.kind in ("constant", "inverse-sqrt") and schedule.floor != 0.1:
+        yield Problem("schedule.floor", f"the {schedule.kind} schedule has no floor; linear, cosine and wsd do")
+    decay = schedule.decay if schedule.kind == "wsd" else 0
+    if isinstance(schedule.warmup, float) and isinstance(decay, float) and schedule.warmup + decay > 1:
+        message = f"warm-up {schedule.warmup} and decay {decay} together are more than the whole run (1.0)"
+        yield Problem("schedule.warmup", message, reads=("schedule.decay",))
+    elif steps is not None:
+        warmup = _steps(schedule.warmup, steps)
+        if warmup > steps:
+            message = f"a warm-up of {warmup} steps is longer than the run of {steps}"
+            yield Problem("schedule.warmup", message, reads=("steps",))
+        elif warmup + _steps(decay, steps) > steps:
+            message = f"warm-up ({warmup} steps) and decay ({_steps(decay, steps)}) are longer than the run of {steps}"
+            yield Problem("schedule.decay", message, reads=("steps", "schedule.warmup"))
+
+
+def _steps(amount: float, steps: int) -> int:
+    return amount if isinstance(amount, int) else ceil(amount * steps)
+
+
+def packing_suits(recipe: Recipe) -> Iterator[Problem]:
+    packing, data = recipe.data.packing, recipe.data
+    reads = ("stage", "data.packing.kind")
+    if packing.kind != "best-fit" and packing.window != 4096:
+        yield Problem("data.packing.window", f"only best-fit packing has a window; this is {packing.kind}", reads=reads)
+    if packing.kind != "concatenate":
+        return
+    if recipe.stage == "sft":
+        message = "a conversation must stay whole, so concatenate is for stage pretrain. Use best-fit or none"
+        yield Problem("data.packing.kind", message, reads=reads)
+        return
+    for index, source in enumerate(data.train):
+        if source.format not in ("auto", "text", "tokenized"):
+            message = f"concatenate joins plain text, and rows of {source.format} are not. Use packing best-fit"
+            yield Problem(f"data.train.{index}.format", message, reads=reads)
+
+
+def pretraining_has_no_roles(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.stage != "pretrain":
+        return
+    # `assistant` is the default and stands in every resolved recipe; `all` is what pretraining does anyway.
+    if recipe.data.train_on == "last":
+        message = "pretraining trains every token: train_on is for stage sft"
+        yield Problem("data.train_on", message, reads=("stage",))
+    if recipe.data.system is not None:
+        yield Problem("data.system", "pretraining has no system prompt: it is for stage sft", reads=("stage",))
+
+
+def sources_mix(recipe: Recipe) -> Iterator[Problem]:
+    train = recipe.data.train
+    if not train:
+        yield Problem("data.train", "the list is empty: name at least one file or data set")
+    if recipe.data.eval == []:
+        yield Problem("data.eval", "the list is empty: name a source, give a share such as 0.02, or leave eval out")
+    weighted = [source.weight is not None for source in train]
+    if any(weighted) and not all(weighted):
+        index = weighted.index(False)
+        message = "has no weight although other sources do: give every source a weight, or none"
+        yield Problem(f"data.train.{index}", message)
+    seen: dict[Source, int] = {}
+    for index, source in enumerate(train):
+        same = source.model_copy(update={"weight": None})
+        if same in seen:
+            message = f"the same as data.train.{seen[same]}. To use it more often, give the sources weights"
+            yield Problem(f"data.train.{index}", message)
+        seen.setdefault(same, index)
+
+
+def streaming_suits(recipe: Recipe) -> Iterator[Problem]:
+    data = recipe.data
+    if not data.streaming:
+        if data.shuffle_buffer != 10_000:
+            yield Problem("data.shuffle_buffer", "only read with data.streaming: true", reads=("data.streaming",))
+        return
+    if recipe.epochs is not None:
+        message = "a stream has no known end, so it cannot run for epochs. Give steps"
+        yield Problem("epochs", message, reads=("data.streaming",))
+    elif recipe.steps is None:
+        yield Problem("steps", "missing: a stream has no known end, so streaming needs steps", reads=("data.streaming",))
+    if isinstance(data.eval, int | float):
+        message = f"{show(data.eval)} of a stream cannot be set aside. Give evaluation rows as files of their own"
+        yield Problem("data.eval", message, reads=("data.streaming",))
+
+
+def bad_rows(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.data.on_bad_row == "error" and recipe.data.bad_row_limit != 100:
+        message = "only read with data.on_bad_row: skip"
+        yield Problem("data.bad_row_limit", message, reads=("data.on_bad_row",))
+
+
+def evaluation_has_rows(recipe: Recipe) -> Iterator[Problem]:
+    evaluation = recipe.evaluation
+    if recipe.data.eval is not None:
+        return
+    needs = "needs rows to evaluate on: add data.eval (a share such as 0.02, or files)"
+    if evaluation.early_stop is not None:
+        yield Problem("evaluation.early_stop", f"early stop {needs}", reads=("data.eval",))
+    if evaluation.every is not None and evaluation.samples is None:
+        message = f"evaluation {needs}, or evaluation.samples to generate"
+        yield Problem("evaluation.every", message, reads=("data.eval", "evaluation.samples"))
+    if recipe.checkpoint.keep_best:
+        yield Problem("checkpoint.keep_best", f"keep_best {needs}", reads=("data.eval",))
+
+
+def rewind_has_checkpoint(recipe: Recipe) -> Iterator[Problem]:
+    every, steps = recipe.checkpoint.every, recipe.steps
+    if recipe.watch.policy == "rewind" and every is not None and steps is not None and every >= steps:
+        message = f"rewind needs a checkpoint to go back to, and the first is at step {every} of {steps}. "
+        reads = ("checkpoint.every", "steps")
+        yield Problem("watch.policy", f"{message}Lower checkpoint.every", reads=reads)
+
+
+def optimizer_works(recipe: Recipe) -> Iterator[Problem]:
+    optimizer = recipe.optimizer
+    if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum == 0:
+        yield Problem("optimizer.nesterov", "Nesterov's step needs momentum above 0", reads=("optimizer.momentum",))
+
+
+def output_is_apart(recipe: Recipe) -> Iterator[Problem]:
+    output = _resolve(recipe.output)
+    named = {"model.path": recipe.model.path, "model.config": recipe.model.config, "model.tokenizer": recipe.model.tokenizer}
+    paths = {key: value for key, value in named.items() if isinstance(value, str)}
+    paths.update({key: _file_of(source) for key, source in _sources(recipe.data)})
+    for key, path in paths.items():
+        place = _resolve(path)
+        if place == output or output in place.parents:
+            relation = "is" if place == output else "lies in"
+            message = f"{key} ({path}) {relation} the output folder, where the run writes. Choose another output"
+            yield Problem("output", message, reads=(key,))
+
+
+def _resolve(path: str) -> Path:
+    return Path(path).expanduser().absolute()
+
+
+def _sources(data: Data) -> Iterator[tuple[str, Source]]:
+    for index, source in enumerate(data.train):
+        yield f"data.train.{index}.path", source
+    for index, source in enumerate(data.eval if isinstance(data.eval, list) else []):
+        yield f"data.eval.{index}.path", source
+
+
+def _file_of(source: Source) -> str:
+    """The path without the `#500` that takes the first 500 rows."""
+    path, mark, rows = source.path.rpartition("#")
+    return path if mark and rows.isdecimal() else source.path
+
+
+def missing_files(recipe: Recipe) -> list[Problem]:
+    """Paths that cannot be hub ids and are not there, each with the nearest name in its folder."""
+    named = {"model.path": recipe.model.path, "model.config": recipe.model.config, "model.tokenizer": recipe.model.tokenizer}
+    paths = {key: value for key, value in named.items() if isinstance(value, str)}
+    paths["model.chat_template"] = recipe.model.chat_template or ""
+    paths.update({key: _file_of(source) for key, source in _sources(recipe.data)})
+    local_only = ("model.config", "model.chat_template")
+    return [
+        Problem(key, _not_there(_resolve(path), path))
+        for key, path in paths.items()
+        if path and (key in local_only or is_local(path)) and not _resolve(path).exists()
+    ]
+
+
+def is_local(path: str) -> bool:
+    """Whether a path cannot be a hub id, which is `name` or `owner/name` without a file's ending."""
+    return (
+        path.startswith(("/", ".", "~"))
+        or path.count("/") > 1
+        or path.endswith("/")
+        or path.lower().endswith(FILE_TYPES)
+        or "\\" in path
+    )
+
+
+def _not_there(place: Path, written: str) -> str:
+    folder = place.parent
+    if not folder.is_dir():
+        return f"no file or folder {written!r}: there is no folder {str(folder)!r}"
+    names = {entry.name.lower(): entry.name for entry in folder.iterdir()}
+    guess = nearest(place.name, list(names))
+    hint = f" Did you mean {str(Path(written).parent / names[guess])!r}?" if guess else ""
+    return f"no file or folder {written!r}.{hint}"
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """Remarks on a recipe that may run but may not be what was meant; for the console, once."""
+    found = []
+    if recipe.precision == "fp16" and recipe.device == "cpu":
+        found.append("precision: fp16 on a CPU is several times slower than bf16 or fp32 and has no advantage there")
+    evaluated = {_file_of(source) for key, source in _sources(recipe.data) if key.startswith("data.eval")}
+    both = sorted(evaluated & {_file_of(source) for source in recipe.data.train})
+    if both:
+        found.append(f"data.eval: {', '.join(both)} is also trained on, so the evaluation loss says little")
+    if recipe.optimizer.learning_rate == 0:
+        found.append("optimizer.learning_rate: 0 trains nothing")
+    return found
+
+
+RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
+    length_of_run,
+    model_start,
+    batch_size,
+    schedule_fits,
+    packing_suits,
+    pretraining_has_no_roles,
+    sources_mix,
+    streaming_suits,
+    bad_rows,
+    evaluation_has_rows,
+    rewind_has_checkpoint,
+    optimizer_works,
+    output_is_apart,
+)

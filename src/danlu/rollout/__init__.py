@@ -1,0 +1,4 @@
+"""Answers from a model: sampling, the cache of keys and values, stopping, and conversations.
+
+This file imports nothing, so that a verb pays only for what it uses.
+"""

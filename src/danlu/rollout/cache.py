@@ -1,0 +1,236 @@
+"""Keys and values of the tokens so far, kept so that each new token costs one row of work.
+
+The cache hands the decoder an attend strategy for each forward pass (`KVCache.extend`), and the decoder does not know
+that earlier tokens are not computed again. Everything is flat: a pass brings `counts[b]` new tokens of sequence b, laid
+end to end, a whole prompt or one token each.
+
+B sequences · T new tokens, flat · S tokens of one sequence · H query heads · K key/value heads · G = H / K · C head width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from danlu.models.attend import document_attention, visible
+
+# Rows are added this many tokens at a time, and at least half of what is there: copying stays a small, constant
+# share of the work however long the text gets.
+CHUNK = 256
+
+
+class KVCache:
+    """One contiguous buffer [B, K, capacity, C] of keys and one of values for each layer.
+
+    Buffers are made when a layer is first seen, so the cache needs no model config, and they grow when they are full.
+    """
+
+    def __init__(self, sequences: int = 1) -> None:
+        self.lengths = [0] * sequences  # tokens of each sequence
+        self._capacity = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, counts: Sequence[int]) -> CachedAttention:
+        """The attend strategy of one forward pass that brings counts[b] new tokens of sequence b.
+
+        `lengths` moves on at once. When the pass does not end (an interrupt), go back with `truncate`.
+        """
+        assert len(counts) == len(self.lengths), f"{len(counts)} counts for {len(self.lengths)} sequences"
+        past = tuple(self.lengths)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        longest = max(self.lengths)
+        if longest > self._capacity:
+            self._capacity = -(-max(longest, self._capacity * 3 // 2) // CHUNK) * CHUNK
+        return CachedAttention(self, past, tuple(counts))
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets the tokens of one sequence from `length` on."""
+        assert 0 <= length <= self.lengths[sequence], f"cannot cut {self.lengths[sequence]} tokens to {length}"
+        self.lengths[sequence] = length
+
+    def fork(self, rows: Sequence[int]) -> KVCache:
+        """A cache whose sequence j is a copy of this one's rows[j]; a row may be taken several times.
+
+        Where nothing would change (every row once, in order) it is this cache itself.
+        """
+        if list(rows) == list(range(len(self.lengths))):
+            return self
+        forked = KVCache(len(rows))
+        forked.lengths = [self.lengths[row] for row in rows]
+        forked._capacity = self._capacity
+        for layer, (keys, values) in self._layers.items():
+            index = torch.tensor(rows, device=keys.device)
+            forked._layers[layer] = (keys.index_select(0, index), values.index_select(0, index))
+        return forked
+
+    def drop(self, rows: Sequence[int]) -> list[int]:
+        """Removes sequences by moving the last ones into their places, so that only few rows are copied.
+
+        Returns, for each place that is left, the row that is there now.
+        """
+        gone = set(rows)
+        order = [row for row in range(len(self.lengths)) if row not in gone]
+        left = len(order)
+        movers = [row for row in order if row >= left]
+        holes = [row for row in range(left) if row in gone]
+        order = [row for row in order if row < left]
+        for hole, mover in zip(holes, movers, strict=True):
+            order.insert(hole, mover)
+        for layer, (keys, values) in self._layers.items():
+            for hole, mover in zip(holes, movers, strict=True):
+                keys[hole, :, : self.lengths[mover]] = keys[mover, :, : self.lengths[mover]]
+                values[hole, :, : self.lengths[mover]] = values[mover, :, : self.lengths[mover]]
+            self._layers[layer] = (keys[:left], values[:left])
+        self.lengths = [self.lengths[row] for row in order]
+        return order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, used or not."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
+
+    def buffers(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, capacity, C] of a layer, with room for every token announced by `extend`."""
+        found = self._layers.get(layer)
+        if found is not None and found[0].shape[2] >= self._capacity:
+            return found
+        shape = (len(self.lengths), like.shape[1], self._capacity, like.shape[2])
+        # Zeros, not empty: masked places get probability 0, and 0 times a stray NaN would still be NaN.
+        grown = (like.new_zeros(shape), like.new_zeros(shape))
+        if found is not None:
+            for new, old in zip(grown, found, strict=True):
+                new[:, :, : old.shape[2]] = old
+        self._layers[layer] = grown
+        return grown
+
+
+class CachedAttention:
+    """Attention of new tokens to themselves and to everything cached before them; satisfies `danlu.types.Attend`."""
+
+    def __init__(self, cache: KVCache, past: tuple[int, ...], counts: tuple[int, ...]) -> None:
+        self.cache = cache
+        self.past = past  # tokens of each sequence before this pass
+        self.counts = counts  # new tokens of each sequence
+        self._one_each = len(counts) > 1 and all(count == 1 for count in counts)
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,  # [T, H, C]
+        k: Tensor,  # [T, K, C]
+        v: Tensor,  # [T, K, C]
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # [T, H, C]
+        keys, values = self.cache.buffers(layer, k)
+        if self._one_each:
+            return self._decode_together(q, k, v, keys, values, scale, window, softcap)
+        pieces, start = [], 0
+        for row, (past, count) in enumerate(zip(self.past, self.counts, strict=True)):
+            if count == 0:
+                continue
+            end, total = start + count, past + count
+            keys[row, :, past:total] = k[start:end].transpose(0, 1)
+            values[row, :, past:total] = v[start:end].transpose(0, 1)
+            if past == 0:  # nothing cached: the prompt is a document like any other
+                pieces.append(
+                    document_attention(
+                        q[start:end], k[start:end], v[start:end], scale=scale, window=window, softcap=softcap
+                    )
+                )
+            else:
+                first = 0 if window is None else max(0, past - window + 1)
+                seen = keys[row, :, first:total], values[row, :, first:total]
+                pieces.append(_attend_to_past(q[start:end], *seen, scale=scale, window=window, softcap=softcap))
+            start = end
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _decode_together(
+        self,
+        q: Tensor,  # [B, H, C]
+        k: Tensor,  # [B, K, C]
+        v: Tensor,
+        keys: Tensor,  # [B, K, capacity, C]
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # [B, H, C]
+        """One new token of each of several sequences, in one call over the longest of them."""
+        sequences, kv_heads, width = k.shape
+        longest = max(self.past) + 1
+        if min(self.past) + 1 == longest:
+            keys[:, :, longest - 1], values[:, :, longest - 1] = k, v
+        else:
+            rows = torch.arange(sequences, device=q.device)
+            places = torch.tensor(self.past, device=q.device)
+            keys[rows, :, places], values[rows, :, places] = k, v
+        out = _grouped_attention(
+            q.view(sequences, kv_heads, -1, width),
+            keys[:, :, :longest],
+            values[:, :, :longest],
+            self._decode_mask(window, q),
+            scale=scale,
+            softcap=softcap,
+        )
+        return out.reshape(sequences, -1, width)
+
+    def _decode_mask(self, window: int | None, q: Tensor) -> Tensor | None:
+        """[B, 1, 1, S] of 0 and -inf in q's dtype, or None where every sequence sees all; made once for all layers."""
+        if window not in self._masks:
+            places = torch.arange(max(self.past) + 1, device=q.device)
+            last = torch.tensor(self.past, device=q.device).unsqueeze(1)  # [B, 1]
+            hidden = places > last  # [B, S]
+            if window is not None:
+                hidden |= places <= last - window
+            mask = None
+            if bool(hidden.any()):
+                mask = q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None, :]
+            self._masks[window] = mask
+        return self._masks[window]
+
+
+def _attend_to_past(
+    q: Tensor,  # [T, H, C], the last T tokens of the sequence
+    keys: Tensor,  # [K, S, C], T <= S
+    values: Tensor,  # [K, S, C]
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:  # [T, H, C]
+    """New tokens of one sequence over cached ones. The G queries of a key/value head are G*T rows over its keys."""
+    new, heads, width = q.shape
+    kv_heads, total = keys.shape[:2]
+    groups = heads // kv_heads
+    folded = q.view(new, kv_heads, groups, width).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * new, width)
+    mask = None
+    if new > 1:  # a single last token sees every key it was given
+        hidden = ~visible(new, total, window, q.device)  # [T, S]
+        mask = q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf")).repeat(groups, 1)  # [G*T, S]
+    out = _grouped_attention(folded, keys.unsqueeze(0), values.unsqueeze(0), mask, scale=scale, softcap=softcap)
+    return out.view(kv_heads, groups, new, width).permute(2, 0, 1, 3).reshape(new, heads, width)
+
+
+def _grouped_attention(
+    q: Tensor,  # [B, K, Q, C], Q rows that share a key/value head
+    keys: Tensor,  # [B, K, S, C]
+    values: Tensor,  # [B, K, S, C]
+    mask: Tensor | None,  # broadcasts to [B, K, Q, S]: 0 or -inf
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:  # [B, K, Q, C]
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+    # No fused kernel of torch has Gemma-2's softcap. Scores in float32, as in training.
+    scores = softcap * torch.tanh((q @ keys.transpose(-1, -2)).float() * (scale / softcap))
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(dim=-1).to(values.dtype) @ values

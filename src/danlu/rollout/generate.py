@@ -1,0 +1,260 @@
+"""Prompts to completions: each distinct prompt is read once, then all sequences grow together, a token a step.
+
+Finished sequences leave the batch at once, so the cost of a step follows the sequences that are still growing.
+
+B sequences · T tokens, flat · D model width · V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from danlu.errors import DataError, ModelError
+from danlu.models.config import DynamicScaling, ModelConfig
+from danlu.models.decoder import Decoder
+from danlu.rollout.cache import KVCache
+from danlu.rollout.sampling import SamplingOptions, sample
+from danlu.rollout.stopping import Decode, TextStream
+
+# Prompt tokens that go through the model at once: enough to keep the matrix products busy, few enough that the scores
+# of one pass over a long prompt stay small.
+PREFILL_TOKENS = 1024
+
+Finish = Literal["stop", "stop_string", "length", "context"]
+"""stop: a stop token; stop_string; length: max_new_tokens; context: as long as the model can go."""
+
+OnToken = Callable[[int, int, str], None]
+"""Called for each new token with the sample's index, the token, and the new text that is safe to show (may be "")."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. The token that stopped it is in `tokens`, but not in `text`; nor is a stop string."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """One per token, nats: log softmax(logits / temperature) over the whole vocabulary (see `sampling.sample`)."""
+    text: str
+    """Empty when no `decode` was given."""
+    finish: Finish
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """What ends an answer, whichever comes first. `context` counts prompt and answer together."""
+
+    max_new_tokens: int
+    context: int
+    ids: frozenset[int] = frozenset()
+
+
+@dataclass
+class Answer:
+    """One sequence while it grows."""
+
+    sample: int  # index of its random numbers
+    position: int  # of the next token
+    stream: TextStream | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, token: int, logprob: float, stopping: Stopping) -> str:
+        """Takes the next token, notes whether it is the last, and returns the text that became certain by it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.position += 1
+        text = "" if self.stream is None or token in stopping.ids else self.stream.push(token)
+        if token in stopping.ids:
+            self.finish = "stop"
+        elif self.stream is not None and self.stream.stopped:
+            self.finish = "stop_string"
+        elif len(self.tokens) >= stopping.max_new_tokens:
+            self.finish = "length"
+        elif self.position >= stopping.context:
+            self.finish = "context"
+        if self.finish is not None and self.stream is not None:
+            text += self.stream.close()
+            # The text that was held back can complete a stop string only now.
+            self.finish = "stop_string" if self.stream.stopped else self.finish
+        return text
+
+    def completion(self) -> Completion:
+        assert self.finish is not None, "the answer is still growing"
+        return Completion(self.tokens, self.logprobs, self.stream.text if self.stream else "", self.finish)
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
+    stop_strings: Sequence[str] = (),
+    on_token: OnToken | None = None,
+    *,
+    decode: Decode | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Completion]:
+    """One completion for each prompt, in order. Equal prompts are read once and continued apart.
+
+    Args:
+        options: how tokens are chosen; prompt i draws with sample index i, so an answer does not hang on its neighbours.
+        stop_ids: tokens that end an answer, usually the model's end-of-text and end-of-turn tokens.
+        stop_strings: texts that end an answer, wherever they fall between tokens; they need `decode`.
+        decode: token ids to text without special tokens; without it answers have no text.
+        dtype: of activations; by default that of the weights.
+
+    Raises DataError for a prompt that is empty, too long for the model or outside its vocabulary, and ModelError when
+    the model answers with NaN.
+    """
+    assert max_new_tokens > 0, f"max_new_tokens is {max_new_tokens}"
+    assert decode is not None or not stop_strings, "stop strings are looked for in text: give decode"
+    check_prompts(model.config, prompts)
+    stopping = Stopping(max_new_tokens, context_length(model.config), frozenset(stop_ids))
+    distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
+    place = {prompt: index for index, prompt in enumerate(distinct)}
+    sources = [place[tuple(prompt)] for prompt in prompts]
+    answers = [
+        Answer(index, len(prompt), TextStream(decode, stop_strings, prompt) if decode else None)
+        for index, prompt in enumerate(prompts)
+    ]
+    if not answers:
+        return []
+    with torch.no_grad():
+        cache = KVCache(len(distinct))
+        logits = prefill(model, cache, distinct, dtype)
+        cache, logits = cache.fork(sources), logits[sources]
+        grow(model, cache, logits, answers, prompts, options, stopping, on_token, dtype)
+    return [answer.completion() for answer in answers]
+
+
+def context_length(config: ModelConfig) -> int:
+    """Tokens the model can see at once."""
+    if isinstance(config.rope_scaling, DynamicScaling):  # the only scaling whose config gives the length before it
+        return int(config.max_position_embeddings * config.rope_scaling.factor)
+    return config.max_position_embeddings
+
+
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises DataError for a prompt that the model cannot continue."""
+    context = context_length(config)
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise DataError(
+                f"prompt {index} has no tokens, and this tokenizer has no beginning-of-text token to start from: "
+                "give at least one character"
+            )
+        if len(prompt) >= context:
+            raise DataError(
+                f"prompt {index} has {len(prompt)} tokens, but the model sees {context} tokens at most "
+                "(max_position_embeddings), answer included: shorten the prompt"
+            )
+        if max(prompt) >= config.vocab_size or min(prompt) < 0:
+            wrong = max(prompt) if max(prompt) >= config.vocab_size else min(prompt)
+            raise DataError(
+                f"prompt {index} has token {wrong}, but the model's vocabulary has {config.vocab_size} tokens: "
+                "tokenizer and model do not belong together"
+            )
+
+
+def prefill_chunks(counts: Sequence[int], budget: int) -> list[list[int]]:
+    """How many tokens of each prompt go into each pass: prompts in order, at most `budget` tokens a pass.
+
+    >>> prefill_chunks([3, 4], budget=5)
+    [[3, 2], [0, 2]]
+    """
+    left, chunks = list(counts), []
+    while any(left):
+        room, chunk = budget, []
+        for count in left:
+            chunk.append(min(count, room))
+            room -= chunk[-1]
+        left = [count - taken for count, taken in zip(left, chunk, strict=True)]
+        chunks.append(chunk)
+    return chunks
+
+
+def prefill(
+    model: Decoder,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],  # new tokens of each sequence of the cache, at least one each
+    dtype: torch.dtype | None = None,
+    budget: int = PREFILL_TOKENS,
+) -> Tensor:  # [B, V] float32
+    """Reads tokens into the cache, and gives the logits after the last one of each sequence."""
+    device = next(model.parameters()).device
+    dtype = dtype or next(model.parameters()).dtype
+    last: list[Tensor | None] = [None] * len(prompts)  # hidden state [D] of each sequence's last token
+    taken = [0] * len(prompts)
+    for chunk in prefill_chunks([len(prompt) for prompt in prompts], budget):
+        tokens, positions, ends = [], [], {}
+        for row, count in enumerate(chunk):
+            tokens += prompts[row][taken[row] : taken[row] + count]
+            positions += range(cache.lengths[row], cache.lengths[row] + count)
+            taken[row] += count
+            if count and taken[row] == len(prompts[row]):
+                ends[row] = len(tokens) - 1
+        attend = cache.extend(chunk)
+        hidden = model(
+            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend, dtype
+        )  # [T, D]
+        for row, end in ends.items():
+            last[row] = hidden[end]
+    return model.logits(torch.stack([state for state in last if state is not None]))
+
+
+def grow(
+    model: Decoder,
+    cache: KVCache,
+    logits: Tensor,  # [B, V] after the last token of each sequence of the cache
+    answers: Sequence[Answer],
+    prompts: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    stopping: Stopping,
+    on_token: OnToken | None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Adds tokens to the answers until each is finished. The cache ends without the last token of any sequence."""
+    dtype = dtype or next(model.parameters()).dtype
+    active = list(answers)
+    seen = _seen(prompts, logits) if options.repetition_penalty != 1.0 else None
+    while True:
+        tokens, logprobs = sample(
+            logits, options, seen, [answer.sample for answer in active], [answer.position for answer in active]
+        )
+        for answer, token, logprob in zip(active, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                raise ModelError(
+                    f"the model's output is not finite at position {answer.position}: a weight may be NaN, or the "
+                    f"numbers leave the range of {str(dtype).removeprefix('torch.')} (try a wider dtype)"
+                )
+            text = answer.add(token, logprob, stopping)
+            if on_token is not None:
+                on_token(answer.sample, token, text)
+        if seen is not None:
+            seen.scatter_(1, tokens.unsqueeze(1), True)
+        finished = [row for row, answer in enumerate(active) if answer.finish is not None]
+        if len(finished) == len(active):
+            return
+        if finished:
+            order = cache.drop(finished)
+            active = [active[row] for row in order]
+            tokens = tokens[order]
+            seen = None if seen is None else seen[order]
+        positions = torch.tensor(cache.lengths, device=tokens.device)
+        logits = model.logits(model(tokens, positions, cache.extend([1] * len(active)), dtype))
+
+
+def _seen(prompts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """[B, V] bool, True where a token is in the prompt."""
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, torch.tensor(list(prompt), device=logits.device)] = True
+    return seen

@@ -1,0 +1,104 @@
+"""Stopping on a signal between two steps, and the state of random generators that a resumed run needs back."""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+_WATCHED = (signal.SIGINT, signal.SIGTERM)
+
+
+def tell_stderr(text: str) -> None:
+    """Write one line to stderr by write(2): inside a signal handler, print may find its own buffer half-written."""
+    os.write(2, f"\n{text}\n".encode())
+
+
+class StopRequest:
+    """While entered, SIGINT and SIGTERM ask the loop to stop after the step it is in; a second one stops at once.
+
+    The loop reads `requested` between steps, saves, leaves, and exits with `exit_code`. The second signal (of either
+    kind) raises KeyboardInterrupt wherever the program is. Handlers that were there before return on exit. Only the
+    main thread can handle signals: entering anywhere else raises RuntimeError.
+    """
+
+    def __init__(self, announce: Callable[[str], None] = tell_stderr) -> None:
+        self._announce = announce
+        self._previous: dict[signal.Signals, Any] = {}
+        self.signal: signal.Signals | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the number of the last signal (130 for Ctrl-C); 0 when there was none."""
+        return 128 + self.signal if self.signal is not None else 0
+
+    def __enter__(self) -> StopRequest:
+        try:
+            for number in _WATCHED:
+                self._previous[number] = signal.signal(number, self._handle)
+        except ValueError as error:
+            raise RuntimeError("StopRequest works in the main thread only: Python runs signal handlers there") from error
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._previous.items():
+            # None: the handler was not installed from Python, and cannot be put back from it.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.requested
+        self.signal = signal.Signals(number)
+        if again:
+            raise KeyboardInterrupt
+        key = "press Ctrl-C" if number == signal.SIGINT else f"send {self.signal.name}"
+        self._announce(f"stopping after this step; {key} again to stop at once")
+
+
+def capture_rng() -> dict[str, Any]:
+    """The state of Python's, numpy's (the global one) and torch's generators, CUDA's when in use, ready for JSON.
+
+    danlu draws order, dropout and initial weights from (seed, position) and does not need this; code that a recipe
+    brings along may.
+    """
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": [_encode(state) for state in cuda],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put back what `capture_rng` returned. Raises ValueError when it was taken with more CUDA devices than there are."""
+    if len(state["cuda"]) > torch.cuda.device_count():
+        raise ValueError(f"random state of {len(state['cuda'])} CUDA devices, but {torch.cuda.device_count()} are here")
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(state["torch"]))
+    for index, device_state in enumerate(state["cuda"]):
+        torch.cuda.set_rng_state(_decode(device_state), index)
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,318 @@
+"""What a checkpoint folder is on disk: its names, its manifest, its mark; listing, verifying, choosing what to prune.
+
+Nothing here needs torch, so `danlu checkpoint` answers at once::
+
+    checkpoints/
+      step-00000500/
+        model-00001-of-00002.safetensors    tensors of the group "model", readable by any safetensors reader
+        ...
+        state.json                          everything that is not a tensor
+        manifest.json                       size of each file; dtype, shape, place and SHA-256 of each tensor
+        COMPLETE                            the mark: SHA-256 of manifest.json, and what a listing shows
+      .step-00000600.4711.tmp/              being written by process 4711
+      .step-00000600.old/                   stands in for step 600 while that step is written again
+
+The mark is written last, after everything else has reached the disk, so a folder without it is not a checkpoint. Each
+hash covers one tensor (or one header), not one file: that names the tensor that was damaged, and lets all cores hash
+one large file at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from danlu.errors import CheckpointError
+
+MARK = "COMPLETE"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+FORMAT = 1
+
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_ASIDE_FOLDER = re.compile(r"\.step-(\d{8,})\.old")
+_HASH_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies in its shard, and the hash of its bytes."""
+
+    dtype: str  # as safetensors names it: "F32", "BF16", ...
+    shape: tuple[int, ...]
+    offset: int  # from the start of the file
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file. Header and tensors lie end to end, so their hashes cover every byte of it."""
+
+    file: str
+    group: str
+    bytes: int
+    header_bytes: int  # the 8 bytes of length included
+    header_sha256: str
+    tensors: dict[str, TensorEntry]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    groups: tuple[str, ...]  # a group may be empty, and then has no shard
+    shards: tuple[Shard, ...]
+    state_bytes: int
+    state_sha256: str
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        fields = json.loads(text)
+        if fields.pop("format") != FORMAT:
+            raise ValueError("written by a newer danlu")
+        shards = tuple(
+            Shard(**{**shard, "tensors": {name: _tensor_entry(entry) for name, entry in shard["tensors"].items()}})
+            for shard in fields.pop("shards")
+        )
+        return cls(groups=tuple(fields.pop("groups")), shards=shards, **fields)
+
+    def tensors(self, group: str) -> dict[str, tuple[Shard, TensorEntry]]:
+        """Every tensor of `group` by name, with the shard that holds it."""
+        return {
+            name: (shard, entry)
+            for shard in self.shards
+            if shard.group == group
+            for name, entry in shard.tensors.items()
+        }
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One line of a listing. An incomplete checkpoint has no loss and no time of its own."""
+
+    step: int
+    path: Path
+    complete: bool
+    bytes: int
+    loss: float | None  # evaluation loss at this step, where there was one
+    time: float  # seconds since the epoch
+
+
+def step_folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def temporary_folder_name(step: int, pid: int) -> str:
+    return f".{step_folder_name(step)}.{pid}.tmp"
+
+
+def aside_folder_name(step: int) -> str:
+    return f".{step_folder_name(step)}.old"
+
+
+def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
+    """Checkpoints in `folder` by rising step, incomplete ones included; empty when there is no such folder."""
+    found: dict[int, CheckpointInfo] = {}
+    for entry in _folders(folder):
+        if match := _STEP_FOLDER.fullmatch(entry.name):
+            found[int(match[1])] = describe(entry, int(match[1]))
+    for entry in _folders(folder):
+        match = _ASIDE_FOLDER.fullmatch(entry.name)
+        # Set aside by a save of the same step that was killed before its own mark: still the checkpoint of that step.
+        if match and is_complete(entry) and not (int(match[1]) in found and found[int(match[1])].complete):
+            found[int(match[1])] = describe(entry, int(match[1]))
+    return [found[step] for step in sorted(found)]
+
+
+def describe(path: Path, step: int) -> CheckpointInfo:
+    """What the mark of the checkpoint at `path` says; for one without a mark, what lies there.
+
+    A mark that cannot be read still counts as one: the checkpoint was complete once, and loading it must say that it
+    is damaged rather than pass over it.
+    """
+    try:
+        mark = json.loads((path / MARK).read_bytes())
+        return CheckpointInfo(step, path, True, int(mark["bytes"]), mark["loss"], float(mark["time"]))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        size = sum(file.stat().st_size for file in path.glob("*") if file.is_file())
+        return CheckpointInfo(step, path, is_complete(path), size, None, path.stat().st_mtime)
+
+
+def is_complete(path: Path) -> bool:
+    return (path / MARK).is_file()
+
+
+def step_of(path: Path) -> int:
+    """The step a checkpoint folder is of, from its name. Raises CheckpointError when it is not named like one."""
+    match = _STEP_FOLDER.fullmatch(path.name) or _ASIDE_FOLDER.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path}: not a checkpoint; those are folders named like {step_folder_name(500)}.")
+    return int(match[1])
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises CheckpointError when it is missing, unmarked or altered."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such checkpoint.")
+    if not is_complete(path):
+        raise CheckpointError(
+            f"{path}: half-written, it has no {MARK} mark: the run was stopped while saving it. It cannot be used."
+        )
+    try:
+        expected = json.loads((path / MARK).read_bytes())["manifest_sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / MARK}: the mark is damaged ({error}).") from error
+    try:
+        text = (path / MANIFEST).read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path / MANIFEST}: missing.") from error
+    found = hashlib.sha256(text).hexdigest()
+    if found != expected:
+        raise CheckpointError(
+            f"{path / MANIFEST}: altered since it was written (SHA-256 {found[:12]}, the mark says {expected[:12]})."
+        )
+    try:
+        return Manifest.from_json(text)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: cannot be read by this version of danlu ({error}).") from error
+
+
+def verify(path: Path, groups: Iterable[str] | None = None) -> list[str]:
+    """Hash the checkpoint at `path` again, on all cores; one line for each damage, none when it is intact.
+
+    Args:  groups  look only at the tensors of these (and at the state and the manifest); None = at all.
+    A line names the file and, where the damage lies in a tensor's bytes, the tensor.
+    """
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = _state_problems(path, manifest)
+    wanted = set(manifest.groups if groups is None else groups)
+    # Threads are enough: hashlib and pread release the interpreter lock.
+    with ThreadPoolExecutor(max_workers=_cores()) as pool:
+        for shard in manifest.shards:
+            if shard.group in wanted:
+                problems += _shard_problems(path / shard.file, shard, pool)
+    return problems
+
+
+def to_prune(
+    checkpoints: Sequence[CheckpointInfo], *, keep: int, keep_every: int | None = None, keep_best: bool = False
+) -> list[CheckpointInfo]:
+    """Complete checkpoints that nothing asks to keep, oldest first. Decides only; deletes nothing.
+
+    Kept are the newest `keep`, every step that is a multiple of `keep_every`, and with `keep_best` the one with the
+    lowest evaluation loss (the earliest of equals).
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    complete = [info for info in checkpoints if info.complete]
+    kept = {info.step for info in complete[-keep:]}
+    if keep_every is not None:
+        kept |= {info.step for info in complete if info.step % keep_every == 0}
+    if keep_best and (best := best_checkpoint(complete)) is not None:
+        kept.add(best.step)
+    return [info for info in complete if info.step not in kept]
+
+
+def best_checkpoint(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
+    """The complete checkpoint with the lowest evaluation loss; None when none has one."""
+    judged = [(info.loss, info.step, info) for info in checkpoints if info.complete and info.loss is not None]
+    return min(judged, key=lambda entry: entry[:2])[2] if judged else None
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint: its mark first, so that a kill midway leaves nothing that looks whole."""
+    (path / MARK).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=False)
+
+
+def mark_text(manifest_text: str, *, total_bytes: int, loss: float | None, time: float) -> str:
+    """Content of the mark. A loss that is not finite is no loss: it could never be the best."""
+    return json.dumps(
+        {
+            "manifest_sha256": hashlib.sha256(manifest_text.encode()).hexdigest(),
+            "bytes": total_bytes,
+            "loss": loss if loss is not None and math.isfinite(loss) else None,
+            "time": time,
+        }
+    )
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+
+
+def _tensor_entry(fields: dict[str, Any]) -> TensorEntry:
+    return TensorEntry(**{**fields, "shape": tuple(fields["shape"])})
+
+
+def _cores() -> int:
+    # The cores this process may use, where the system says so (Linux): in a container fewer than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _state_problems(path: Path, manifest: Manifest) -> list[str]:
+    try:
+        content = (path / STATE).read_bytes()
+    except FileNotFoundError:
+        return [f"{path / STATE}: missing."]
+    if hashlib.sha256(content).hexdigest() != manifest.state_sha256:
+        return [f"{path / STATE}: altered ({len(content):,} bytes, {manifest.state_bytes:,} were written)."]
+    return []
+
+
+def _shard_problems(file: Path, shard: Shard, pool: ThreadPoolExecutor) -> list[str]:
+    try:
+        fd = os.open(file, os.O_RDONLY)
+    except FileNotFoundError:
+        return [f"{file}: missing; it held {_some(list(shard.tensors))}."]
+    try:
+        size = os.fstat(fd).st_size
+        if size != shard.bytes:
+            return [f"{file}: {size:,} bytes, {shard.bytes:,} were written."]
+        header = pool.submit(_hash_range, fd, 0, shard.header_bytes)
+        hashes = {
+            name: pool.submit(_hash_range, fd, entry.offset, entry.bytes) for name, entry in shard.tensors.items()
+        }
+        problems = []
+        if header.result() != shard.header_sha256:
+            problems.append(f"{file}: its header was altered.")
+        problems += [
+            f"{file}: tensor {name} was altered (SHA-256 differs)."
+            for name, digest in hashes.items()
+            if digest.result() != shard.tensors[name].sha256
+        ]
+        return problems
+    finally:
+        os.close(fd)
+
+
+def _hash_range(fd: int, offset: int, size: int) -> str:
+    digest = hashlib.sha256()
+    end = offset + size
+    while offset < end:
+        chunk = os.pread(fd, min(_HASH_CHUNK_BYTES, end - offset), offset)
+        if not chunk:  # cut short while we read; the hash then differs, which is what the caller reports
+            break
+        digest.update(chunk)
+        offset += len(chunk)
+    return digest.hexdigest()
+
+
+def _some(names: Sequence[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more tensors" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

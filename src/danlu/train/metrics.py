@@ -1,0 +1,184 @@
+"""metrics.jsonl: one JSON object a line, for every step, evaluation and event of a run.
+
+::
+
+    {"step": 10, "loss": 3.21, "grad_norm": 0.91, "learning_rate": 0.0002, "tokens": 8192, ...}     a step
+    {"step": 10, "eval_loss": 3.4, "eval_perplexity": 29.9, ...}                                   an evaluation
+    {"step": 12, "event": "overflow", "scale": 32768.0}                                            an event
+
+JSON has no NaN and no infinity; they are written as the strings "nan", "inf" and "-inf", which float() reads back.
+Lines of a step are written before the checkpoint of that step, so a resumed run cuts the file behind its checkpoint
+and then writes what an uninterrupted one would have, except for the fields in `TIMING_FIELDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from danlu.errors import CheckpointError, ResourceError
+from danlu.types import StepMetrics
+
+Value = float | int | str | bool | None
+
+TIMING_FIELDS = frozenset({"tokens_per_second", "memory_bytes", "mfu", "step_s", "eval_s", "elapsed_s", "time"})
+"""Fields that depend on the machine and the moment. All others are the same in each run of one recipe."""
+
+
+_NOT_FINITE = {"nan", "inf", "-inf"}
+_TAIL_BYTES = 1 << 16
+
+class Recorder(Protocol):
+    """Something that is told what happens in a run: the metrics file, the console, TensorBoard, W&B.
+
+    A generated sample is the event "sample" with `prompt` and `text`.
+    """
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def evaluation(self, step: int, values: Mapping[str, Value]) -> None: ...
+
+    def event(self, step: int, event: str, **values: Value) -> None: ...
+
+    def close(self) -> None: ...
+
+
+
+
+class MetricsLog:
+    """Appends to a metrics.jsonl; each line reaches the system in one write, so a kill leaves at most one torn line.
+
+    Opening drops a torn last line. Raises ResourceError when the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise ResourceError(f"{path}: cannot be written: {error.strerror}. Choose another `output`.") from error
+        self._drop_torn_line()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Log one optimizer step, with `extra` laid beside the other fields."""
+        self._append(step_fields(metrics))
+
+    def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
+        """Log one evaluation after `step`; each name gets the prefix `eval_`."""
+        self._append({"step": step, **{f"eval_{name}": value for name, value in values.items()}})
+
+    def event(self, step: int, event: str, **values: Value) -> None:
+        """Log something that happened in `step`: "overflow", "spike", "rewind", ..."""
+        self._append({"step": step, "event": event, **values})
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the lines at the end that are of later steps, for a run that goes on after `step`; returns how many.
+
+        Reads from the end and stops at the first line of `step` or before. A step that was gone through twice (a
+        rewind) therefore keeps both its passes when the run goes on after the second.
+        """
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = len(lines)
+        while kept and _step_of(lines[kept - 1], self.path, kept) > step:
+            kept -= 1
+        os.ftruncate(self._fd, sum(map(len, lines[:kept])))
+        return len(lines) - kept
+
+    def sync(self) -> None:
+        """Return when every line is on the disk; called before a checkpoint, which must not outlive its metrics."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _append(self, fields: Mapping[str, Value]) -> None:
+        line = json.dumps({name: _finite(value) for name, value in fields.items()}, allow_nan=False) + "\n"
+        data = line.encode()
+        try:
+            written = os.write(self._fd, data)
+        except OSError as error:
+            raise ResourceError(f"{self.path}: cannot be written: {error.strerror}.") from error
+        if written < len(data):  # the disk filled up within this line
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise ResourceError(f"{self.path}: cannot be written: the disk is full. Free some space, then resume.")
+
+    def _drop_torn_line(self) -> None:
+        size = os.fstat(self._fd).st_size
+        end = size
+        while end:
+            start = max(0, end - _TAIL_BYTES)
+            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            os.ftruncate(self._fd, end)
+
+
+def step_fields(metrics: StepMetrics) -> dict[str, Value]:
+    """`metrics` as one flat mapping. Raises ValueError when `extra` names a field of StepMetrics again."""
+    fields = asdict(metrics)
+    extra = fields.pop("extra")
+    if clash := sorted(extra.keys() & fields.keys()):
+        raise ValueError(f"extra metrics may not replace {', '.join(clash)}")
+    return fields | extra
+
+
+def deterministic(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a line that is the same in each run of one recipe, interrupted or not."""
+    return {name: value for name, value in fields.items() if name not in TIMING_FIELDS}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics.jsonl, with "nan", "inf" and "-inf" as floats again."""
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    return [
+        {name: float(value) if value in _NOT_FINITE else value for name, value in json.loads(line).items()}
+        for line in whole.splitlines()
+    ]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory so far: allocated by tensors on a CUDA device, resident for the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":
+        # VmHWM, not ru_maxrss: a process started by a larger one inherits the latter's ru_maxrss.
+        with open("/proc/self/status") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
+
+
+def _finite(value: Value) -> Value:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _step_of(line: bytes, path: Path, number: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}:{number}: not a line of metrics ({error}). Repair or delete this line, then resume."
+        ) from error

@@ -1,0 +1,157 @@
+"""How a run looks while it goes: a bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from danlu.train.metrics import Recorder, Value
+from danlu.train.units import format_bytes, format_duration
+from danlu.types import StepMetrics
+
+_LINE_INTERVAL_S = 1.0
+_REFRESH_INTERVAL_S = 0.2
+_HORIZON_STEPS = 20  # of the average that the remaining time is reckoned from
+
+
+def progress_on(stream: TextIO, *, total: int, done: int = 0) -> Recorder:
+    """A bar when `stream` is a terminal, else plain lines. `done` steps of `total` are behind already."""
+    return (BarProgress if stream.isatty() else LineProgress)(stream, total=total, done=done)
+
+
+class Eta:
+    """Seconds left, from a moving average of the time between steps (evaluations and saves included)."""
+
+    def __init__(self, total: int, done: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total
+        self._clock = clock
+        self._step, self._at = done, clock()
+        self._seconds_per_step: float | None = None
+
+    def after(self, step: int) -> float:
+        """Seconds left once `step` is done."""
+        now = self._clock()
+        steps = step - self._step
+        if steps > 0:
+            latest = (now - self._at) / steps
+            average = self._seconds_per_step
+            # The very first step is no guide (compilation, first allocations): the second replaces it.
+            fresh = average is None or self._first
+            weight = 1.0 if fresh else 1 - (1 - 1 / _HORIZON_STEPS) ** steps
+            self._first = average is None
+            self._seconds_per_step = latest if average is None else average + weight * (latest - average)
+        self._step, self._at = step, now
+        return (self._total - step) * (self._seconds_per_step or 0.0)
+
+    _first = False
+
+
+class LineProgress:
+    """One line a step, but not more often than once a second; the first and the last step always."""
+
+    def __init__(
+        self, stream: TextIO, *, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._total = total
+        self._clock = clock
+        self._eta = Eta(total, done, clock)
+        self._printed_at = -math.inf
+
+    def step(self, metrics: StepMetrics) -> None:
+        left = self._eta.after(metrics.step)
+        now = self._clock()
+        if now - self._printed_at >= _LINE_INTERVAL_S or metrics.step == self._total:
+            self._printed_at = now
+            self._line(f"step {metrics.step}/{self._total} {numbers(metrics)} eta {format_duration(left)}")
+
+    def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
+        self._line(evaluation_line(step, values))
+
+    def event(self, step: int, event: str, **values: Value) -> None:
+        self._line(event_line(step, event, values))
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _line(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+class BarProgress:
+    """A bar that stays at the bottom of the terminal, with events above it.
+
+    Drawn from `step` itself, five times a second at most: a refresh thread would take time from the steps.
+    """
+
+    def __init__(
+        self, stream: TextIO, *, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        # Here, not above: a run whose output goes to a file need not load it.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._total = total
+        self._clock = clock
+        self._eta = Eta(total, done, clock)
+        self._drawn_at = -math.inf
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            console=Console(file=stream),
+            auto_refresh=False,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=total, completed=done, numbers="")
+        self._bar.start()
+
+    def step(self, metrics: StepMetrics) -> None:
+        left = self._eta.after(metrics.step)
+        shown = f"{numbers(metrics)} eta {format_duration(left)}"
+        self._bar.update(self._task, completed=metrics.step, numbers=shown)
+        now = self._clock()
+        if now - self._drawn_at >= _REFRESH_INTERVAL_S or metrics.step == self._total:
+            self._drawn_at = now
+            self._bar.refresh()
+
+    def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
+        self._above(evaluation_line(step, values))
+
+    def event(self, step: int, event: str, **values: Value) -> None:
+        self._above(event_line(step, event, values))
+
+    def close(self) -> None:
+        self._bar.refresh()
+        self._bar.stop()
+
+    def _above(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+
+def numbers(metrics: StepMetrics) -> str:
+    """`loss 3.214 grad 0.91 lr 2.0e-04 4,312 tok/s 1.02 GiB`."""
+    return (
+        f"loss {metrics.loss:.3f} grad {metrics.grad_norm:.2f} lr {metrics.learning_rate:.1e} "
+        f"{metrics.tokens_per_second:,.0f} tok/s {format_bytes(metrics.memory_bytes)}"
+    )
+
+
+def evaluation_line(step: int, values: Mapping[str, Value]) -> str:
+    """`step 50 evaluation: loss 3.1 perplexity 22.2`."""
+    return f"step {step} evaluation: {_spell(values)}"
+
+
+def event_line(step: int, event: str, values: Mapping[str, Value]) -> str:
+    """`step 12 overflow: scale 32768`; a sample shows its text on lines of its own."""
+    if event == "sample":
+        return f"step {step} sample: {values.get('prompt', '')}\n  -> {values.get('text', '')}"
+    return f"step {step} {event}" + (f": {_spell(values)}" if values else "")
+
+
+def _spell(values: Mapping[str, Value]) -> str:
+    return " ".join(f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in values.items())

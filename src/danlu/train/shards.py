@@ -1,0 +1,192 @@
+"""Tensors to safetensors shards and back, without a second copy of the data in the process.
+
+A shard's layout is known from shapes and dtypes alone, so it is planned first and each tensor then goes straight from
+its memory to its place by pwrite(2), while the same thread hashes it. Tensors are independent of each other: several
+threads write and hash different ones (both calls release the interpreter lock). Hashing is what costs: SHA-256 runs at
+1.1 GB/s on a core with the SHA extensions, the page cache takes 4.7 GB/s (two-core Xeon).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from danlu.train.manifest import Shard, TensorEntry
+
+SHARD_BYTES = 4 << 30
+_CHUNK_BYTES = 16 << 20  # of one write; also the staging buffer a CUDA tensor passes through
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One file to be written: its header, and where in it each tensor goes."""
+
+    file: str
+    group: str
+    header: bytes
+    offsets: dict[str, int]  # from the start of the file
+    bytes: int
+
+
+def plan_shards(group: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> list[ShardPlan]:
+    """Lay `tensors` out in files of at most `shard_bytes` (more only for one larger tensor). Touches no tensor data.
+
+    Raises TypeError for a dtype that safetensors has no name for.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise TypeError(f"{group}: tensor {name} has dtype {tensor.dtype}, which safetensors cannot hold")
+    # Wide elements first, so that every tensor starts at a multiple of its element size and readers may map it.
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    files: list[list[str]] = []
+    room = 0
+    for name in names:
+        if not files or tensors[name].nbytes > room:
+            files.append([])
+            room = shard_bytes
+        files[-1].append(name)
+        room -= tensors[name].nbytes
+    return [
+        _plan_shard(f"{group}-{index:05d}-of-{len(files):05d}.safetensors", group, {name: tensors[name] for name in file})
+        for index, file in enumerate(files, start=1)
+    ]
+
+
+def write_shard(folder: Path, plan: ShardPlan, tensors: Mapping[str, Tensor], threads: int) -> Shard:
+    """Write one planned shard into `folder` and return its manifest entry. The data may still be in the page cache."""
+    fd = os.open(folder / plan.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    pool = ThreadPoolExecutor(max_workers=threads)
+    try:
+        _pwrite_all(fd, memoryview(plan.header), 0)
+        jobs = {name: pool.submit(_write_tensor, fd, tensors[name], offset) for name, offset in plan.offsets.items()}
+        hashes = {name: job.result() for name, job in jobs.items()}
+    finally:
+        # After an error the rest of the shard is worthless; the running writes must still end before the close.
+        pool.shutdown(cancel_futures=True)
+        os.close(fd)
+    entries = {
+        name: TensorEntry(
+            dtype=_DTYPE_NAMES[tensors[name].dtype],
+            shape=tuple(tensors[name].shape),
+            offset=offset,
+            bytes=tensors[name].nbytes,
+            sha256=hashes[name],
+        )
+        for name, offset in plan.offsets.items()
+    }
+    header_sha256 = hashlib.sha256(plan.header).hexdigest()
+    return Shard(plan.file, plan.group, plan.bytes, len(plan.header), header_sha256, entries)
+
+
+def read_tensor(fd: int, entry: TensorEntry, into: Tensor) -> None:
+    """Fill `into` (same dtype and shape as `entry`) from an open shard; straight into its memory where that is flat.
+
+    Raises EOFError when the file ends early.
+    """
+    target = into.detach()
+    if target.device.type == "cpu" and target.is_contiguous():
+        _pread_all(fd, _bytes_of(target), entry.offset)
+        return
+    staged = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    _pread_all(fd, _bytes_of(staged), entry.offset)
+    target.copy_(staged)
+
+
+def empty_for(entry: TensorEntry) -> Tensor:
+    """An uninitialised CPU tensor that `read_tensor` can fill from `entry`."""
+    return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+
+
+def mismatch(entry: TensorEntry, tensor: Tensor) -> str | None:
+    """How `tensor` differs in dtype or shape from what was saved; None when it does not."""
+    found, expected = _spell(_DTYPES[entry.dtype], entry.shape), _spell(tensor.dtype, tuple(tensor.shape))
+    return None if found == expected else f"the checkpoint has {found}, this run needs {expected}"
+
+
+def _plan_shard(file: str, group: str, tensors: Mapping[str, Tensor]) -> ShardPlan:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        starts[name], end = end, end + tensor.nbytes
+        fields[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data to start at a multiple of 8
+    header = len(text).to_bytes(8, "little") + text
+    return ShardPlan(
+        file, group, header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
+    )
+
+
+def _write_tensor(fd: int, tensor: Tensor, offset: int) -> str:
+    digest = hashlib.sha256()
+    for chunk in _host_chunks(tensor):
+        digest.update(chunk)
+        _pwrite_all(fd, chunk, offset)
+        offset += len(chunk)
+    return digest.hexdigest()
+
+
+def _host_chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of `tensor` in row-major order; from CUDA through one pinned buffer, valid until the next chunk."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        whole = memoryview(flat.numpy())
+        for start in range(0, len(whole), _CHUNK_BYTES):
+            yield whole[start : start + _CHUNK_BYTES]
+        return
+    staging = torch.empty(min(_CHUNK_BYTES, flat.numel()), dtype=torch.uint8, pin_memory=flat.device.type == "cuda")
+    for piece in flat.split(_CHUNK_BYTES):
+        staged = staging[: piece.numel()]
+        staged.copy_(piece)
+        yield memoryview(staged.numpy())
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:  # a write may take less than it was given, and on Linux never takes 2 GiB
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _pread_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.preadv(fd, [data], offset)
+        if count == 0:
+            raise EOFError(f"{len(data)} bytes short")
+        data, offset = data[count:], offset + count
+
+
+def _spell(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"

@@ -1,0 +1,26 @@
+"""Bytes and seconds as people read them, for messages and progress lines."""
+
+from __future__ import annotations
+
+
+def format_bytes(count: float) -> str:
+    """`1234567` -> "1.18 MiB": binary units, three significant digits."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        # 1000, not 1024: "1001 KiB" has a digit more than its neighbours.
+        if abs(size) < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
+        size /= 1024
+    return f"{_three_digits(size)} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """`3725.4` -> "1:02:05"; a day and more -> "2d 03:04:05"."""
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days}d {hour:02d}:{minute:02d}:{second:02d}" if days else f"{hour}:{minute:02d}:{second:02d}"
+
+
+def _three_digits(size: float) -> str:
+    return f"{size:.2f}" if abs(size) < 9.995 else f"{size:.1f}" if abs(size) < 99.95 else f"{size:.0f}"

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from danlu.data.batch import _transfer, collate
+from danlu.types import Batch, Pack, Sample
+
+
+def sample(tokens: list[int], weights: list[float], row: str = "rows.jsonl:1") -> Sample:
+    return Sample(np.array(tokens, np.int32), np.array(weights, np.float32), row)
+
+
+PACKS = [
+    Pack((sample([5, 6, 7], [0, 1, 0.5], "a"), sample([8], [0], "b"))),
+    Pack((sample([9, 10, 11, 12], [0, 0, 0, 2], "c"),)),
+]
+
+
+def slow_targets(packs: list[Pack]) -> list[tuple[int, int, float]]:
+    """(token it is predicted from, target, weight), one sample at a time."""
+    triples = []
+    for pack in packs:
+        for one in pack.samples:
+            for i in range(1, len(one.tokens)):
+                if one.weights[i] > 0:
+                    triples.append((int(one.tokens[i - 1]), int(one.tokens[i]), float(one.weights[i])))
+    return triples
+
+
+def triples_of(batch: Batch) -> list[tuple[int, int, float]]:
+    return list(zip(batch.tokens[batch.sources].tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True))
+
+
+def test_batch_by_hand() -> None:
+    batch = collate(PACKS)
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 9, 10, 11, 12]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert batch.boundaries == (0, 3, 4, 8)
+    assert batch.sources.tolist() == [0, 1, 6]
+    assert batch.targets.tolist() == [6, 7, 12]
+    assert batch.weights.tolist() == [1, 0.5, 2]
+    assert batch.weight == 3.5
+    assert batch.rows == ("a", "b", "c")
+    assert [t.dtype for t in (batch.tokens, batch.positions, batch.sources, batch.targets)] == [torch.int64] * 4
+    assert batch.weights.dtype == torch.float32
+
+
+def random_packs(seed: int) -> list[Pack]:
+    generator = np.random.default_rng(seed)
+    packs = []
+    for _ in range(3):
+        members = []
+        for _ in range(int(generator.integers(1, 5))):
+            length = int(generator.integers(1, 12))
+            weights = generator.choice([0.0, 1.0, 0.25], length)
+            weights[0] = 0
+            members.append(sample(generator.integers(0, 1000, length).tolist(), weights.tolist()))
+        packs.append(Pack(tuple(members)))
+    return packs
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_targets_equal_the_obvious_version(seed: int) -> None:
+    packs = random_packs(seed)
+    assert triples_of(collate(packs)) == slow_targets(packs)
+
+
+def test_the_check_sees_a_target_across_documents() -> None:
+    """Negative control: one long document instead of three gives other pairs."""
+    merged = [Pack((sample([5, 6, 7, 8, 9, 10, 11, 12], [0, 1, 0.5, 0, 1, 0, 0, 2]),))]
+    assert triples_of(collate(merged)) != slow_targets(PACKS)
+
+
+def test_a_trained_first_token_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rows\.jsonl:7: the first token of a sample carries weight"):
+        collate([Pack((sample([1, 2], [0, 1]), sample([3, 4], [1, 1], "rows.jsonl:7")))])
+
+
+def test_negative_weights_and_empty_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"negative weight -1\.0 in x"):
+        collate([Pack((sample([1, 2], [0, -1], "x"),))])
+    with pytest.raises(ValueError, match="at least one sample"):
+        collate([])
+
+
+def test_one_copy_keeps_every_array() -> None:
+    """The path for other devices, on the meta device for dtypes and shapes."""
+    arrays = [np.arange(5), np.arange(3, dtype=np.float32), np.arange(0), np.arange(2)]
+    moved = _transfer(arrays, torch.device("meta"))
+    assert [tuple(t.shape) for t in moved] == [(5,), (3,), (0,), (2,)]
+    assert [t.dtype for t in moved] == [torch.int64, torch.float32, torch.int64, torch.int64]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_batch_on_the_gpu_equals_the_one_on_the_cpu(seed: int) -> None:
+    packs = random_packs(seed)
+    here, there = collate(packs), collate(packs, "cuda")
+    for name in ("tokens", "positions", "sources", "targets", "weights"):
+        assert torch.equal(getattr(here, name), getattr(there, name).cpu())

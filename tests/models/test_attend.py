@@ -1,0 +1,81 @@
+"""Packed attention against one dense mask, forward and backward, at every way it can be asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from danlu.models import attend
+from danlu.models.attend import PackedAttention, ReferenceAttention, document_attention, masked_attention, visible
+
+BOUNDARIES = (0, 5, 6, 23, 40)
+
+
+def inputs(kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(kv_heads)
+    shapes = [(40, 4, 8), (40, kv_heads, 8), (40, kv_heads, 8)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def results(strategy: object, tensors: list[Tensor], window: int | None, softcap: float | None) -> list[Tensor]:
+    out = strategy(0, *tensors, scale=0.3, window=window, softcap=softcap)  # type: ignore[operator]
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
+
+
+@pytest.mark.parametrize("short", [0, 768])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (7, 1.0), (100, None)])
+def test_packed_equals_a_dense_mask(
+    short: int, kv_heads: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "SHORT_DOCUMENT", short)
+    monkeypatch.setattr(attend, "BLOCK_ROWS", 6)  # several blocks a document
+    tensors = inputs(kv_heads)
+    want = results(ReferenceAttention(BOUNDARIES), tensors, window, softcap)
+    for got, expected in zip(results(PackedAttention(BOUNDARIES), tensors, window, softcap), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
+    # Negative control: other document borders are seen.
+    wrong = results(PackedAttention((0, 5, 7, 23, 40)), tensors, window, softcap)
+    assert not torch.allclose(wrong[0], want[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_types_are_as_exact_as_the_written_out_form(dtype: torch.dtype) -> None:
+    exact = results(ReferenceAttention(BOUNDARIES), inputs(2), None, None)
+    tensors = inputs(2, dtype)
+    limit = 1e-5 if dtype == torch.float32 else 0.02
+    for got, want in zip(results(PackedAttention(BOUNDARIES), tensors, None, None), exact, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - want).norm() / want.norm() < limit
+
+
+def test_packed_equals_one_document_at_a_time() -> None:
+    tensors = inputs(2)
+    together = PackedAttention(BOUNDARIES)(0, *tensors, scale=0.3, window=None, softcap=None)
+    for start, end in zip(BOUNDARIES[:-1], BOUNDARIES[1:], strict=True):
+        alone = document_attention(*(x[start:end] for x in tensors), scale=0.3, window=None, softcap=None)
+        torch.testing.assert_close(together[start:end], alone, rtol=0, atol=0)
+
+
+def test_visible_counts_the_token_itself_in_the_window() -> None:
+    assert visible(2, 4, None, torch.device("cpu")).tolist() == [[True, True, True, False], [True] * 4]
+    assert visible(2, 4, 2, torch.device("cpu")).tolist() == [[False, True, True, False], [False, False, True, True]]
+
+
+def test_masked_attention_is_a_weighted_mean_of_what_is_seen() -> None:
+    v = torch.randn(3, 1, 4)
+    out = masked_attention(
+        torch.zeros(1, 2, 4), torch.zeros(3, 1, 4), v, torch.tensor([[True, True, False]]), scale=1.0, softcap=None
+    )
+    torch.testing.assert_close(out[0], v[:2].mean(0).expand(2, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_variable_length_kernel_equals_a_dense_mask() -> None:
+    tensors = [x.detach().cuda().bfloat16().requires_grad_() for x in inputs(2)]
+    exact = results(ReferenceAttention(BOUNDARIES), inputs(2), None, None)
+    out = PackedAttention(BOUNDARIES)(0, *tensors, scale=0.3, window=None, softcap=None)
+    assert (out.double().cpu() - exact[0]).norm() / exact[0].norm() < 0.02

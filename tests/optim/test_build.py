@@ -1,0 +1,294 @@
+"""Every optimizer against its formula in float64, and resumed against uninterrupted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from danlu.errors import CheckpointError, ModelError, RecipeError
+from danlu.optim.build import Optimizers, build
+from danlu.optim.problems import problems
+from danlu.recipe.sections import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
+
+MATRIX, VECTOR, EMBEDDING = "layers.0.q_proj.weight", "norm.weight", "embed_tokens.weight"
+SHAPES = {MATRIX: (6, 10), VECTOR: (10,), EMBEDDING: (12, 10)}
+SECTIONS: list[Optimizer] = [
+    AdamW(learning_rate=0.01),
+    SGD(learning_rate=0.01, weight_decay=0.1),
+    SGD(learning_rate=0.01, momentum=0.0),
+    SGD(learning_rate=0.01, nesterov=True),
+    Adafactor(learning_rate=0.05, weight_decay=0.1),
+    Lion(learning_rate=0.01),
+    Muon(learning_rate=0.02),
+]
+each = pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
+
+
+def model(seed: int = 0) -> dict[str, Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def take_steps(parameters: dict[str, Parameter], optimizer: Optimizers, steps: range, free: bool = False) -> None:
+    for step in steps:
+        for name, grad in gradients(step).items():
+            parameters[name].grad = grad
+        optimizer.set_learning_rate(1 / step)
+        optimizer.step(free_gradients=free)
+        optimizer.zero_grad()
+
+
+def trained(section: Optimizer, steps: int, free: bool = False) -> tuple[dict[str, Parameter], Optimizers]:
+    parameters = model()
+    optimizer = build(parameters.items(), section)
+    take_steps(parameters, optimizer, range(1, steps + 1), free)
+    return parameters, optimizer
+
+
+# Slow formulas: (weight, gradient, state, step, rate, decay, section) -> weight, all float64.
+
+
+def adamw_formula(w: Tensor, g: Tensor, s: dict[str, Any], t: int, rate: float, decay: float, o: AdamW) -> Tensor:
+    first, second = o.betas
+    s["m"] = first * s.get("m", 0) + (1 - first) * g
+    s["v"] = second * s.get("v", 0) + (1 - second) * g * g
+    m, v = s["m"] / (1 - first**t), s["v"] / (1 - second**t)
+    return w - rate * decay * w - rate * m / (v.sqrt() + o.eps)
+
+
+def sgd_formula(w: Tensor, g: Tensor, s: dict[str, Any], t: int, rate: float, decay: float, o: SGD) -> Tensor:
+    g = g + decay * w
+    s["b"] = o.momentum * s.get("b", 0) + g
+    return w - rate * (g + o.momentum * s["b"] if o.nesterov else s["b"])
+
+
+def lion_formula(w: Tensor, g: Tensor, s: dict[str, Any], t: int, rate: float, decay: float, o: Lion) -> Tensor:
+    m = s.get("m", torch.zeros_like(g))
+    s["m"] = o.betas[1] * m + (1 - o.betas[1]) * g
+    return w - rate * (torch.sign(o.betas[0] * m + (1 - o.betas[0]) * g) + decay * w)
+
+
+def adafactor_formula(w: Tensor, g: Tensor, s: dict[str, Any], t: int, rate: float, decay: float, o: Any) -> Tensor:
+    tiny = torch.finfo(torch.float32).eps
+    share = t**o.beta2_decay
+    size = max(1e-3, w.square().mean().sqrt().item()) * min(rate, 1 / math.sqrt(t))
+    if g.ndim == 2:
+        s["r"] = s.get("r", 0) + share * (g.square().mean(1) - s.get("r", 0))
+        s["c"] = s.get("c", 0) + share * (g.square().mean(0) - s.get("c", 0))
+        variance = torch.outer(s["r"], s["c"]) / s["r"].mean()
+    else:
+        variance = s["v"] = s.get("v", 0) + share * (g.square() - s.get("v", 0))
+    update = g / variance.clamp(min=tiny**2).sqrt()
+    return (1 - rate * decay) * w - size / max(1, update.square().mean().sqrt().item() / o.clip_threshold) * update
+
+
+def muon_formula(w: Tensor, g: Tensor, s: dict[str, Any], t: int, rate: float, decay: float, o: Muon) -> Tensor:
+    if w.ndim != 2 or len(w) == SHAPES[EMBEDDING][0]:
+        adamw = AdamW(learning_rate=o.adamw_learning_rate, betas=o.adamw_betas)
+        return adamw_formula(w, g, s, t, o.adamw_learning_rate / t, decay, adamw)
+    s["b"] = o.momentum * s.get("b", 0) + (1 - o.momentum) * g
+    update = (1 - o.momentum) * g + o.momentum * s["b"]
+    x = update / update.norm()  # 6 x 10: wide already, so no transpose
+    for _ in range(o.newton_schulz_steps):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (1 - rate * decay) * w - rate * max(1, w.shape[0] / w.shape[1]) ** 0.5 * x
+
+
+FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "adamw": adamw_formula,
+    "sgd": sgd_formula,
+    "lion": lion_formula,
+    "adafactor": adafactor_formula,
+    "muon": muon_formula,
+}
+
+
+def by_formula(section: Optimizer, steps: int, decay_everything: bool = False) -> dict[str, Tensor]:
+    weights = {name: parameter.detach().double() for name, parameter in model().items()}
+    states: dict[str, dict[str, Any]] = {name: {} for name in weights}
+    for step in range(1, steps + 1):
+        for name, grad in gradients(step).items():
+            decay = section.weight_decay if name == MATRIX or decay_everything else 0.0
+            args = (weights[name], grad.double(), states[name], step, section.learning_rate / step, decay, section)
+            weights[name] = FORMULAS[section.kind](*args)
+    return weights
+
+
+def largest_difference(parameters: dict[str, Parameter], weights: dict[str, Tensor]) -> float:
+    return max((parameters[name].detach().double() - weights[name]).abs().max().item() for name in weights)
+
+
+@each
+def test_five_steps_equal_the_formula_in_float64(section: Optimizer) -> None:
+    parameters, _ = trained(section, 5)
+    # torch's Muon iterates in bfloat16: 8 bits of mantissa on entries of about 0.3, times the rates.
+    tolerance = 1e-3 if section.kind == "muon" else 2e-6
+    assert largest_difference(parameters, by_formula(section, 5)) < tolerance
+    assert largest_difference(parameters, by_formula(section, 4)) > 1e-3 * section.learning_rate
+    if section.weight_decay and section.kind != "muon":
+        assert largest_difference(parameters, by_formula(section, 5, decay_everything=True)) > 100 * tolerance
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
+    parameters, optimizer = trained(Muon(), 1)
+    assert [type(part).__name__ for part in optimizer.parts] == ["Muon", "AdamW"]
+    muon_only = optimizer.parts[0].param_groups[0]["params"]
+    assert len(muon_only) == 1 and muon_only[0] is parameters[MATRIX]
+    assert optimizer.parts[1].param_groups[0]["lr"] == Muon().adamw_learning_rate
+    matrix = {MATRIX: Parameter(torch.randn(4, 4))}
+    assert [type(part).__name__ for part in build(matrix.items(), Muon()).parts] == ["Muon"]
+
+
+@each
+def test_freeing_gradients_changes_no_bit(section: Optimizer) -> None:
+    together, _ = trained(section, 3)
+    freed, _ = trained(section, 3, free=True)
+    assert all(torch.equal(together[name], freed[name]) for name in SHAPES)
+    parameters = model()
+    optimizer = build(parameters.items(), section)
+    for name, grad in gradients(1).items():
+        parameters[name].grad = grad
+    optimizer.step()
+    assert all(parameter.grad is not None for parameter in parameters.values())
+    optimizer.step(free_gradients=True)
+    assert all(parameter.grad is None for parameter in parameters.values())
+
+
+@each
+def test_resumed_equals_uninterrupted_bit_for_bit(section: Optimizer) -> None:
+    whole, _ = trained(section, 6)
+    half, optimizer = trained(section, 3)
+    saved = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    # Another order of parameters, as another version of the model might list them.
+    weights = {name: half[name].detach().clone() for name in reversed(SHAPES)}
+
+    def resumed(tensors: dict[str, Tensor]) -> dict[str, Parameter]:
+        parameters = {name: Parameter(weight.clone()) for name, weight in weights.items()}
+        fresh = build(parameters.items(), section)
+        fresh.load_state(tensors, optimizer.state_scalars())
+        take_steps(parameters, fresh, range(4, 7))
+        return parameters
+
+    after = resumed(saved)
+    assert all(torch.equal(after[name], whole[name]) for name in SHAPES)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in optimizer.state_tensors().items())  # copied
+    if saved:
+        altered = resumed({name: tensor * 1.5 for name, tensor in saved.items()})
+        assert not all(torch.equal(altered[name], whole[name]) for name in SHAPES)
+
+
+@each
+def test_state_is_named_flat_float32_and_of_the_predicted_size(section: Optimizer) -> None:
+    parameters = model()
+    optimizer = build(parameters.items(), section)
+    predicted = optimizer.state_bytes()
+    assert optimizer.state_tensors() == {}
+    assert optimizer.state_scalars() == {"kind": section.kind, "unstepped": sorted(SHAPES)}
+    take_steps(parameters, optimizer, range(1, 2))
+    state = optimizer.state_tensors()
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+    assert sum(tensor.nbytes for tensor in state.values()) == predicted
+    assert {name.partition(".")[2] for name in state} <= set(SHAPES)
+
+
+def test_state_of_a_parameter_without_gradient_so_far() -> None:
+    def run(section: Optimizer, resume_after: int | None) -> dict[str, Parameter]:
+        parameters = model()
+        optimizer = build(parameters.items(), section)
+        for step in range(1, 5):
+            for name, grad in gradients(step).items():
+                parameters[name].grad = None if name == VECTOR and step < 3 else grad
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == resume_after:
+                assert optimizer.state_scalars()["unstepped"] == [VECTOR]
+                fresh = build(parameters.items(), section)
+                fresh.load_state(optimizer.state_tensors(), optimizer.state_scalars())
+                optimizer = fresh
+        return parameters
+
+    for section in (AdamW(), SGD(), Lion(), Adafactor()):
+        whole, resumed = run(section, None), run(section, 2)
+        assert all(torch.equal(whole[name], resumed[name]) for name in SHAPES)
+
+
+def test_learning_rate_is_the_base_times_the_multiplier_also_after_a_resume() -> None:
+    parameters, optimizer = trained(Muon(learning_rate=0.02, adamw_learning_rate=0.001), 2)
+    fresh = build(parameters.items(), Muon(learning_rate=0.02, adamw_learning_rate=0.001))
+    fresh.load_state(optimizer.state_tensors(), optimizer.state_scalars())
+    fresh.set_learning_rate(0.25)
+    assert fresh.learning_rate == 0.005
+    assert {group["lr"] for part in fresh.parts for group in part.param_groups} == {0.005, 0.00025}
+
+
+def altered_state(change: Callable[[dict[str, Tensor]], Any]) -> str:
+    parameters, optimizer = trained(AdamW(), 1)
+    tensors = optimizer.state_tensors()
+    change(tensors)
+    before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    with pytest.raises(CheckpointError) as caught:
+        optimizer.load_state(tensors, optimizer.state_scalars())
+    assert all(torch.equal(before[name], tensor) for name, tensor in optimizer.state_tensors().items())
+    return str(caught.value)
+
+
+def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
+    message = altered_state(lambda tensors: tensors.pop("exp_avg.norm.weight"))
+    assert "1 tensors are missing, the first is exp_avg.norm.weight" in message
+    message = altered_state(lambda tensors: tensors.update({"exp_avg.ghost": torch.zeros(1)}))
+    assert "1 tensors belong to no trained parameter, the first is exp_avg.ghost" in message
+    message = altered_state(lambda tensors: tensors.update({"exp_avg.norm.weight": torch.zeros(3)}))
+    assert "exp_avg.norm.weight is torch.float32 [3], expected torch.float32 [10]" in message
+    message = altered_state(lambda tensors: tensors.update({"step.norm.weight": torch.zeros((), dtype=torch.int64)}))
+    assert "step.norm.weight is torch.int64 [], expected torch.float32 []" in message
+
+
+def test_the_state_of_another_kind_is_refused() -> None:
+    _, lion = trained(Lion(), 1)
+    _, adamw = trained(AdamW(), 1)
+    with pytest.raises(CheckpointError, match="holds the state of optimizer 'lion', the recipe asks for 'adamw'"):
+        adamw.load_state(lion.state_tensors(), lion.state_scalars())
+
+
+def test_nothing_to_train_and_low_precision_parameters_are_refused() -> None:
+    frozen = {name: parameter.requires_grad_(False) for name, parameter in model().items()}
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        build(frozen.items(), AdamW())
+    with pytest.raises(ModelError, match=r"parameter w is torch\.bfloat16, but trained parameters are float32"):
+        build([("w", Parameter(torch.zeros(2, dtype=torch.bfloat16)))], AdamW())
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (SGD(momentum=0.0, nesterov=True), "optimizer.nesterov: Nesterov momentum needs optimizer.momentum above 0."),
+        (SGD(momentum=1.0), "optimizer.momentum: 1.0 never forgets"),
+        (AdamW(betas=(0.9, 1.0)), "optimizer.betas: 1.0 never forgets"),
+        (Muon(adamw_betas=(1.0, 0.9)), "optimizer.adamw_betas: 1.0 never forgets"),
+        (Muon(newton_schulz_steps=100), "optimizer.newton_schulz_steps: 100 is too many: use 5, at most 99."),
+        (Adafactor(clip_threshold=0.5), "optimizer.clip_threshold: 0.5 is below 1"),
+        (Adafactor(beta2_decay=0.8), "optimizer.beta2_decay: 0.8 is above 0."),
+    ],
+)
+def test_settings_that_cannot_work_are_told_before_torch_refuses_them(section: Optimizer, message: str) -> None:
+    assert len(problems(section)) == 1 and problems(section)[0].startswith(message)
+    with pytest.raises(RecipeError) as caught:
+        build(model().items(), section)
+    assert str(caught.value).startswith(message)
+
+
+@each
+def test_the_sections_of_these_tests_are_sound(section: Optimizer) -> None:
+    assert problems(section) == []

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from danlu.optim.clip import clip_grad_norm, non_finite
+
+
+def parameters(seed: int = 0) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in ((700, 513), (513,), (), (3, 5, 7)):
+        parameter = Parameter(torch.zeros(shape))
+        parameter.grad = torch.randn(shape, generator=generator)
+        found.append(parameter)
+    return [*found, Parameter(torch.zeros(2))]  # the last one has no gradient
+
+
+def exact_norm(found: list[Parameter]) -> float:
+    return math.sqrt(sum(p.grad.double().square().sum().item() for p in found if p.grad is not None))
+
+
+def test_norm_equals_the_one_in_float64() -> None:
+    found = parameters()
+    expected = exact_norm(found)
+    assert clip_grad_norm(found, None) == pytest.approx(expected, rel=1e-6)
+    assert exact_norm(found) == expected  # nothing to clip, nothing to scale: untouched
+    assert clip_grad_norm(found[1:], None) != pytest.approx(expected, rel=1e-3)
+
+
+def test_norm_of_a_large_tensor_is_not_lost_to_float32() -> None:
+    parameter = Parameter(torch.zeros(1 << 22, 1))
+    parameter.grad = torch.ones(1 << 22, 1)
+    assert clip_grad_norm([parameter], None) == pytest.approx(2048.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 4096, -0.5])
+def test_scale_and_clip_are_one_factor(scale: float) -> None:
+    found, untouched = parameters(), parameters()
+    norm = clip_grad_norm(found, 0.01, scale=scale)
+    assert norm == pytest.approx(abs(scale) * exact_norm(untouched), rel=1e-6)
+    assert exact_norm(found) == pytest.approx(0.01, rel=1e-5)
+    factor = math.copysign(0.01 / exact_norm(untouched), scale)
+    torch.testing.assert_close(found[0].grad, untouched[0].grad * factor, rtol=1e-5, atol=0)
+
+
+def test_a_norm_within_bounds_is_only_scaled() -> None:
+    found, untouched = parameters(), parameters()
+    clip_grad_norm(found, 1e9, scale=0.5)
+    assert torch.equal(found[0].grad, untouched[0].grad * 0.5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_is_reported_named_and_left_alone(bad: float) -> None:
+    found = parameters()
+    found[0].grad[699, 512] = bad
+    before = found[1].grad.clone()
+    assert not math.isfinite(clip_grad_norm(found, 1.0, scale=0.1))
+    assert torch.equal(found[1].grad, before)
+    named = [(f"p{i}", parameter.grad) for i, parameter in enumerate(found)]
+    assert non_finite(named) == ["p0"]
+    assert non_finite(named[1:]) == []
+
+
+def test_no_gradients_have_norm_zero() -> None:
+    assert clip_grad_norm([Parameter(torch.zeros(2))], 1.0) == 0.0
+    assert non_finite([("empty", torch.zeros(0)), ("none", None)]) == []

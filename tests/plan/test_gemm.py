@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from danlu.plan import gemm
+
+
+def test_a_measurement_is_quick_positive_and_leaves_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    started = time.perf_counter()
+    assert gemm.measure(torch.float32, "cpu", seconds=0.02) > 1e8
+    assert time.perf_counter() - started < 5  # only to notice a size that runs away
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_it_is_measured_once_per_machine_and_type(tmp_path: Path, monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr(gemm, "measure", lambda dtype, device, seconds: calls.append(dtype) or 1e9 * len(calls))
+    for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32):
+        gemm.measured_peak(dtype, "cpu", cache=tmp_path)
+    assert calls == [torch.float32, torch.bfloat16]
+    kept = json.loads((tmp_path / "gemm.json").read_text())
+    assert sorted(kept.values()) == [1e9, 2e9]
+    assert any(key.endswith("bfloat16") for key in kept)
+    assert [path.name for path in tmp_path.iterdir()] == ["gemm.json"]  # no half-written file
+
+
+def test_the_key_tells_threads_apart(monkeypatch) -> None:
+    keys = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        keys.append(gemm.machine(torch.float32, torch.device("cpu")))
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", '{"a": 1', '{"a": "x"}'])
+def test_a_damaged_cache_is_measured_anew(tmp_path: Path, monkeypatch, content: str) -> None:
+    monkeypatch.setattr(gemm, "measure", lambda *_: 5e9)
+    (tmp_path / "gemm.json").write_text(content)
+    assert gemm.measured_peak(torch.float32, "cpu", cache=tmp_path) == 5e9
+    assert list(json.loads((tmp_path / "gemm.json").read_text()).values()) == [5e9]
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(gemm, "measure", lambda *_: 5e9)
+    (tmp_path / "file").write_text("")
+    assert gemm.measured_peak(torch.float32, "cpu", cache=tmp_path / "file") == 5e9

@@ -1,0 +1,47 @@
+"""Small random decoders for the tests of this room, one for each kind of attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+
+KINDS = {
+    "llama": {},
+    "window": {"windows": (5, None, 5)},
+    "softcap": {"windows": (6, None, 6), "attention_softcap": 3.0, "final_softcap": 5.0, "sandwich_norms": True},
+    "qk-norm": {"qk_norm": True, "kv_heads": 1},
+}
+
+
+def build(kind: str = "llama", *, vocab_size: int = 61, context: int = 512, seed: int = 0) -> Decoder:
+    """Three layers, 4 query heads of width 8 on 2 key/value heads; weights large enough that greedy text varies."""
+    sizes = dict(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=context,
+    )
+    decoder = Decoder(ModelConfig(**{**sizes, **KINDS[kind]}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.ndim == 2 else 0.1))
+            if name.endswith("norm.weight"):
+                parameter.add_(1.0)
+    return decoder.requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def small_decoder():
+    """A function: kind, vocab_size, context, seed -> Decoder."""
+    return build

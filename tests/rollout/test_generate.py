@@ -1,0 +1,127 @@
+"""Generation against the obvious loop that runs the whole text through the model for every token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from danlu.errors import DataError, ModelError
+from danlu.models.attend import ReferenceAttention
+from danlu.rollout.cache import KVCache
+from danlu.rollout.generate import generate, prefill, prefill_chunks
+from danlu.rollout.sampling import SamplingOptions, sample
+
+GREEDY = SamplingOptions(temperature=0)
+PROMPTS = [[3, 9, 4], [7], [3, 9, 4], [11, 12, 13, 14, 15, 16, 17]]
+
+
+def slowly(model, prompt, options, count, index=0):
+    """Tokens and log-probabilities without a cache, one sequence at a time."""
+    tokens, logprobs = list(prompt), []
+    for _ in range(count):
+        ids = torch.tensor(tokens)
+        hidden = model(ids, torch.arange(len(ids)), ReferenceAttention((0, len(ids))))
+        seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
+        seen[0, ids] = True
+        token, logprob = sample(model.logits(hidden[-1:]), options, seen, [index], [len(tokens)])
+        tokens.append(token.item())
+        logprobs.append(logprob.item())
+    return tokens[len(prompt) :], logprobs
+
+
+@pytest.mark.parametrize("kind", ["llama", "window", "softcap", "qk-norm"])
+@pytest.mark.parametrize(
+    "options", [GREEDY, SamplingOptions(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=4)]
+)
+def test_equals_a_loop_of_full_passes(small_decoder, kind, options):
+    model = small_decoder(kind)
+    got = generate(model, PROMPTS, options, 24)
+    for index, (prompt, completion) in enumerate(zip(PROMPTS, got, strict=True)):
+        tokens, logprobs = slowly(model, prompt, options, 24, index)
+        assert completion.tokens == tokens
+        assert completion.finish == "length" and completion.text == ""
+        torch.testing.assert_close(completion.logprobs, logprobs, atol=1e-4, rtol=1e-4)
+    assert len({tuple(c.tokens) for c in got}) == (3 if options is GREEDY else 4)  # equal prompts draw apart
+
+
+def test_control_other_weights_give_other_text(small_decoder):
+    assert generate(small_decoder(seed=1), PROMPTS[:1], GREEDY, 24)[0].tokens != slowly(
+        small_decoder(seed=0), PROMPTS[0], GREEDY, 24
+    )[0]
+
+
+def test_stop_ids_end_rows_one_by_one_and_leave_the_others_alone(small_decoder):
+    model = small_decoder()
+    free = [c.tokens for c in generate(model, PROMPTS, GREEDY, 30)]
+    stops = [free[1][2], free[3][8]]
+    got = generate(model, PROMPTS, GREEDY, 30, stops)
+    for completion, tokens in zip(got, free, strict=True):
+        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), 30)
+        assert completion.tokens == tokens[:end]
+        assert completion.finish == ("stop" if end < 30 or tokens[-1] in stops else "length")
+        assert len(completion.logprobs) == end
+    assert len({len(c.tokens) for c in got}) > 1
+
+
+def test_text_streams_and_stop_strings_cut(small_decoder):
+    model = small_decoder()
+
+    def decode(tokens):
+        return "".join(f"{token}," for token in tokens)
+
+    plain = generate(model, PROMPTS[:2], GREEDY, 12, decode=decode)
+    assert plain[0].text == decode(plain[0].tokens)
+    stop = decode(plain[0].tokens[4:6])
+    shown = {0: "", 1: ""}
+
+    def on_token(index, token, text):
+        shown[index] += text
+
+    got = generate(model, PROMPTS[:2], GREEDY, 12, (), [stop[:-1]], on_token, decode=decode)
+    assert got[0].text == plain[0].text[: plain[0].text.index(stop[:-1])] == shown[0]
+    assert got[0].finish == "stop_string" and got[0].tokens == plain[0].tokens[: len(got[0].tokens)]
+    assert got[1].text == shown[1]
+    ended = generate(model, PROMPTS[:1], GREEDY, 12, [plain[0].tokens[3]], decode=decode)[0]
+    assert ended.text == decode(ended.tokens[:-1])  # the stop token is a token of the answer, not of its text
+
+
+def test_context_is_the_limit(small_decoder):
+    model = small_decoder(context=10)
+    got = generate(model, [[1, 2, 3], [4] * 9], GREEDY, 100)
+    assert [(len(c.tokens), c.finish) for c in got] == [(7, "context"), (1, "context")]
+    with pytest.raises(DataError, match=r"prompt 1 has 10 tokens, but the model sees 10 tokens at most"):
+        generate(model, [[1], [4] * 10], GREEDY, 1)
+
+
+def test_prompts_the_model_cannot_read(small_decoder):
+    model = small_decoder()
+    with pytest.raises(DataError, match="prompt 0 has no tokens"):
+        generate(model, [[]], GREEDY, 1)
+    with pytest.raises(DataError, match="prompt 1 has token 61, but the model's vocabulary has 61 tokens"):
+        generate(model, [[1], [61, 2]], GREEDY, 1)
+    assert generate(model, [], GREEDY, 1) == []
+
+
+@pytest.mark.parametrize("options", [GREEDY, SamplingOptions()])
+def test_nan_weights_are_an_error(small_decoder, options):
+    model = small_decoder()
+    model.norm.weight[0] = float("nan")
+    with pytest.raises(ModelError, match=r"not finite at position 1: a weight may be NaN.* range of float32"):
+        generate(model, [[1]], options, 3)
+
+
+def test_prefill_in_small_passes_equals_one(small_decoder):
+    model, prompts = small_decoder("window"), [[5, 6, 7, 8, 9, 10, 11], [1], [2, 3, 4]]
+    whole, parts = KVCache(3), KVCache(3)
+    expected = prefill(model, whole, prompts)
+    torch.testing.assert_close(prefill(model, parts, prompts, budget=2), expected, atol=2e-5, rtol=1e-5)
+    assert parts.lengths == whole.lengths == [7, 1, 3]
+    assert prefill_chunks([3, 0, 4], budget=5) == [[3, 0, 2], [0, 0, 2]]
+
+
+def test_bfloat16_weights_and_activations(small_decoder):
+    model = small_decoder().to(torch.bfloat16)
+    completion = generate(model, [[1, 2, 3]], GREEDY, 8)[0]
+    assert len(completion.tokens) == 8
+    wide = generate(model, [[1, 2, 3]], GREEDY, 8, dtype=torch.float32)[0]
+    assert wide.logprobs != completion.logprobs
