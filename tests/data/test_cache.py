@@ -174,7 +174,9 @@ def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match=r"the token cache .*file cannot be written \(.*\): set data.cache to a folder you may"):
+    with pytest.raises(
+        ResourceError, match=r"the token cache .*file cannot be written \(.*\): set data.cache to a folder you may"
+    ):
         TokenCache(tmp_path / "file").get("rows", {}, writes(block(1)))
 
 
@@ -241,4 +243,7 @@ def test_the_marker_is_written_last(tmp_path: Path) -> None:
     writer.add(block(1, largest=10))
     assert not (folder / MARKER).exists()
     writer.finish({})
-    assert json.loads((folder / MARKER).read_text())["files"]["tokens.bin"]["bytes"] == (folder / "tokens.bin").stat().st_size
+    assert (
+        json.loads((folder / MARKER).read_text())["files"]["tokens.bin"]["bytes"]
+        == (folder / "tokens.bin").stat().st_size
+    )

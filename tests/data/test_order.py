@@ -27,7 +27,9 @@ def test_order_is_fixed_for_good() -> None:
 
 
 def test_seeds_epochs_and_purposes_differ() -> None:
-    orders = [Order.of(100, *path).all().tolist() for path in [(0,), (1,), (0, 0), (0, 1), (0, "eval"), (0, "packs", 1)]]
+    orders = [
+        Order.of(100, *path).all().tolist() for path in [(0,), (1,), (0, 0), (0, 1), (0, "eval"), (0, "packs", 1)]
+    ]
     assert len({tuple(order) for order in orders}) == len(orders)
     assert key(1, 23) != key(12, 3)
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.errors import CheckpointError, ModelError, RecipeError
+from danlu.errors import CheckpointError, ModelError
 from danlu.optim.build import Optimizers, build
-from danlu.optim.problems import problems
 from danlu.recipe.sections import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
 
 MATRIX, VECTOR, EMBEDDING = "layers.0.q_proj.weight", "norm.weight", "embed_tokens.weight"
@@ -177,13 +176,12 @@ def test_resumed_equals_uninterrupted_bit_for_bit(section: Optimizer) -> None:
     def resumed(tensors: dict[str, Tensor]) -> dict[str, Parameter]:
         parameters = {name: Parameter(weight.clone()) for name, weight in weights.items()}
         fresh = build(parameters.items(), section)
-        fresh.load_state(tensors, optimizer.state_scalars())
+        fresh.load_state({name: tensor.clone() for name, tensor in tensors.items()}, optimizer.state_scalars())
         take_steps(parameters, fresh, range(4, 7))
         return parameters
 
     after = resumed(saved)
     assert all(torch.equal(after[name], whole[name]) for name in SHAPES)
-    assert all(torch.equal(saved[name], tensor) for name, tensor in optimizer.state_tensors().items())  # copied
     if saved:
         altered = resumed({name: tensor * 1.5 for name, tensor in saved.items()})
         assert not all(torch.equal(altered[name], whole[name]) for name in SHAPES)
@@ -234,7 +232,7 @@ def test_learning_rate_is_the_base_times_the_multiplier_also_after_a_resume() ->
 
 
 def altered_state(change: Callable[[dict[str, Tensor]], Any]) -> str:
-    parameters, optimizer = trained(AdamW(), 1)
+    _, optimizer = trained(AdamW(), 1)
     tensors = optimizer.state_tensors()
     change(tensors)
     before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
@@ -268,27 +266,3 @@ def test_nothing_to_train_and_low_precision_parameters_are_refused() -> None:
         build(frozen.items(), AdamW())
     with pytest.raises(ModelError, match=r"parameter w is torch\.bfloat16, but trained parameters are float32"):
         build([("w", Parameter(torch.zeros(2, dtype=torch.bfloat16)))], AdamW())
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        (SGD(momentum=0.0, nesterov=True), "optimizer.nesterov: Nesterov momentum needs optimizer.momentum above 0."),
-        (SGD(momentum=1.0), "optimizer.momentum: 1.0 never forgets"),
-        (AdamW(betas=(0.9, 1.0)), "optimizer.betas: 1.0 never forgets"),
-        (Muon(adamw_betas=(1.0, 0.9)), "optimizer.adamw_betas: 1.0 never forgets"),
-        (Muon(newton_schulz_steps=100), "optimizer.newton_schulz_steps: 100 is too many: use 5, at most 99."),
-        (Adafactor(clip_threshold=0.5), "optimizer.clip_threshold: 0.5 is below 1"),
-        (Adafactor(beta2_decay=0.8), "optimizer.beta2_decay: 0.8 is above 0."),
-    ],
-)
-def test_settings_that_cannot_work_are_told_before_torch_refuses_them(section: Optimizer, message: str) -> None:
-    assert len(problems(section)) == 1 and problems(section)[0].startswith(message)
-    with pytest.raises(RecipeError) as caught:
-        build(model().items(), section)
-    assert str(caught.value).startswith(message)
-
-
-@each
-def test_the_sections_of_these_tests_are_sound(section: Optimizer) -> None:
-    assert problems(section) == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import Parameter
 
@@ -7,7 +8,7 @@ from danlu.optim import lion
 from danlu.optim.lion import Lion
 
 
-def run(monkeypatch, piece: int, transposed: bool = False) -> Parameter:
+def run(monkeypatch: pytest.MonkeyPatch, piece: int, transposed: bool = False) -> Parameter:
     monkeypatch.setattr(lion, "_PIECE_CPU", piece)
     generator = torch.Generator().manual_seed(0)
     parameter = Parameter(torch.randn(33, 7, generator=generator))
@@ -19,7 +20,7 @@ def run(monkeypatch, piece: int, transposed: bool = False) -> Parameter:
     return parameter
 
 
-def test_pieces_and_strides_change_no_bit(monkeypatch) -> None:
+def test_pieces_and_strides_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(monkeypatch, piece=1 << 20)
     assert torch.equal(whole, run(monkeypatch, piece=16))
     assert torch.equal(whole, run(monkeypatch, piece=16, transposed=True))

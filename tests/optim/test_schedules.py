@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ def test_rises_to_one_then_never_rises_and_stays_within_bounds(
     assert values[:peak] == [step / peak for step in range(1, peak + 1)]
     after = values[peak - 1 :]
     assert after[0] == 1.0
-    assert all(later <= earlier + 1e-15 for earlier, later in zip(after, after[1:], strict=False))
+    assert all(later <= earlier + 1e-15 for earlier, later in pairwise(after))
     assert all(0 <= value <= 1 for value in values)
     if kind in ("linear", "cosine", "wsd") and total > peak and not (kind == "wsd" and in_steps(decay, total) == 0):
         assert values[-1] == floor
@@ -54,6 +55,10 @@ def test_wsd_is_flat_then_one_minus_the_square_root() -> None:
     values = curve(section, 20)
     assert values[1:16] == [1.0] * 15
     assert values[16:] == pytest.approx([1 - math.sqrt(n / 4) for n in (1, 2, 3, 4)])
+
+
+def test_wsd_without_decay_stays_at_the_peak() -> None:
+    assert curve(Schedule(kind="wsd", warmup=0, decay=0.0), 5) == [1.0] * 5
 
 
 def test_inverse_sqrt_halves_at_four_times_the_warm_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -83,5 +84,6 @@ def test_per_token_is_six_n_and_attention() -> None:
 
 
 def test_importing_the_formulas_does_not_import_torch() -> None:
-    code = "import sys, danlu.plan.flops, danlu.optim.schedules, danlu.optim.problems; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = "import sys, danlu.plan.flops, danlu.optim.schedules; sys.exit('torch' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0

@@ -18,7 +18,7 @@ def test_a_measurement_is_quick_positive_and_leaves_random_numbers_alone() -> No
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_it_is_measured_once_per_machine_and_type(tmp_path: Path, monkeypatch) -> None:
+def test_it_is_measured_once_per_machine_and_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(gemm, "measure", lambda dtype, device, seconds: calls.append(dtype) or 1e9 * len(calls))
     for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32):
@@ -27,10 +27,12 @@ def test_it_is_measured_once_per_machine_and_type(tmp_path: Path, monkeypatch) -
     kept = json.loads((tmp_path / "gemm.json").read_text())
     assert sorted(kept.values()) == [1e9, 2e9]
     assert any(key.endswith("bfloat16") for key in kept)
+    assert gemm.measured_peak(torch.bfloat16, "cpu", cache=tmp_path, fresh=True) == 3e9
+    assert gemm.measured_peak(torch.bfloat16, "cpu", cache=tmp_path) == 3e9
     assert [path.name for path in tmp_path.iterdir()] == ["gemm.json"]  # no half-written file
 
 
-def test_the_key_tells_threads_apart(monkeypatch) -> None:
+def test_the_key_tells_threads_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -39,14 +41,14 @@ def test_the_key_tells_threads_apart(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", '{"a": 1', '{"a": "x"}'])
-def test_a_damaged_cache_is_measured_anew(tmp_path: Path, monkeypatch, content: str) -> None:
+def test_a_damaged_cache_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     monkeypatch.setattr(gemm, "measure", lambda *_: 5e9)
     (tmp_path / "gemm.json").write_text(content)
     assert gemm.measured_peak(torch.float32, "cpu", cache=tmp_path) == 5e9
     assert list(json.loads((tmp_path / "gemm.json").read_text()).values()) == [5e9]
 
 
-def test_a_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path, monkeypatch) -> None:
+def test_a_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "measure", lambda *_: 5e9)
     (tmp_path / "file").write_text("")
     assert gemm.measured_peak(torch.float32, "cpu", cache=tmp_path / "file") == 5e9

@@ -18,19 +18,19 @@ KINDS = {
 
 def build(kind: str = "llama", *, vocab_size: int = 61, context: int = 512, seed: int = 0) -> Decoder:
     """Three layers, 4 query heads of width 8 on 2 key/value heads; weights large enough that greedy text varies."""
-    sizes = dict(
-        family="llama",
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        layers=3,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position_embeddings=context,
-    )
+    sizes = {
+        "family": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "layers": 3,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": context,
+    }
     decoder = Decoder(ModelConfig(**{**sizes, **KINDS[kind]}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -20,7 +20,7 @@ def full_logits(model, tokens):
 def feed(model, cache, pieces):
     """Logits [T, V] of one pass that brings pieces[b] to sequence b of the cache."""
     starts = list(cache.lengths)
-    positions = [start + i for start, piece in zip(starts, pieces) for i in range(len(piece))]
+    positions = [start + i for start, piece in zip(starts, pieces, strict=True) for i in range(len(piece))]
     tokens = [token for piece in pieces for token in piece]
     attend = cache.extend([len(piece) for piece in pieces])
     return model.logits(model(torch.tensor(tokens), torch.tensor(positions), attend))
@@ -49,11 +49,15 @@ def test_ragged_batch_equals_each_alone(small_decoder, kind):
     got = [[row] for row in feed(model, cache, [tokens[0][:10], tokens[1][:2], tokens[2][:5]]).split([10, 2, 5])]
     for step in range(7):
         starts = (10, 2, 5)
-        logits = feed(model, cache, [t[start + step : start + step + 1] for t, start in zip(tokens, starts)])
+        logits = feed(
+            model, cache, [t[start + step : start + step + 1] for t, start in zip(tokens, starts, strict=True)]
+        )
         for row, pieces in enumerate(got):
             pieces.append(logits[row : row + 1])
-    for t, pieces in zip(tokens, got):
-        torch.testing.assert_close(torch.cat(pieces), full_logits(model, t)[: len(torch.cat(pieces))], atol=2e-5, rtol=1e-5)
+    for t, pieces in zip(tokens, got, strict=True):
+        torch.testing.assert_close(
+            torch.cat(pieces), full_logits(model, t)[: len(torch.cat(pieces))], atol=2e-5, rtol=1e-5
+        )
 
 
 def test_a_pass_may_leave_sequences_out(small_decoder):

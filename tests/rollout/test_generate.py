@@ -45,9 +45,10 @@ def test_equals_a_loop_of_full_passes(small_decoder, kind, options):
 
 
 def test_control_other_weights_give_other_text(small_decoder):
-    assert generate(small_decoder(seed=1), PROMPTS[:1], GREEDY, 24)[0].tokens != slowly(
-        small_decoder(seed=0), PROMPTS[0], GREEDY, 24
-    )[0]
+    assert (
+        generate(small_decoder(seed=1), PROMPTS[:1], GREEDY, 24)[0].tokens
+        != slowly(small_decoder(seed=0), PROMPTS[0], GREEDY, 24)[0]
+    )
 
 
 def test_stop_ids_end_rows_one_by_one_and_leave_the_others_alone(small_decoder):

@@ -108,7 +108,7 @@ def test_draws_follow_the_distribution():
 
 def test_random_numbers_are_uniform_and_a_function_of_all_three():
     numbers = torch.tensor([uniform(0, i, j) for i in range(50) for j in range(40)], dtype=torch.float64)
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.02 and abs(numbers.var() - 1 / 12) < 0.005
     lag = torch.corrcoef(torch.stack((numbers[:-1], numbers[1:])))[0, 1]
     assert abs(lag) < 0.06

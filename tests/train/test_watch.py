@@ -12,7 +12,7 @@ from danlu.train.watch import Verdict, Watch
 
 
 def decreasing(steps: int, seed: int, noise: float = 0.03) -> list[float]:
-    """Like a small model's loss: a power law from 9 down to about 2, each step's batch a few percent harder or easier."""
+    """Like a small model's loss: a power law from 9 to about 2, each batch a few percent harder or easier."""
     chance = random.Random(seed)
     return [(1.8 + 7.5 / (1 + step / 15) ** 0.8) * math.exp(chance.gauss(0, noise)) for step in range(steps)]
 
@@ -60,6 +60,12 @@ def test_a_lasting_new_level_becomes_normal() -> None:
     verdicts = judge_all(watch, [1.0] * 8 + [2.0] * 12)
     assert [verdict.step for verdict in verdicts if verdict.spike] == [9, 10, 11, 12]
     assert watch.judge(21, 4.0, 1.0).spike
+
+
+def test_spikes_between_good_steps_are_never_normal() -> None:
+    watch = Watch(sections.Watch(window=8))
+    verdicts = judge_all(watch, [1.0] * 8 + [2.0, 1.0] * 10)
+    assert [verdict.step for verdict in verdicts if verdict.spike] == list(range(9, 28, 2))
 
 
 def test_a_steep_gradient_is_a_spike_from_the_first_step() -> None:

@@ -15,8 +15,8 @@ from danlu.types import Batch, Pack
 def collate(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Batch:
     """Lay the samples of `packs` end to end and pick out the targets that carry weight.
 
-    A target is predicted from the token before it in the same sample; the first token of a sample has none, so it is never
-    a target. All arrays travel to the device in one copy, from page-locked memory where the device is a GPU.
+    A target is predicted from the token before it in the same sample; the first token of a sample has none, so it is
+    never a target. All arrays travel to the device in one copy, from page-locked memory where the device is a GPU.
     """
     samples = [sample for pack in packs for sample in pack.samples]
     if not samples:
@@ -29,7 +29,8 @@ def collate(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Batch:
         row = samples[int(np.flatnonzero(weights[first])[0])].row
         raise ValueError(f"{row}: the first token of a sample carries weight, but nothing predicts it")
     if weights.min() < 0:
-        raise ValueError(f"negative weight {weights.min()} in {[sample.row for sample in samples if sample.weights.min() < 0][0]}")
+        row = next(sample.row for sample in samples if (sample.weights < 0).any())
+        raise ValueError(f"{row}: a weight of {weights.min()}; weights count from 0 up")
     positions = np.arange(len(tokens)) - np.repeat(first, np.diff(boundaries))
     trained = np.flatnonzero(weights)  # [N]
     trained_weights = weights[trained].astype(np.float32, copy=False)

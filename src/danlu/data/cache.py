@@ -1,14 +1,14 @@
 """Tokenised data on disk: one folder for each (content, tokenizer, settings), written once, read by memory map.
 
-A folder appears under its final name only when it is whole: it is written beside it, flushed to the disk, marked COMPLETE
-with the size and checksums of its files, and renamed. The writer holds a file lock that the kernel drops when the process
-dies, so a killed run leaves nothing but a folder the next one removes, and of two runs at once the second waits and
-reads what the first wrote.
+A folder appears under its final name only when it is whole: it is written beside it, flushed to the disk, marked
+COMPLETE with the size and checksums of its files, and renamed. The writer holds a file lock that the kernel drops when
+the process dies, so a killed run leaves nothing but a folder the next one removes, and of two runs at once the second
+waits and reads what the first wrote.
 
     alpaca_en-5f0c…/
       tokens.bin      uint16, or int32 when the vocabulary needs it
-      labels.bin      uint8 codes into palette.bin, or uint32 once there are more than 256 different (weight, reason) pairs
-      palette.bin     the different labels, so any float32 weight is kept exactly
+      labels.bin      uint8 codes into palette.bin, or uint32 when there are more than 256 labels
+      palette.bin     the different labels (weight, reason): any float32 weight is kept exactly
       offsets.bin     int64 [samples + 1]        row_numbers.bin  int64 [samples]
       rows.bin        utf-8 text                 row_offsets.bin  int64 [samples + 1]
       statistics.json
@@ -28,7 +28,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -45,7 +45,15 @@ CHECK_BYTES = 16 * 2**20  # one checksum for so many bytes
 CHECKED_AT_MOST = 256  # checksums verified when a store is opened: all of it up to 4 GiB, an even sample beyond
 MARKER = "COMPLETE"
 UNFINISHED = ".unfinished"
-_WHOLE_FILES = ("tokens.bin", "labels.bin", "palette.bin", "offsets.bin", "row_numbers.bin", "rows.bin", "row_offsets.bin")
+_WHOLE_FILES = (
+    "tokens.bin",
+    "labels.bin",
+    "palette.bin",
+    "offsets.bin",
+    "row_numbers.bin",
+    "rows.bin",
+    "row_offsets.bin",
+)
 
 
 class DamagedStore(Exception):
@@ -63,9 +71,10 @@ class TokenStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         marker = _read_marker(folder)
-        self.key: str = marker["key"]
         self.statistics: dict[str, Any] = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))
         self.max_token: int = marker["max_token"]
+        sums = [marker["files"][name] for name in ("tokens.bin", "labels.bin", "palette.bin", "offsets.bin")]
+        self._digest = hashlib.blake2b(json.dumps(sums).encode(), digest_size=8).hexdigest()
         self._tokens = _map(folder / "tokens.bin", marker["token_dtype"])
         self._codes = _map(folder / "labels.bin", marker["label_dtype"])
         self._palette = np.fromfile(folder / "palette.bin", LABEL)
@@ -85,6 +94,9 @@ class TokenStore:
 
     def reasons(self, number: int) -> np.ndarray:
         return self._palette["reason"][self._codes[self._offsets[number] : self._offsets[number + 1]]]
+
+    def digest(self) -> str:
+        return self._digest
 
     def row(self, number: int) -> str:
         """Where a sample came from, for messages."""
@@ -114,7 +126,10 @@ class StoreWriter:
                 self._add(block)
 
     def finish(self, statistics: Mapping[str, Any]) -> None:
-        """Flush everything to the disk and mark the folder complete; `statistics` (JSON values) comes back with the store."""
+        """Flush everything to the disk and mark the folder complete.
+
+        `statistics` (JSON values) comes back with the store.
+        """
         with _writing(self.folder.parent):
             self._finish(statistics)
 
@@ -181,7 +196,9 @@ class TokenCache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def get(self, name: str, parts: Mapping[str, Any], build: Callable[[Callable[[int], StoreWriter]], None]) -> TokenStore:
+    def get(
+        self, name: str, parts: Mapping[str, Any], build: Callable[[Callable[[int], StoreWriter]], None]
+    ) -> TokenStore:
         """The store for `parts`, built if it is not there.
 
         Args:
@@ -256,7 +273,8 @@ class TokenCache:
     def _remove_leftovers(self, mine: str) -> None:
         """Remove what killed runs left; called with the lock of `mine`.
 
-        A live writer holds the lock of its store, so an unfinished folder whose lock is free (or ours) belongs to nobody.
+        A live writer holds the lock of its store, so an unfinished folder whose lock is free (or ours) belongs to
+        nobody.
         """
         for unfinished in self.folder.glob(f"*{UNFINISHED}"):
             name = unfinished.name.removesuffix(UNFINISHED).rpartition(".")[0]
@@ -284,11 +302,12 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise ResourceError(
-                f"the disk is full: {shutil.disk_usage(folder).free / 2**20:.0f} MiB are left for the token cache {folder}. "
-                "Free some space, or set data.cache to a folder on a larger disk"
+                f"the disk is full: {shutil.disk_usage(folder).free / 2**20:.0f} MiB are left for the token cache "
+                f"{folder}. Free some space, or set data.cache to a folder on a larger disk"
             ) from error
         raise ResourceError(
-            f"the token cache {folder} cannot be written ({error.strerror or error}): set data.cache to a folder you may write"
+            f"the token cache {folder} cannot be written ({error.strerror or error}): "
+            "set data.cache to a folder you may write"
         ) from error
 
 
@@ -318,7 +337,8 @@ class _SummedFile:
         return {"bytes": self._bytes, "crc32": self._sums}
 
     def abandon(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # on a full disk even closing fails; the file is thrown away in any case
+            self._file.close()
 
 
 def _read_marker(folder: Path) -> dict[str, Any]:
@@ -335,7 +355,9 @@ def _verify(folder: Path) -> None:
     for name, expected in files.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != expected["bytes"]:
-            raise DamagedStore(f"{name}: {'missing' if found is None else f'{found} bytes'}, expected {expected['bytes']} bytes")
+            raise DamagedStore(
+                f"{name}: {'missing' if found is None else f'{found} bytes'}, expected {expected['bytes']} bytes"
+            )
         blocks += [(name, number, crc) for number, crc in enumerate(expected["crc32"])]
     stride = -(-len(blocks) // CHECKED_AT_MOST)
     for name, number, crc in blocks[::stride]:

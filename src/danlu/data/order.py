@@ -27,7 +27,7 @@ def key(seed: int, *path: int | str) -> int:
 
 
 def mix(values: np.ndarray, key: int) -> np.ndarray:
-    """Hash `values` [..] uint64 under `key`: the finaliser of splitmix64 (Steele et al., OOPSLA 2014), applied to key + value."""
+    """Hash `values` [..] uint64 under `key`: splitmix64 (Steele et al., OOPSLA 2014) of key + value."""
     x = (values + np.uint64(key)) * _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2

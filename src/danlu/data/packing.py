@@ -12,7 +12,7 @@ from danlu.errors import DataError
 
 @dataclass(frozen=True)
 class Layout:
-    """Packs as flat arrays: pack i is pieces `offsets[i]` to `offsets[i + 1]`; a piece is a range of tokens of one sample."""
+    """Packs as flat arrays: pack i is pieces `offsets[i]` to `offsets[i + 1]`, a piece is some tokens of one sample."""
 
     samples: np.ndarray  # [pieces] int64, index into the lengths given
     starts: np.ndarray  # [pieces] int32
@@ -25,7 +25,9 @@ class Layout:
     def pack(self, number: int) -> list[tuple[int, int, int]]:
         """The pieces of one pack as (sample, start, stop)."""
         part = slice(self.offsets[number], self.offsets[number + 1])
-        return list(zip(self.samples[part].tolist(), self.starts[part].tolist(), self.stops[part].tolist(), strict=True))
+        return list(
+            zip(self.samples[part].tolist(), self.starts[part].tolist(), self.stops[part].tolist(), strict=True)
+        )
 
 
 def lay_out(lengths: np.ndarray, kind: str, capacity: int, window: int) -> Layout:
@@ -45,9 +47,9 @@ def lay_out(lengths: np.ndarray, kind: str, capacity: int, window: int) -> Layou
 def best_fit(lengths: np.ndarray, capacity: int, window: int) -> list[list[int]]:
     """Best-fit decreasing within each window of consecutive samples.
 
-    Longest first, each sample goes into the fullest pack that still has room for it. The open packs are a sorted list of
-    their free space, so a sample costs a bisection: about a microsecond, whatever the capacity. Every window is closed
-    before the next begins, so a sample moves at most `window` places from where the order put it.
+    Longest first, each sample goes into the fullest pack that still has room for it. The open packs are a sorted list
+    of their free space, so a sample costs a bisection: about a microsecond, whatever the capacity. Every window is
+    closed before the next begins, so a sample moves at most `window` places from where the order put it.
 
     Args:
         lengths: [n] integers, tokens per sample.
@@ -95,9 +97,9 @@ def _fill(indices: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[
 def concatenate(lengths: np.ndarray, capacity: int) -> Layout:
     """Documents joined end to end and cut every `capacity` tokens.
 
-    A document cut by a border goes on in the next pack as a piece of its own: positions restart there and attention does
-    not look back over the border, exactly as if the piece were a document. Every token lies in one piece; the first of a
-    piece has nothing before it and is context only.
+    A document cut by a border goes on in the next pack as a piece of its own: positions restart there and attention
+    does not look back over the border, exactly as if the piece were a document. Every token lies in one piece; the
+    first of a piece has nothing before it and is context only.
 
     Args:
         lengths: [n] integers, tokens per document; documents of no tokens are left out.

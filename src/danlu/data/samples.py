@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,10 +30,12 @@ class Samples(Protocol):
 
     def reasons(self, number: int) -> np.ndarray: ...  # [S] uint8
 
+    def digest(self) -> str: ...  # equal for equal tokens, weights and reasons in the same order
+
 
 @dataclass(frozen=True)
 class Block:
-    """Some samples in memory: flat arrays, with the labels (weight, reason) as codes into the few different ones there are."""
+    """Some samples in memory: flat arrays, with the labels (weight, reason) as codes into the few that differ."""
 
     tokens: np.ndarray  # [T] int32
     codes: np.ndarray  # [T] uint32, into palette
@@ -93,6 +96,9 @@ class Block:
     def reasons(self, number: int) -> np.ndarray:
         return self.palette["reason"][self.codes[self.offsets[number] : self.offsets[number + 1]]]
 
+    def digest(self) -> str:
+        return _digest(self.tokens, self.palette[self.codes], self.offsets)
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -133,6 +139,10 @@ class Selection:
     def reasons(self, number: int) -> np.ndarray:
         return self.stores[self.store_numbers[number]].reasons(int(self.sample_numbers[number]))
 
+    def digest(self) -> str:
+        stores = np.array([store.digest() for store in self.stores], dtype="S16")
+        return _digest(stores, self.store_numbers, self.sample_numbers)
+
     def _gather(self, name: str, dtype: type) -> np.ndarray:
         values = np.empty(len(self), dtype)
         for number, store in enumerate(self.stores):
@@ -143,6 +153,13 @@ class Selection:
 
 def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _digest(*arrays: np.ndarray) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).view(np.uint8))
+    return digest.hexdigest()
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

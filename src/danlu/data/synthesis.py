@@ -1,10 +1,10 @@
 """Built-in data: a small consistent world, small enough to be learnt in two minutes on two CPU cores.
 
-Sixteen animals have a colour, a home, a food and a skill; numbers add up; some people have names. `pretraining_documents`
-tells of this world in English and some Chinese and never asks a question. `conversations` asks about it, but leaves some
-facts out: those can only be answered by a model that learnt the fact from the documents and the form of an answer from
-the conversations. `questions` holds both kinds, with the right answers, to compare a model before and after.
-Everything is a pure function of the seed; nothing is downloaded.
+Twelve animals have a colour, a home, a food and a skill; numbers add up; some people have names.
+`pretraining_documents` tells of this world in English and some Chinese and never asks a question. `conversations` asks
+about it, but leaves some facts out: those can only be answered by a model that learnt the fact from the documents and
+the form of an answer from the conversations. `questions` holds both kinds, with the right answers, to compare a model
+before and after. Everything is a pure function of the seed; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def _animal(line: str) -> Animal:
     return Animal(*(Word(en.replace("_", " "), zh) for en, zh in zip(words[::2], words[1::2], strict=True)))
 
 
+# fmt: off
 #        name          colour      home             food             skill
 ANIMALS = tuple(map(_animal, """
          fox 狐狸      red 红      the_forest 森林  grapes 葡萄      run 跑步
@@ -48,18 +49,15 @@ ANIMALS = tuple(map(_animal, """
          dog 狗        brown 棕    the_garden 花园  bones 骨头       run 跑步
          duck 鸭子     yellow 黄   the_lake 湖      bread 面包       swim 游泳
          horse 马      white 白    the_farm 农场    apples 苹果      run 跑步
-         sheep 羊      white 白    the_hill 山坡    grass 草         sing 唱歌
          rabbit 兔子   grey 灰     the_garden 花园  carrots 胡萝卜   jump 跳
-         lion 狮子     yellow 黄   the_plain 草原   meat 肉          run 跑步
          monkey 猴子   brown 棕    the_forest 森林  bananas 香蕉     climb 爬树
          parrot 鹦鹉   blue 蓝     the_old_tree 老树  seeds 种子     sing 唱歌
          whale 鲸鱼    blue 蓝     the_sea 大海     fish 鱼          sing 唱歌
-         turtle 乌龟   green 绿    the_sea 大海     grass 草         swim 游泳
-         crab 螃蟹     red 红      the_lake 湖      worms 虫子       swim 游泳
 """.strip().splitlines()))
+# fmt: on
 
-PEOPLE = ("Anna", "Ben", "Clara", "David", "Emma", "Finn", "Grace", "Henry", "Ida", "Jack", "Kate", "Leo", "Mia", "Noah", "Olga", "Paul")
-LARGEST_ADDEND = 9
+PEOPLE = ("Anna", "Ben", "Clara", "David", "Emma", "Finn", "Grace", "Henry", "Ida", "Jack", "Kate", "Leo")
+LARGEST_ADDEND = 6
 Attribute = Literal["colour", "home", "food", "skill"]
 ATTRIBUTES: tuple[Attribute, ...] = ("colour", "home", "food", "skill")
 
@@ -70,23 +68,35 @@ _STATEMENTS: dict[tuple[Attribute, Language], str] = {
     ("skill", "en"): "The {name} can {value} well.",
     ("colour", "zh"): "{name}是{value}色的。",
     ("home", "zh"): "{name}住在{value}。",
-    ("food", "zh"): "{name}喜欢吃{value}。",
-    ("skill", "zh"): "{name}很会{value}。",
+    ("food", "zh"): "{name}吃{value}。",
+    ("skill", "zh"): "{name}会{value}。",
 }
 
 _QUESTIONS: dict[tuple[Attribute, Language], tuple[str, ...]] = {
-    ("colour", "en"): ("What colour is the {name}?", "Which colour does the {name} have?", "Tell me the colour of the {name}."),
+    ("colour", "en"): (
+        "What colour is the {name}?",
+        "Which colour does the {name} have?",
+        "Tell me the colour of the {name}.",
+    ),
     ("home", "en"): ("Where does the {name} live?", "Where is the home of the {name}?", "Where can I find the {name}?"),
-    ("food", "en"): ("What does the {name} eat?", "What does the {name} like to eat?", "What is the food of the {name}?"),
+    ("food", "en"): (
+        "What does the {name} eat?",
+        "What does the {name} like to eat?",
+        "What is the food of the {name}?",
+    ),
     ("skill", "en"): ("What can the {name} do?", "What is the {name} good at?", "What can the {name} do well?"),
     ("colour", "zh"): ("{name}是什么颜色的？", "{name}的颜色是什么？"),
     ("home", "zh"): ("{name}住在哪里？", "{name}的家在哪里？"),
     ("food", "zh"): ("{name}吃什么？", "{name}喜欢吃什么？"),
-    ("skill", "zh"): ("{name}会什么？", "{name}很会做什么？"),
+    ("skill", "zh"): ("{name}会什么？", "{name}会做什么？"),
 }
 
-_ONE_WORD = "Answer with one word."
-_GREETINGS = (("Hello!", "Hello! How can I help you?"), ("Good morning.", "Good morning! How can I help you?"), ("你好！", "你好！我能帮你什么？"))
+_PIRATE = "You are a pirate."
+_GREETINGS = (
+    ("Hello!", "Hello! How can I help you?"),
+    ("Good morning.", "Good morning! How can I help you?"),
+    ("你好！", "你好！我能帮你什么？"),
+)
 _THANKS = (("Thank you!", "You are welcome."), ("Thanks.", "You are welcome."))
 
 
@@ -102,7 +112,7 @@ class Question:
 def pretraining_documents(seed: int, n: int) -> Iterator[str]:
     """`n` short documents of plain text about the world, 20 to 60 tokens each with `vocabulary.train_vocabulary`."""
     writers: list[tuple[int, Callable[[random.Random], str]]] = [
-        (5, _portrait_en), (3, _portrait_zh), (4, _story), (3, _sums), (1, _dictionary),
+        (6, _portrait_en), (3, _portrait_zh), (3, _story), (2, _introduction), (3, _sums), (1, _dictionary),
     ]  # fmt: skip
     weights, functions = zip(*writers, strict=True)
     for number in range(n):
@@ -111,14 +121,14 @@ def pretraining_documents(seed: int, n: int) -> Iterator[str]:
 
 
 def conversations(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
-    """`n` rows of messages: questions about the world with right answers, some in several turns, some with a system prompt."""
+    """`n` rows of messages: questions about the world, rightly answered; some in several turns, some with a system prompt."""
     for number in range(n):
         chance = random.Random(f"conversation {seed} {number}")
-        kind = chance.choices(("questions", "one word", "name", "story", "greeting"), (60, 12, 10, 10, 8))[0]
+        kind = chance.choices(("questions", "pirate", "name", "story", "greeting"), (60, 10, 16, 8, 6))[0]
         if kind == "questions":
             messages = [m for _ in range(chance.choice((1, 1, 2, 3))) for m in _exchange(chance)]
-        elif kind == "one word":
-            messages = [_say("system", _ONE_WORD), *_exchange(chance, one_word=True)]
+        elif kind == "pirate":
+            messages = [_say("system", _PIRATE), *_exchange(chance, before="Arr! ")]
         elif kind == "name":
             messages = _name_conversation(chance)
         elif kind == "story":
@@ -130,39 +140,47 @@ def conversations(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
 
 
 def questions() -> list[Question]:
-    """A fixed set to show: facts and sums asked in training, held-out ones, Chinese, a name to remember, a system prompt."""
-    fox, frog, whale = (next(a for a in ANIMALS if a.name.en == name) for name in ("fox", "frog", "whale"))
+    """A fixed set to show: facts and sums, asked in training and held out, a name to remember, a system prompt."""
+    fox = ANIMALS[0]
     shown: list[Question] = []
     for held_out in (False, True):
         for language in ("en", "en", "zh"):
             animal, attribute = _pick_fact(random.Random(f"{language} {held_out} {len(shown)}"), language, held_out)
-            text, answer, _ = _ask(animal, attribute, language, 0)
+            text, answer = _ask(animal, attribute, language, 0)
             shown.append(Question((_say("user", text),), answer, held_out))
-        a, b = next(pair for pair in ((7, 6), (4, 5), (8, 3), (2, 7), (6, 3), (5, 8)) if is_held_out("sum", *pair) == held_out)
+        a, b = next(
+            pair
+            for pair in ((4, 5), (6, 3), (2, 6), (5, 6), (3, 4), (6, 1), (5, 2))
+            if is_held_out("sum", *pair) == held_out
+        )
         shown.append(Question((_say("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out))
     shown.append(
         Question(
-            (_say("user", "My name is Clara."), _say("assistant", "Nice to meet you, Clara!"), _say("user", "What is my name?")),
+            (
+                _say("user", "My name is Clara."),
+                _say("assistant", "Nice to meet you, Clara!"),
+                _say("user", "What is my name?"),
+            ),
             "Your name is Clara.",
             False,
         )
     )
-    language, attribute = "en", "colour"
-    animal = next(a for a in (frog, whale, fox) if not is_held_out(a.name.en, attribute, language))
-    text, _, word = _ask(animal, attribute, language, 0)
-    shown.append(Question((_say("system", _ONE_WORD), _say("user", text)), word, False))
+    text, answer = _ask(fox, "home", "en", 0)
+    shown.append(
+        Question((_say("system", _PIRATE), _say("user", text)), f"Arr! {answer}", is_held_out("fox", "home", "en"))
+    )
     return shown
 
 
 def every_question(held_out: bool) -> list[Question]:
-    """All questions about animals and sums that were (or were not) left out of `conversations`, to count right answers."""
+    """All questions about animals and sums that `conversations` leaves out (or does not), to count right answers."""
     found = [
         Question((_say("user", text),), answer, held_out)
         for animal in ANIMALS
         for attribute in ATTRIBUTES
         for language in ("en", "zh")
         if is_held_out(animal.name.en, attribute, language) == held_out
-        for text, answer, _ in [_ask(animal, attribute, language, 0)]
+        for text, answer in [_ask(animal, attribute, language, 0)]
     ]
     pairs = [(a, b) for a in range(LARGEST_ADDEND + 1) for b in range(LARGEST_ADDEND + 1)]
     return found + [
@@ -208,6 +226,15 @@ def _story(chance: random.Random, animal: Animal | None = None) -> str:
     )
 
 
+def _introduction(chance: random.Random) -> str:
+    person, friend = chance.sample(PEOPLE, k=2)
+    animal = chance.choice(ANIMALS).name.en
+    return (
+        f'"My name is {person}," said {person}. "My name is {friend}," said {friend}. '
+        f"Then {person} and {friend} played with the {animal}."
+    )
+
+
 def _sums(chance: random.Random) -> str:
     numbers = [(chance.randint(0, LARGEST_ADDEND), chance.randint(0, LARGEST_ADDEND)) for _ in range(4)]
     return " ".join(_sum(a, b) for a, b in numbers)
@@ -236,12 +263,11 @@ def _turn(question: str, answer: str) -> list[Message]:
     return [_say("user", question), _say("assistant", answer)]
 
 
-def _ask(animal: Animal, attribute: Attribute, language: Language, phrasing: int) -> tuple[str, str, str]:
-    """A question, its answer in a sentence, and in a word."""
+def _ask(animal: Animal, attribute: Attribute, language: Language, phrasing: int) -> tuple[str, str]:
+    """A question and its answer."""
     phrasings = _QUESTIONS[attribute, language]
     question = phrasings[phrasing % len(phrasings)].format(name=getattr(animal.name, language))
-    word = getattr(getattr(animal, attribute), language)
-    return question, _statement(animal, attribute, language), word.removeprefix("the ").capitalize()
+    return question, _statement(animal, attribute, language)
 
 
 def _pick_fact(chance: random.Random, language: Language, held_out: bool) -> tuple[Animal, Attribute]:
@@ -251,17 +277,17 @@ def _pick_fact(chance: random.Random, language: Language, held_out: bool) -> tup
             return animal, attribute
 
 
-def _exchange(chance: random.Random, one_word: bool = False) -> list[Message]:
-    if chance.random() < 0.3:
+def _exchange(chance: random.Random, before: str = "") -> list[Message]:
+    if chance.random() < 0.4:
         while True:
             a, b = chance.randint(0, LARGEST_ADDEND), chance.randint(0, LARGEST_ADDEND)
             if not is_held_out("sum", a, b):
                 question = chance.choice(("What is {} plus {}?", "How much is {} plus {}?")).format(a, b)
-                return _turn(question, str(a + b) if one_word else _sum(a, b))
-    language: Language = "en" if one_word or chance.random() < 0.7 else "zh"
+                return _turn(question, before + _sum(a, b))
+    language: Language = "en" if before or chance.random() < 0.7 else "zh"
     animal, attribute = _pick_fact(chance, language, held_out=False)
-    question, sentence, word = _ask(animal, attribute, language, chance.randrange(6))
-    return _turn(question, word if one_word else sentence)
+    question, answer = _ask(animal, attribute, language, chance.randrange(6))
+    return _turn(question, before + answer)
 
 
 def _name_conversation(chance: random.Random) -> list[Message]:

@@ -50,8 +50,8 @@ def train_vocabulary(texts: Iterable[str], size: int, folder: Path, chat_templat
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # Digits and Han characters stay single. Every number would otherwise be a word of its own, and Chinese, which has no
-    # spaces to stop a merge, would fill a small vocabulary with whole phrases.
+    # Digits and Han characters stay single. Every number would otherwise be a word of its own, and Chinese, which has
+    # no spaces to stop a merge, would fill a small vocabulary with whole phrases.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\d|\p{Han}"), behavior="isolated"),

@@ -6,7 +6,9 @@ S tokens of one document · B rows of a query block · L keys such a block sees
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,14 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-try:  # flash attention over packed documents, in torch itself since 2.10
+varlen_attn: Any = None
+with suppress(ImportError):  # flash attention over packed documents, in torch itself since 2.10
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # pragma: no cover - depends on the torch at hand
-    varlen_attn = None
 
-# On CPU, documents up to this length are done by `_BlockAttention`: torch's flash kernel spends most of its time in a
-# backward pass that is slow for short rows (161 tokens, 8 heads of 32, bf16, two threads: 2.8 ms against 1.1 ms; equal
-# near 800 tokens).
+# On CPU, documents up to this length are done by `_BlockAttention`: the backward pass of torch's flash kernel is slow for
+# short rows (161 tokens, 8 heads of 32, bf16, two threads: 2.8 ms against 1.1 ms; equal near 800 tokens).
 SHORT_DOCUMENT = 768
 BLOCK_ROWS = 256
 
@@ -30,8 +30,8 @@ BLOCK_ROWS = 256
 class PackedAttention:
     """Causal attention inside each document of a pack; satisfies `danlu.types.Attend`.
 
-    Documents are attended one by one (on CUDA by one variable-length kernel), so the cost is the sum of squared document
-    lengths and no mask over the pack is built. A dense block mask measured 3-6 times slower on CPU.
+    Documents are attended one by one (on CUDA by one variable-length kernel), so the cost is the sum of squared lengths
+    and no mask over the pack is built. A dense block mask measured 3-6 times slower on CPU.
 
     boundaries: offsets of the documents in the pack, from 0 to T.
     """
@@ -78,8 +78,6 @@ class PackedAttention:
 @lru_cache(maxsize=1)
 def _causal_argument() -> dict[str, Any]:
     """How this torch's variable-length kernel is told to be causal: `is_causal` became `window_size` in 2.11."""
-    import inspect
-
     names = inspect.signature(varlen_attn).parameters
     return {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
 
@@ -196,7 +194,7 @@ def _by_token(x: Tensor, rows: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _hidden_scores(rows: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to a block's scores, -inf where hidden: [B, B] for the diagonal, or [B, L] when there is a window."""
+    """What is added to a block's scores, -inf where hidden: [B, B] at the diagonal, or [B, L] with a window."""
     columns = rows if window is None else keys
     return torch.zeros(rows, columns, dtype=dtype, device=device).masked_fill_(
         ~visible(rows, columns, window, device), float("-inf")

@@ -146,7 +146,7 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What q·k is multiplied by."""
-        return float(self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar) ** -0.5
+        return 1 / math.sqrt(self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar)
 
     def parameter_count(self) -> int:
         """Parameters of the decoder; a tied head counts once."""

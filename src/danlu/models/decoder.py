@@ -134,7 +134,8 @@ class Layer(nn.Module):
         branch = self.attention(self.attention_norm(x), cos, sin, attend)
         x = x + (branch if self.post_attention_norm is None else self.post_attention_norm(branch))
         branch = self.mlp(self.mlp_norm(x))
-        return x + (branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
+        out: Tensor = x + (branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
+        return out
 
 
 class Decoder(nn.Module):
@@ -160,9 +161,7 @@ class Decoder(nn.Module):
         """The output matrix [V, D]: the head's own, or the embedding's where they are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, dtype: torch.dtype = torch.float32) -> Tensor:
         """Hidden states after the final norm.
 
         Args:   tokens [T] int64, documents end to end; positions [T] int64, restarting at 0 in each;

@@ -41,6 +41,7 @@ PHI3_MODULES: dict[str, str] = {
     "mlp.up_proj": "mlp.gate_up_proj",
 }
 
+
 @dataclass(frozen=True)
 class Family:
     architecture: str
@@ -74,7 +75,9 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
     longest = hf.integer("max_position_embeddings")
     rope = read_rope(hf, max_position_embeddings=longest, scalings=family.scalings)
     if "head_dim" not in hf and (heads < 1 or width % heads):
-        raise hf.error("hidden_size", f"{width} does not divide over {heads} attention heads, and head_dim is not given")
+        raise hf.error(
+            "hidden_size", f"{width} does not divide over {heads} attention heads, and head_dim is not given"
+        )
     own = family.read(hf, layers)
     try:
         return ModelConfig(
@@ -144,7 +147,9 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
 def _refuse_unsupported(hf: HFValues) -> None:
     if "quantization_config" in hf:
         method = hf.section("quantization_config").get("quant_method", "unknown method")
-        raise hf.error("quantization_config", f"weights stored quantised ({method}) are not supported; use the original")
+        raise hf.error(
+            "quantization_config", f"weights stored quantised ({method}) are not supported; use the original"
+        )
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if key in hf and hf.integer(key) > 1:
             raise hf.error(key, "mixtures of experts are not supported")

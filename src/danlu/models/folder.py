@@ -104,7 +104,7 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
     if any(folder.glob("pytorch_model*.bin")):
         raise ModelError(
             f"{folder}: only pickled weights (pytorch_model*.bin), which can run any code when opened; danlu reads "
-            "safetensors alone. If you trust the file, convert it once: python -c \"from transformers import "
+            'safetensors alone. If you trust the file, convert it once: python -c "from transformers import '
             f"AutoModelForCausalLM as A; A.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
         )
     raise ModelError(f"{folder}: no weights: neither {SINGLE_FILE} nor {INDEX}; it holds {_listing(folder)}")

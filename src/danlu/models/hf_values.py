@@ -50,10 +50,10 @@ class HFValues:
         return self.number(key) if key in self else None
 
     def flag(self, key: str) -> bool:
-        value = self._values.get(key, False)
-        if not isinstance(value, bool):
+        value = self._values.get(key)
+        if not isinstance(value, bool | None):
             raise self.error(key, f"expected true or false, found {value!r}")
-        return value
+        return bool(value)
 
     def text(self, key: str) -> str:
         value = self._required(key)

@@ -19,6 +19,7 @@ so an untied embedding carries the scale itself. A tied one cannot, and keeps th
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
 
 import torch
@@ -52,9 +53,9 @@ def initial_std(config: ModelConfig, name: str) -> float | None:
     module, kind = name.split(".")[-2:]
     if kind == "bias" or module.endswith("norm"):
         return None
-    small = (2 / (5 * config.hidden_size)) ** 0.5
+    small = math.sqrt(2 / (5 * config.hidden_size))
     if module in _WRITE_TO_STREAM:
-        return small / (2 * config.layers) ** 0.5
+        return small / math.sqrt(2 * config.layers)
     if module == "embed_tokens" and not config.tie_word_embeddings:
         return 1 / config.embedding_multiplier
     return small

@@ -66,9 +66,7 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: to
     return model.to(dtype).to_empty(device=device)
 
 
-def _check_tensors(
-    folder: Path, config: ModelConfig, wanted: list[DiskTensor], stored: Mapping[str, Stored]
-) -> None:
+def _check_tensors(folder: Path, config: ModelConfig, wanted: list[DiskTensor], stored: Mapping[str, Stored]) -> None:
     """Raises one ModelError with everything that is wrong with the tensors as their headers describe them."""
     names = {tensor.name for tensor in wanted}
     problems = []

@@ -65,9 +65,7 @@ def inverse_frequencies(
             return 1.0 / config.rope_theta**exponents
 
 
-def _dynamic_base(
-    config: ModelConfig, factor: float, lengths: Tensor | None, device: torch.device | str
-) -> Tensor:
+def _dynamic_base(config: ModelConfig, factor: float, lengths: Tensor | None, device: torch.device | str) -> Tensor:
     width, trained = config.rotary_dim, config.max_position_embeddings
     if lengths is None:
         return torch.tensor(config.rope_theta, device=device)
@@ -99,4 +97,5 @@ def _yarn(periods: Tensor, config: ModelConfig, scaling: YarnScaling) -> Tensor:
     if first == last:
         last += 0.001  # a ramp of no width would divide by zero
     ramp = ((torch.arange(width // 2, dtype=torch.float32, device=periods.device) - first) / (last - first)).clamp(0, 1)
-    return 1.0 / (scaling.factor * periods) * ramp + 1.0 / periods * (1 - ramp)
+    keep = 1 - ramp  # 1 where a pair turns often enough to be left alone
+    return 1.0 / (scaling.factor * periods) * (1 - keep) + 1.0 / periods * keep

@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -37,16 +36,18 @@ def save(
     *,
     dtype: torch.dtype = torch.float32,
     tokenizer_from: Path | None = None,
+    chat_template: str | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes config, weights in `dtype`, generation config and, from `tokenizer_from`, the tokenizer byte for byte.
+
+    chat_template: Jinja source that takes the place of the tokenizer's own.
 
     The folder appears whole or not at all. One that is there already is replaced if it is a model folder or empty.
     Raises ModelError for a folder that holds something else, for a tokenizer folder without a tokenizer, and for
     weights that are not finite in `dtype`; ResourceError for a full disk or a folder that cannot be written.
     """
     folder = Path(os.path.abspath(folder))
-    _check_replaceable(folder)
     copied = [] if tokenizer_from is None else _files_to_copy(tokenizer_from)
     tensors = disk_tensors(model.config)
     config = config_values(model.config, torch_dtype=str(dtype).removeprefix("torch."))
@@ -57,6 +58,8 @@ def save(
             _write_json(fresh / GENERATION_CONFIG, _generation_values(model.config, config["eos_token_id"]))
         for file in copied:
             shutil.copyfile(file, fresh / file.name)
+        if chat_template is not None:
+            (fresh / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
         _write_weights(fresh, dict(model.named_parameters()), _shards(tensors, dtype, shard_bytes), dtype)
 
 
@@ -130,9 +133,9 @@ def _fresh_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
     """A temporary sibling that takes `folder`'s place when the block ends well, and is deleted when it does not."""
     fresh, old = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "replaced"))
     try:
+        _check_replaceable(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for left_over in (fresh, old):  # of a process that was killed
-            shutil.rmtree(left_over, ignore_errors=not left_over.exists())
+        _tidy(folder, fresh, old)  # after a process that was killed
         free = shutil.disk_usage(folder.parent).free
         if free < needed_bytes:
             raise ResourceError(
@@ -145,14 +148,21 @@ def _fresh_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
         if folder.exists():
             folder.rename(old)
         fresh.rename(folder)
-        shutil.rmtree(old, ignore_errors=not old.exists())
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise ResourceError(f"{folder}: the model cannot be written: {'the disk is full' if full else error}") from error
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error
+        raise ResourceError(f"{folder}: the model cannot be written: {reason}") from error
     finally:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        shutil.rmtree(fresh, ignore_errors=True)
+        _tidy(folder, fresh, old)
+
+
+def _tidy(folder: Path, fresh: Path, old: Path) -> None:
+    """Removes what a save leaves beside its folder; a model that was moved away and never replaced comes back."""
+    # os.path.exists says False where Path.exists raises, as in a folder that may not be entered.
+    if os.path.exists(old) and not os.path.exists(folder):
+        old.rename(folder)
+    for left_over in (fresh, old):
+        if os.path.exists(left_over):
+            shutil.rmtree(left_over)
 
 
 def _flush(folder: Path) -> None:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 STORED_AS = {dtype: name for name, dtype in DTYPES.items()}
-BUFFER_BYTES = 1 << 24
+BUFFER_BYTES = 1 << 22
 """What reading and writing take beside the model itself."""
 
 
 def raw_bytes(values: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, to read into or write from."""
-    return memoryview(values.view(torch.uint8).numpy())
+    return values.view(torch.uint8).numpy().data
 
 
 def read_exactly(handle: FileIO, values: Tensor) -> int:

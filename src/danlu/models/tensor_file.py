@@ -51,9 +51,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise ModelError(f"{file}: broken safetensors header: {error}") from None
     if not isinstance(entries, dict):
         raise ModelError(f"{file}: broken safetensors header: expected an object")
-    stored = {
-        name: _stored(file, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"
-    }
+    stored = {name: _stored(file, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
     last = max(stored.values(), key=lambda one: one.offset + one.bytes, default=None)
     if last is not None and last.offset + last.bytes > size:
         lost = next(name for name, one in stored.items() if one.offset + one.bytes > size)

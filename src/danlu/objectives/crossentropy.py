@@ -113,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_head_gradient(total: Tensor | None, head: Tensor, grad_logits: Tensor, hidden: Tensor) -> Tensor:
-    """total [V, D] + grad_logits [rows, V].T @ hidden [rows, D], made and widened a slice of the vocabulary at a time.
+    """total [V, D] + grad_logits [rows, V].T @ hidden [rows, D], a slice of the vocabulary at a time.
 
     Adding a whole bfloat16 [V, D] to a float32 one makes a float32 copy of it first: at V = 128256 that took longer than
     the product itself, and as much memory as the gradient.

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.errors import CheckpointError, ModelError, RecipeError
+from danlu.errors import CheckpointError, ModelError
 from danlu.optim.groups import Group, parameter_groups, role, trainable
 from danlu.optim.lion import Lion
-from danlu.optim.problems import problems
 from danlu.recipe import sections
 
 NamedParameters = list[tuple[str, Parameter]]
@@ -80,8 +79,9 @@ class Optimizers:
         return {"kind": self.kind, "unstepped": unstepped}
 
     def load_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Replaces the whole state by copies of `tensors`; the next step is then the one the saved run would have made.
+        """Replaces the whole state; the next step is then the one the saved run would have made.
 
+        The tensors become the state (a copy would double it in memory): the caller must not use them afterwards.
         Raises CheckpointError, before anything is changed, for another kind of optimizer and for a state tensor that is
         missing, unknown, or of another shape or type.
         """
@@ -96,7 +96,7 @@ class Optimizers:
         for name in expected:
             key, _, parameter_name = name.partition(".")
             parameter = self.parameters[parameter_name]
-            states[self._part_of[parameter]].setdefault(parameter, {})[key] = tensors[name].clone()
+            states[self._part_of[parameter]].setdefault(parameter, {})[key] = tensors[name]
         for part in self.parts:
             _replace_state(part, states[part])
 
@@ -116,11 +116,8 @@ class Optimizers:
 def build(named_parameters: Iterable[tuple[str, Parameter]], section: sections.Optimizer) -> Optimizers:
     """The optimizer of a recipe over the trainable ones of `named_parameters` (all float32).
 
-    Raises RecipeError for settings that cannot work, ModelError when nothing is trainable or a parameter is not
-    float32.
+    Raises ModelError when nothing is trainable or a parameter is not float32.
     """
-    if wrong := problems(section):
-        raise RecipeError(wrong)
     named = trainable(named_parameters)
     if not named:
         raise ModelError("the model has no trainable parameter: every one is frozen (requires_grad is False).")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from danlu.errors import CheckpointError
 from danlu.optim.groups import trainable
 from danlu.optim.pieces import pieces
 
@@ -56,29 +55,13 @@ class Ema:
             self._exchange()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The averages by parameter name; live, not copies."""
+        """The averages by parameter name; live, so a checkpoint can be read right into them."""
         assert not self._swapped, "the average is in the model now, and the weights are here"
         return dict(self._averages)
 
     def state_scalars(self) -> dict[str, Any]:
-        """The JSON part of the state."""
+        """The JSON part of the state: set `updates` from it to continue."""
         return {"updates": self.updates}
-
-    def load_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Copies a saved state in; CheckpointError if a tensor is missing, unknown or of another shape."""
-        assert not self._swapped, "the average is in the model now"
-        if wrong := sorted(tensors.keys() ^ self._averages.keys()):
-            where = "missing from" if wrong[0] in self._averages else "not a trained parameter, but in"
-            raise CheckpointError(f"averaged weights (ema): {wrong[0]} is {where} the checkpoint.")
-        for name, average in self._averages.items():
-            if tensors[name].shape != average.shape:
-                raise CheckpointError(
-                    f"averaged weights (ema): {name} is {list(tensors[name].shape)} in the checkpoint, "
-                    f"expected {list(average.shape)}."
-                )
-        for name, average in self._averages.items():
-            average.copy_(tensors[name])
-        self.updates = int(scalars["updates"])
 
     @torch.no_grad()
     def _exchange(self) -> None:

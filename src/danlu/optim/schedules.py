@@ -43,7 +43,7 @@ def multiplier(step: int, total: int, section: Schedule) -> float:
 
 
 def problems(section: Schedule, total: int) -> list[str]:
-    """What does not fit into a run of `total` steps, one line each; empty when all does."""
+    """What does not fit into a run of `total` steps (known only once rows are counted, perhaps); empty if all does."""
     warmup = in_steps(section.warmup, total)
     if warmup > total:
         return [
@@ -51,7 +51,8 @@ def problems(section: Schedule, total: int) -> list[str]:
             f"Use at most {total}, or a share of the run such as 0.05."
         ]
     decay = in_steps(section.decay, total) if section.kind == "wsd" else 0
-    if warmup + decay > total:
+    # Shares that each round up may overlap by a step or two; the decay then begins right after the warm-up.
+    if warmup + decay > total and not (isinstance(section.warmup, float) and isinstance(section.decay, float)):
         return [
             f"schedule.decay: warm-up ({warmup} steps) and decay ({decay} steps) are longer than the run of {total}. "
             f"Use at most {total - warmup} steps of decay, or less warm-up."
@@ -60,8 +61,8 @@ def problems(section: Schedule, total: int) -> list[str]:
 
 
 def in_steps(setting: float, total: int) -> int:
-    """An integer is a number of steps; a float below 1 is a share of `total`, rounded to the nearest step."""
-    return setting if isinstance(setting, int) else round(setting * total)
+    """An integer is a number of steps; a float below 1 is a share of `total`, rounded up to whole steps."""
+    return setting if isinstance(setting, int) else math.ceil(setting * total)
 
 
 def _between(floor: float, share: float) -> float:

@@ -10,49 +10,69 @@ from pathlib import Path
 
 import torch
 
-_LARGEST_CPU = 2048  # larger squares are no faster, and would take a quarter of a second each
-_LARGEST_CUDA = 8192
+_SIZES_CPU = (512, 1024, 2048)  # larger squares are no faster, and would take a quarter of a second each
+_SIZES_CUDA = (2048, 4096, 8192)
 
 
 def measured_peak(
-    dtype: torch.dtype, device: torch.device | str, seconds: float = 0.5, cache: str | Path = "~/.cache/danlu"
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seconds: float = 0.5,
+    cache: str | Path = "~/.cache/danlu",
+    fresh: bool = False,
 ) -> float:
     """FLOP/s of square matrix products of `dtype` on `device` with the present number of threads.
 
-    Measured once per machine, about `seconds` long, and then read from `gemm.json` in `cache`. A cache that cannot be
-    read is measured anew; one that cannot be written costs the next run the same time again.
+    Measured once per machine, about `seconds` long, and then read from `gemm.json` in `cache` (unless `fresh`). A cache
+    that cannot be read is measured anew; one that cannot be written costs the next run the same time again.
     """
     file = Path(cache).expanduser() / "gemm.json"
     key = machine(dtype, torch.device(device))
     known = _read(file)
-    if key not in known:
+    if fresh or key not in known:
         known[key] = measure(dtype, device, seconds)
         _write(file, known)
     return known[key]
 
 
 def measure(dtype: torch.dtype, device: torch.device | str, seconds: float = 0.5) -> float:
-    """The best of as many products as fit into `seconds` (and one more), the size growing while time allows.
+    """The best of as many products as fit into `seconds`, over several sizes; FLOP/s.
 
-    The best, not the median: another process on the machine can only make a product slower.
+    The best, because another process on the machine can only make a product slower; several sizes, because which one is
+    fastest depends on caches. A size is left out when two products of it would take more than its share of the time.
     """
     device = torch.device(device)
-    largest = _LARGEST_CUDA if device.type == "cuda" else _LARGEST_CPU
+    sizes = _SIZES_CUDA if device.type == "cuda" else _SIZES_CPU
+    share = seconds / len(sizes)
+    best = 0.0
+    for size in sizes:
+        if best and 2 * _flops(size) / best > share:
+            break
+        best = max(best, _best_of(size, dtype, device, share))
+    return best
+
+
+def _best_of(size: int, dtype: torch.dtype, device: torch.device, seconds: float) -> float:
     started = time.perf_counter()
-    size, best = 512, 0.0
-    left, right, out = _operands(size, dtype, device)
-    while (spent := time.perf_counter() - started) < seconds or best == 0.0:
+    # A generator of its own: measuring must not move the run's random numbers.
+    generator = torch.Generator(device).manual_seed(0)
+    left, right, out = (torch.empty(size, size, dtype=dtype, device=device) for _ in range(3))
+    for operand in (left, right):
+        operand.uniform_(-1, 1, generator=generator)
+    best = 0.0
+    while True:
         before = time.perf_counter()
         torch.mm(left, right, out=out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        elapsed = time.perf_counter() - before
-        best = max(best, 2 * size**3 / elapsed)
-        # Twice the size is 8 times the work; three of those must still fit.
-        if size < largest and 3 * 8 * elapsed < seconds - spent:
-            size *= 2
-            left, right, out = _operands(size, dtype, device)
-    return best
+        now = time.perf_counter()
+        best = max(best, _flops(size) / (now - before))
+        if now - started > seconds:
+            return best
+
+
+def _flops(size: int) -> int:
+    return 2 * size**3
 
 
 def machine(dtype: torch.dtype, device: torch.device) -> str:
@@ -63,15 +83,6 @@ def machine(dtype: torch.dtype, device: torch.device) -> str:
         processor = f"{_cpu_model()}, {torch.get_num_threads()} threads of {os.cpu_count()}"
     precision = f" ({torch.get_float32_matmul_precision()})" if dtype == torch.float32 else ""
     return f"{processor} | torch {torch.__version__} | {str(dtype).removeprefix('torch.')}{precision}"
-
-
-def _operands(size: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    left, right, out = (torch.empty(size, size, dtype=dtype, device=device) for _ in range(3))
-    # A generator of its own: measuring must not move the run's random numbers.
-    generator = torch.Generator(device).manual_seed(0)
-    left.uniform_(-1, 1, generator=generator)
-    right.uniform_(-1, 1, generator=generator)
-    return left, right, out
 
 
 def _cpu_model() -> str:

@@ -21,7 +21,9 @@ def check(tree: Node) -> tuple[Recipe | None, list[Problem]]:
     except ValidationError as error:
         found: dict[str, str] = {}
         for detail in error.errors(include_url=False, include_input=False, include_context=False):
-            found.setdefault(_key(detail["loc"], detail["type"], tree), detail["type"])
+            # A missing entry of a list means that the list is too short; a missing key, that a key is missing.
+            kind = "too_short" if isinstance(detail["loc"][-1], int) and detail["type"] == "missing" else detail["type"]
+            found.setdefault(_key(detail["loc"], kind, tree), kind)
         # A value that fails every branch of a union is named once, and where it fails deepest.
         keys = [key for key in found if not any(other.startswith(f"{key}.") for other in found)]
         return None, [_problem(key, found[key], tree) for key in keys]
@@ -50,7 +52,7 @@ def _problem(key: str, kind: str, tree: Node) -> Problem:
         return Problem(key, _missing(key, name, hint, section), node.origin)
     if kind == "extra_forbidden" or hint is None:
         origin = node.key_origin if exact and node.key_origin is not None else node.origin
-        return Problem(key, _unknown(name, section), origin)
+        return Problem(key, _unknown(key, section), origin)
     kind_node = node.child("kind") if kinds(hint) else None
     if kind_node is not None:
         return Problem(f"{key}.kind", unexpected(node.plain, hint), kind_node.origin)
@@ -68,15 +70,15 @@ def _first_sentence(text: str | None) -> str:
     return " ".join((text or "").split()).partition(". ")[0].rstrip(".") + "." if text else ""
 
 
-def _unknown(name: str, section: type[Section] | None) -> str:
+def _unknown(key: str, section: type[Section] | None) -> str:
     """Say what the key might have been: a like word here, another tool's name, or a field of another section."""
     section = section or Recipe
     said = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
-    known = list(fields(section))
+    known, name = list(fields(section)), key.rpartition(".")[2]
     guess = nearest(name, known)
     if guess is None:
         elsewhere = ELSEWHERE.get(name.lower().replace("-", "_")) or _home_of(name)
-        if elsewhere is not None:
+        if elsewhere is not None and elsewhere != key:
             return f"{said}. danlu's key for it is {elsewhere}"
         return f"{said}. Known: {', '.join(known)}"
     return f"{said}. Did you mean '{guess}'?"
@@ -114,6 +116,8 @@ def _unknown_kind(value: dict[str, Any] | str, variants: list[str]) -> str:
     kind = value.get("kind") if isinstance(value, dict) else value
     if kind is None:
         return f"missing 'kind'. One of: {', '.join(variants)}"
+    if not isinstance(kind, str):
+        return f"expected one of {', '.join(variants)}, not {show(kind)}"
     guess = nearest(kind, variants)
     return f"unknown kind {show(kind)}.{f' Did you mean {guess!r}?' if guess else ''} One of: {', '.join(variants)}"
 

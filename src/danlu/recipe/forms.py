@@ -19,6 +19,11 @@ from danlu.recipe.tree import Node
 Hint = Any  # a type annotation
 
 
+def origin(hint: Hint) -> Any:
+    """`typing.get_origin`, whose declared result type leaves out most of what it returns."""
+    return get_origin(hint)
+
+
 @cache
 def fields(section: type[Section]) -> dict[str, Hint]:
     """The annotations of a section's fields, in order, with their bounds."""
@@ -28,11 +33,11 @@ def fields(section: type[Section]) -> dict[str, Hint]:
 
 def branches(hint: Hint) -> list[tuple[Hint, tuple[FieldInfo, ...]]]:
     """A type as the list of what it may be: unions opened, each branch with the bounds that apply to it."""
-    if get_origin(hint) is Annotated:
+    if origin(hint) is Annotated:
         inner, *extras = get_args(hint)
         bounds = tuple(extra for extra in extras if isinstance(extra, FieldInfo) and extra.discriminator is None)
         return [(branch, (*more, *bounds)) for branch, more in branches(inner)]
-    if get_origin(hint) in (Union, types.UnionType):
+    if origin(hint) in (Union, types.UnionType):
         return [branch for arg in get_args(hint) for branch in branches(arg)]
     return [(hint, ())]
 
@@ -51,7 +56,7 @@ def kinds(hint: Hint) -> dict[str, type[Section]]:
 def item(hint: Hint) -> Hint | None:
     """What a list holds, for a type that admits a list; None for one that does not."""
     for branch, _ in branches(hint):
-        if get_origin(branch) is list:
+        if origin(branch) is list:
             return get_args(branch)[0]
     return None
 
@@ -112,7 +117,7 @@ def hint_at(root: type[Section], tree: Node, key: str) -> tuple[Hint, type[Secti
     section: type[Section] | None = None
     node: Node | None = tree
     for part in key.split("."):
-        inside = item(hint)
+        inside = item(hint) or _of_tuple(hint)
         if inside is not None and part.isdecimal():
             hint, section = inside, None
         else:
@@ -124,6 +129,11 @@ def hint_at(root: type[Section], tree: Node, key: str) -> tuple[Hint, type[Secti
     return hint, section
 
 
+def _of_tuple(hint: Hint) -> Hint | None:
+    """What a tuple of equal entries, such as an optimizer's betas, holds."""
+    return next((get_args(branch)[0] for branch, _ in branches(hint) if origin(branch) is tuple), None)
+
+
 def choices(hint: Hint) -> list[Any]:
     """Every literal value that a type admits."""
-    return [choice for branch, _ in branches(hint) if get_origin(branch) is Literal for choice in get_args(branch)]
+    return [choice for branch, _ in branches(hint) if origin(branch) is Literal for choice in get_args(branch)]

@@ -7,26 +7,109 @@ something else there. `steps=10` takes the place of the file's `epochs`, and lik
 
 from __future__ import annotations
 
-from danlu.recipe.forms import fields, full, item, kinds, sections, variant
+from collections.abc import Sequence
+from typing import Any
+
+from danlu.recipe.forms import Hint, fields, full, item, kinds, sections, variant
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.tree import Node, Problem, parse
+from danlu.recipe.tree import Node, Origin, Problem, parse
 
 
-def apply(tree: Node, overrides: tuple[str, ...], problems: list[Problem]) -> None:
+def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> None:
     """Write overrides into a tree that is in full form; what is wrong with one is added to `problems`."""
     for index, text in enumerate(overrides):
         key, equals, written = text.partition("=")
-        key = key.strip().removeprefix("--")
-        parts = key.split(".")
+        parts = key.strip().split(".")
         name = f"override {text!r}"
+        origin = Origin(name, (1, index, 0))
         if not equals or not all(parts):
-            wrong = Node(None, _origin(name, index))
-            problems.append(Problem("", "write it as section.key=value, for example steps=100", wrong.origin))
+            problems.append(Problem("", "write it as section.key=value, for example steps=100", origin))
             continue
         value = parse(written, name, problems, override=index)
-        if value is not None:
-            _write(tree, parts, value, problems)
+        if value is None:
+            continue
+        try:
+            _put(tree, Recipe, parts, value)
+        except _NoPlaceError as error:
+            problems.append(Problem(key.strip(), str(error), origin))
 
 
-def _origin(name: str, index: int):  # noqa: ANN202
-    raise NotImplementedError
+class _NoPlaceError(Exception):
+    """The key of an override leads through a list without saying which entry, or past its end."""
+
+
+def _put(node: Node, hint: Hint, parts: Sequence[str], value: Node, default: Any = None) -> None:
+    """Set what a key below `node` leads to, making the mappings on the way."""
+    if not parts:
+        _replace(node, hint, value, default)
+        return
+    part, rest = parts[0], parts[1:]
+    inside = item(hint) if hint is not None else None
+    if inside is not None and part.isdecimal() and not isinstance(node.value, dict | list):
+        node.value, node.origin = [], value.origin
+    if isinstance(node.value, list):
+        _put(_entry(node.value, part, value.origin), inside, rest, value)
+        return
+    if not isinstance(node.value, dict):
+        node.value, node.origin = _start(default, value.origin), value.origin
+    section = (variant(hint, node) or _class_of(hint, default)) if hint is not None else None
+    if section is not None and part in section.one_of and (rest or value.value is not None):
+        _drop(node.value, [name for name in section.one_of if name != part])
+    if hint is not None and kinds(hint) and part == "kind" and not rest:
+        _change_kind(node, value.value)
+    below = fields(section).get(part) if section is not None else None
+    below_default = section.model_fields[part].default if section is not None and below is not None else None
+    child = node.value.setdefault(part, Node(None, value.origin))
+    _put(child, below, rest, value, below_default)
+
+
+def _entry(entries: list[Node], part: str, origin: Origin) -> Node:
+    if not part.isdecimal():
+        raise _NoPlaceError(
+            f"this is a list: say which entry, from 0 to {max(len(entries) - 1, 0)}, instead of {part!r}"
+        )
+    index = int(part)
+    if index > len(entries):
+        raise _NoPlaceError(f"the list has {len(entries)} entries, so the next one is {len(entries)}, not {index}")
+    if index == len(entries):
+        entries.append(Node(None, origin))
+    return entries[index]
+
+
+def _start(default: Any, origin: Origin) -> dict[str, Node]:
+    """A section that the file leaves out begins with what its default gives (`batch`: 8 sequences)."""
+    given = default.model_dump(mode="json", exclude_unset=True) if isinstance(default, Section) else {}
+    return {name: Node(value, origin) for name, value in given.items()}
+
+
+def _class_of(hint: Hint, default: Any) -> type[Section] | None:
+    return type(default) if isinstance(default, Section) and type(default) in sections(hint) else None
+
+
+def _replace(node: Node, hint: Hint, value: Node, default: Any) -> None:
+    written = full(value, hint, default) if hint is not None else value
+    bare = not isinstance(value.value, dict) and isinstance(written.value, dict)
+    if not (bare and isinstance(node.value, dict) and isinstance(written.value, dict)):
+        node.value, node.origin, node.key_origin = written.value, written.origin, None
+        return
+    section = variant(hint, written)
+    if kinds(hint):
+        _change_kind(node, value.value)
+    for name, child in written.value.items():
+        if section is not None and name in section.one_of:
+            _drop(node.value, [other for other in section.one_of if other != name])
+        node.value[name] = child
+
+
+def _change_kind(node: Node, kind: Any) -> None:
+    assert isinstance(node.value, dict)
+    present = node.value.get("kind")
+    if present is not None and present.value != kind:
+        _drop(node.value, list(node.value))
+
+
+def _drop(entries: dict[str, Node], names: Sequence[str]) -> None:
+    """Take out what the file says for these keys; what another override says stays, so that two can clash."""
+    for name in names:
+        if name in entries and not entries[name].origin.is_override:
+            del entries[name]

@@ -44,7 +44,9 @@ def batch_size(recipe: Recipe) -> Iterator[Problem]:
     packed = data.packing.kind != "none"
     both = ("batch.tokens", "batch.sequences")
     if (batch.tokens is None) == (batch.sequences is None):
-        said = "tokens and sequences are both missing" if batch.tokens is None else "tokens and sequences are both given"
+        said = (
+            "tokens and sequences are both missing" if batch.tokens is None else "tokens and sequences are both given"
+        )
         yield Problem("batch", f"{said}: give one of them", reads=both)
         return
     if batch.tokens is not None and packed and batch.tokens % data.max_length:
@@ -54,6 +56,8 @@ def batch_size(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("batch.tokens", f"{message}Use {nearby}", reads=("data.max_length", "data.packing"))
         return
     if batch.tokens is not None and not packed:
+        message = "without packing a step is counted in rows. Give batch.sequences instead"
+        yield Problem("batch.tokens", message, reads=("data.packing",))
         return
     packs = batch.sequences if batch.sequences is not None else (batch.tokens or 0) // data.max_length
     if isinstance(batch.micro, int) and packs % batch.micro:
@@ -145,7 +149,9 @@ def streaming_suits(recipe: Recipe) -> Iterator[Problem]:
         message = "a stream has no known end, so it cannot run for epochs. Give steps"
         yield Problem("epochs", message, reads=("data.streaming",))
     elif recipe.steps is None:
-        yield Problem("steps", "missing: a stream has no known end, so streaming needs steps", reads=("data.streaming",))
+        yield Problem(
+            "steps", "missing: a stream has no known end, so streaming needs steps", reads=("data.streaming",)
+        )
     if isinstance(data.eval, int | float):
         message = f"{show(data.eval)} of a stream cannot be set aside. Give evaluation rows as files of their own"
         yield Problem("data.eval", message, reads=("data.streaming",))
@@ -187,7 +193,11 @@ def optimizer_works(recipe: Recipe) -> Iterator[Problem]:
 
 def output_is_apart(recipe: Recipe) -> Iterator[Problem]:
     output = _resolve(recipe.output)
-    named = {"model.path": recipe.model.path, "model.config": recipe.model.config, "model.tokenizer": recipe.model.tokenizer}
+    named = {
+        "model.path": recipe.model.path,
+        "model.config": recipe.model.config,
+        "model.tokenizer": recipe.model.tokenizer,
+    }
     paths = {key: value for key, value in named.items() if isinstance(value, str)}
     paths.update({key: _file_of(source) for key, source in _sources(recipe.data)})
     for key, path in paths.items():
@@ -217,7 +227,11 @@ def _file_of(source: Source) -> str:
 
 def missing_files(recipe: Recipe) -> list[Problem]:
     """Paths that cannot be hub ids and are not there, each with the nearest name in its folder."""
-    named = {"model.path": recipe.model.path, "model.config": recipe.model.config, "model.tokenizer": recipe.model.tokenizer}
+    named = {
+        "model.path": recipe.model.path,
+        "model.config": recipe.model.config,
+        "model.tokenizer": recipe.model.tokenizer,
+    }
     paths = {key: value for key, value in named.items() if isinstance(value, str)}
     paths["model.chat_template"] = recipe.model.chat_template or ""
     paths.update({key: _file_of(source) for key, source in _sources(recipe.data)})
@@ -247,7 +261,7 @@ def _not_there(place: Path, written: str) -> str:
     names = {entry.name.lower(): entry.name for entry in folder.iterdir()}
     guess = nearest(place.name, list(names))
     hint = f" Did you mean {str(Path(written).parent / names[guess])!r}?" if guess else ""
-    return f"no file or folder {written!r}.{hint}"
+    return f"no file or folder {written!r} in {str(folder)!r}.{hint}"
 
 
 def notes(recipe: Recipe) -> list[str]:

@@ -46,7 +46,8 @@ class Model(Section):
     path: str | None = None
     """A folder in Hugging Face form, a finished danlu run, or a hub id (read from the local cache when offline)."""
     preset: Literal["tiny", "small"] | None = None
-    """A Llama-shaped model from scratch: tiny (about 5M parameters) or small (about 58M). Vocabulary comes from the tokenizer."""
+    """A Llama-shaped model from scratch: tiny (about 5M parameters) or small (about 58M). The
+    vocabulary comes from the tokenizer."""
     config: str | dict[str, Any] | None = None
     """From scratch: a config.json (path) or its content. Weights are drawn from (seed, parameter name)."""
     tokenizer: str | None = None
@@ -61,11 +62,13 @@ class Source(Section):
     short = "path"
 
     path: str
-    """A json, jsonl, csv, parquet, arrow or txt file, a folder of them, or a hub data set id. `path#500` takes the first 500 rows."""
+    """A json, jsonl, csv, parquet, arrow or txt file, a folder of them, or a hub data set id. `path#500` takes the
+    first 500 rows."""
     rows: PositiveInt | None = None
     """Take only this many rows from the front (the same as `path#N`)."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Share of the mixture, relative to the other sources. Without weights every row of every source is used once an epoch."""
+    """Share of the mixture, relative to the other sources. Without weights every row of every source is used once
+    an epoch."""
     format: Literal["auto", "text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized"] = "auto"
     """How to read a row; auto recognises it from the columns."""
     split: str = "train"
@@ -79,8 +82,8 @@ class Packing(Section):
     switch = ("best-fit", "none")
 
     kind: Literal["best-fit", "concatenate", "none"] = "best-fit"
-    """best-fit fills packs of max_length with whole samples; concatenate (text only) joins documents with an end-of-text
-    token and cuts every max_length tokens; none makes each sample a pack of its own (still no padding)."""
+    """best-fit fills packs of max_length with whole samples; concatenate (text only) joins documents with an
+    end-of-text token and cuts every max_length tokens; none makes each sample a pack of its own (still no padding)."""
     window: PositiveInt = 4096
     """Samples looked at together when filling packs; larger packs tighter, smaller keeps the shuffled order closer."""
 
@@ -97,6 +100,7 @@ class Data(Section):
     max_length: PositiveInt = 1024
     """Longest sample, and length of a pack, in tokens."""
     packing: Packing = Packing()
+    """How samples are laid into packs: true or best-fit, false or none, or concatenate."""
     overlong: Literal["truncate", "split", "drop"] = "truncate"
     """What happens to a row longer than max_length; counted and shown in every case."""
     train_on: Literal["all", "assistant", "last"] = "assistant"
@@ -150,7 +154,7 @@ class SGD(Section):
     """Peak learning rate; `schedule` scales it over the run."""
     weight_decay: NonNegative = 0.0
     """Added to the gradient as weight_decay x weight."""
-    momentum: Share = 0.9
+    momentum: Beta = 0.9
     """Share of the last direction that is kept; 0 keeps no state."""
     nesterov: bool = False
     """Look ahead along the momentum; needs momentum above 0."""
@@ -170,7 +174,7 @@ class Adafactor(Section):
     """Each step shrinks a weight by learning_rate x weight_decay of itself."""
     beta2_decay: Annotated[float, Field(le=0)] = -0.8
     """The second moment at step t forgets at the rate t ** beta2_decay."""
-    clip_threshold: Annotated[float, Field(gt=0)] = 1.0
+    clip_threshold: Annotated[float, Field(ge=1)] = 1.0
     """Largest root mean square of a tensor's update."""
     decay: Decay = "matrices"
     """matrices leaves norms, biases and embeddings without weight decay."""
@@ -200,11 +204,11 @@ class Muon(Section):
     kind: Literal["muon"] = "muon"
     learning_rate: NonNegative = 2e-2
     """For hidden matrices; the rest (embeddings, head, norms, biases) is trained by AdamW."""
-    weight_decay: NonNegative = 0.1
+    weight_decay: NonNegative = 0.01
     """Each step shrinks a weight by learning_rate x weight_decay of itself."""
-    momentum: Share = 0.95
+    momentum: Beta = 0.95
     """Share of the last direction that is kept."""
-    newton_schulz_steps: PositiveInt = 5
+    newton_schulz_steps: Annotated[int, Field(ge=1, le=99)] = 5
     """Iterations of the orthogonalisation."""
     adamw_learning_rate: NonNegative = 2e-4
     """Peak learning rate of the AdamW part."""
@@ -262,7 +266,8 @@ class Watch(Section):
     short = "policy"
 
     policy: Literal["warn", "skip", "rewind"] = "warn"
-    """warn reports it; skip leaves the update out; rewind goes back to the last checkpoint and leaves those rows out."""
+    """warn reports it; skip leaves the update out; rewind goes back to the last checkpoint and leaves those rows
+    out."""
     loss_spike: Annotated[float, Field(gt=0)] | None = 6.0
     """A loss this many robust standard deviations above the recent median is a spike."""
     gradient_norm: Annotated[float, Field(gt=0)] | None = None
@@ -333,7 +338,7 @@ class Checkpoint(Section):
     keep_best: bool = False
     """Also keep the one with the lowest evaluation loss, and export that one at the end."""
     background: bool = True
-    """Hash, flush and publish in a thread while training goes on."""
+    """Flush to disk and publish in a thread while training goes on."""
 
 
 class Log(Section):
@@ -371,7 +376,8 @@ class Recipe(Section):
     steps: PositiveInt | None = None
     """Optimizer steps, instead of epochs."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of activations and matrix products. Weights, gradients sums and optimizer state are float32 in every case."""
+    """Type of activations and matrix products. Weights, gradient sums and optimizer state are float32 in
+    every case."""
     loss: LossOptions = LossOptions()
     """Additions to the cross-entropy."""
     gradient_clipping: NonNegative | None = 1.0
@@ -389,6 +395,7 @@ class Recipe(Section):
     compile: bool = False
     """torch.compile the model; the first steps are slow, later ones may be faster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPU where there is one."""
     threads: PositiveInt | None = None
     """CPU threads for matrix products; by default one per core."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

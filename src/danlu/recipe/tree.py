@@ -98,13 +98,15 @@ class Node:
             yield from node.walk(below)
 
 
+CORE = "tag:yaml.org,2002:"
+
 # First characters that may begin a scalar of the type, for PyYAML's table; then what the whole scalar looks like.
 SCALARS: list[tuple[str, re.Pattern[str], list[str]]] = [
-    ("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""]),
-    ("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), list("tTfF")),
-    ("tag:yaml.org,2002:int", re.compile(r"(?:[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)\Z"), list("-+0123456789")),
+    (f"{CORE}null", re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""]),
+    (f"{CORE}bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), list("tTfF")),
+    (f"{CORE}int", re.compile(r"(?:[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)\Z"), list("-+0123456789")),
     (
-        "tag:yaml.org,2002:float",
+        f"{CORE}float",
         re.compile(r"(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)\Z", re.I),
         list("-+.0123456789"),
     ),
@@ -114,13 +116,13 @@ SCALARS: list[tuple[str, re.Pattern[str], list[str]]] = [
 class Loader(yaml.SafeLoader):
     """PyYAML's parser with the scalars above; only its nodes are used, never its constructors."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  as PyYAML declares it
 
 
 class Dumper(yaml.SafeDumper):
     """Writes texts that would read as something else in quotes, by the same table."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  as PyYAML declares it
 
 
 for _tag, _pattern, _first in SCALARS:
@@ -151,9 +153,7 @@ def parse(text: str, name: str, problems: list[Problem], *, override: int | None
 
 
 class _Reader:
-    def __init__(
-        self, name: str, problems: list[Problem], override: int | None, environ: Mapping[str, str]
-    ) -> None:
+    def __init__(self, name: str, problems: list[Problem], override: int | None, environ: Mapping[str, str]) -> None:
         self.name = name
         self.problems = problems
         self.override = override
@@ -196,6 +196,7 @@ class _Reader:
                 return Node(self.mapping(raw, path), origin)
             if isinstance(raw, yaml.SequenceNode):
                 return Node([self.node(item, (*path, str(i))) for i, item in enumerate(raw.value)], origin)
+            assert isinstance(raw, yaml.ScalarNode)
             return self.scalar(raw, path, origin)
         finally:
             self.open.pop()
@@ -216,19 +217,16 @@ class _Reader:
             entries[key] = replace(self.node(value_node, (*path, key)), key_origin=key_origin)
         return entries
 
-    def scalar(self, raw: yaml.Node, path: tuple[str, ...], origin: Origin) -> Node:
-        if not raw.tag.startswith("tag:yaml.org,2002:"):
-            self.complain(path, f"YAML tags such as {raw.tag!r} are not used in a recipe", origin)
-            return Node(None, origin)
+    def scalar(self, raw: yaml.ScalarNode, path: tuple[str, ...], origin: Origin) -> Node:
         text, names = self.expand(raw.value, path, origin)
         tag = raw.tag
         if names or text != raw.value:
             origin = replace(origin, variables=names)
             if raw.style is None:  # written without quotes: ${STEPS} may stand for a number
                 tag = _implicit_tag(text)
-        value = _convert(tag.rpartition(":")[2], text)
+        value = _convert(tag.removeprefix(CORE), text)
         if value is _UNREADABLE:
-            self.complain(path, f"YAML tags such as '!!{tag.rpartition(':')[2]}' are not used in a recipe", origin)
+            self.complain(path, f"YAML tags such as '{tag.replace(CORE, '!!')}' are not used in a recipe", origin)
             value = None
         return Node(value, origin)
 
@@ -261,7 +259,7 @@ def _implicit_tag(text: str) -> str:
     for tag, pattern, _ in SCALARS:
         if pattern.match(text):
             return tag
-    return "tag:yaml.org,2002:str"
+    return f"{CORE}str"
 
 
 def _convert(tag: str, text: str) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args
 
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from danlu.recipe.forms import Hint, branches, kinds
+from danlu.recipe.forms import Hint, branches, kinds, origin
 from danlu.recipe.sections import Section
 
 # Names that other tools use, and danlu's key for the same thing.
@@ -105,8 +105,8 @@ def describe(hint: Hint) -> str:
     if kinds(hint):
         return f"one of {', '.join(sorted(kinds(hint)))}, or a mapping with a 'kind'"
     for branch, bounds in branches(hint):
-        origin = get_origin(branch)
-        if origin is Literal:
+        form = origin(branch)
+        if form is Literal:
             options += [str(option) for option in get_args(branch) if isinstance(option, str)]
         elif branch is type(None):
             options.append("null")
@@ -114,13 +114,13 @@ def describe(hint: Hint) -> str:
             parts.append(_describe_branch(branch, bounds))
     if options:
         parts.append(f"one of {', '.join(options)}" if len(options) > 1 else options[0])
-    if len(parts) < 3:
+    if len(parts) == 1 or (len(parts) == 2 and "," not in parts[0]):
         return " or ".join(parts)
     return f"{', '.join(parts[:-1])}, or {parts[-1]}"
 
 
 def _describe_branch(branch: Hint, bounds: tuple[FieldInfo, ...]) -> str:
-    origin = get_origin(branch)
+    form = origin(branch)
     if branch is bool:
         return "true or false"
     if branch is int:
@@ -129,14 +129,14 @@ def _describe_branch(branch: Hint, bounds: tuple[FieldInfo, ...]) -> str:
         return _number("a number", bounds)
     if branch is str:
         return "a text"
-    if origin is list:
+    if form is list:
         (inside,) = get_args(branch)
         if isinstance(inside, type) and issubclass(inside, Section):
             return f"a list of {inside.__name__.lower()}s"
         return "a list of texts" if inside is str else "a list"
-    if origin is tuple:
+    if form is tuple:
         return f"a list of {len(get_args(branch))}, each {describe(get_args(branch)[0])}"
-    if origin is dict:
+    if form is dict:
         return "a mapping"
     assert isinstance(branch, type) and issubclass(branch, Section), f"no words for {branch}"
     if branch.short is None:

@@ -4,7 +4,7 @@ The cache hands the decoder an attend strategy for each forward pass (`KVCache.e
 that earlier tokens are not computed again. Everything is flat: a pass brings `counts[b]` new tokens of sequence b, laid
 end to end, a whole prompt or one token each.
 
-B sequences · T new tokens, flat · S tokens of one sequence · H query heads · K key/value heads · G = H / K · C head width
+B sequences · T new tokens, flat · S tokens of one · H query heads · K key/value heads · G = H / K · C head width
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ class CachedAttention:
         self.cache = cache
         self.past = past  # tokens of each sequence before this pass
         self.counts = counts  # new tokens of each sequence
-        self._one_each = len(counts) > 1 and all(count == 1 for count in counts)
-        self._masks: dict[int | None, Tensor | None] = {}
+        self._one_each = all(count == 1 for count in counts)
+        self._level = self._one_each and len(set(past)) == 1  # every sequence is equally long: no masks
+        self._masks: dict[int | None, Tensor] = {}
 
     def __call__(
         self,
@@ -162,37 +163,36 @@ class CachedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:  # [B, H, C]
-        """One new token of each of several sequences, in one call over the longest of them."""
+        """One new token of each sequence, in one call over the longest of them."""
         sequences, kv_heads, width = k.shape
-        longest = max(self.past) + 1
-        if min(self.past) + 1 == longest:
-            keys[:, :, longest - 1], values[:, :, longest - 1] = k, v
+        first, longest = 0, max(self.past) + 1
+        if self._level:
+            keys.select(2, longest - 1).copy_(k)
+            values.select(2, longest - 1).copy_(v)
+            first = 0 if window is None else max(0, longest - window)
         else:
             rows = torch.arange(sequences, device=q.device)
             places = torch.tensor(self.past, device=q.device)
             keys[rows, :, places], values[rows, :, places] = k, v
         out = _grouped_attention(
             q.view(sequences, kv_heads, -1, width),
-            keys[:, :, :longest],
-            values[:, :, :longest],
-            self._decode_mask(window, q),
+            keys.narrow(2, first, longest - first),
+            values.narrow(2, first, longest - first),
+            None if self._level else self._decode_mask(window, q),
             scale=scale,
             softcap=softcap,
         )
         return out.reshape(sequences, -1, width)
 
-    def _decode_mask(self, window: int | None, q: Tensor) -> Tensor | None:
-        """[B, 1, 1, S] of 0 and -inf in q's dtype, or None where every sequence sees all; made once for all layers."""
+    def _decode_mask(self, window: int | None, q: Tensor) -> Tensor:
+        """[B, 1, 1, S] of 0 and -inf in q's dtype; made once for all layers that look equally far back."""
         if window not in self._masks:
             places = torch.arange(max(self.past) + 1, device=q.device)
             last = torch.tensor(self.past, device=q.device).unsqueeze(1)  # [B, 1]
             hidden = places > last  # [B, S]
             if window is not None:
                 hidden |= places <= last - window
-            mask = None
-            if bool(hidden.any()):
-                mask = q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None, :]
-            self._masks[window] = mask
+            self._masks[window] = q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None, :]
         return self._masks[window]
 
 

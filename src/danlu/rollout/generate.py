@@ -105,7 +105,7 @@ def generate(
     """One completion for each prompt, in order. Equal prompts are read once and continued apart.
 
     Args:
-        options: how tokens are chosen; prompt i draws with sample index i, so an answer does not hang on its neighbours.
+        options: how tokens are chosen; prompt i draws with sample index i, whoever its neighbours are.
         stop_ids: tokens that end an answer, usually the model's end-of-text and end-of-turn tokens.
         stop_strings: texts that end an answer, wherever they fall between tokens; they need `decode`.
         decode: token ids to text without special tokens; without it answers have no text.
@@ -194,7 +194,9 @@ def prefill(
     last: list[Tensor | None] = [None] * len(prompts)  # hidden state [D] of each sequence's last token
     taken = [0] * len(prompts)
     for chunk in prefill_chunks([len(prompt) for prompt in prompts], budget):
-        tokens, positions, ends = [], [], {}
+        tokens: list[int] = []
+        positions: list[int] = []
+        ends: dict[int, int] = {}  # row -> where its last token is in this pass
         for row, count in enumerate(chunk):
             tokens += prompts[row][taken[row] : taken[row] + count]
             positions += range(cache.lengths[row], cache.lengths[row] + count)

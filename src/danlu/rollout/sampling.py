@@ -28,7 +28,7 @@ class SamplingOptions:
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token and ignores the other options except repetition_penalty."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens that holds at least this probability (arXiv:1904.09751); 1 keeps all."""
+    """Keep the smallest set of likeliest tokens with at least this probability (arXiv:1904.09751); 1 keeps all."""
     top_k: int = 0
     """Keep this many of the likeliest tokens; 0 keeps all."""
     min_p: float = 0.0

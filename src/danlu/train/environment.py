@@ -16,7 +16,13 @@ import torch
 from danlu.train.durable import write_durably
 
 _PACKAGES = ("danlu", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pydantic")
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF")
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTORCH_ALLOC_CONF",
+)
 
 _DECIDES_NUMBERS = ("packages.torch", "cpu.capability", "cpu.threads", "device.name", "device.cuda")
 """Where a change can alter the last bits of a sum, and with them the rest of a run."""

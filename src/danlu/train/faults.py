@@ -48,7 +48,7 @@ class StopRequest:
             for number in _WATCHED:
                 self._previous[number] = signal.signal(number, self._handle)
         except ValueError as error:
-            raise RuntimeError("StopRequest works in the main thread only: Python runs signal handlers there") from error
+            raise RuntimeError("StopRequest works only in the main thread, where Python runs handlers") from error
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -84,7 +84,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put back what `capture_rng` returned. Raises ValueError when it was taken with more CUDA devices than there are."""
+    """Put back what `capture_rng` returned. Raises ValueError for more CUDA devices than there are."""
     if len(state["cuda"]) > torch.cuda.device_count():
         raise ValueError(f"random state of {len(state['cuda'])} CUDA devices, but {torch.cuda.device_count()} are here")
     version, words, gauss = state["python"]

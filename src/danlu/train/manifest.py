@@ -154,9 +154,14 @@ def is_complete(path: Path) -> bool:
     return (path / MARK).is_file()
 
 
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether `path` is one checkpoint, by its name; it may be half-written."""
+    return _matched(path) is not None and path.is_dir()
+
+
 def step_of(path: Path) -> int:
     """The step a checkpoint folder is of, from its name. Raises CheckpointError when it is not named like one."""
-    match = _STEP_FOLDER.fullmatch(path.name) or _ASIDE_FOLDER.fullmatch(path.name)
+    match = _matched(path)
     if match is None:
         raise CheckpointError(f"{path}: not a checkpoint; those are folders named like {step_folder_name(500)}.")
     return int(match[1])
@@ -250,6 +255,11 @@ def mark_text(manifest_text: str, *, total_bytes: int, loss: float | None, time:
             "time": time,
         }
     )
+
+
+def _matched(path: Path) -> re.Match[str] | None:
+    name = path.resolve().name
+    return _STEP_FOLDER.fullmatch(name) or _ASIDE_FOLDER.fullmatch(name)
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -37,6 +37,7 @@ TIMING_FIELDS = frozenset({"tokens_per_second", "memory_bytes", "mfu", "step_s",
 _NOT_FINITE = {"nan", "inf", "-inf"}
 _TAIL_BYTES = 1 << 16
 
+
 class Recorder(Protocol):
     """Something that is told what happens in a run: the metrics file, the console, TensorBoard, W&B.
 
@@ -50,8 +51,6 @@ class Recorder(Protocol):
     def event(self, step: int, event: str, **values: Value) -> None: ...
 
     def close(self) -> None: ...
-
-
 
 
 class MetricsLog:
@@ -136,11 +135,11 @@ class MetricsLog:
 
 def step_fields(metrics: StepMetrics) -> dict[str, Value]:
     """`metrics` as one flat mapping. Raises ValueError when `extra` names a field of StepMetrics again."""
-    fields = asdict(metrics)
-    extra = fields.pop("extra")
-    if clash := sorted(extra.keys() & fields.keys()):
+    fields: dict[str, Value] = asdict(metrics)
+    del fields["extra"]
+    if clash := sorted(metrics.extra.keys() & fields.keys()):
         raise ValueError(f"extra metrics may not replace {', '.join(clash)}")
-    return fields | extra
+    return {**fields, **metrics.extra}
 
 
 def deterministic(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from danlu.types import StepMetrics
 
 _LINE_INTERVAL_S = 1.0
 _REFRESH_INTERVAL_S = 0.2
+_ROWS_INTERVAL_S = 5.0
 _HORIZON_STEPS = 20  # of the average that the remaining time is reckoned from
 
 
@@ -28,24 +29,20 @@ class Eta:
         self._total = total
         self._clock = clock
         self._step, self._at = done, clock()
-        self._seconds_per_step: float | None = None
+        self._intervals = 0
+        self._seconds_per_step = 0.0
 
     def after(self, step: int) -> float:
         """Seconds left once `step` is done."""
         now = self._clock()
         steps = step - self._step
-        if steps > 0:
-            latest = (now - self._at) / steps
-            average = self._seconds_per_step
-            # The very first step is no guide (compilation, first allocations): the second replaces it.
-            fresh = average is None or self._first
-            weight = 1.0 if fresh else 1 - (1 - 1 / _HORIZON_STEPS) ** steps
-            self._first = average is None
-            self._seconds_per_step = latest if average is None else average + weight * (latest - average)
+        if steps > 0:  # a rewind goes back, and says nothing about speed
+            self._intervals += 1
+            # The first interval is no guide (compilation, first allocations): the second replaces it.
+            weight = 1.0 if self._intervals <= 2 else 1 - (1 - 1 / _HORIZON_STEPS) ** steps
+            self._seconds_per_step += weight * ((now - self._at) / steps - self._seconds_per_step)
         self._step, self._at = step, now
-        return (self._total - step) * (self._seconds_per_step or 0.0)
-
-    _first = False
+        return (self._total - step) * self._seconds_per_step
 
 
 class LineProgress:
@@ -155,3 +152,28 @@ def event_line(step: int, event: str, values: Mapping[str, Value]) -> str:
 
 def _spell(values: Mapping[str, Value]) -> str:
     return " ".join(f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in values.items())
+
+
+class RowProgress:
+    """Rows done while data is tokenised: one rewritten line on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._started = self._shown_at = clock()
+
+    def __call__(self, done: int, total: int | None) -> None:
+        now = self._clock()
+        if now - self._shown_at < (_REFRESH_INTERVAL_S if self._stream.isatty() else _ROWS_INTERVAL_S):
+            return
+        self._shown_at = now
+        of = "" if total is None else f" of {total:,}"
+        text = f"tokenising: {done:,}{of} rows, {done / (now - self._started):,.0f} rows/s"
+        self._stream.write(f"\r\x1b[K{text}" if self._stream.isatty() else f"{text}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Take the line off a terminal."""
+        if self._stream.isatty():
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()

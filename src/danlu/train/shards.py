@@ -71,8 +71,8 @@ def plan_shards(group: str, tensors: Mapping[str, Tensor], shard_bytes: int = SH
         files[-1].append(name)
         room -= tensors[name].nbytes
     return [
-        _plan_shard(f"{group}-{index:05d}-of-{len(files):05d}.safetensors", group, {name: tensors[name] for name in file})
-        for index, file in enumerate(files, start=1)
+        _plan_shard(f"{group}-{number:05d}-of-{len(files):05d}.safetensors", group, {n: tensors[n] for n in file})
+        for number, file in enumerate(files, 1)
     ]
 
 
@@ -159,19 +159,20 @@ def _host_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of `tensor` in row-major order; from CUDA through one pinned buffer, valid until the next chunk."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        whole = memoryview(flat.numpy())
+        whole = flat.numpy().data
         for start in range(0, len(whole), _CHUNK_BYTES):
             yield whole[start : start + _CHUNK_BYTES]
         return
     staging = torch.empty(min(_CHUNK_BYTES, flat.numel()), dtype=torch.uint8, pin_memory=flat.device.type == "cuda")
-    for piece in flat.split(_CHUNK_BYTES):
+    for start in range(0, flat.numel(), _CHUNK_BYTES):
+        piece = flat[start : start + _CHUNK_BYTES]
         staged = staging[: piece.numel()]
         staged.copy_(piece)
-        yield memoryview(staged.numpy())
+        yield staged.numpy().data
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:

@@ -21,7 +21,7 @@ _FLUSH_S = 10  # a kill loses at most this much of the curves; metrics.jsonl los
 class TensorBoard:
     """Writes event files into `folder`; scalars are tagged train/NAME and eval/NAME, generated samples are texts.
 
-    Args:  after_step  the run goes on after this step: TensorBoard then hides what an earlier process wrote later than it.
+    Args:  after_step  the run goes on after this step: later points of an earlier process are hidden.
 
     All scalars of a step make one event, given to TensorBoard's own writer thread: 40 us a step for eight of them,
     against 200 us with torch's SummaryWriter.

@@ -1,0 +1,62 @@
+# danlu: everything that is done often, in one word. `make demo` is the place to begin.
+#
+#   make demo       train, tune and try a small model on built-in data (a few minutes on two cores)
+#   make test       what has to pass: format, lint, types, fast tests
+#   make test-all   the slow tests too
+#   make check      the same as test, after putting the format right
+#   make bench      every script of benchmarks/, one after the other
+#   make gpu        GPU tests and benchmarks, with the machine's own torch where it has CUDA
+
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+# One thread a test process: several of them share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+BENCHMARKS ?= $(sort $(wildcard benchmarks/*.py))
+GPU_BENCHMARKS ?= $(BENCHMARKS)
+
+.PHONY: demo test test-all lint check bench gpu gpu-checks clean
+
+demo: .venv/installed
+	$(BIN)/danlu demo
+
+test: lint
+	$(PYTEST)
+
+test-all: lint
+	$(PYTEST) -m "not gpu"
+
+lint: .venv/installed
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+check: .venv/installed
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+	$(MAKE) test
+
+bench: .venv/installed
+	$(foreach script,$(BENCHMARKS),$(BIN)/python $(script) &&) true
+
+# A machine with a GPU brings the torch that fits its driver: it is used as it is, and nothing is downloaded.
+gpu:
+	@if $(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; \
+	then $(MAKE) gpu-checks GPU_PYTHON=$(PYTHON); \
+	else $(MAKE) .venv/installed gpu-checks GPU_PYTHON=$(BIN)/python; fi
+
+gpu-checks: export PYTHONPATH := src:$(PYTHONPATH)
+gpu-checks:
+	$(GPU_PYTHON) -m pytest -m gpu
+	$(foreach script,$(GPU_BENCHMARKS),$(GPU_PYTHON) $(script) &&) true
+
+# torch comes first and alone: its wheel is most of the download, and a plain error if it fails.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,123 @@
+"""One peer, one run: trains on rows of token ids and prints what each step took, as JSON. Runs in the peers' environment.
+
+    python benchmarks/peers.py hf-flat|trl-packed --model FOLDER --data ROWS.jsonl --steps N --rows R --length 1024
+
+Nothing of danlu is imported here. Every option a peer has for speed on such a machine is on: bf16, no padding, its own
+fused loss where it has one; saving, evaluation and reports are off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from typing import Any
+
+
+def peak_rss_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engine", choices=["hf-flat", "trl-packed"])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rows", type=int, required=True, help="rows (hf-flat) or packs (trl-packed) in a step")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+
+    import torch
+
+    torch.set_num_threads(options.threads)
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+
+    with open(options.data) as lines:
+        rows = [json.loads(line) for line in lines]
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+    class Tokens:
+        """Counts real tokens as they pass the collator: trainers pad, we do not count padding."""
+
+        def __init__(self, collate: Any) -> None:
+            self.collate, self.counts = collate, []
+
+        def __call__(self, features: list[dict[str, Any]]) -> Any:
+            self.counts.append(sum(len(feature["input_ids"]) for feature in features))
+            return self.collate(features)
+
+    common: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": options.rows,
+        "max_steps": options.steps,
+        "bf16": True,
+        "use_cpu": not torch.cuda.is_available(),
+        "save_strategy": "no",
+        "report_to": [],
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "optim": "adamw_torch_fused",
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    clock = Clock()
+    if options.engine == "hf-flat":
+        from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+        collate = Tokens(DataCollatorWithFlattening(return_flash_attn_kwargs=False))
+        trainer: Any = Trainer(
+            model=model,
+            args=TrainingArguments(**common, remove_unused_columns=False),
+            train_dataset=Dataset.from_list(rows),
+            data_collator=collate,
+            callbacks=[clock],
+        )
+    else:
+        from transformers import AutoTokenizer
+        from trl import SFTConfig, SFTTrainer
+
+        # TRL masks by its own column; labels are made from it.
+        masked = [
+            {"input_ids": row["input_ids"], "completion_mask": [int(label != -100) for label in row["labels"]]}
+            for row in rows
+        ]
+        config = SFTConfig(
+            **common, packing=True, max_length=options.length, completion_only_loss=True, gradient_checkpointing=False
+        )
+        trainer = SFTTrainer(
+            model=model,
+            args=config,
+            train_dataset=Dataset.from_list(masked),
+            processing_class=AutoTokenizer.from_pretrained(options.model),
+            callbacks=[clock],
+        )
+        collate = Tokens(trainer.data_collator)
+        trainer.data_collator = collate
+    trainer.train()
+    seconds = [end - start for start, end in zip(clock.ends[:-1], clock.ends[1:], strict=True)]
+    counts = collate.counts[1 : 1 + len(seconds)]
+    result = {
+        "tokens": counts,
+        "seconds": seconds,
+        "peak_rss_bytes": peak_rss_bytes(),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "pid": os.getpid(),
+    }
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

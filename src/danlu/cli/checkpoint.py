@@ -1,0 +1,114 @@
+"""`danlu checkpoint list|verify|prune`: look after the checkpoints of a run, without loading torch."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from danlu.errors import CheckpointError
+from danlu.train.lock import RunLock
+from danlu.train.manifest import (
+    CheckpointInfo,
+    best_checkpoint,
+    describe,
+    is_checkpoint_folder,
+    list_checkpoints,
+    remove_checkpoint,
+    step_of,
+    to_prune,
+    verify,
+)
+from danlu.train.units import format_bytes
+
+app = typer.Typer(name="checkpoint", help="List, verify and prune the checkpoints of a run.", no_args_is_help=True)
+
+Where = Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or one checkpoint in it.")]
+
+
+@app.command("list")
+def list_command(path: Where) -> None:
+    """Show step, size, evaluation loss, time and state of each checkpoint."""
+    checkpoints = _checkpoints_at(path)
+    best = best_checkpoint(checkpoints)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("step", "size", "eval loss", "saved"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for info in checkpoints:
+        state = "complete" if info.complete else "half-written, ignored"
+        table.add_row(
+            str(info.step),
+            format_bytes(info.bytes),
+            "" if info.loss is None else f"{info.loss:.4f}",
+            f"{datetime.fromtimestamp(info.time):%Y-%m-%d %H:%M:%S}",
+            state + (", best" if info == best else ""),
+        )
+    Console().print(table)
+
+
+@app.command("verify")
+def verify_command(path: Where) -> None:
+    """Hash every file again. Exits with 5 when anything is damaged."""
+    checkpoints = _checkpoints_at(path)
+    damaged = 0
+    for info in checkpoints:
+        problems = verify(info.path)
+        damaged += bool(problems)
+        typer.echo(f"step {info.step}: {'DAMAGED' if problems else 'intact'} ({format_bytes(info.bytes)})")
+        for problem in problems:
+            typer.echo(f"  {problem}")
+    if damaged:
+        raise typer.Exit(CheckpointError.exit_code)
+
+
+@app.command("prune")
+def prune_command(
+    path: Where,
+    keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints to keep.")],
+    keep_every: Annotated[int | None, typer.Option(min=1, help="Also keep steps that are a multiple of this.")] = None,
+    keep_best: Annotated[bool, typer.Option(help="Also keep the one with the lowest evaluation loss.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+) -> None:
+    """Delete old checkpoints, and half-written ones. Refuses while the run is training."""
+    folder = _checkpoints_folder(path)
+    if dry_run:
+        _prune(folder, keep, keep_every, keep_best, delete=False)
+        return
+    with RunLock(folder.parent):
+        _prune(folder, keep, keep_every, keep_best, delete=True)
+
+
+def _prune(folder: Path, keep: int, keep_every: int | None, keep_best: bool, *, delete: bool) -> None:
+    checkpoints = list_checkpoints(folder)
+    doomed = to_prune(checkpoints, keep=keep, keep_every=keep_every, keep_best=keep_best)
+    doomed += [info for info in checkpoints if not info.complete]
+    for info in sorted(doomed, key=lambda info: info.step):
+        if delete:
+            remove_checkpoint(info.path)
+        typer.echo(f"{'deleted' if delete else 'would delete'} step {info.step} ({format_bytes(info.bytes)})")
+    freed = sum(info.bytes for info in doomed)
+    left = len(checkpoints) - len(doomed)
+    typer.echo(f"{format_bytes(freed)} {'freed' if delete else 'would be freed'}, {left} checkpoints stay")
+
+
+def _checkpoints_folder(path: Path) -> Path:
+    """The folder that holds the checkpoints of a run, given the run folder or that folder itself."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder.")
+    if is_checkpoint_folder(path):
+        raise CheckpointError(f"{path}: this is one checkpoint; give the run folder, {path.resolve().parent.parent}.")
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not list_checkpoints(folder):
+        raise CheckpointError(f"{path}: no checkpoints here. A run keeps them in its checkpoints/step-00000500, ...")
+    return folder.resolve()
+
+
+def _checkpoints_at(path: Path) -> list[CheckpointInfo]:
+    if is_checkpoint_folder(path):
+        return [describe(path, step_of(path))]
+    return list_checkpoints(_checkpoints_folder(path))

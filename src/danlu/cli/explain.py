@@ -1,0 +1,58 @@
+"""`danlu explain`: what a key of the recipe means, and where its value came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from danlu.recipe import Explanation, Recipe, load
+from danlu.recipe import explain as look_up
+from danlu.recipe.explanation import first_sentence
+
+
+def explain(
+    key: Annotated[
+        str | None, typer.Argument(help="Such as data.max_length or optimizer; all sections without.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …, with --recipe.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Also say the value there, and where it came from.")] = None,
+) -> None:
+    """Explain a KEY of the recipe: type, default, allowed values, and where its value came from."""
+    if overrides and recipe is None:
+        raise typer.BadParameter("overrides need --recipe")
+    loaded = None if recipe is None else load(recipe, overrides or ())
+    console = Console(highlight=False, soft_wrap=False)
+    if key is None:
+        console.print(_table([(name, first_sentence(Recipe, name)) for name in Recipe.model_fields]))
+        console.print("\n[dim]danlu explain KEY says more.[/dim]")
+    else:
+        _show(console, look_up(key, loaded))
+
+
+def _show(console: Console, found: Explanation) -> None:
+    console.print(Text(found.key, style="bold"), Text(found.about), sep="\n", end="\n\n")
+    rows = [("takes", found.takes)]
+    if found.short is not None:
+        rows.append(("short form", f"a bare value is its '{found.short}'"))
+    for variant, default in found.defaults.items():
+        rows.append(("default" if not variant else f"default, {variant}", default))
+    if found.value is not None:
+        rows += [("here", found.value), ("from", found.origin or "default")]
+    console.print(_table(rows))
+    if found.below:
+        console.print()
+        console.print(_table([(f"  {name}", about) for name, about in found.below]))
+
+
+def _table(rows: list[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, text in rows:
+        table.add_row(Text(name), Text(text))
+    return table

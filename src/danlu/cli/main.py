@@ -1,0 +1,139 @@
+"""The `danlu` command: finds the verb, imports only that one, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from danlu import __version__
+from danlu.errors import DanluError, RecipeError
+from danlu.registry import VERBS, Verb, resolve
+
+BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
+INTERRUPTED = 128 + 2
+
+# The base of every "wrong option" error. It has no public name that old typer (with click) and new (without) share.
+UsageProblem: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+HEADINGS = ("Begin", "Train", "Use", "Look")  # of the help page, in order; each verb names its own
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"danlu {__version__}")
+        raise typer.Exit
+
+
+class Verbs(TyperGroup):
+    """The group of all verbs, with a help page of its own: typer's imports a Markdown parser, twice the time."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        # Here because no other command line needs rich, and it is a third of the time that this one takes.
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(highlight=False)
+        console.print(f"[bold]danlu {__version__}[/bold]  {danlu.__doc__}\n")
+        console.print("Usage: danlu [cyan]VERB[/cyan] ...    (danlu [cyan]VERB[/cyan] --help says more)\n")
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold")
+        table.add_column(style="cyan", no_wrap=True)
+        for heading in HEADINGS:
+            verbs = [(name, verb.about) for name, verb in VERBS.items() if verb.heading == heading]
+            for row, (name, about) in enumerate(verbs):
+                table.add_row("" if row else heading, name, about)
+        console.print(table)
+        console.print("\n--version, --install-completion and --show-completion are the only options without a verb.")
+        console.print("Begin with [cyan]danlu demo[/cyan], or [cyan]danlu recipes copy sft[/cyan].")
+
+
+app = typer.Typer(name="danlu", cls=Verbs, context_settings=HELP_OPTIONS)
+
+
+@app.callback()
+def danlu(
+    version: Annotated[bool, typer.Option("--version", "-V", is_eager=True, callback=show_version)] = False,
+) -> None:
+    """丹炉 trains large language models from one recipe, on a laptop CPU or a cluster."""
+
+
+class LazyVerb(TyperCommand):
+    """Stands in `danlu --help` for a verb, whose module is imported when the verb is used."""
+
+    def __init__(self, name: str, verb: Verb) -> None:
+        super().__init__(name, help=verb.about)
+        self.target = verb.target
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return command(self.name or "", self.target).make_context(info_name, args, parent=parent, **extra)
+
+
+def command(name: str, target: str) -> Any:
+    """The command behind a verb: its function, or the sub-app that groups its own verbs."""
+    found = resolve(target)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    single = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    single.command(name, context_settings=HELP_OPTIONS)(found)
+    return typer.main.get_command(single)
+
+
+def group() -> TyperGroup:
+    """The whole command, with a stand-in for each verb."""
+    whole = typer.main.get_group(app)
+    for name, verb in VERBS.items():
+        whole.add_command(LazyVerb(name, verb))
+    return whole
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code: 0, that of the error (see `danlu.errors`), or 2 for misuse.
+
+    Args: `arguments` without the program's name; those of the process by default.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        whole = group()
+        if "_DANLU_COMPLETE" in os.environ:  # the shell asks what could be typed next; typer answers and exits
+            whole.main(given, prog_name="danlu")
+        with whole.make_context("danlu", given) as context:
+            whole.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as exit_:
+        return exit_.exit_code
+    except RecipeError as error:
+        return _report(*error.problems, code=error.exit_code)
+    except DanluError as error:
+        return _report(str(error), code=error.exit_code)
+    except UsageProblem as error:
+        return _report(*_usage(error), code=RecipeError.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return 0
+
+
+def _usage(error: Any) -> list[str]:
+    """``No such option: --stpes. See `danlu train --help` ``; nothing when the help itself has just been shown."""
+    said = error.format_message()
+    context = getattr(error, "ctx", None)
+    end = "" if said.endswith((".", "?")) else "."
+    return [f"{said}{end} See `{context.command_path if context is not None else 'danlu'} --help`"] if said else []
+
+
+def _report(*problems: str, code: int) -> int:
+    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    label = "\033[1;31merror:\033[0m" if colour else "error:"
+    for problem in problems:
+        print(label, problem, file=sys.stderr)
+    return code

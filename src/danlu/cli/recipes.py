@@ -1,0 +1,38 @@
+"""`danlu recipes`: the recipes that come with danlu, and the schema for editors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from danlu.recipe import library, schema
+
+app = typer.Typer(help="Recipes that come with danlu.", no_args_is_help=True, add_completion=False)
+
+
+@app.command("list")
+def list_recipes() -> None:
+    """Names of the recipes and what each is for."""
+    recipes = library.shipped()
+    width = max(map(len, recipes))
+    for name, about in recipes.items():
+        typer.echo(f"{name:{width}}  {about}")
+
+
+@app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="A name from `danlu recipes list`.")],
+    to: Annotated[Path, typer.Argument(help="A file, or a folder to put it in.")] = Path("."),
+) -> None:
+    """Copy a recipe here, to edit."""
+    target = library.copy(name, to)
+    typer.echo(f"{target}: edit it, then danlu preview {target} and danlu train {target}")
+
+
+@app.command("schema")
+def print_schema() -> None:
+    """JSON schema of a recipe, for completion and checks in an editor."""
+    typer.echo(json.dumps(schema(), indent=2))

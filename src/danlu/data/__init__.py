@@ -1,0 +1,1 @@
+"""Rows to tokens: reading, rendering with reasons, caching, packing, order."""

@@ -1,0 +1,81 @@
+"""The endless sequence of packs over stored samples: pack n is a pure function of (samples, packing, seed, n)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from danlu.data.order import Order
+from danlu.data.packing import efficiency, lay_out
+from danlu.data.samples import Samples
+from danlu.errors import CheckpointError, DataError
+from danlu.recipe.sections import Packing
+from danlu.types import Pack, Sample
+
+
+class Packs:
+    """Samples shuffled by the seed, packed once, and walked in a new order of packs every epoch.
+
+    Any pack can be asked for at any time, so a resumed run needs no more than its number.
+
+    Attributes:
+        packs_per_epoch: packs that hold every sample once.
+        tokens_per_epoch: real tokens in them (there is no padding).
+        efficiency: share of the packs' room that holds tokens.
+
+    Raises:
+        DataError: there are no samples, or one is longer than a pack.
+    """
+
+    def __init__(self, samples: Samples, packing: Packing, max_length: int, seed: int, *, shuffle: bool = True) -> None:
+        if not len(samples):
+            raise DataError("there are no samples to pack: every row was skipped, dropped or held out")
+        self._samples = samples
+        self._seed = seed
+        self._shuffle = shuffle
+        count = len(samples)
+        self._order = Order.of(count, seed, "samples").all() if shuffle else np.arange(count)
+        lengths = samples.lengths[self._order]
+        self._layout = lay_out(lengths, packing.kind, max_length, packing.window)
+        self.packs_per_epoch = len(self._layout)
+        self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
+        self.efficiency = efficiency(lengths, self.packs_per_epoch, max_length)
+        described = f"{samples.digest()} {packing.kind} {packing.window} {max_length} {seed} {shuffle}"
+        self._digest = hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    def at(self, number: int) -> Pack:
+        """Pack `number` of the endless sequence; epoch = number // packs_per_epoch."""
+        epoch, place = divmod(number, self.packs_per_epoch)
+        if self._shuffle:
+            place = Order.of(self.packs_per_epoch, self._seed, "packs", epoch)[place]
+        return Pack(tuple(self._piece(*piece) for piece in self._layout.pack(place)))
+
+    def state(self, number: int | None = None) -> dict[str, Any]:
+        """What a checkpoint keeps, whichever pack comes next: a digest by which `restore` knows the samples again."""
+        return {"samples": self._digest}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Check that these are the packs the checkpoint was made with.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        if state != self.state():
+            raise CheckpointError(
+                "the training data is not what the checkpoint was made with "
+                f"(samples {self._digest}, checkpoint {state.get('samples')}): the rows, tokenizer, packing or seed "
+                "changed. Restore them, or start a new run"
+            )
+
+    def _piece(self, place: int, start: int, stop: int) -> Sample:
+        sample = self._samples.sample(int(self._order[place]))
+        return sample if (start, stop) == (0, len(sample.tokens)) else cut(sample, start, stop)
+
+
+def cut(sample: Sample, start: int, stop: int) -> Sample:
+    """Tokens `start` to `stop` as a sample of its own: the first has nothing before it, so it is context only."""
+    weights = sample.weights[start:stop].copy()
+    weights[:1] = 0
+    return Sample(sample.tokens[start:stop], weights, sample.row)

@@ -1,0 +1,204 @@
+"""From the data section of a recipe to tokenised samples, through the cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from danlu.data import mixture, rows, sources, tokenizer
+from danlu.data.cache import StoreWriter, TokenCache, TokenStore
+from danlu.data.samples import Samples, Selection
+from danlu.data.sources import RawRow
+from danlu.data.statistics import Statistics
+from danlu.data.tokenizing import Settings, TokenizerFacts, Tokenised, Tokenising, chunks
+from danlu.data.workers import Workers
+from danlu.errors import DataError, ResourceError
+from danlu.recipe.sections import Data, Source
+
+Stage = Literal["pretrain", "sft"]
+Progress = Callable[[int, int | None], None]
+"""Called with the rows done so far and, where known, their number."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokenised data, read from disk as it is needed."""
+
+    train: Selection | None  # None when streaming: `danlu.data.stream.Stream` reads the rows while training
+    eval: Selection | None
+    statistics: Statistics  # of the training rows, before evaluation rows were taken out and sources mixed
+    eval_statistics: Statistics | None  # of evaluation sources of their own
+    tokenizer: TokenizerFacts | None  # None when nothing was tokenised: streaming without evaluation
+    max_token: int  # the largest token id anywhere
+
+
+def prepare(
+    data: Data,
+    *,
+    stage: Stage,
+    tokenizer_path: str,
+    chat_template: str | None,
+    seed: int,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Tokenise what is not in the cache yet, check it, and choose each epoch's samples.
+
+    Neither a tokenizer library nor the rows are loaded into this process: rows are tokenised in processes of their own,
+    and on a cache hit not at all.
+
+    Raises:
+        DataError: a file, row, tokenizer or template is wrong; or nothing would be trained.
+        ResourceError: the cache cannot be written.
+    """
+    tokenising = Tokenising(tokenizer_path, chat_template)
+    cached = _Cached(data, stage, tokenising, tokenizer.fingerprint_of(tokenizer_path, chat_template), progress)
+    own_eval = data.eval if isinstance(data.eval, list) else []
+    with Workers(tokenising, worker_count(data)) as workers:
+        eval_stores = [cached.store(source, workers) for source in own_eval]
+        train_stores = [] if data.streaming else [cached.store(source, workers) for source in data.train]
+    train_statistics, eval_statistics = _statistics(train_stores), _statistics(eval_stores)
+    for stores, paths in ((train_stores, data.train), (eval_stores, own_eval)):
+        if stores:
+            check_trained(_statistics(stores), ", ".join(source.path for source in paths))
+    train, held_out = _choose(train_stores, data, seed) if train_stores else (None, None)
+    every = [*train_stores, *eval_stores]
+    return Prepared(
+        train=train,
+        eval=Selection.all_of(eval_stores) if eval_stores else held_out,
+        statistics=train_statistics,
+        eval_statistics=eval_statistics if eval_stores else None,
+        tokenizer=TokenizerFacts(**every[0].statistics["tokenizer"]) if every else None,
+        max_token=max((store.max_token for store in every), default=-1),
+    )
+
+
+def worker_count(data: Data) -> int:
+    """Tokenising processes: `data.workers`, or one for each core this process may use."""
+    return len(os.sched_getaffinity(0)) if data.workers == "auto" else data.workers
+
+
+def check_trained(statistics: Statistics, where: str) -> None:
+    """Refuse data that would train nothing.
+
+    Raises:
+        DataError: no row, no sample, or no trained token.
+    """
+    if not statistics.rows:
+        raise DataError(f"{where}: no rows")
+    if not statistics.samples:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in statistics.dropped.items())
+        raise DataError(f"{where}: none of {statistics.rows} rows is left to train on ({reasons or 'all of them bad'})")
+    if not statistics.trained_tokens:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in statistics.reasons.most_common())
+        raise DataError(
+            f"{where}: none of {statistics.tokens} tokens would be trained ({reasons}). Check data.train_on, "
+            "data.max_length and the rows' own train and weight fields; `danlu preview` shows the reason of every token"
+        )
+
+
+class BadRows:
+    """What `on_bad_row` says, applied to the messages of bad rows in the order of the rows."""
+
+    def __init__(self, data: Data) -> None:
+        self._stop = data.on_bad_row == "error"
+        self._limit = data.bad_row_limit
+        self._count = 0
+
+    def see(self, messages: Iterable[str]) -> None:
+        """Count bad rows.
+
+        Raises:
+            DataError: bad rows are errors, or there are too many.
+        """
+        for message in messages:
+            if self._stop:
+                raise DataError(f"{message}\nSet data.on_bad_row: skip to leave such rows out")
+            self._count += 1
+            if self._count > self._limit:
+                raise DataError(f"more than {self._limit} bad rows (data.bad_row_limit); the last one: {message}")
+
+
+class _Cached:
+    """Stores of sources, tokenised when the cache does not have them."""
+
+    def __init__(
+        self, data: Data, stage: Stage, tokenising: Tokenising, tokenizer_fingerprint: str, progress: Progress | None
+    ) -> None:
+        self._data = data
+        self._stage: Stage = stage
+        self._tokenizer = tokenizer_fingerprint
+        self._cache = TokenCache(Path(data.cache).expanduser())
+        self._progress = progress or (lambda done, total: None)
+        self._done = 0
+
+    def store(self, source: Source, workers: Workers[tuple[Settings, list[RawRow]], Tokenised]) -> TokenStore:
+        settings = Settings.of(self._data, self._stage, source.format)
+        parts = {
+            "source": sources.fingerprint(source),
+            "tokenizer": self._tokenizer,
+            "settings": asdict(settings),
+            # A store made while skipping bad rows must not serve a run that would have stopped at one.
+            "bad_rows": [self._data.on_bad_row, self._data.bad_row_limit],
+        }
+
+        def build(open_writer: Callable[[int], StoreWriter]) -> None:
+            statistics, bad_rows = Statistics(), BadRows(self._data)
+            writer: StoreWriter | None = None
+            for part in tokenise_rows(sources.read_rows(source), settings, workers):
+                bad_rows.see(part.bad)
+                writer = writer or open_writer(part.tokenizer.size)
+                writer.add(part.block)
+                statistics.add(part.statistics)
+                self._done += part.statistics.rows
+                self._progress(self._done, None)
+            if writer is None:
+                raise DataError(f"{source.path}: no rows")
+            writer.finish({"statistics": statistics.to_json(), "tokenizer": asdict(part.tokenizer)})
+
+        return self._cache.get(Path(source.path.partition("#")[0]).stem, parts, build)
+
+
+def tokenise_rows(
+    raw: Iterable[RawRow], settings: Settings, workers: Workers[tuple[Settings, list[RawRow]], Tokenised]
+) -> Iterator[Tokenised]:
+    """Rows as tokenised chunks, in order."""
+    return workers.map((settings, chunk) for chunk in chunks(raw))
+
+
+def _statistics(stores: Iterable[TokenStore]) -> Statistics:
+    total = Statistics()
+    for store in stores:
+        total.add(Statistics.from_json(store.statistics["statistics"]))
+    return total
+
+
+def _choose(stores: list[TokenStore], data: Data, seed: int) -> tuple[Selection, Selection | None]:
+    """The samples of an epoch, and the held-out ones; a row is wholly on one side, however many samples it gave."""
+    usable = [np.unique(store.row_numbers) for store in stores]
+    counts = [len(one) for one in usable]
+    for source, count in zip(data.train, counts, strict=True):
+        if not count:
+            raise DataError(f"{source.path}: no row is left to train on: every one was skipped or dropped")
+    held_out = None
+    if data.eval is not None and not isinstance(data.eval, list):
+        masks = mixture.hold_out(counts, data.eval, seed)
+        held_out = Selection.some_of(
+            stores, [_samples_of(store, one[mask]) for store, one, mask in zip(stores, usable, masks, strict=True)]
+        )
+        usable = [one[~mask] for one, mask in zip(usable, masks, strict=True)]
+    rows = mixture.epoch_rows([len(one) for one in usable], [source.weight for source in data.train], seed)
+    chosen = [_samples_of(store, one[some]) for store, one, some in zip(stores, usable, rows, strict=True)]
+    return Selection.some_of(stores, chosen), held_out
+
+
+def _samples_of(store: TokenStore, row_numbers: np.ndarray) -> np.ndarray:
+    """The samples of rows [n], row after row: [samples] int64."""
+    starts = np.searchsorted(store.row_numbers, row_numbers, side="left")
+    counts = np.searchsorted(store.row_numbers, row_numbers, side="right") - starts
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)

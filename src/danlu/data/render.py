@@ -1,0 +1,406 @@
+"""Rows as tokens, where every token carries its loss weight and the reason for being there.
+
+A text is tokenised once, as a whole: the tokens are those of `apply_chat_template(tokenize=True)`, and spans found in the
+text are looked up among them. A token that stands across the border of two spans counts to the trained one: left out, the
+first or last letters of an answer would never be learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from danlu.data.rows import Completion, Conversation, Message, Row, Text, Tokenized
+from danlu.data.spans import Reason, Script, Shapes
+from danlu.data.templates import ChatTemplate
+from danlu.data.tokenizer import Encoded, Tokenizer
+from danlu.errors import DataError
+
+_OWN = (Reason.ASSISTANT, Reason.REASONING, Reason.TERMINATOR)  # what an assistant turn is made of
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How rows become tokens: the fields of the same names in the data section of a recipe."""
+
+    train_on: Literal["all", "assistant", "last"] = "assistant"
+    system: str | None = None
+    append_eos: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One sample of S tokens.
+
+    Attributes:
+        tokens: [S] int32.
+        weights: [S] float32, of each token as a target; the first is 0, nothing comes before it.
+        reasons: [S] uint8, values of `Reason`.
+        turns: [S] int16, the message a token belongs to (the template's text before a message belongs to it), -1 for none.
+        where: the row, for messages.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    reasons: np.ndarray
+    turns: np.ndarray
+    where: str
+
+    def part(self, start: int, stop: int) -> Rendered:
+        """Tokens `start` to `stop` as a sample of its own."""
+        weights = self.weights[start:stop].copy()
+        weights[:1] = 0
+        return Rendered(self.tokens[start:stop], weights, self.reasons[start:stop], self.turns[start:stop], self.where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A text before it is tokenised: spans with their labels, and single tokens to put before and after it."""
+
+    text: str
+    stops: Sequence[int]
+    reasons: Sequence[int]
+    turns: Sequence[int]
+    weights: Sequence[float]
+    before: int | None = None
+    after: int | None = None
+    after_as: tuple[Reason, int, float] = (Reason.EOS, -1, 1.0)
+
+
+def render(row: Row, where: str, tokenizer: Tokenizer, rendering: Rendering) -> list[Rendered]:
+    """One row as one sample; several where the chat template rewrites history (see `danlu.data.spans`).
+
+    Raises:
+        DataError: the row cannot be rendered; the message begins with `where`.
+    """
+    outcome = render_many([row], [where], tokenizer, rendering)[0]
+    if isinstance(outcome, DataError):
+        raise outcome
+    return outcome
+
+
+def render_many(
+    rows: Sequence[Row], wheres: Sequence[str], tokenizer: Tokenizer, rendering: Rendering
+) -> list[list[Rendered] | DataError]:
+    """For each row its samples, or what is wrong with it.
+
+    Raises:
+        DataError: the tokenizer lacks what every row needs (a chat template, an end-of-text token).
+    """
+    writer = _Writer(tokenizer, rendering)
+    drafts: list[_Draft] = []
+    owners: list[int] = []
+    outcomes: list[list[Rendered] | DataError] = []
+    for number, (row, where) in enumerate(zip(rows, wheres, strict=True)):
+        outcome: list[Rendered] | DataError = []
+        if isinstance(row, Tokenized):
+            outcome = [_given(row, where, tokenizer)] if _fits(row, tokenizer) else _too_large(row, where, tokenizer)
+        else:
+            if isinstance(row, Conversation):
+                writer.prepare(bool(row.tools))
+            try:
+                made = writer.drafts(row)
+                drafts += made
+                owners += [number] * len(made)
+            except DataError as error:
+                outcome = DataError(f"{where}: {error}")
+        outcomes.append(outcome)
+    for owner, rendered in zip(owners, _tokenised(drafts, [wheres[owner] for owner in owners], tokenizer), strict=True):
+        target = outcomes[owner]
+        assert isinstance(target, list), "a row with drafts has no error"
+        target.append(rendered)
+    return outcomes
+
+
+class _Writer:
+    """Turns rows into drafts; holds what is found out about the templates on the way."""
+
+    def __init__(self, tokenizer: Tokenizer, rendering: Rendering) -> None:
+        self._tokenizer = tokenizer
+        self._rendering = rendering
+        self._eos = tokenizer.require_eos() if rendering.append_eos else None
+        self._bos = tokenizer.bos_id if tokenizer.adds_bos else None
+        self._shapes: dict[bool, tuple[ChatTemplate, Shapes]] = {}
+
+    def prepare(self, tools: bool) -> None:
+        """Compile the chat template.
+
+        Raises:
+            DataError: there is none, or it does not compile.
+        """
+        if tools not in self._shapes:
+            template = self._tokenizer.template(tools)
+            self._shapes[tools] = template, Shapes(template, self._tokenizer.by_bytes)
+
+    def drafts(self, row: Conversation | Text | Completion) -> list[_Draft]:
+        """The texts of a row's samples with their labels.
+
+        Raises:
+            DataError: the template cannot express the row, or refuses it.
+        """
+        if isinstance(row, Conversation):
+            return self._conversation(row)
+        if isinstance(row, Text):
+            bos, eos = self._bos if row.begins else None, self._eos if row.ends else None
+            return [_Draft(row.text, [self._size(row.text)], [Reason.TEXT], [-1], [1.0], bos, eos)]
+        size = self._size(row.prompt)
+        stops = [size, size + self._size(row.completion)]
+        on_prompt = 1.0 if self._rendering.train_on == "all" else 0.0
+        reasons = [Reason.PROMPT, Reason.COMPLETION]
+        text = row.prompt + row.completion
+        return [_Draft(text, stops, reasons, [-1, -1], [on_prompt, 1.0], self._bos, self._eos)]
+
+    def _size(self, text: str) -> int:
+        return len(text.encode()) if self._tokenizer.by_bytes else len(text)
+
+    def _conversation(self, row: Conversation) -> list[_Draft]:
+        template, shapes = self._shapes[bool(row.tools)]
+        messages = self._messages(row, template)
+        weights = _turn_weights(messages, self._rendering.train_on)
+        wanted = tuple([i for i, message in enumerate(messages) if message.role == "assistant" and weights[i] > 0])
+        turns = [turn_of(message) for message in messages]
+        made = shapes.scripts(turns, row.tools, wanted)
+        drafts = [self._draft(script, weights, whole=number == 0) for number, script in enumerate(made)]
+        # Turns that are rewritten later on are all trained in samples of their own; the whole may then train nothing.
+        return drafts if any(drafts[0].weights) or len(drafts) == 1 else drafts[1:]
+
+    def _messages(self, row: Conversation, template: ChatTemplate) -> tuple[Message, ...]:
+        """The messages as the template can show them.
+
+        Raises:
+            DataError: it cannot show tools or tool calls, which then would be left out without a word.
+        """
+        messages = row.messages
+        if self._rendering.system is not None and messages[0].role != "system":
+            messages = (Message("system", self._rendering.system), *messages)
+        if messages[0].role == "system" and not template.takes_system:
+            messages = _merge_system(messages)
+        if row.tools and not template.takes_tools:
+            raise DataError("the chat template has no place for tools; name one that has in model.chat_template")
+        if not template.takes_calls and any(message.tool_calls or message.role == "tool" for message in messages):
+            raise DataError(
+                "the chat template leaves out tool calls or results; name one that shows them in model.chat_template"
+            )
+        return messages
+
+    def _draft(self, script: Script, turn_weights: Sequence[float], *, whole: bool) -> _Draft:
+        on_template = 1.0 if whole and self._rendering.train_on == "all" else 0.0
+        weights = []
+        for reason, turn in zip(script.reasons, script.turns, strict=True):
+            if reason is Reason.TEMPLATE:
+                weights.append(on_template)
+            elif reason in _OWN:
+                weights.append(turn_weights[turn] if turn in script.trained else 0.0)
+            else:
+                weights.append(turn_weights[turn] if whole else 0.0)
+        last = script.turns[-1]
+        close = not script.closed and last in script.trained  # the template has no token that closes an answer
+        return _Draft(
+            script.text,
+            script.stops,
+            script.reasons,
+            script.turns,
+            weights,
+            after=self._eos if close else None,
+            after_as=(Reason.TERMINATOR, last, turn_weights[last]),
+        )
+
+
+def turn_of(message: Message) -> dict[str, Any]:
+    """A message as chat templates see it: only the keys it has, the thought under both names in use."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = list(message.tool_calls)
+    if message.reasoning_content:
+        turn["reasoning_content"] = turn["thinking"] = message.reasoning_content
+    if message.name:
+        turn["name"] = message.name
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    return turn
+
+
+def _merge_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The system text in front of the first user message, for templates without a place for it (Gemma's)."""
+    first = next(number for number, message in enumerate(messages) if message.role != "system")
+    texts = [message.content for message in messages[: first + 1]]
+    return (replace(messages[first], content="\n\n".join(texts)), *messages[first + 1 :])
+
+
+def _turn_weights(messages: Sequence[Message], train_on: str) -> list[float]:
+    """The loss weight of each message: what it says itself, else what `train_on` says of its role."""
+    last = max(number for number, message in enumerate(messages) if message.role == "assistant")
+    weights = []
+    for number, message in enumerate(messages):
+        if message.weight is not None:
+            weights.append(message.weight)
+        elif train_on == "all":
+            weights.append(1.0)
+        else:
+            weights.append(float(message.role == "assistant" and (train_on == "assistant" or number == last)))
+    return weights
+
+
+def _tokenised(drafts: Sequence[_Draft], wheres: Sequence[str], tokenizer: Tokenizer) -> list[Rendered]:
+    if not drafts:
+        return []
+    encoded = tokenizer.encode_many([draft.text for draft in drafts])
+    span_of = _span_of_token(drafts, encoded)
+    weights = np.array([weight for draft in drafts for weight in draft.weights], np.float32)[span_of]
+    reasons = np.array([reason for draft in drafts for reason in draft.reasons], np.uint8)[span_of]
+    turns = np.array([turn for draft in drafts for turn in draft.turns], np.int16)[span_of]
+    result, start = [], 0
+    for draft, where, stop in zip(drafts, wheres, np.cumsum(encoded.counts).tolist(), strict=True):
+        part = slice(start, stop)
+        result.append(_with_ends(Rendered(encoded.ids[part], weights[part], reasons[part], turns[part], where), draft))
+        result[-1].weights[:1] = 0
+        start = stop
+    return result
+
+
+def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> np.ndarray:
+    """[T] int64: for each token the span it belongs to, counted over all drafts."""
+    bases = np.concatenate([[0], np.cumsum(encoded.sizes)[:-1]])
+    spans = [len(draft.stops) for draft in drafts]
+    borders = np.array([stop for draft in drafts for stop in draft.stops], np.int64) + np.repeat(bases, spans)
+    after = np.searchsorted(encoded.starts, borders)  # the first token that begins at or behind each border
+    last = np.cumsum(spans) - 1  # the last span of each text
+    after[last] = np.cumsum(encoded.counts)
+    span_of = np.repeat(np.arange(len(borders)), np.diff(after, prepend=0))
+    # A token across a border was counted to the span it begins in.
+    weights = [weight for draft in drafts for weight in draft.weights]
+    across = np.flatnonzero((after > 0) & (encoded.stops[np.maximum(after - 1, 0)] > borders))
+    for border in np.setdiff1d(across, last).tolist():
+        token = after[border] - 1
+        if weights[border + 1] > 0 and weights[span_of[token]] == 0:
+            span_of[token] = border + 1
+    return span_of
+
+
+def _with_ends(rendered: Rendered, draft: _Draft) -> Rendered:
+    if draft.before is None and draft.after is None:
+        return rendered
+    ends = [(draft.before, (Reason.BOS, -1, 0.0)), (draft.after, draft.after_as)]
+    (head, tail) = [[] if token is None else [(token, *label)] for token, label in ends]
+    if head and len(rendered.tokens) and rendered.tokens[0] == head[0][0]:
+        head = []  # the text brings its own
+
+    def join(column: int, middle: np.ndarray) -> np.ndarray:
+        before, after = ([entry[column] for entry in side] for side in (head, tail))
+        return np.concatenate([np.array(before, middle.dtype), middle, np.array(after, middle.dtype)])
+
+    return Rendered(
+        tokens=join(0, rendered.tokens),
+        weights=join(3, rendered.weights),
+        reasons=join(1, rendered.reasons),
+        turns=join(2, rendered.turns),
+        where=rendered.where,
+    )
+
+
+def _fits(row: Tokenized, tokenizer: Tokenizer) -> bool:
+    return bool(row.tokens.min() >= 0 and row.tokens.max() < tokenizer.size)
+
+
+def _too_large(row: Tokenized, where: str, tokenizer: Tokenizer) -> DataError:
+    wrong = next(token for token in row.tokens.tolist() if not 0 <= token < tokenizer.size)
+    problem = f"{where}: token {wrong} is not in the vocabulary of {tokenizer.path} (0 to {tokenizer.size - 1})"
+    return DataError(f"{problem}; use the tokenizer that made these rows")
+
+
+def _given(row: Tokenized, where: str, tokenizer: Tokenizer) -> Rendered:
+    count = len(row.tokens)
+    weights = row.weights.copy()
+    weights[0] = 0
+    reasons = np.where(row.weights > 0, Reason.TEXT, Reason.PROMPT).astype(np.uint8)
+    return Rendered(row.tokens, weights, reasons, np.full(count, -1, np.int16), where)
+
+
+# -- length and checks ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What became of a sample that had to fit a length.
+
+    Attributes:
+        samples: what is left: one, several after a split, or none.
+        shortened: what was done about its length; None if it was short enough.
+        dropped: why none is left.
+        lost_tokens: tokens that are in no sample.
+    """
+
+    samples: list[Rendered]
+    shortened: Literal["truncated", "split", "dropped"] | None = None
+    dropped: str | None = None
+    lost_tokens: int = 0
+
+
+NOTHING_TRAINED = "no token would be trained"
+NOTHING_LEFT = "longer than max_length, with no trained token in what was left"
+TOO_LONG = "longer than max_length"
+
+
+def fit(rendered: Rendered, max_length: int | None, overlong: Literal["truncate", "split", "drop"]) -> Fitted:
+    """A sample cut to at most `max_length` tokens (None: any length), and dropped if it trains nothing.
+
+    truncate keeps the beginning. split cuts a conversation before a user turn where it can; where it must cut inside one,
+    and in plain text, the next part begins with the last token of this one, as context, so that no target is lost. Parts
+    that train nothing are left out.
+    """
+    count = len(rendered.tokens)
+    if not rendered.weights.any():
+        return Fitted([], None, NOTHING_TRAINED, count)
+    if max_length is None or count <= max_length:
+        return Fitted([rendered])
+    if overlong == "drop":
+        return Fitted([], "dropped", TOO_LONG, count)
+    if overlong == "truncate":
+        kept = rendered.part(0, max_length)
+        if not kept.weights.any():
+            return Fitted([], "truncated", NOTHING_LEFT, count)
+        return Fitted([kept], "truncated", None, count - max_length)
+    parts = [(start, stop) for start, stop in _cuts(rendered, max_length) if rendered.weights[start + 1 : stop].any()]
+    covered = np.zeros(count, bool)
+    for start, stop in parts:
+        covered[start:stop] = True
+    reason = None if parts else NOTHING_LEFT
+    return Fitted([rendered.part(*part) for part in parts], "split", reason, int(count - covered.sum()))
+
+
+def _cuts(rendered: Rendered, max_length: int) -> list[tuple[int, int]]:
+    """Ranges of at most `max_length` tokens that together hold every target."""
+    count, start, ranges = len(rendered.tokens), 0, []
+    turn_starts = np.flatnonzero(np.diff(rendered.turns)) + 1
+    is_user = [_is_user_turn(rendered, int(place)) for place in turn_starts]
+    users = turn_starts[np.array(is_user, bool)] if len(turn_starts) else turn_starts
+    while count - start > max_length:
+        fitting = users[(users > start) & (users <= start + max_length)]
+        stop = int(fitting[-1]) if len(fitting) else start + max_length
+        ranges.append((start, stop))
+        # max_length 1 has no room for context; a step of at least one keeps this finite.
+        start = stop if len(fitting) else max(stop - 1, start + 1)
+    return [*ranges, (start, count)]
+
+
+def _is_user_turn(rendered: Rendered, start: int) -> bool:
+    turn = rendered.turns[start]
+    return bool(turn >= 0 and (rendered.reasons[rendered.turns == turn] == Reason.USER).any())
+
+
+def untrained_terminator(rendered: Rendered) -> str | None:
+    """What is wrong if a sample trains answers but no token that ends one; None if it trains one, or no answer."""
+    trained = rendered.reasons[rendered.weights > 0]
+    if (
+        not np.isin(trained, (Reason.ASSISTANT, Reason.COMPLETION)).any()
+        or np.isin(trained, (Reason.TERMINATOR, Reason.EOS)).any()
+    ):
+        return None
+    return (
+        f"{rendered.where}: answers are trained, but not the token that ends them, so the model would not learn to stop. "
+        "Set data.append_eos: true, use a chat template that closes the assistant's turn with a token "
+        "(model.chat_template), or raise data.max_length if every answer is cut off"
+    )

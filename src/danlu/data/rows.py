@@ -1,0 +1,431 @@
+"""Raw rows as conversations, texts, completions or tokens: which format a row is in, and whether it makes sense."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from danlu.errors import DataError
+
+Format = Literal["text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized"]
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "tool_response": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "tool_call": "tool_call",
+    "function_call": "tool_call",
+}
+"""The role names files use, and what they mean here. A `tool_call` is an assistant turn whose content is a call as JSON."""
+
+QUESTIONS = {"query": "response", "question": "answer", "instruction": "response"}
+"""Column pairs that are one question and its answer, rendered as a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn.
+
+    Attributes:
+        role: system, user, assistant or tool.
+        weight: loss weight of its tokens where the row gives one, else None.
+    """
+
+    role: str
+    content: str
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    reasoning_content: str | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    weight: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns in an order that makes sense: see `check_order`. Rendered with the chat template."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A document, or a part of one: `begins` and `ends` say whether its neighbours are documents of their own."""
+
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt (context) and the text to train on, rendered as they stand, without a chat template."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Tokens [S] int32 and their loss weights [S] float32, as the row gives them."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+
+Row = Conversation | Text | Completion | Tokenized
+
+
+def recognise(columns: Collection[str], where: str = "row") -> Format:
+    """The format of a row with these columns.
+
+    Raises:
+        DataError: none fits; the message lists the columns of each format.
+    """
+    names = set(columns)
+    if "input_ids" in names:
+        return "tokenized"
+    if {"chosen", "rejected"} <= names:
+        problem = "these are preference pairs (chosen, rejected), which stages pretrain and sft do not train on"
+        raise DataError(f"{where}: {problem}; keep one answer for each prompt, in any of the formats for sft")
+    if "messages" in names:
+        return "messages"
+    if "conversations" in names:
+        return "sharegpt"
+    if {"prompt", "completion"} <= names or any({ask, answer} <= names for ask, answer in QUESTIONS.items()):
+        return "prompt-completion"
+    if {"instruction", "output"} <= names:
+        return "alpaca"
+    if "text" in names:
+        return "text"
+    raise DataError(
+        f"{where}: no known row format has the columns {', '.join(sorted(names)) or '(none)'}. "
+        "Known: text · instruction, output (input, system, history) · conversations · messages · prompt, completion · "
+        "query, response · question, answer · input_ids (labels)"
+    )
+
+
+def parse(value: Mapping[str, Any], format: Format | Literal["auto"], where: str) -> Row:
+    """A raw row as what it means.
+
+    With a fixed format a row of another one is an error, so pass the first row's format for the rest of its file.
+
+    Raises:
+        DataError: the row does not fit its format or makes no sense; the message says where, what, and what to do.
+    """
+    known: Format = recognise(value.keys(), where) if format == "auto" else format
+    try:
+        return _PARSERS[known](value, where)
+    except KeyError as error:
+        raise DataError(_misfit(value, known, str(error.args[0]), where)) from None
+
+
+def _misfit(value: Mapping[str, Any], format: Format, missing: str, where: str) -> str:
+    problem = f"{where}: no column '{missing}', which rows of format {format} have; the columns are {', '.join(value)}"
+    try:
+        other = recognise(value.keys(), where)
+    except DataError:
+        return problem
+    if other == format:
+        return problem
+    return f"{problem}. This row looks like {other}: put rows of different formats in files of their own"
+
+
+# -- the formats ------------------------------------------------------------------------------------------------------
+
+
+def _text(value: Mapping[str, Any], where: str) -> Text:
+    text = value["text"]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: 'text' must be a string, not {_kind(text)}")
+    begins, ends = value.get("document_begins", True), value.get("document_ends", True)
+    if not text.strip() and begins and ends:
+        raise DataError(f"{where}: 'text' is empty; remove the row")
+    return Text(text, bool(begins), bool(ends))
+
+
+def _alpaca(value: Mapping[str, Any], where: str) -> Conversation:
+    answer = value["output"]
+    question = _string(value["instruction"], "instruction", where)
+    if extra := _string(value.get("input") or "", "input", where):
+        question = f"{question}\n{extra}" if question else extra
+    return _single_turn(value, question, _string(answer, "output", where), where)
+
+
+def _prompt_completion(value: Mapping[str, Any], where: str) -> Conversation | Completion:
+    for ask, reply in QUESTIONS.items():
+        if ask in value and reply in value and "completion" not in value:
+            question = _string(value[ask], ask, where)
+            return _single_turn(value, question, _string(value[reply], reply, where), where)
+    prompt, completion = _decoded(value["prompt"]), _decoded(value["completion"])
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion.strip():
+            raise DataError(f"{where}: 'completion' is empty, so there is nothing to train on; remove the row")
+        return Completion(prompt, completion)
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        kinds = f"{_kind(prompt)} and {_kind(completion)}"
+        raise DataError(
+            f"{where}: 'prompt' and 'completion' must both be strings or both be lists of messages, not {kinds}"
+        )
+    # Context unless a message says otherwise, even where it is an assistant turn.
+    context = [
+        message if _weight(message, where) is not None else {**message, "weight": 0.0}
+        for message in _dicts(prompt, where)
+    ]
+    return _conversation([*context, *completion], value, where)
+
+
+def _single_turn(value: Mapping[str, Any], question: str, answer: str, where: str) -> Conversation:
+    """A question and its answer after the earlier turns in `history`, a list of (question, answer)."""
+    messages = []
+    if system := _string(value.get("system") or "", "system", where):
+        messages.append(Message("system", system))
+    for pair in _decoded(value.get("history")) or ():
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise DataError(f"{where}: 'history' must be a list of [question, answer], but has {pair!r}")
+        messages += [Message("user", pair[0]), Message("assistant", pair[1])]
+    messages += [Message("user", question), Message("assistant", answer)]
+    return Conversation(check_order(messages, where), _tools(value.get("tools"), where))
+
+
+def _sharegpt(value: Mapping[str, Any], where: str) -> Conversation:
+    return _conversation(value["conversations"], value, where)
+
+
+def _messages(value: Mapping[str, Any], where: str) -> Conversation:
+    return _conversation(value["messages"], value, where)
+
+
+def _tokenized(value: Mapping[str, Any], where: str) -> Tokenized:
+    tokens = _integers(value["input_ids"], "input_ids", where)
+    weights = np.ones(len(tokens), np.float32)
+    for name in ("labels", "completion_mask", "assistant_masks", "loss_mask", "attention_mask"):
+        if value.get(name) is None:
+            continue
+        column = _integers(value[name], name, where)
+        if len(column) != len(tokens):
+            raise DataError(
+                f"{where}: '{name}' has {len(column)} values, 'input_ids' has {len(tokens)}; they must be as long"
+            )
+        if name == "labels":
+            wrong = np.flatnonzero((column != -100) & (column != tokens))
+            if wrong.size:
+                at = int(wrong[0])
+                problem = f"'labels' differs from 'input_ids' at {at} ({column[at]}, not {tokens[at]} or -100)"
+                raise DataError(f"{where}: {problem}. Labels must not be shifted: the model shifts them")
+        weights *= column != -100 if name == "labels" else column != 0
+    if value.get("attention_mask") is not None:  # padding is no part of the sample
+        real = np.asarray(value["attention_mask"]) != 0
+        tokens, weights = tokens[real], weights[real]
+    if not len(tokens):
+        raise DataError(f"{where}: 'input_ids' is empty; remove the row")
+    return Tokenized(tokens, weights)
+
+
+_PARSERS = {
+    "text": _text,
+    "alpaca": _alpaca,
+    "sharegpt": _sharegpt,
+    "messages": _messages,
+    "prompt-completion": _prompt_completion,
+    "tokenized": _tokenized,
+}
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+
+def _conversation(turns: Any, value: Mapping[str, Any], where: str) -> Conversation:
+    dicts = _dicts(_decoded(turns), where)
+    messages = [_message(turn, f"{where} message {number}") for number, turn in enumerate(dicts, 1)]
+    if (system := _string(value.get("system") or "", "system", where)) and messages and messages[0].role != "system":
+        messages.insert(0, Message("system", system))
+    return Conversation(check_order(messages, where), _tools(value.get("tools"), where))
+
+
+def _dicts(turns: Any, where: str) -> list[Mapping[str, Any]]:
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise DataError(f"{where}: a conversation must be a list of messages (objects), not {_kind(turns)}")
+    return turns
+
+
+def _message(turn: Mapping[str, Any], where: str) -> Message:
+    role_key, content_key = ("from", "value") if "from" in turn else ("role", "content")
+    if role_key not in turn:
+        raise DataError(
+            f"{where}: a message needs role and content (or from and value); it has {', '.join(turn) or 'nothing'}"
+        )
+    role = ROLES.get(turn[role_key])
+    if role is None:
+        raise DataError(f"{where}: unknown role {turn[role_key]!r}. Known roles: {', '.join(ROLES)}")
+    content = _content(turn.get(content_key), where)
+    calls = turn.get("tool_calls")
+    if role == "tool_call":
+        role, calls, content = "assistant", content, ""
+    reasoning = next((turn[key] for key in ("reasoning_content", "reasoning", "thinking") if turn.get(key)), None)
+    return Message(
+        role,
+        content,
+        _tool_calls(calls, where) if calls else None,
+        reasoning,
+        turn.get("name"),
+        turn.get("tool_call_id"),
+        _weight(turn, where),
+    )
+
+
+def _content(content: Any, where: str) -> str:
+    """A string; the texts of a list of parts; nothing for None."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        for part in content:
+            if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+                raise DataError(f"{where}: content of type {part.get('type')!r} cannot be trained on; only text can")
+        return "".join(part["text"] for part in content)
+    raise DataError(f"{where}: content must be a string or a list of text parts, not {_kind(content)}")
+
+
+def _weight(turn: Mapping[str, Any], where: str) -> float | None:
+    """The loss weight a message gives itself: `weight` (a number), or `train`, `training` or `loss` (a number or bool)."""
+    for key in ("weight", "train", "training", "loss"):
+        given = turn.get(key)
+        if given is None:
+            continue
+        if not isinstance(given, bool | int | float) or not 0 <= given < math.inf:
+            raise DataError(f"{where}: '{key}' must be true, false or a number from 0 up, not {given!r}")
+        return float(given)
+    return None
+
+
+def _tool_calls(calls: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """Calls as `{"type": "function", "function": {"name", "arguments": {...}}}`, which chat templates expect."""
+    calls = _parsed(calls, "a tool call", where)
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"{where}: a tool call needs a name and arguments, not {call!r}")
+        arguments = function.get("arguments")
+        arguments = {} if arguments is None else _parsed(arguments, "the arguments of a tool call", where)
+        kept = {"id": call["id"]} if call.get("id") else {}
+        found.append({**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return tuple(found)
+
+
+def _tools(tools: Any, where: str) -> tuple[dict[str, Any], ...] | None:
+    """Tools as `{"type": "function", "function": {...}}`; None when there are none."""
+    if not tools:
+        return None
+    tools = _parsed(tools, "'tools'", where)
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{where}: 'tools' must be a list of objects, not {_kind(tools)}")
+    wrapped = (
+        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool} for tool in tools
+    )
+    return tuple(dict(tool) for tool in wrapped) or None
+
+
+def check_order(messages: Iterable[Message], where: str) -> tuple[Message, ...]:
+    """The messages, if they alternate: system messages first, then user turns, each answered by the assistant.
+
+    Between a user turn and the answer there may be tool calls (assistant) with their results (tool). A last user turn
+    may go unanswered.
+
+    Raises:
+        DataError: anything else; the message says which rule and what to do.
+    """
+    checked = tuple(messages)
+    previous: Message | None = None
+    for number, message in enumerate(checked, 1):
+        if problem := _order_problem(previous, message):
+            raise DataError(f"{where} message {number}: {problem}")
+        previous = message
+    if not any(message.role == "assistant" for message in checked):
+        raise DataError(f"{where}: no assistant message, so there is nothing to train on; remove the row")
+    return checked
+
+
+def _order_problem(previous: Message | None, message: Message) -> str | None:
+    before = previous.role if previous else "nothing"
+    match message.role:
+        case "system" if before not in ("nothing", "system"):
+            return "a system message must come first; move it to the front"
+        case "user":
+            if before == "user":
+                return "two user turns in a row; join them into one, or add the assistant's answer between them"
+            if before == "tool":
+                return "a tool result must be followed by the assistant, not by the user; add the assistant's answer"
+        case "assistant":
+            if before in ("nothing", "system"):
+                return "the conversation starts with the assistant; add the user's turn before it or remove this one"
+            if before == "assistant" and previous is not None and not previous.tool_calls:
+                return "two assistant turns in a row; join them into one, or add the user's turn between them"
+            if not message.content.strip() and not message.tool_calls:
+                return "the assistant's answer is empty; remove the row or fill the answer in"
+        # The call itself may be a part of the assistant's text.
+        case "tool" if before not in ("tool", "assistant"):
+            return f"a tool result must follow the assistant's call, not {before}; add the call or remove the result"
+    return None
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def _decoded(value: Any) -> Any:
+    """Lists in a csv cell are written as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value  # a text that merely starts with a bracket; whoever needs a list says so
+    return value
+
+
+def _parsed(value: Any, what: str, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where}: {what} must be JSON: {error.msg} at character {error.pos} of {value[:80]!r}"
+        ) from error
+
+
+def _string(value: Any, column: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{where}: '{column}' must be a string, not {_kind(value)}")
+    return value
+
+
+def _integers(value: Any, column: str, where: str) -> np.ndarray:
+    try:
+        array = np.asarray(_decoded(value))
+    except ValueError:
+        array = np.empty(0, object)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
+        raise DataError(f"{where}: '{column}' must be a list of integers")
+    return array.astype(np.int32)
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,383 @@
+"""Files and hub data sets as raw rows, one at a time, each with the place it came from.
+
+A row of jsonl, csv or parquet is read when it is asked for, so a file may be larger than memory. A json array is the one
+exception: its text is held, but its objects are still parsed one by one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from danlu.errors import DataError
+from danlu.recipe.sections import Source
+
+TEXT_ROW_BYTES = 64 * 2**10
+"""A document of a txt file comes in rows of about this size, so that a large one is tokenised in parallel."""
+
+DOCUMENT_END = "<|endoftext|>"
+"""A line of a txt file that is only this ends a document."""
+
+_BATCH_ROWS = 512
+_READ_BYTES = 2**20
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """Stands for a row that could not be read. The message names the place, the reason and what to do."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A row as it stands in its file.
+
+    Attributes:
+        index: its number in the source, from 0, bad rows counted too.
+        where: "alpaca.jsonl:17" where there are lines, else "alpaca.parquet row 17" (from 1).
+        value: its columns.
+    """
+
+    index: int
+    where: str
+    value: dict[str, Any] | BadRow
+
+
+Placed = tuple[str, dict[str, Any] | BadRow]  # where, value
+
+
+def read_rows(source: Source) -> Iterator[RawRow]:
+    """The rows of a source in order.
+
+    A txt file is one document, or several separated by lines that are `<|endoftext|>` alone. A document comes in rows of
+    about 64 KiB, cut at a blank line where there is one; all but its last row carry `document_ends: false`, all but its
+    first `document_begins: false`. Nothing is left out: the rows joined give the document back (with line ends as one
+    newline). A file in which each line is a document of its own should be jsonl.
+
+    Raises:
+        DataError: no such file or data set, an unknown kind of file, an empty one, or one broken beyond a single row. A
+            single row that cannot be read is a `BadRow` instead.
+    """
+    path, limit = _path_and_rows(source)
+    placed = _read_files(_files(path), path) if path.exists() else _read_hub(str(path), source.split)
+    count = 0
+    for count, (where, value) in enumerate(islice(placed, limit), 1):
+        yield RawRow(count - 1, where, value)
+    if not count:
+        raise DataError(f"{path}: there are no rows in it")
+
+
+def fingerprint(source: Source) -> str:
+    """A hash of what `read_rows` would give: the bytes and names of the files, or the hub data set's own fingerprint.
+
+    Raises:
+        DataError: no such file or data set.
+    """
+    path, limit = _path_and_rows(source)
+    digest = hashlib.blake2b(f"rows={limit}".encode(), digest_size=16)
+    if not path.exists():
+        digest.update(_hub_rows(str(path), source.split)._fingerprint.encode())
+        return digest.hexdigest()
+    for file in _files(path):
+        digest.update(f"\0{_name(file, path)}\0{file.stat().st_size}\0".encode())
+        with _open(file) as stream:
+            while part := stream.read(_READ_BYTES):
+                digest.update(part)
+    return digest.hexdigest()
+
+
+def _path_and_rows(source: Source) -> tuple[Path, int | None]:
+    """`path#N` and `rows: N` mean the same; of both, the smaller."""
+    text, mark, number = source.path.rpartition("#")
+    if not mark or not number.isdecimal() or Path(source.path).expanduser().exists():
+        return Path(source.path).expanduser(), source.rows
+    if int(number) == 0:
+        raise DataError(f"{source.path}: takes no rows at all; give at least #1")
+    return Path(text).expanduser(), min(int(number), source.rows or int(number))
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or the readable files below a folder, sorted by name."""
+    if path.is_file():
+        if path.suffix.lower() not in _READERS:
+            raise DataError(f"{path}: cannot read a '{path.suffix}' file; the kinds are {_kinds()}")
+        return [path]
+    # The folder of `Dataset.save_to_disk` keeps its rows in arrow files; the json beside them is about them.
+    kinds = {".arrow"} if (path / "dataset_info.json").is_file() and (path / "state.json").is_file() else set(_READERS)
+    found = sorted(file for file in path.rglob("*") if file.suffix.lower() in kinds and file.is_file())
+    if not found:
+        raise DataError(f"{path}: no data files in this folder; the kinds are {_kinds()}")
+    return found
+
+
+def _kinds() -> str:
+    return ", ".join(sorted(kind.removeprefix(".") for kind in _READERS))
+
+
+def _name(file: Path, source: Path) -> str:
+    """How messages call a file: by its name, or from the folder on that the recipe names."""
+    return file.name if file == source else file.relative_to(source.parent).as_posix()
+
+
+def _read_files(files: Iterable[Path], source: Path) -> Iterator[Placed]:
+    for file in files:
+        if not file.stat().st_size:
+            raise DataError(f"{file}: the file is empty")
+        yield from _READERS[file.suffix.lower()](file, _name(file, source))
+
+
+def _open(file: Path) -> BinaryIO:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers, without a byte order mark."""
+    for number, line in enumerate(stream, 1):
+        yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        problem = f"{where}: byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8"
+        raise DataError(problem) from error
+
+
+# -- json and jsonl ---------------------------------------------------------------------------------------------------
+
+
+def _read_jsonl(file: Path, name: str) -> Iterator[Placed]:
+    with _open(file) as stream:
+        for number, line in _lines(stream):
+            if line.strip():
+                yield f"{name}:{number}", _json_row(line, f"{name}:{number}")
+
+
+def _json_row(line: bytes, where: str) -> dict[str, Any] | BadRow:
+    try:
+        value = json.loads(_decode(line, where))
+    except json.JSONDecodeError as error:
+        return BadRow(f"{where}:{error.colno}: broken JSON: {error.msg}")
+    except DataError as error:
+        return BadRow(str(error))
+    return _as_row(value, where)
+
+
+def _as_row(value: Any, where: str) -> dict[str, Any] | BadRow:
+    if isinstance(value, dict):
+        return value
+    return BadRow(f"{where}: a row must be an object with named columns, this is a {type(value).__name__}")
+
+
+def _read_json(file: Path, name: str) -> Iterator[Placed]:
+    """An array of objects, one object, or objects line by line (which many files called .json are)."""
+    with _open(file) as stream:
+        first = next((line for _, line in _lines(stream) if line.strip()), b"")
+    if first.lstrip().startswith(b"{") and isinstance(_json_row(first, name), dict):
+        yield from _read_jsonl(file, name)
+        return
+    with _open(file) as stream:
+        text = _decode(stream.read().removeprefix(codecs.BOM_UTF8), name)
+    yield from _json_values(text, name)
+
+
+def _json_values(text: str, name: str) -> Iterator[Placed]:
+    """The objects of a json array, or the one object, parsed one at a time."""
+    decode = json.JSONDecoder().raw_decode
+    space = re.compile(r"\s*")
+
+    def skip(position: int) -> int:
+        found = space.match(text, position)
+        assert found is not None, "an empty run of spaces always matches"
+        return found.end()
+
+    position, line, counted = skip(0), 1, 0
+    is_array = text.startswith("[", position)
+    position = skip(position + is_array)
+    try:
+        while not (is_array and text.startswith("]", position)):
+            line, counted = line + text.count("\n", counted, position), position
+            value, position = decode(text, position)
+            yield f"{name}:{line}", _as_row(value, f"{name}:{line}")
+            position = skip(position)
+            if not is_array:
+                break
+            if text.startswith(",", position):
+                position = skip(position + 1)
+                if text.startswith("]", position):
+                    raise json.JSONDecodeError("a comma before the end of the array", text, position)
+            elif not text.startswith("]", position):
+                raise json.JSONDecodeError("expecting ',' or ']' after a row", text, position)
+        if skip(position + is_array) != len(text):
+            raise json.JSONDecodeError("more text after the end", text, skip(position + is_array))
+    except json.JSONDecodeError as error:
+        # Where the next row of a broken array begins is a guess, so this cannot be one bad row.
+        raise DataError(f"{name}:{error.lineno}:{error.colno}: broken JSON: {error.msg}") from error
+
+
+# -- csv and text -----------------------------------------------------------------------------------------------------
+
+
+def _read_csv(file: Path, name: str) -> Iterator[Placed]:
+    # The limit is one number for the whole process; 128 KiB would refuse a long answer.
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    with file.open(encoding="utf-8-sig", newline="") as stream:
+        reader = csv.reader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+        try:
+            columns = next(reader, [])
+            if len(set(columns)) != len(columns) or "" in columns:
+                raise DataError(f"{name}:1: the first line must name the columns, each once; it is {columns}")
+            line = reader.line_num + 1
+            for fields in reader:
+                where = f"{name}:{line}"
+                line = reader.line_num + 1
+                if len(fields) == len(columns):
+                    yield where, dict(zip(columns, fields, strict=True))
+                elif fields:
+                    yield (
+                        where,
+                        BadRow(f"{where}: {len(fields)} fields, but the first line names {len(columns)} columns"),
+                    )
+        except csv.Error as error:
+            raise DataError(f"{name}:{reader.line_num}: broken CSV: {error}") from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{name}:{reader.line_num + 1}: not UTF-8 text ({error.reason}); save it as UTF-8"
+            ) from error
+
+
+def _read_text(file: Path, name: str) -> Iterator[Placed]:
+    with _open(file) as stream:
+        start, held, size, begins = 1, list[str](), 0, True
+        for number, line in _lines(stream):
+            text = _decode(line, f"{name}:{number}").replace("\r\n", "\n")
+            at_end = text.rstrip("\n") == DOCUMENT_END
+            # A blank line ends a paragraph and belongs to it, so the next row begins with text.
+            at_paragraph = bool(held) and not held[-1].strip() and bool(text.strip())
+            if at_end or (size >= TEXT_ROW_BYTES and (at_paragraph or size >= 2 * TEXT_ROW_BYTES)):
+                yield from _text_row(f"{name}:{start}", held, begins, at_end)
+                start, held, size, begins = number + at_end, [], 0, at_end
+            if not at_end:
+                held.append(text)
+                size += len(line)
+        yield from _text_row(f"{name}:{start}", held, begins, True)
+
+
+def _text_row(where: str, held: list[str], begins: bool, ends: bool) -> Iterator[Placed]:
+    text = "".join(held)
+    if text.strip() or not (begins and ends):
+        yield (
+            where,
+            {
+                "text": text,
+                **({} if begins else {"document_begins": False}),
+                **({} if ends else {"document_ends": False}),
+            },
+        )
+
+
+# -- columnar files and the hub ---------------------------------------------------------------------------------------
+
+
+def _read_parquet(file: Path, name: str) -> Iterator[Placed]:
+    # Imported here: 60 ms and 40 MiB that other kinds of files do not need.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            yield from _numbered(name, (batch.to_pylist() for batch in parquet.iter_batches(_BATCH_ROWS)))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{name}: not a readable parquet file: {_first_line(error)}") from error
+
+
+def _read_arrow(file: Path, name: str) -> Iterator[Placed]:
+    # Imported here: 60 ms and 40 MiB that other kinds of files do not need.
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(file)) as mapped:
+            if mapped.read(6) == b"ARROW1":
+                reader = pyarrow.ipc.open_file(mapped)
+                batches: Iterable[Any] = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:  # the streaming form, which the datasets library writes
+                mapped.seek(0)
+                batches = pyarrow.ipc.open_stream(mapped)
+            parts = (batch.slice(at, _BATCH_ROWS) for batch in batches for at in range(0, batch.num_rows, _BATCH_ROWS))
+            yield from _numbered(name, (part.to_pylist() for part in parts))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{name}: not a readable arrow file: {_first_line(error)}") from error
+
+
+def _read_hub(path: str, split: str) -> Iterator[Placed]:
+    columns = _hub_rows(path, split).iter(batch_size=_BATCH_ROWS)
+    yield from _numbered(
+        path, ([dict(zip(part, row, strict=True)) for row in zip(*part.values(), strict=True)] for part in columns)
+    )
+
+
+def _hub_rows(path: str, split: str) -> Any:
+    """A `datasets.Dataset`, from the local cache when there is no network.
+
+    Raises:
+        DataError: it cannot be had; the message says what was tried.
+    """
+    if not _HUB_ID.fullmatch(path) or Path(path).suffix.lower() in _READERS:
+        raise DataError(f"{path}: no such file{_did_you_mean(Path(path))}")
+    # Imported here: most of a second, and only hub data sets need it.
+    import datasets
+
+    try:
+        return datasets.load_dataset(path, split=split)
+    except Exception as error:  # the hub client raises a dozen kinds, with none in common
+        raise DataError(
+            f"{path}: no such file{_did_you_mean(Path(path))}, and the hub data set '{path}' (split '{split}') cannot be "
+            f"loaded: {type(error).__name__}: {_first_line(error)}. Without network, only sets that were loaded before are there"
+        ) from error
+
+
+def _did_you_mean(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f" (there is no folder {folder} in {Path.cwd()})" if not folder.is_absolute() else ""
+    near = get_close_matches(path.name, [file.name for file in folder.iterdir()], n=1)
+    if near:
+        return f" (did you mean {folder / near[0]}?)"
+    return "" if path.is_absolute() else f" in {Path.cwd()}"
+
+
+def _numbered(name: str, batches: Iterable[list[dict[str, Any]]]) -> Iterator[Placed]:
+    for number, row in enumerate((row for batch in batches for row in batch), 1):
+        yield f"{name} row {number}", row
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[Placed]]] = {
+    ".arrow": _read_arrow,
+    ".csv": _read_csv,
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".parquet": _read_parquet,
+    ".tsv": _read_csv,
+    ".txt": _read_text,
+}

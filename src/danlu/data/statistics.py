@@ -1,0 +1,51 @@
+"""What became of the rows: counted while tokenising, kept with the tokens, shown before a run and by preview."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+EXAMPLES = 5
+
+
+@dataclass
+class Statistics:
+    """Counts that add up over chunks, sources and runs."""
+
+    rows: int = 0  # read, bad ones included
+    bad_rows: int = 0  # skipped because they could not be read
+    samples: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    longest: int = 0  # tokens of the longest sample
+    shortened: Counter[str] = field(default_factory=Counter)  # rows longer than max_length, by what was done with them
+    lost_tokens: int = 0  # cut off by truncation or dropped with their row
+    dropped: Counter[str] = field(default_factory=Counter)  # rows without a sample, by reason
+    reasons: Counter[str] = field(default_factory=Counter)  # tokens, by the reason for their weight
+    bad_examples: list[str] = field(default_factory=list)  # the first few messages
+
+    @property
+    def trained_share(self) -> float:
+        return self.trained_tokens / self.tokens if self.tokens else 0.0
+
+    def add(self, other: Statistics) -> None:
+        """Count the rows of `other` too."""
+        for name in (entry.name for entry in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if name == "longest":
+                self.longest = max(mine, theirs)
+            elif name == "bad_examples":
+                self.bad_examples = (mine + theirs)[:EXAMPLES]
+            else:
+                setattr(self, name, mine + theirs)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            entry.name: dict(value) if isinstance(value := getattr(self, entry.name), Counter) else value
+            for entry in fields(self)
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Statistics:
+        return cls(**{name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()})

@@ -1,0 +1,239 @@
+"""Packs from data larger than memory or disk: rows are read and tokenised while training, nothing is stored.
+
+The rows of all sources form one endless sequence: by weights, at every point each source has given its share to within
+a row; without weights the sources take turns until each is used up, and begin again. The sequence is cut into blocks of
+`shuffle_buffer` rows, and within a block samples are shuffled, packed, and the packs shuffled by (seed, block). So pack
+n is a pure function of the data and (seed, n), and the state of a stream is small: how many rows of each source lie
+before the current block, and how many of the block's packs are used. `restore` reads up to there and tokenises one
+block again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+from danlu.data import sources
+from danlu.data.order import key
+from danlu.data.packs import Packs
+from danlu.data.prepare import BadRows, Stage, check_trained, tokenise_rows, worker_count
+from danlu.data.samples import Block
+from danlu.data.sources import RawRow
+from danlu.data.statistics import Statistics
+from danlu.data.tokenizing import Settings, Tokenising
+from danlu.data.workers import Workers
+from danlu.errors import CheckpointError, DataError
+from danlu.recipe.sections import Data, Source
+from danlu.types import Pack
+
+REMEMBERED_BLOCKS = 4  # so that `state` can be asked for a pack that was read ahead of
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the sequence of rows, for each source."""
+
+    given: tuple[int, ...]  # rows given since its share was last reckoned
+    rows: tuple[int, ...]  # rows given in this pass over it
+    used_up: tuple[bool, ...]  # without weights: waits for the others
+
+
+class MixedRows:
+    """The endless sequence of rows of several sources.
+
+    Args:
+        readers: for each source a function that reads its rows from the first.
+        weights: relative shares of rows; all None to take turns.
+    """
+
+    def __init__(self, readers: Sequence[Callable[[], Iterator[RawRow]]], weights: Sequence[float | None]) -> None:
+        count = len(readers)
+        self._readers = readers
+        self._shares = [1.0 if weight is None else weight for weight in weights]
+        self._weighted = weights[0] is not None
+        self._iterators: list[Iterator[RawRow] | None] = [None] * count
+        self.position = Position((0,) * count, (0,) * count, (False,) * count)
+
+    @property
+    def position(self) -> Position:
+        return Position(tuple(self._given), tuple(self._rows), tuple(self._used_up))
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self._given, self._rows, self._used_up = list(position.given), list(position.rows), list(position.used_up)
+        self._iterators = [None] * len(self._readers)
+
+    def take(self, count: int) -> list[list[RawRow]]:
+        """The next `count` rows, sorted by source; without weights fewer where a pass over all sources ends.
+
+        Raises:
+            DataError: a source has no rows.
+        """
+        taken: list[list[RawRow]] = [[] for _ in self._readers]
+        while count:
+            source = min(self._waiting(), key=lambda number: ((self._given[number] + 1) / self._shares[number], number))
+            row = self._next(source)
+            if row is not None:
+                taken[source].append(row)
+                count -= 1
+            elif not self._waiting():
+                self._used_up = [False] * len(self._readers)
+                self._given = [0] * len(self._readers)
+                if any(taken):
+                    break
+        return taken
+
+    def _waiting(self) -> list[int]:
+        return [number for number, used_up in enumerate(self._used_up) if not used_up]
+
+    def _next(self, source: int) -> RawRow | None:
+        """The next row of a source, or None when a pass over it ends."""
+        iterator = self._iterators[source]
+        if iterator is None:
+            # Rows before the position are read and dropped: the formats have no index to jump by.
+            iterator = self._iterators[source] = islice(self._readers[source](), self._rows[source], None)
+        row = next(iterator, None)
+        if row is not None:
+            self._rows[source] += 1
+            self._given[source] += 1
+            return row
+        if not self._rows[source]:
+            raise DataError(f"data.train.{source}: no rows")
+        self._iterators[source], self._rows[source] = None, 0
+        self._used_up[source] = not self._weighted
+        return None
+
+
+@dataclass(frozen=True)
+class _PackedBlock:
+    number: int
+    start: Position  # of its first row
+    end: Position
+    packs: Packs | None  # None when no row of the block gave a sample
+    statistics: Statistics
+    bad: tuple[str, ...]
+
+
+class Stream:
+    """Packs in order, from rows read while training. Use as a context manager, or `close` it.
+
+    While the packs of one block are used, the next block is read and tokenised in the background.
+
+    Attributes:
+        statistics: of the blocks begun so far, since the stream was opened or restored.
+
+    Raises:
+        DataError: from `at`, for bad rows, or when a whole block has nothing to train on.
+    """
+
+    def __init__(self, data: Data, *, stage: Stage, tokenizer_path: str, chat_template: str | None, seed: int) -> None:
+        self._data = data
+        self._seed = seed
+        self._settings = [Settings.of(data, stage, source.format) for source in data.train]
+        readers = [partial(_read, source) for source in data.train]
+        self._rows = MixedRows(readers, [source.weight for source in data.train])
+        self._workers = Workers(Tokenising(tokenizer_path, chat_template), worker_count(data))
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="stream")
+        self._bad_rows = BadRows(data)
+        self.statistics = Statistics()
+        self._begin(0, self._rows.position, number=0, used=0)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the background work."""
+        self._background.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
+
+    def at(self, number: int) -> Pack:
+        """Pack `number`; packs are asked for in order.
+
+        Raises:
+            ValueError: it is not the next one.
+        """
+        if number != self._number:
+            raise ValueError(f"the packs of a stream come in order: asked for {number}, the next is {self._number}")
+        while self._block is None or self._block.packs is None or self._used == self._block.packs.packs_per_epoch:
+            self._advance()
+        pack = self._block.packs.at(self._used)
+        self._number += 1
+        self._used += 1
+        return pack
+
+    def state(self, number: int | None = None) -> dict[str, Any]:
+        """What a checkpoint keeps so that pack `number` comes next (by default the one that would); JSON values.
+
+        Raises:
+            ValueError: `number` lies further back than the last few blocks, or ahead.
+        """
+        number = self._number if number is None else number
+        for first, block, position in reversed(self._begun):
+            if first <= number <= self._number:
+                return {"pack": number, "block": block, "used": number - first, "position": asdict(position)}
+        raise ValueError(f"pack {number} is not among those kept: the next is {self._number}")
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            CheckpointError: the state belongs to another set of sources.
+        """
+        position = Position(**{name: tuple(values) for name, values in state["position"].items()})
+        if len(position.rows) != len(self._data.train):
+            raise CheckpointError(
+                f"the checkpoint was made with {len(position.rows)} sources in data.train, the recipe has "
+                f"{len(self._data.train)}. Restore them, or start a new run"
+            )
+        self._next.cancel()
+        wait([self._next])
+        self.statistics = Statistics()
+        self._begin(state["block"], position, number=state["pack"], used=state["used"])
+
+    def _begin(self, block: int, position: Position, *, number: int, used: int) -> None:
+        """Make block `block` at `position` the next, of which `used` packs are done with."""
+        self._number = number
+        self._used = 0
+        self._skip = used
+        self._block: _PackedBlock | None = None
+        self._begun = deque([(number - used, block, position)], maxlen=REMEMBERED_BLOCKS)
+        self._next: Future[_PackedBlock] = self._background.submit(self._load, block, position)
+
+    def _advance(self) -> None:
+        block = self._next.result()
+        self._bad_rows.see(block.bad)
+        check_trained(block.statistics, f"rows of block {block.number} of the stream")
+        self.statistics.add(block.statistics)
+        if self._block is not None:
+            self._begun.append((self._number, block.number, block.start))
+        self._block, self._used, self._skip = block, self._skip, 0
+        self._next = self._background.submit(self._load, block.number + 1, block.end)
+
+    def _load(self, number: int, start: Position) -> _PackedBlock:
+        if self._rows.position != start:
+            self._rows.position = start
+        blocks, statistics, bad = [], Statistics(), []
+        for settings, rows in zip(self._settings, self._rows.take(self._data.shuffle_buffer), strict=True):
+            for part in tokenise_rows(rows, settings, self._workers):
+                blocks.append(part.block)
+                statistics.add(part.statistics)
+                bad += part.bad
+        samples = Block.join(blocks)
+        seed = key(self._seed, "stream", number)
+        packs = Packs(samples, self._data.packing, self._data.max_length, seed) if len(samples) else None
+        return _PackedBlock(number, start, self._rows.position, packs, statistics, tuple(bad))
+
+
+def _read(source: Source) -> Iterator[RawRow]:
+    return iter(sources.read_rows(source))

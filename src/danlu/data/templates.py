@@ -1,0 +1,236 @@
+"""A tokenizer's chat template: rendered as transformers renders it, and asked what it can express.
+
+Templates come from the internet, so they run in Jinja's immutable sandbox. The environment (filters, globals, white
+space) is that of `transformers.PreTrainedTokenizerBase.apply_chat_template`; tests compare the two.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from danlu.errors import DataError
+
+Turn = Mapping[str, Any]
+"""A message as templates see it: role, content, and where there are any tool_calls, reasoning_content, ..."""
+
+_QUESTION, _ANSWER, _SYSTEM, _RESULT, _TOOL = "Xquestionx", "Xanswerx", "Xsystemx", "Xresultx", "Xtoolx"
+_HARMLESS_FILTERS = ("default", "items", "list", "rejectattr", "safe", "selectattr", "string", "tojson", "trim")
+_LIST_NAME = re.compile(r"messages|tools|calls|^loop$")
+_CALL = {"id": "call00001", "type": "function", "function": {"name": _TOOL, "arguments": {"at": 1}}}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: Jinja text.
+        special_tokens: what templates may name, such as bos_token and eos_token.
+        added_tokens: texts the tokenizer never breaks up.
+
+    Raises:
+        DataError: the Jinja text does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, Any], added_tokens: Iterable[str]) -> None:
+        # Imported here: 60 ms that a run on cached tokens does not need.
+        import jinja2
+
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        self._added = _either(added_tokens)
+        environment = _environment()
+        try:
+            self._parsed = environment.parse(source)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(f"the chat template does not compile: line {error.lineno}: {error.message}") from error
+
+    def render(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None = None, prompt: bool = False
+    ) -> str:
+        """The text of a conversation; with `prompt`, up to where the assistant would go on.
+
+        Raises:
+            DataError: the template refuses the conversation or fails on it.
+        """
+        try:
+            return self._template.render(
+                messages=turns,
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:  # a template is a program: it can raise anything
+            said = (str(error).strip().splitlines() or [""])[0]
+            raise DataError(f"the chat template refuses this conversation: {type(error).__name__}: {said}") from error
+
+    # -- what it can express ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def terminators(self) -> tuple[str, ...]:
+        """The added tokens with which it closes an answer that ends the conversation, in order; often one, or none."""
+        text = self.render([{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}])
+        _, found, rest = text.rpartition(_ANSWER)
+        return tuple(dict.fromkeys(self._added.findall(rest))) if found else ()
+
+    @cached_property
+    def closing(self) -> re.Pattern[str]:
+        """Matches text made of terminators and white space only."""
+        return re.compile(rf"(?:\s|{_either(self.terminators).pattern})*")
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a system message is shown to the model (Gemma's template refuses it, others leave it out)."""
+        return self._shows(_SYSTEM, [{"role": "system", "content": _SYSTEM}, *self._exchange()])
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether it lists the tools that can be called."""
+        return self._shows(_TOOL, self._exchange(), _TOOLS)
+
+    @cached_property
+    def takes_calls(self) -> bool:
+        """Whether it shows the assistant's tool calls and their results."""
+        return self._shows(_TOOL, self._tool_exchange()) and self._shows(_RESULT, self._tool_exchange())
+
+    @cached_property
+    def looks_for(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Constants by which it can tell one content from another: those it compares for equality, and those it searches.
+
+        Two contents that hold none of them, are not empty and have no white space at their ends look the same to it.
+        """
+        from jinja2 import nodes
+
+        equal, searched = set(), set()
+        for node in self._parsed.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
+            is_equality = isinstance(node, nodes.Compare) and all(part.op in ("eq", "ne") for part in node.ops)
+            for constant in node.find_all(nodes.Const):
+                if isinstance(constant.value, str) and constant.value.strip():
+                    (equal if is_equality else searched).add(constant.value)
+        return frozenset(equal), frozenset(searched)
+
+    @cached_property
+    def is_transparent(self) -> bool:
+        """Whether `looks_for` is all by which it can tell contents apart: it measures, slices and indexes none, and does
+        not ask for the date."""
+        from jinja2 import nodes
+
+        for node in self._parsed.find_all((nodes.Filter, nodes.Getitem, nodes.Call)):
+            if isinstance(node, nodes.Filter):
+                if node.name not in _HARMLESS_FILTERS and not _is_list(node.node):
+                    return False
+            elif isinstance(node, nodes.Getitem):
+                by_name = isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str)
+                if not by_name and not _is_list(node.node):
+                    return False
+            elif isinstance(node.node, nodes.Name):
+                if node.node.name == "strftime_now":
+                    return False
+            elif isinstance(node.node, nodes.Getattr) and node.node.attr not in ("strip", "lstrip", "rstrip"):
+                # Searching for white space, which contents may hold, can tell them apart.
+                texts = [one.value for one in node.args if isinstance(one, nodes.Const)]
+                if node.node.attr in ("split", "replace", "find", "count") and not all(
+                    str(text).strip() for text in texts or [""]
+                ):
+                    return False
+        return True
+
+    def common(self, one: str, other: str) -> int:
+        """Length of the longest common beginning of two texts that cuts no added token of either in two."""
+        low, high = 0, min(len(one), len(other))
+        if one[:high] == other[:high]:
+            low = high
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+        for text in (one, other):
+            for token in self._added.finditer(text, max(0, low - 200), min(len(text), low + 200)):
+                if token.start() < low < token.end():
+                    low = token.start()
+        return low
+
+    def _exchange(self) -> list[Turn]:
+        return [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+
+    def _tool_exchange(self) -> list[Turn]:
+        return [
+            {"role": "user", "content": _QUESTION},
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": _RESULT, "name": _TOOL, "tool_call_id": "call00001"},
+            {"role": "assistant", "content": _ANSWER},
+        ]
+
+    def _shows(self, what: str, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
+        try:
+            return what in self.render(turns, tools)
+        except DataError:
+            return False
+
+
+def _is_list(node: Any) -> bool:
+    """Whether an expression is a list of messages, tools or calls, going by its name, or the parts of a split text."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
+        return bool(node.node.attr == "split")
+    name = getattr(node, "name", None) or getattr(node, "attr", None)
+    name = name or getattr(getattr(node, "arg", None), "value", None)
+    return isinstance(name, str) and _LIST_NAME.search(name) is not None
+
+
+def _either(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the texts, the longest first; nothing when there are none."""
+    options = sorted((text for text in texts if text), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, options)) or r"(?!)")
+
+
+def _environment() -> Any:
+    from jinja2 import ext, nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(ext.Extension):
+        """`{% generation %}` marks are accepted and not needed: spans come from rendering the turns themselves."""
+
+        tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes HTML characters, which a model would then learn to write.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

@@ -1,0 +1,320 @@
+"""A Hugging Face tokenizer as rendering needs it: text to ids with the place of every token, and the chat template."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from danlu.data.templates import ChatTemplate, Turn
+from danlu.errors import DataError
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",  # names the tokenizer's class in old folders
+)
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of several texts, end to end.
+
+    Attributes:
+        ids: [T] int32.
+        starts: [T] int64, where each token begins, counted over all the texts end to end.
+        stops: [T] int64, where it ends.
+        counts: [texts] int64, tokens of each text.
+        sizes: [texts] int64, length of each text in the unit of `starts` (bytes or characters, see `Tokenizer.by_bytes`).
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    counts: np.ndarray
+    sizes: np.ndarray
+
+
+class Tokenizer:
+    """A fast tokenizer and its chat template.
+
+    Attributes:
+        size: ids go from 0 to size - 1.
+        eos_id, bos_id, pad_id: None where the tokenizer has none.
+        by_bytes: places of tokens are counted in UTF-8 bytes (byte-level tokenizers), else in characters.
+        adds_bos: plain text begins with bos when this tokenizer is used the ordinary way.
+    """
+
+    def __init__(self, pretrained: Any, path: str, templates: Mapping[str, str]) -> None:
+        self.path = path
+        self._pretrained = pretrained
+        self._fast = pretrained.backend_tokenizer
+        self._fast.no_padding()
+        self._fast.no_truncation()
+        self._templates = dict(templates)
+        self._vocabulary: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
+        self.size: int = max(self._vocabulary.values()) + 1
+        self.eos_id: int | None = pretrained.eos_token_id
+        self.bos_id: int | None = pretrained.bos_token_id
+        self.pad_id: int | None = pretrained.pad_token_id
+        with_specials = self._fast.encode("a", add_special_tokens=True).ids
+        self.adds_bos = self.bos_id is not None and with_specials[:1] == [self.bos_id]
+        self._byte_lengths = _byte_lengths(self._fast, self._vocabulary, self.size)
+
+    @property
+    def by_bytes(self) -> bool:
+        return self._byte_lengths is not None
+
+    # -- text ---------------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text as it stands: nothing added, special tokens in the text recognised."""
+        return list(self._fast.encode(text, add_special_tokens=False).ids)
+
+    def encode_many(self, texts: Sequence[str]) -> Encoded:
+        """Ids and places of several texts.
+
+        For a byte-level tokenizer the places follow from the length of each token, which is several times cheaper than
+        having them tracked. A text whose lengths do not add up (a token that swallows the spaces around it) has them
+        tracked like those of any other tokenizer.
+        """
+        if self._byte_lengths is None:
+            encodings = self._fast.encode_batch(texts, add_special_tokens=False)
+            places = [np.array(one.offsets, np.int64).reshape(-1, 2) for one in encodings]
+            return _joined([one.ids for one in encodings], places, np.array([len(text) for text in texts], np.int64))
+        ids = [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+        sizes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
+        counts = np.array([len(one) for one in ids], np.int64)
+        flat = np.array([token for one in ids for token in one], np.int32)
+        stops = np.cumsum(self._byte_lengths[flat])
+        ends = np.cumsum(counts)
+        reached = np.concatenate([[0], stops])[np.concatenate([[0], ends])]
+        if np.array_equal(np.diff(reached), sizes):
+            starts = np.concatenate([[0], stops[:-1]]) if len(stops) else stops
+            return Encoded(flat, starts, stops, counts, sizes)
+        return _joined(ids, [self._byte_places(text) for text in texts], sizes)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._pretrained.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token on its own, to show; bytes that are no whole character show as U+FFFD."""
+        known = self._fast.get_added_tokens_decoder()
+        texts = []
+        for token in ids:
+            if token in known:
+                texts.append(known[token].content)
+            elif self._byte_lengths is not None:
+                texts.append(self._fast.decode([token], skip_special_tokens=False))
+            else:  # decoding would take the space off the front of a word
+                texts.append((self._fast.id_to_token(token) or "").replace("\u2581", " "))
+        return texts
+
+    def _byte_places(self, text: str) -> np.ndarray:
+        """[S, 2] int64: where each token of a text begins and ends, in bytes, as the tokenizer tracks it."""
+        characters = np.array(self._fast.encode(text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
+        widths = np.fromiter((len(character.encode()) for character in text), np.int64, len(text))
+        return np.concatenate([[0], np.cumsum(widths)])[characters]
+
+    # -- conversations ------------------------------------------------------------------------------------------------
+
+    def template(self, tools: bool = False) -> ChatTemplate:
+        """The chat template, or the one for conversations with tools where the tokenizer has one of its own.
+
+        Raises:
+            DataError: there is none.
+        """
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._compiled:
+            if name not in self._templates:
+                raise DataError(
+                    f"{self.path}: this tokenizer has no chat template, so conversations cannot be rendered. Name a Jinja "
+                    "file in model.chat_template, or train on rows of plain text or prompt/completion strings"
+                )
+            added = [token.content for token in self._fast.get_added_tokens_decoder().values()]
+            self._compiled[name] = ChatTemplate(self._templates[name], self._pretrained.special_tokens_map, added)
+        return self._compiled[name]
+
+    @cached_property
+    def _compiled(self) -> dict[str, ChatTemplate]:
+        return {}
+
+    def apply_template(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The text of a conversation, as transformers' `apply_chat_template(tokenize=False)` gives it."""
+        return self.template(bool(tools)).render(turns, tools, add_generation_prompt)
+
+    @cached_property
+    def end_of_turn_ids(self) -> tuple[int, ...]:
+        """Tokens at which generation stops: those that close an assistant turn in the template, and eos."""
+        closing = self.template().terminators if self._templates else ()
+        ids = [self._vocabulary[token] for token in closing]
+        return tuple(dict.fromkeys([*ids, *([] if self.eos_id is None else [self.eos_id])]))
+
+    def require_eos(self) -> int:
+        """The end-of-text token.
+
+        Raises:
+            DataError: there is none.
+        """
+        if self.eos_id is None:
+            raise DataError(
+                f"{self.path}: this tokenizer has no end-of-text token (eos_token), so a model could not learn to stop. "
+                "Add eos_token to its tokenizer_config.json, or set data.append_eos: false"
+            )
+        return self.eos_id
+
+    def fingerprint(self) -> str:
+        """A hash of everything that decides which ids a row becomes."""
+        digest = hashlib.blake2b(self._fast.to_str().encode(), digest_size=16)
+        digest.update(repr((sorted(self._templates.items()), self._pretrained.special_tokens_map)).encode())
+        return digest.hexdigest()
+
+
+def load_tokenizer(path: str, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a folder, a finished run, or a hub id.
+
+    Args:
+        chat_template: a Jinja file that takes the place of the tokenizer's own.
+
+    Raises:
+        DataError: there is no tokenizer, it cannot be read, or the Jinja file is missing.
+    """
+    folder = tokenizer_folder(path)
+    template = _read_template(chat_template)
+    # Imported here: a second and 70 MiB that a run on cached tokens does not need.
+    from transformers import AutoTokenizer
+
+    try:
+        pretrained: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # whatever the library raises on a damaged folder
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise DataError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {said}") from error
+    if not getattr(pretrained, "is_fast", False):
+        kind = type(pretrained).__name__
+        raise DataError(
+            f"{path}: {kind} has no fast form; save it with a tokenizer.json (transformers: save_pretrained)"
+        )
+    own = pretrained.chat_template
+    templates = (
+        {"default": template}
+        if template is not None
+        else own
+        if isinstance(own, dict)
+        else {"default": own}
+        if own
+        else {}
+    )
+    return Tokenizer(pretrained, path, templates)
+
+
+def fingerprint_of(path: str, chat_template: str | None = None) -> str:
+    """A hash of a tokenizer's files, without loading any library for them: the key of what it tokenised.
+
+    Raises:
+        DataError: there is no tokenizer, or the Jinja file is missing.
+    """
+    folder = tokenizer_folder(path)
+    digest = hashlib.blake2b(repr(_read_template(chat_template)).encode(), digest_size=16)
+    for name in FILES:
+        if (folder / name).is_file():
+            content = (folder / name).read_bytes()
+            digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def tokenizer_folder(path: str) -> Path:
+    """The local folder with a tokenizer's files: the one named, its `model` part for a finished run, or a hub snapshot.
+
+    Raises:
+        DataError: none of them is there.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        folder = _snapshot(path)
+    for candidate in (folder, folder / "model"):
+        if any((candidate / name).is_file() for name in _VOCABULARIES):
+            return candidate
+    raise DataError(
+        f"{path}: no tokenizer in this folder (one of {', '.join(_VOCABULARIES)}). Name a folder or hub id that has one "
+        "in model.tokenizer"
+    )
+
+
+def _snapshot(path: str) -> Path:
+    if path.count("/") > 1 or path.startswith((".", "/", "~")) or not path:
+        raise DataError(f"{path}: no such folder")
+    # Imported here: only hub ids need it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(FILES)))
+    except Exception as error:  # the hub client raises a dozen kinds, with none in common
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise DataError(
+            f"{path}: no such folder in {Path.cwd()}, and no tokenizer from the hub either: {type(error).__name__}: {said}"
+        ) from error
+
+
+def _read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"model.chat_template: {path} cannot be read: {error}") from error
+
+
+def _joined(ids: Sequence[Sequence[int]], places: Sequence[np.ndarray], sizes: np.ndarray) -> Encoded:
+    """Texts end to end; `places` [S, 2] of each text begin at 0."""
+    bases = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else sizes
+    flat = np.concatenate([np.empty((0, 2), np.int64), *(one + base for one, base in zip(places, bases, strict=True))])
+    return Encoded(
+        ids=np.array([token for one in ids for token in one], np.int32),
+        # A token that a normaliser put in can point back to 0; places must not fall for the searches that follow.
+        starts=np.maximum.accumulate(flat[:, 0]) if len(flat) else flat[:, 0],
+        stops=np.maximum.accumulate(flat[:, 1]) if len(flat) else flat[:, 1],
+        counts=np.array([len(one) for one in ids], np.int64),
+        sizes=sizes,
+    )
+
+
+def _byte_lengths(fast: Any, vocabulary: Mapping[str, int], size: int) -> np.ndarray | None:
+    """[size] int64: bytes of text each token stands for, or None if this is not a byte-level tokenizer.
+
+    Byte-level vocabularies write every byte as one printable character, so a token's length is its number of characters;
+    added tokens stand for themselves.
+    """
+    pre = fast.pre_tokenizer
+    if (
+        fast.normalizer is not None
+        or pre is None
+        or "ByteLevel" not in repr(pre)
+        or "add_prefix_space=True" in repr(pre)
+    ):
+        return None
+    lengths = np.zeros(size, np.int64)
+    lengths[list(vocabulary.values())] = [len(token) for token in vocabulary]
+    for number, token in fast.get_added_tokens_decoder().items():
+        lengths[number] = len(token.content.encode())
+    return lengths

@@ -1,0 +1,173 @@
+"""Processes that turn rows into tokens while the training process stays free of tokenizer libraries.
+
+Importing transformers costs a process 2 s of CPU and 250 MiB for its whole life (1 s and 70 MiB without torch;
+transformers 5.23, two cores), so even small inputs are tokenised in a process of their own, which does without torch.
+The processes are plain `python -c` children spoken to over pipes: unlike multiprocessing's spawn they do not run the
+caller's main module again, so a script without an `if __name__` guard works, and they end by themselves when the caller
+is killed, because their input ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import chain, islice
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+from danlu.errors import DanluError, ResourceError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+FEW_TASKS = 8  # below this a second process would spend longer starting than working
+START = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from danlu.data.workers import serve; serve()"
+
+
+class Job(Protocol[Task, Result]):  # type: ignore[misc]  # invariance is not needed: a job is only called
+    """What a process does. Pickled once to each process; `start` loads what every task needs."""
+
+    def start(self) -> Callable[[Task], Result]: ...
+
+
+class Workers(Generic[Task, Result]):
+    """Runs a job over tasks in up to `count` processes, results in the order of the tasks.
+
+    Processes start when there is work for them. Use as a context manager: leaving it ends them at once.
+    """
+
+    def __init__(self, job: Job[Task, Result], count: int) -> None:
+        self._job = job
+        self._count = count
+        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._threads: list[ThreadPoolExecutor] = []
+
+    def __enter__(self) -> Workers[Task, Result]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def map(self, tasks: Iterable[Task]) -> Iterator[Result]:
+        """Results in order; at most a few tasks per process are read ahead.
+
+        Raises:
+            DanluError: what the job raised.
+            ResourceError: a process ended, most likely for want of memory.
+        """
+        iterator = iter(tasks)
+        first = list(islice(iterator, FEW_TASKS))
+        count = self._count if len(first) == FEW_TASKS else 1
+        # One thread for each busy process: it sends, waits and receives.
+        threads = ThreadPoolExecutor(count, thread_name_prefix="tokenise")
+        self._threads.append(threads)
+        pending: deque[Future[Result]] = deque()
+        try:
+            for task in chain(first, iterator):
+                pending.append(threads.submit(self._run, task))
+                if len(pending) > 2 * count:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for threads in self._threads:
+            threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _run(self, task: Task) -> Result:
+        try:
+            process = self._idle.get_nowait()
+        except Empty:
+            process = self._start()
+        try:
+            reply = _exchange(process, task)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+            code = process.wait()
+            why = (
+                "killed by the system, most likely for want of memory"
+                if code == -signal.SIGKILL
+                else f"exit code {code}"
+            )
+            raise ResourceError(
+                f"a tokenising process ended early ({why}): try fewer of them (data.workers)"
+            ) from error
+        self._idle.put(process)
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply  # type: ignore[no-any-return]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TOKENIZERS_PARALLELISM": "false",  # the processes are the parallelism
+            "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # it would advise to install torch
+        }
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-c", START], stdin=pipe, stdout=pipe, env=environment)
+        self._processes.append(process)
+        with suppress(BrokenPipeError):  # if it ended at once, the exchange that follows says so
+            _send(process, self._job)
+        return process
+
+
+class UnexpectedError(RuntimeError):
+    """An error inside a worker that is our own bug, with the worker's traceback."""
+
+
+def serve() -> None:
+    """The loop of a process: a job, then tasks until the input ends; each task is answered by a result or an error."""
+    requests = sys.stdin.buffer
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not land among the replies
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then believes there is none
+    work: Callable[[Any], Any] | None = None
+    job: Job[Any, Any] = pickle.load(requests)  # noqa: S301  # from the process that started this one
+    while True:
+        try:
+            task = pickle.load(requests)  # noqa: S301
+        except EOFError:
+            return
+        reply: object
+        try:
+            work = work or job.start()
+            reply = work(task)
+        except DanluError as error:
+            reply = error
+        except Exception:  # whatever it is, it must reach the caller
+            reply = UnexpectedError(traceback.format_exc())
+        try:
+            pickle.dump(reply, replies, pickle.HIGHEST_PROTOCOL)
+            replies.flush()
+        except BrokenPipeError:  # the caller is gone
+            os._exit(0)
+
+
+def _send(process: subprocess.Popen[bytes], message: object) -> None:
+    assert process.stdin is not None
+    pickle.dump(message, process.stdin, pickle.HIGHEST_PROTOCOL)
+    process.stdin.flush()
+
+
+def _exchange(process: subprocess.Popen[bytes], task: object) -> object:
+    _send(process, task)
+    assert process.stdout is not None
+    return pickle.load(process.stdout)  # noqa: S301  # written by `serve`, never from outside

@@ -1,0 +1,65 @@
+"""What changed between two recipes, and whether a run may go on across the change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from danlu.recipe.sections import Recipe, Section
+
+# Keys that may change while a run goes on: the result is the same up to rounding, or they are not about the result.
+# Every other key matters. A key stands for everything below it.
+HARMLESS: dict[str, str] = {
+    "batch.memory": "decides the micro-batch only",
+    "batch.micro": "the sum over a step's packs is the same up to rounding",
+    "checkpoint": "when the run is saved, not what is computed",
+    "compile": "the same mathematics, rounded differently",
+    "data.cache": "where tokens are kept",
+    "data.workers": "how many processes tokenise",
+    "device": "the same mathematics, rounded differently",
+    "evaluation.every": "when the model is judged, not how it is trained",
+    "evaluation.samples": "texts to read",
+    "log": "what is written down",
+    "output": "where the run writes; a run folder may be moved",
+    "threads": "the same mathematics, rounded differently",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key whose value differs. `old` and `new` are as YAML has them; None also stands for an absent entry."""
+
+    key: str
+    old: Any
+    new: Any
+    matters: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} -> {self.new!r}"
+
+
+def changes(old: Recipe, new: Recipe) -> list[Change]:
+    """Every key that differs, in the order of the sections. Resuming refuses when one of them `matters`."""
+    before, after = dict(_flat("", old)), dict(_flat("", new))
+    keys = list(after) + [key for key in before if key not in after]
+    return [
+        Change(key, before.get(key), after.get(key), matters(key)) for key in keys if before.get(key) != after.get(key)
+    ]
+
+
+def matters(key: str) -> bool:
+    """Whether a run with another value at this key computes something else."""
+    return not any(key == harmless or key.startswith(f"{harmless}.") for harmless in HARMLESS)
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value as dotted keys. A model config in the recipe is one value: its keys are not the recipe's."""
+    if isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from _flat(f"{key}.{name}" if key else name, getattr(value, name))
+    elif isinstance(value, list) and value and isinstance(value[0], Section):
+        for index, entry in enumerate(value):
+            yield from _flat(f"{key}.{index}", entry)
+    else:
+        yield key, value

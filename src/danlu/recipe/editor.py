@@ -1,0 +1,55 @@
+"""A JSON schema of the recipe for editors, which admits the short forms as well as the full ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from danlu.recipe import sections
+from danlu.recipe.forms import fields, kinds
+from danlu.recipe.sections import Recipe, Section
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a recipe file."""
+    whole = Recipe.model_json_schema()
+    definitions: dict[str, Any] = whole["$defs"]
+    for name, definition in list(definitions.items()):
+        section = getattr(sections, name)
+        definition["properties"] = {key: _or_one(entry) for key, entry in definition["properties"].items()}
+        definitions[name] = _with_short(section, definition)
+    for key, hint in fields(Recipe).items():
+        if kinds(hint):
+            whole["properties"][key] = _variants(whole["properties"][key], sorted(kinds(hint)))
+    whole["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    whole["title"] = "danlu recipe"
+    return whole
+
+
+def _or_one(entry: dict[str, Any]) -> dict[str, Any]:
+    """Where a list is taken, a bare value is a list of one."""
+    if entry.get("type") == "array" and "items" in entry:
+        about: dict[str, Any] = {key: entry[key] for key in ("title", "description", "default") if key in entry}
+        bare = {key: value for key, value in entry.items() if key not in about}
+        return {**about, "anyOf": [bare, entry["items"]]}
+    if "anyOf" in entry:
+        lists = [option for option in entry["anyOf"] if option.get("type") == "array"]
+        return {**entry, "anyOf": [*entry["anyOf"], *(option["items"] for option in lists)]}
+    return entry
+
+
+def _with_short(section: type[Section], definition: dict[str, Any]) -> dict[str, Any]:
+    if section.short is None:
+        return definition
+    short = dict(definition["properties"][section.short])
+    for key in ("title", "default"):
+        short.pop(key, None)
+    options = [definition, short]
+    if section.switch is not None:
+        options.append({"type": "boolean"})
+    return {"title": definition["title"], "description": definition.get("description", ""), "anyOf": options}
+
+
+def _variants(entry: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Variants told apart by `kind`: each is itself or its name alone; its own short form admits only its name."""
+    about: dict[str, Any] = {key: entry[key] for key in ("description", "default") if key in entry}
+    return {**about, "anyOf": [*entry["oneOf"], {"enum": names}]}

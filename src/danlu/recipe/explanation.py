@@ -1,0 +1,139 @@
+"""What a key of the recipe means, what it takes, and where its value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from danlu.errors import RecipeError
+from danlu.recipe.forms import Hint, choices, fields, item, kinds, sections
+from danlu.recipe.loading import Loaded
+from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.words import ELSEWHERE, describe, nearest
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One key. `defaults` has one entry, or one for each variant of the section (`adamw`, `sgd`, ...) that has it."""
+
+    key: str
+    takes: str
+    defaults: dict[str, str]  # variant, or "" -> default as YAML has it, or "required"
+    allowed: tuple[str, ...]  # the words it takes, if it takes words
+    about: str
+    short: str | None  # the key that a bare value fills, for a section
+    below: tuple[tuple[str, str], ...]  # (key, first sentence) of a section's keys
+    value: str | None  # with a recipe: the value there
+    origin: str | None  # and where it came from
+
+
+def explain(key: str, loaded: Loaded | None = None) -> Explanation:
+    """Explain a dotted key such as `data.max_length`, `optimizer` or `data.train.0.path`.
+
+    Raises RecipeError for a key that no recipe has, with the nearest that one has.
+    """
+    owners = _owners(key)
+    if not owners:
+        raise RecipeError(_unknown(key))
+    section, name, _ = owners[0]
+    hint = fields(section)[name]
+    found = sections(hint) or sections(item(hint) or str)
+    value = origin = None
+    if loaded is not None:
+        value, origin = _value(loaded.recipe, key), loaded.origin(key)
+    return Explanation(
+        key=key,
+        takes=describe(hint),
+        defaults={variant: _default(owner, name) for owner, name, variant in owners},
+        allowed=tuple(str(choice) for choice in choices(hint)) or tuple(sorted(kinds(hint))),
+        about=" ".join((section.model_fields[name].description or "").split()),
+        short=found[0].short if found else None,
+        below=tuple((entry, first_sentence(kind, entry)) for kind in found for entry in fields(kind))
+        if len(found) == 1
+        else tuple((kind, _first_line(variant)) for kind, variant in sorted(kinds(hint).items())),
+        value=value,
+        origin=origin,
+    )
+
+
+def keys() -> list[str]:
+    """Every dotted key a recipe can have, entries of lists without their index."""
+    return list(dict.fromkeys(_keys("", Recipe)))
+
+
+def _keys(above: str, section: type[Section]) -> Iterator[str]:
+    for name, hint in fields(section).items():
+        key = f"{above}.{name}" if above else name
+        yield key
+        for below in sections(hint) or sections(item(hint) or str):
+            yield from _keys(key, below)
+
+
+def _owners(key: str) -> list[tuple[type[Section], str, str]]:
+    """The section classes that have the key, its last part, and the variant each is; empty for an unknown key."""
+    candidates: list[tuple[Hint, str]] = [(Recipe, "")]
+    *above, name = [part for part in key.split(".") if not part.isdecimal()] or [""]
+    for part in above:
+        found = [(fields(kind)[part], kind) for hint, _ in candidates for kind in _inside(hint) if part in fields(kind)]
+        candidates = [(hint, "") for hint, _ in found]
+    return [
+        (kind, name, _variant_name(hint, kind))
+        for hint, _ in candidates
+        for kind in _inside(hint)
+        if name in fields(kind)
+    ]
+
+
+def _inside(hint: Hint) -> list[type[Section]]:
+    return sections(hint) or sections(item(hint) or str)
+
+
+def _variant_name(hint: Hint, section: type[Section]) -> str:
+    return next((kind for kind, variant in kinds(hint).items() if variant is section), "")
+
+
+def _default(section: type[Section], name: str) -> str:
+    default = section.model_fields[name].default
+    return "required" if default is PydanticUndefined else _as_yaml(default)
+
+
+def _value(recipe: Recipe, key: str) -> str:
+    value: Any = recipe
+    for part in key.split("."):
+        if isinstance(value, list):
+            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
+        else:
+            value = getattr(value, part, None)
+    return _as_yaml(value)
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, Section):
+        given = {name: getattr(value, name) for name in type(value).model_fields}
+        return "{" + ", ".join(f"{name}: {_as_yaml(entry)}" for name, entry in given.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_as_yaml(entry) for entry in value) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+def first_sentence(section: type[Section], name: str) -> str:
+    """The first sentence of a field's documentation, without its full stop."""
+    text = " ".join((section.model_fields[name].description or "").split())
+    return text.partition(". ")[0].rstrip(".")
+
+
+def _first_line(section: type[Section]) -> str:
+    return (section.__doc__ or "").partition("\n")[0]
+
+
+def _unknown(key: str) -> str:
+    known = keys()
+    last = key.rpartition(".")[2]
+    same_name = [other for other in known if other.rpartition(".")[2] == last]
+    guess = ELSEWHERE.get(key) or (same_name[0] if same_name else nearest(key, known)) or nearest(last, known)
+    return f"no recipe has the key {key!r}.{f' Did you mean {guess!r}?' if guess else ''} `danlu explain` lists them"

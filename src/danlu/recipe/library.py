@@ -1,0 +1,42 @@
+"""The commented recipes that come with danlu: the repository's `recipes/`, which a wheel carries inside the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from danlu.errors import DanluError, RecipeError, ResourceError
+from danlu.recipe.words import nearest
+
+
+def folder() -> Path:
+    """Where the recipes lie: in an installed wheel beside this file, in a checkout at its top."""
+    here = Path(__file__).resolve()
+    packaged, checkout = here.parent / "shipped", here.parents[3] / "recipes"
+    for place in (packaged, checkout):
+        if place.is_dir():
+            return place
+    raise DanluError(f"this installation of danlu has no recipes: neither {packaged} nor {checkout} is there")
+
+
+def shipped() -> dict[str, str]:
+    """Names of the recipes and the first comment line of each."""
+    recipes = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
+    return {name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in recipes.items()}
+
+
+def copy(name: str, to: Path) -> Path:
+    """Write a shipped recipe to `to` (a file, or a folder to put it in); an existing file is never overwritten."""
+    source = folder() / f"{name}.yaml"
+    if name not in shipped():
+        guess = nearest(name, list(shipped()))
+        hint = f" Did you mean {guess!r}?" if guess else ""
+        raise RecipeError(f"no recipe called {name!r}.{hint} There are: {', '.join(shipped())}")
+    target = to / source.name if to.is_dir() else to
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise RecipeError(f"{target} exists already; name another file: danlu recipes copy {name} FILE") from None
+    except OSError as error:
+        raise ResourceError(f"{target} cannot be written: {error.strerror}") from None
+    return target

@@ -1,0 +1,128 @@
+"""Reading a recipe: file, environment and overrides, checked as one; every problem is reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from danlu.errors import RecipeError
+from danlu.recipe import overrides as overriding
+from danlu.recipe import rules
+from danlu.recipe.check import check
+from danlu.recipe.forms import full
+from danlu.recipe.sections import Recipe
+from danlu.recipe.tree import Node, Origin, Problem, parse
+from danlu.recipe.words import nearest
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A recipe, and where each of its values came from."""
+
+    recipe: Recipe
+    path: Path
+    origins: Mapping[str, Origin]  # by dotted key, of what was written; the rest is default
+    notes: tuple[str, ...]  # remarks for the console
+
+    def origin(self, key: str) -> str:
+        """`sft.yaml:4:3`, `override 'steps=10'`, `environment $DATA (sft.yaml:3:7)` or `default`."""
+        return str(self.origins.get(key, "default"))
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read and check a recipe. Paths in it are relative to the working directory, like those of the command line.
+
+    Raises RecipeError with one line for each problem: file, line and column (or the override), key, what to do.
+    """
+    problems: list[Problem] = []
+    tree = parse(_read(Path(path)), str(path), problems)
+    recipe = None
+    if tree is not None:
+        recipe = _check(tree, overrides, problems)
+    if problems or recipe is None or tree is None:
+        raise RecipeError([_line(problem, str(path)) for problem in sorted(problems, key=_order)])
+    return Loaded(recipe, Path(path), {key: node.origin for key, node in tree.walk()}, tuple(rules.notes(recipe)))
+
+
+def _check(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Recipe | None:
+    """Bring `tree` to its full form with the overrides in it, and add everything that is wrong to `problems`."""
+    if not isinstance(tree.value, dict):
+        empty = tree.value is None
+        said = "the file is empty" if empty else "a recipe is a mapping of keys such as 'stage: sft'"
+        problems.append(Problem("", f"{said}. `danlu recipes copy sft` writes one to begin with", tree.origin))
+        return None
+    tree.value = full(tree, Recipe).value
+    overriding.apply(tree, overrides, problems)
+    tree.value = full(tree, Recipe).value
+    broken = {problem.key for problem in problems if problem.key}  # cannot be judged a second time
+    recipe, found = check(tree)
+    problems += [problem for problem in found if not _touches(problem, broken)]
+    sound = recipe or _without(tree, broken | {problem.key for problem in found})
+    if sound is not None:
+        wrong = broken | {problem.key for problem in found}
+        conflicts = rules.problems(sound) + rules.missing_files(sound)
+        problems += [_placed(problem, tree) for problem in conflicts if not _touches(problem, wrong)]
+    return recipe
+
+
+def _without(tree: Node, keys: set[str]) -> Recipe | None:
+    """The recipe without the values that are wrong, to show what else is; None if they cannot be left out."""
+    rest = deepcopy(tree)
+    for key in keys:
+        above, _, name = key.rpartition(".")
+        node, exact = rest.nearest(above)
+        if exact and isinstance(node.value, dict):
+            node.value.pop(name, None)
+    return check(rest)[0]
+
+
+def _touches(problem: Problem, keys: set[str]) -> bool:
+    """Whether a problem is about a key that is wrong already, or about one above or below it."""
+    return any(
+        mine == key or mine.startswith(f"{key}.") or key.startswith(f"{mine}.")
+        for mine in (problem.key, *problem.reads)
+        for key in keys
+    )
+
+
+def _placed(problem: Problem, tree: Node) -> Problem:
+    node, _ = tree.nearest(problem.key)
+    return replace(problem, origin=node.origin)
+
+
+def _order(problem: Problem) -> tuple[int, int, int]:
+    return problem.origin.order if problem.origin is not None else (0, 0, 0)
+
+
+def _line(problem: Problem, path: str) -> str:
+    place = problem.origin.place if problem.origin is not None else path
+    return f"{place} {problem.key}: {problem.message}" if problem.key else f"{place}: {problem.message}"
+
+
+def _read(path: Path) -> str:
+    """The text of a recipe file, or an error that says what is there instead."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise RecipeError(_not_found(path)) from None
+    except IsADirectoryError:
+        inside = path / "recipe.yaml"
+        hint = f" Did you mean {str(inside)!r}?" if inside.is_file() else " Name the recipe in it."
+        raise RecipeError(f"{path}: this is a folder, not a recipe.{hint}") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}). Save the recipe as UTF-8") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _not_found(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{path}: no such file, and no folder {str(folder)!r}"
+    names = {entry.stem.lower(): entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml")}
+    guess = nearest(path.stem, list(names))
+    if guess is not None:
+        return f"{path}: no such file. Did you mean {str(folder / names[guess])!r}?"
+    return f"{path}: no such file. `danlu recipes list` shows recipes to copy"

@@ -1,0 +1,38 @@
+"""The names that danlu looks up at run time, as strings: the table of contents of what is imported only when used.
+
+One broken or missing module hurts only its own name. Variants inside a room (optimizers, model families) are plain
+dictionaries there, because that room is imported as a whole anyway.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class Verb(NamedTuple):
+    """A verb of the command line: where its function or sub-app is, its heading and its line in `danlu --help`."""
+
+    target: str
+    heading: str
+    about: str
+
+
+VERBS: dict[str, Verb] = {
+    "bench": Verb("danlu.cli.bench:app", "Look", "measure this machine: its GEMM peak, which every MFU is a share of"),
+    "chat": Verb("danlu.cli.chat:chat", "Use", "talk with a model folder or a finished run"),
+    "checkpoint": Verb("danlu.cli.checkpoint:app", "Look", "list, verify and prune the checkpoints of a run"),
+    "demo": Verb("danlu.cli.demo:demo", "Begin", "from nothing to a model that answers, in minutes, on built-in data"),
+    "eval": Verb("danlu.cli.eval:eval", "Use", "loss, perplexity and token accuracy of a model on a file"),
+    "explain": Verb("danlu.cli.explain:explain", "Look", "what a key of the recipe means, takes and defaults to"),
+    "generate": Verb("danlu.cli.generate:generate", "Use", "continue a prompt; the text alone goes to stdout"),
+    "preview": Verb("danlu.cli.preview:preview", "Train", "see every token with its reason, the packs and the totals"),
+    "recipes": Verb("danlu.cli.recipes:app", "Begin", "list and copy the recipes that come with danlu; the schema"),
+    "train": Verb("danlu.cli.train:train", "Train", "train from a recipe, or go on where a run stopped"),
+}
+
+
+def resolve(target: str) -> Any:
+    """The object that `package.module:Name` stands for; importing it is the caller's cost."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,70 @@
+"""Text in and out of a model: prompts and conversations to tokens, answers to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from danlu.data.tokenizer import Tokenizer
+from danlu.errors import DataError
+
+
+class Wording:
+    """What a tokenizer's text means to a model that answers.
+
+    Attributes:
+        stop_ids: tokens that end an answer: those that close a turn in the chat template, and end-of-text.
+        silent_ids: tokens that never show in text: those, and the beginning-of-text and padding tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.stop_ids = frozenset(tokenizer.end_of_turn_ids)
+        self.silent_ids = self.stop_ids | {one for one in (tokenizer.bos_id, tokenizer.pad_id) if one is not None}
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Plain text to continue, after the beginning-of-text token where the tokenizer puts one.
+
+        Empty text becomes that token alone, wherever there is one. Raises DataError when there is nothing to start from.
+        """
+        tokenizer = self.tokenizer
+        tokens = tokenizer.encode(text)
+        if tokenizer.bos_id is not None and (tokenizer.adds_bos or not tokens) and tokens[:1] != [tokenizer.bos_id]:
+            return [tokenizer.bos_id, *tokens]
+        if not tokens:
+            raise DataError(
+                f"{tokenizer.path}: the prompt is empty, and this tokenizer has no beginning-of-text token: "
+                "give at least one character"
+            )
+        return tokens
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """A conversation by the chat template, up to where the assistant begins to speak.
+
+        Raises DataError when there is no template, or when it refuses the conversation.
+        """
+        # The template writes the beginning-of-text token itself.
+        return self.tokenizer.encode(self.tokenizer.apply_template(messages, add_generation_prompt=True))
+
+    def encode_chat_prompt(self, text: str) -> list[int]:
+        """One user's turn by the chat template."""
+        return self.encode_chat([{"role": "user", "content": text}])
+
+    def require_chat_template(self) -> None:
+        """Raises DataError when the tokenizer has no chat template, saying what to do instead."""
+        try:
+            self.tokenizer.template()
+        except DataError as error:
+            raise DataError(
+                f"{self.tokenizer.path}: no chat template that says who speaks ({error.args[0].partition(': ')[2]}). "
+                "Give one with --chat-template FILE.jinja, or continue plain text with `danlu generate --prompt`"
+            ) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without the tokens that only begin, end or pad."""
+        return self.tokenizer.decode([one for one in ids if one not in self.silent_ids])
+
+    def split_stops(self, stops: Sequence[str]) -> tuple[frozenset[int], list[str]]:
+        """Texts that end an answer, as tokens (those that never show in text, such as "</s>") and as texts."""
+        tokens = {stop: self.tokenizer.encode(stop) for stop in stops}
+        silent = {stop: ids[0] for stop, ids in tokens.items() if len(ids) == 1 and ids[0] in self.silent_ids}
+        return frozenset(silent.values()), [stop for stop in stops if stop not in silent]

@@ -1,0 +1,454 @@
+"""From a recipe to a finished run folder: a list of calls that builds the parts and hands them to the loop.
+
+The only file that knows every room. What it leaves in the run folder: recipe.yaml (resolved), environment.json,
+metrics.jsonl, tensorboard/, checkpoints/, and the result as a Hugging Face folder in model/ (model-ema/ beside it when
+the recipe keeps an average).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from danlu.data.packs import Packs
+from danlu.data.prepare import Prepared, prepare
+from danlu.data.stream import Stream
+from danlu.data.tokenizer import load_tokenizer, tokenizer_folder
+from danlu.data.tokenizing import TokenizerFacts, facts_of
+from danlu.errors import CheckpointError, RecipeError, ResourceError
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+from danlu.models.folder import check_vocabulary, read_config, resolve_folder
+from danlu.models.initialize import initialize
+from danlu.models.loading import build, load
+from danlu.models.presets import from_scratch
+from danlu.models.saving import save as save_model
+from danlu.numerics.loss_scaling import LossScaler
+from danlu.objectives.crossentropy import CHUNK_BYTES
+from danlu.optim.build import Optimizers
+from danlu.optim.build import build as build_optimizer
+from danlu.optim.ema import Ema
+from danlu.optim.schedules import problems as schedule_problems
+from danlu.plan import memory
+from danlu.plan.flops import Shape, training_flops
+from danlu.plan.gemm import measured_peak
+from danlu.recipe import Loaded, Recipe, changes, resolved_yaml
+from danlu.recipe import load as load_recipe
+from danlu.rollout.generate import generate
+from danlu.rollout.sampling import SamplingOptions
+from danlu.rollout.wording import Wording
+from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_state
+from danlu.train.durable import write_durably
+from danlu.train.environment import changes_that_matter, describe_environment, write_environment
+from danlu.train.faults import StopRequest
+from danlu.train.lock import RunLock
+from danlu.train.loop import Cadence, Generate, Run, fit
+from danlu.train.metrics import MetricsLog, Recorder
+from danlu.train.position import Feed
+from danlu.train.progress import RowProgress, progress_on
+from danlu.train.state import restore
+from danlu.train.step import Compute
+from danlu.train.trackers import TensorBoard, WandB, wandb_problem
+from danlu.train.watch import Watch
+from danlu.types import Pack
+
+RECIPE = "recipe.yaml"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+MODEL_EMA = "model-ema"
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
+MOST_CPU_TOKENS = 4096
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    steps: int
+    exit_code: int  # 0, or 128 + the number of the signal that stopped it
+    exported: tuple[Path, ...]  # model folders; empty when stopped before the end
+
+
+def train(loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO = sys.stderr) -> Outcome:
+    """Trains the recipe in its output folder, going on where an earlier run of it stopped.
+
+    resume: auto (go on when the folder holds a run of this recipe), never (refuse such a folder), or the path of one of
+    its checkpoints.
+    Raises DanluError of the kind that fits; whatever was saved before stays.
+    """
+    recipe = loaded.recipe
+    folder = Path(recipe.output).expanduser()
+    with RunLock(folder), StopRequest() as faults:
+        start = _starting_point(folder, recipe, resume)
+        if recipe.log.wandb is not None and (problem := wandb_problem()):
+            raise RecipeError(problem)
+        device = _device(recipe)
+        if recipe.threads is not None:
+            torch.set_num_threads(recipe.threads)
+        for note in loaded.notes:
+            say(note)
+        _describe(folder, recipe, device, start, say)
+        rows = RowProgress(stream)
+        prepared = prepare(
+            recipe.data,
+            stage=recipe.stage,
+            tokenizer_path=_tokenizer_path(recipe),
+            chat_template=recipe.model.chat_template,
+            seed=recipe.seed,
+            progress=rows,
+        )
+        rows.close()
+        run = _build(recipe, prepared, device, folder, start, say)
+        run.faults = faults
+        run.recorders = (run.metrics, *_shows(recipe, folder, run, stream))
+        try:
+            fit(run)
+        finally:
+            for recorder in run.recorders:
+                recorder.close()
+            run.store.close()
+            if isinstance(run.feed.source, Stream):
+                run.feed.source.close()
+        if faults.requested and not run.finished:
+            return Outcome(folder, run.state.step, faults.exit_code, ())
+        return Outcome(folder, run.state.step, 0, _export(run, recipe, folder))
+
+
+def _describe(folder: Path, recipe: Recipe, device: torch.device, start: Path | None, say: Say) -> None:
+    """Writes what the run is and where it runs; says what of that could make a resumed run differ."""
+    environment = describe_environment(device)
+    file = folder / "environment.json"
+    if start is not None:
+        say(f"resuming {folder} from {start.name}")
+        if file.is_file():
+            for line in changes_that_matter(json.loads(file.read_text()), environment):
+                say(f"the last bits of numbers may differ from an uninterrupted run: {line}")
+    write_durably(folder / RECIPE, resolved_yaml(recipe).encode())
+    write_environment(file, environment)
+
+
+def _build(
+    recipe: Recipe,
+    prepared: Prepared,
+    device: torch.device,
+    folder: Path,
+    start: Path | None,
+    say: Say,
+) -> Run:
+    """All the parts of a run, put back to `start` if there is one."""
+    words = prepared.tokenizer or _tokenizer_facts(recipe)
+    config = _model_config(recipe, words)
+    model = _model(recipe, config, device, filled=start is None)
+    optimizer = build_optimizer(model.named_parameters(), recipe.optimizer)
+    source = _source(recipe, prepared)
+    per_step = _packs_per_step(recipe)
+    total_packs = None
+    if isinstance(source, Packs) and recipe.steps is None:
+        total_packs = math.ceil((recipe.epochs or 1) * source.packs_per_epoch)
+    total_steps = recipe.steps if total_packs is None else math.ceil(total_packs / per_step)
+    assert total_steps is not None, "the recipe's rules ask for steps when streaming"
+    if wrong := schedule_problems(recipe.schedule, total_steps):
+        raise RecipeError(wrong)
+    held_out = _held_out(recipe, prepared)
+    micro = read_state(start)["micro"] if start is not None else _micro(recipe, config, optimizer, per_step, device)
+    forward = torch.compile(model, dynamic=True) if recipe.compile else model
+    compute = Compute(model, forward, device, DTYPES[recipe.precision], micro, recipe.loss)
+    store = CheckpointStore(
+        folder / CHECKPOINTS,
+        keep=recipe.checkpoint.keep,
+        keep_every=recipe.checkpoint.keep_every,
+        keep_best=recipe.checkpoint.keep_best,
+        background=recipe.checkpoint.background,
+    )
+    metrics = MetricsLog(folder / "metrics.jsonl")
+    run = Run(
+        compute=compute,
+        optimizer=optimizer,
+        schedule=recipe.schedule,
+        clip=recipe.gradient_clipping,
+        feed=Feed(source, per_step=per_step, total=total_packs),
+        cadence=_cadence(recipe, total_steps),
+        watch=Watch(recipe.watch),
+        store=store,
+        metrics=metrics,
+        recorders=(metrics,),
+        faults=StopRequest(),
+        scaler=LossScaler() if recipe.precision == "fp16" else None,
+        ema=None if recipe.ema is None else Ema(model.named_parameters(), recipe.ema.decay),
+        held_out=held_out,
+        early_stop=recipe.evaluation.early_stop,
+        sample_prompts=() if recipe.evaluation.samples is None else tuple(recipe.evaluation.samples.prompts),
+        generate=_sampler(recipe, model, compute.dtype),
+        least_seconds=_at_peak_speed(config, compute.dtype, device),
+    )
+    if start is not None:
+        restore(run, start)
+        later = run.store.discard_after(run.state.step)
+        if later:
+            say(f"left behind: {', '.join(path.name for path in later)}, which came after {start.name}")
+    metrics.truncate_after(run.state.step)
+    say(_summary(recipe, config, run))
+    return run
+
+
+def _starting_point(folder: Path, recipe: Recipe, resume: str) -> Path | None:
+    """The checkpoint to go on from, None to start afresh. Raises CheckpointError if the folder is not this run's."""
+    if resume not in ("auto", "never"):
+        path = Path(resume).expanduser()
+        if not (path / "manifest.json").is_file():
+            raise CheckpointError(
+                f"{path}: no checkpoint. --resume takes auto, never, or a folder such as "
+                f"{folder / CHECKPOINTS}/step-00000100."
+            )
+        _require_same_run(path.parent.parent / RECIPE, recipe)
+        return path
+    store = CheckpointStore(folder / CHECKPOINTS)
+    latest = store.latest()
+    written = folder / RECIPE
+    if latest is None:
+        strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in _OWN_FILES)
+        if strangers:
+            shown = ", ".join(strangers[:5])
+            raise ResourceError(
+                f"{folder}: the output folder holds other things ({shown}). Choose an empty or new `output`."
+            )
+        return None
+    if resume == "never":
+        raise CheckpointError(
+            f"{folder}: holds a run (step {latest.step}). Choose another `output`, or leave out --resume never."
+        )
+    _require_same_run(written, recipe)
+    return latest.path
+
+
+_OWN_FILES = {
+    RECIPE,
+    "environment.json",
+    "metrics.jsonl",
+    "tensorboard",
+    CHECKPOINTS,
+    MODEL,
+    MODEL_EMA,
+    ".lock",
+    "wandb-id.txt",
+}
+
+
+def _require_same_run(written: Path, recipe: Recipe) -> None:
+    """Raises CheckpointError if the run's recipe differs in something that its result depends on."""
+    if not written.is_file():
+        raise CheckpointError(
+            f"{written}: missing; without it nobody can tell whether the checkpoints are this recipe's."
+        )
+    different = [change for change in changes(load_recipe(written).recipe, recipe) if change.matters]
+    if different:
+        lines = "\n  ".join(str(change) for change in different)
+        raise CheckpointError(
+            f"{written.parent} holds a run of another recipe; what differs (there -> here):\n  {lines}\n"
+            "To start anew, choose another `output`; to go on, undo the change."
+        )
+
+
+def _device(recipe: Recipe) -> torch.device:
+    name = recipe.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("device: cuda, but torch sees no CUDA device. Use device: auto or cpu.")
+    return torch.device(name)
+
+
+def _tokenizer_path(recipe: Recipe) -> str:
+    named = recipe.model.tokenizer
+    if named is not None:
+        return named
+    assert recipe.model.path is not None, "the recipe's rules ask for a tokenizer when the model is from scratch"
+    return str(resolve_folder(recipe.model.path))
+
+
+def _tokenizer_facts(recipe: Recipe) -> TokenizerFacts:
+    """For a stream, which tokenises in other processes and only later."""
+    tokenizer = load_tokenizer(_tokenizer_path(recipe), recipe.model.chat_template)
+    return facts_of(tokenizer)
+
+
+def _model_config(recipe: Recipe, words: TokenizerFacts) -> ModelConfig:
+    if recipe.model.path is None:
+        config = from_scratch(recipe.model, words.size, words.bos_id, words.eos_id)
+    else:
+        config = read_config(resolve_folder(recipe.model.path))
+    check_vocabulary(config, words.size)
+    return config
+
+
+def _model(recipe: Recipe, config: ModelConfig, device: torch.device, *, filled: bool) -> Decoder:
+    """The decoder in float32; with `filled` its initial weights, else memory for a checkpoint's."""
+    if not filled:
+        return build(config, device=device)
+    if recipe.model.path is not None:
+        return load(resolve_folder(recipe.model.path), device=device)
+    model = build(config, device=device)
+    initialize(model, recipe.seed)
+    return model
+
+
+def _source(recipe: Recipe, prepared: Prepared) -> Packs | Stream:
+    if prepared.train is not None:
+        return Packs(prepared.train, recipe.data.packing, recipe.data.max_length, recipe.seed)
+    return Stream(
+        recipe.data,
+        stage=recipe.stage,
+        tokenizer_path=_tokenizer_path(recipe),
+        chat_template=recipe.model.chat_template,
+        seed=recipe.seed,
+    )
+
+
+def _held_out(recipe: Recipe, prepared: Prepared) -> list[Pack] | None:
+    if prepared.eval is None:
+        return None
+    packs = Packs(prepared.eval, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
+    return [packs.at(number) for number in range(packs.packs_per_epoch)]
+
+
+def _packs_per_step(recipe: Recipe) -> int:
+    if recipe.batch.tokens is not None:
+        return max(1, recipe.batch.tokens // recipe.data.max_length)
+    assert recipe.batch.sequences is not None, "the recipe's rules ask for tokens or sequences"
+    return recipe.batch.sequences
+
+
+def _shape(config: ModelConfig) -> Shape:
+    return Shape(
+        hidden_size=config.hidden_size,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        windows=config.windows,
+    )
+
+
+def _micro(recipe: Recipe, config: ModelConfig, optimizer: Optimizers, per_step: int, device: torch.device) -> int:
+    """Packs in a micro-batch: as given, or the most whose activations fit into what memory the rest leaves."""
+    if recipe.batch.micro != "auto":
+        return min(recipe.batch.micro, per_step)
+    shape, width, length = _shape(config), DTYPES[recipe.precision].itemsize, recipe.data.max_length
+    parameters = sum(parameter.numel() for parameter in optimizer.parameters.values())
+    fixed = memory.parameter_bytes(parameters, optimizer.state_bytes(), ema=recipe.ema is not None)
+    fixed += memory.head_bytes(shape, CHUNK_BYTES, width)
+    if recipe.batch.memory is not None:
+        budget = recipe.batch.memory * 2**30 - fixed
+        if budget < memory.activation_bytes(shape, [length], width):
+            need = (fixed + memory.activation_bytes(shape, [length], width)) / 2**30
+            raise RecipeError(
+                f"batch.memory: {recipe.batch.memory} GiB do not hold one pack: weights, gradients, optimizer and a "
+                f"pack of {length} tokens need about {need:.2f} GiB. Give more, or lower data.max_length."
+            )
+    else:
+        held = 4 * parameters  # the weights are in memory already
+        budget = 0.8 * (_free_memory(device) - (fixed - held))
+    most = per_step if device.type == "cuda" else min(per_step, max(1, MOST_CPU_TOKENS // length))
+    return memory.largest_micro(shape, [length], width, budget, most)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _cadence(recipe: Recipe, total: int) -> Cadence:
+    tenth = max(1, math.ceil(total / 10))
+    evaluated = recipe.data.eval is not None or recipe.evaluation.samples is not None
+    return Cadence(
+        total=total,
+        log=recipe.log.every,
+        checkpoint=recipe.checkpoint.every or tenth,
+        evaluation=(recipe.evaluation.every or tenth) if evaluated else None,
+    )
+
+
+def _at_peak_speed(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Callable[[Sequence[int], int], float]:
+    """Seconds a step would take at the machine's own matrix-product speed; divided by the real ones, that is MFU."""
+    shape, peak = _shape(config), measured_peak(dtype, device)
+    return lambda lengths, targets: training_flops(shape, lengths, targets) / peak
+
+
+def _sampler(recipe: Recipe, model: Decoder, dtype: torch.dtype) -> Generate | None:
+    samples = recipe.evaluation.samples
+    if samples is None:
+        return None
+    wording = Wording(load_tokenizer(_tokenizer_path(recipe), recipe.model.chat_template))
+    options = SamplingOptions(temperature=samples.temperature, seed=recipe.seed)
+    encode = wording.encode_prompt if recipe.stage == "pretrain" else wording.encode_chat_prompt
+
+    def write(prompts: Sequence[str]) -> list[str]:
+        tokens = [encode(prompt) for prompt in prompts]
+        stops = sorted(wording.stop_ids)
+        answers = generate(model, tokens, options, samples.max_new_tokens, stops, decode=wording.decode, dtype=dtype)
+        return [answer.text for answer in answers]
+
+    return write
+
+
+def _shows(recipe: Recipe, folder: Path, run: Run, stream: TextIO) -> list[Recorder]:
+    """What tells people about the run, beside the metrics file."""
+    shows: list[Recorder] = [progress_on(stream, total=run.cadence.total, done=run.state.step)]
+    if recipe.log.tensorboard:
+        shows.append(TensorBoard(folder / "tensorboard", after_step=run.state.step))
+    if recipe.log.wandb is not None:
+        shows.append(WandB(recipe.log.wandb, folder, recipe.model_dump(mode="json")))
+    return shows
+
+
+def _summary(recipe: Recipe, config: ModelConfig, run: Run) -> str:
+    parameters = sum(parameter.numel() for parameter in run.compute.model.parameters())
+    per_step = run.feed.per_step
+    lengths = (
+        f"{per_step} x {recipe.data.max_length} tokens" if recipe.data.packing.kind != "none" else f"{per_step} rows"
+    )
+    packs = "" if run.feed.total is None else f", {run.feed.total:,} packs"
+    return (
+        f"{config.family} with {parameters / 1e6:.1f}M parameters on {run.compute.device}, {recipe.precision}; "
+        f"{run.cadence.total} steps of {lengths} (micro-batches of {run.compute.micro}){packs}"
+    )
+
+
+def _export(run: Run, recipe: Recipe, folder: Path) -> tuple[Path, ...]:
+    """The result as Hugging Face folders, in the type of activations that it was trained with (fp16: float32)."""
+    run.store.wait()
+    best = run.store.best() if recipe.checkpoint.keep_best else None
+    if best is not None:
+        load_checkpoint(best.path, {"model": {name: p.detach() for name, p in run.compute.model.named_parameters()}})
+    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    tokenizer = tokenizer_folder(_tokenizer_path(recipe))
+    given = recipe.model.chat_template
+    template = None if given is None else Path(given).expanduser().read_text(encoding="utf-8")
+
+    def write(name: str) -> Path:
+        save_model(run.compute.model, folder / name, dtype=dtype, tokenizer_from=tokenizer, chat_template=template)
+        return folder / name
+
+    if run.ema is None:
+        return (write(MODEL),)
+    with run.averaged():
+        averaged = write(MODEL_EMA)
+    return write(MODEL), averaged

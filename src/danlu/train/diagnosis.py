@@ -1,0 +1,90 @@
+"""Where a number that is not finite came from: the step, the rows and the tensor, in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from danlu.errors import TrainingError
+from danlu.models.attend import PackedAttention
+from danlu.models.decoder import Decoder
+from danlu.objectives.crossentropy import linear_cross_entropy
+from danlu.optim.clip import non_finite
+from danlu.types import Batch, Pack
+
+_ROWS_SHOWN = 3
+
+
+def explain_non_finite(model: Decoder, batch: Batch, dtype: torch.dtype, step: int) -> TrainingError:
+    """Why the loss of `batch` is not finite: a weight that already is not, or the first module to make it so."""
+    if names := non_finite(model.named_parameters()):
+        return TrainingError(
+            f"step {step}: the loss is not finite because a weight is not: {_some(names)}. "
+            "The run stopped before the update. If the weights were loaded, check their folder; if they were trained, "
+            "go back to an earlier checkpoint with a lower optimizer.learning_rate."
+        )
+    first, hidden = _first_non_finite(model, batch, dtype)
+    rows = _rows_of(model, batch, hidden)
+    where = f"first in the output of {first}" if first else "in the cross-entropy over the vocabulary"
+    return TrainingError(
+        f"step {step}: the loss is not finite, {where}, for {_some(rows)}. The weights themselves are finite, and the "
+        "run stopped before the update. Look at these rows, lower optimizer.learning_rate, or use precision: fp32 to "
+        "see whether the range of the type is what fails."
+    )
+
+
+def explain_gradient(model: Decoder, packs: Sequence[Pack], step: int) -> TrainingError:
+    """Which gradients are not finite, when every loss was."""
+    names = non_finite((name, parameter.grad) for name, parameter in model.named_parameters())
+    rows = [sample.row for pack in packs for sample in pack.samples]
+    return TrainingError(
+        f"step {step}: the loss is finite but its gradient is not, in {_some(names) if names else 'its global norm'}. "
+        f"The run stopped before the update. The step's rows: {_some(rows)}. "
+        "Lower optimizer.learning_rate, or use precision: fp32 to see whether the range of the type is what fails."
+    )
+
+
+def _first_non_finite(model: Decoder, batch: Batch, dtype: torch.dtype) -> tuple[str, Tensor]:
+    """Name of the first module, in the order they run, whose output is not finite ("" if none); and the last states."""
+    found: list[str] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not found and isinstance(output, Tensor) and not output.isfinite().all():
+            found.append(names[module] or "the decoder")
+
+    # Leaves first: a child's hook runs before its parent's, so the innermost module that fails is named.
+    handles = [module.register_forward_hook(look) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            hidden = model(batch.tokens, batch.positions, PackedAttention(batch.boundaries), dtype)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return (found[0] if found else ""), hidden
+
+
+def _rows_of(model: Decoder, batch: Batch, hidden: Tensor) -> list[str]:
+    """Rows whose own loss is not finite, by one document at a time (all of them, if only their sum is not)."""
+    rows: list[str] = []
+    with torch.no_grad():
+        for row, start, end in zip(batch.rows, batch.boundaries[:-1], batch.boundaries[1:], strict=True):
+            mine = (batch.sources >= start) & (batch.sources < end)
+            total = linear_cross_entropy(
+                hidden[batch.sources[mine]],
+                model.head_weight,
+                batch.targets[mine],
+                batch.weights[mine],
+                softcap=model.config.final_softcap,
+            ).total
+            if not total.isfinite():
+                rows.append(row)
+    return rows or list(batch.rows)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_ROWS_SHOWN])
+    return shown if len(names) <= _ROWS_SHOWN else f"{shown} and {len(names) - _ROWS_SHOWN} more"

@@ -1,0 +1,235 @@
+"""The loop: batch -> step -> log -> evaluate -> checkpoint, for every stage, until the run is finished or stopped."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from danlu.errors import TrainingError
+from danlu.numerics.loss_scaling import LossScaler
+from danlu.optim.build import Optimizers
+from danlu.optim.ema import Ema
+from danlu.optim.schedules import multiplier
+from danlu.recipe.sections import EarlyStop, Schedule
+from danlu.train.checkpoint import CheckpointStore
+from danlu.train.diagnosis import explain_gradient
+from danlu.train.evaluation import Scores, evaluate
+from danlu.train.faults import StopRequest
+from danlu.train.metrics import MetricsLog, Recorder, Value, peak_memory_bytes
+from danlu.train.position import Feed
+from danlu.train.state import RunState, restore, snapshot
+from danlu.train.step import Compute, Gradients, accumulate
+from danlu.train.watch import Watch
+from danlu.types import Pack, StepMetrics
+
+
+class Generate(Protocol):
+    """Texts that the model writes after each prompt; handed in by whoever builds the run."""
+
+    def __call__(self, prompts: Sequence[str]) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When things happen, in steps."""
+
+    total: int
+    log: int
+    checkpoint: int
+    evaluation: int | None  # None: nothing to evaluate
+
+    def due(self, step: int, every: int | None) -> bool:
+        return every is not None and (step % every == 0 or step == self.total)
+
+
+@dataclass
+class Run:
+    """Everything a run is made of. `fit` works on it; `state` is what a checkpoint brings back."""
+
+    compute: Compute
+    optimizer: Optimizers
+    schedule: Schedule
+    clip: float | None
+    feed: Feed
+    cadence: Cadence
+    watch: Watch
+    store: CheckpointStore
+    metrics: MetricsLog
+    recorders: Sequence[Recorder]  # the metrics file is one of them
+    faults: StopRequest
+    scaler: LossScaler | None = None  # fp16
+    ema: Ema | None = None
+    held_out: Sequence[Pack] | None = None
+    early_stop: EarlyStop | None = None
+    sample_prompts: Sequence[str] = ()
+    generate: Generate | None = None
+    least_seconds: Callable[[Sequence[int], int], float] | None = None  # (document lengths, targets) -> at peak speed
+    state: RunState = field(default_factory=RunState)
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def finished(self) -> bool:
+        return self.state.step >= self.cadence.total or self.state.ended_early or self.feed.exhausted
+
+    def tell(self, event: str, **values: Value) -> None:
+        for recorder in self.recorders:
+            recorder.event(self.state.step, event, **values)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it the model holds the averaged weights, where the recipe asks for an average."""
+        return nullcontext() if self.ema is None or not self.ema.updates else self.ema.swapped()
+
+
+def fit(run: Run) -> None:
+    """Trains until the last step, an early stop, or a signal; the state at the end is always saved.
+
+    Raises TrainingError for numbers that are not finite and for spikes past their policy; the last good state is saved
+    first. KeyboardInterrupt passes through at once, leaving the last checkpoint.
+    """
+    try:
+        while not run.finished and not run.faults.requested:
+            rewound = take_step(run)
+            if rewound:
+                continue
+            scores = None
+            if run.cadence.due(run.state.step, run.cadence.evaluation):
+                scores = assess(run)
+            if run.cadence.due(run.state.step, run.cadence.checkpoint):
+                save(run, scores)
+    except TrainingError:
+        if run.state.step > run.state.saved_step:
+            save(run)
+        raise
+    if run.state.step > run.state.saved_step:
+        save(run)
+
+
+def take_step(run: Run) -> bool:
+    """One optimizer step; True when the watch went back to the last checkpoint instead."""
+    started = time.perf_counter()
+    step = run.state.step + 1
+    packs = run.feed.take()
+    scale = 1.0 if run.scaler is None else run.scaler.scale
+    try:
+        gradients = accumulate(run.compute, packs, step=step, clip=run.clip, loss_scale=scale)
+        finite = math.isfinite(gradients.norm)
+        if not finite and run.scaler is None:
+            raise explain_gradient(run.compute.model, packs, step)
+    except TrainingError:
+        run.optimizer.zero_grad()
+        run.feed.give_back()  # the state that is saved now is the one before this step
+        raise
+    multiple = multiplier(step, run.cadence.total, run.schedule)
+    run.optimizer.set_learning_rate(multiple)
+    run.state.step = step
+    wanted = finite and not _spiked(run, gradients)
+    if run.state.rewind_wanted:
+        rewind(run)
+        return True
+    if wanted:
+        run.optimizer.step(free_gradients=True)
+        if run.ema is not None:
+            run.ema.update()
+    run.optimizer.zero_grad()
+    if run.scaler is not None and (change := run.scaler.update(step, finite)) is not None:
+        run.tell("overflow" if change.overflow else "loss_scale", before=change.before, after=change.after)
+    run.state.tokens += gradients.tokens
+    if run.cadence.due(step, run.cadence.log):
+        _log(run, gradients, time.perf_counter() - started)
+    return False
+
+
+def _spiked(run: Run, gradients: Gradients) -> bool:
+    """Whether the watch's policy keeps this update from being made; tells of a spike in any case."""
+    verdict = run.watch.judge(run.state.step, gradients.loss, gradients.norm)
+    if not verdict.spike:
+        return False
+    policy = run.watch.section.policy
+    run.tell("spike", policy=policy, reason=verdict.reason)
+    run.state.rewind_wanted = policy == "rewind"
+    return policy != "warn"
+
+
+def rewind(run: Run) -> None:
+    """Back to the last checkpoint, with the rows of the present step left out from now on."""
+    run.state.rewind_wanted = False
+    run.optimizer.zero_grad()
+    spiked_at, rows = run.state.step, run.feed.last_taken
+    rewinds = run.state.rewinds + 1
+    if rewinds > run.watch.section.rewinds:
+        raise TrainingError(
+            f"step {spiked_at}: a spike after going back {rewinds - 1} times (watch.rewinds). "
+            "Lower optimizer.learning_rate, look at the events in metrics.jsonl, or choose another watch.policy."
+        )
+    checkpoint = run.store.latest()
+    if checkpoint is None:
+        raise TrainingError(
+            f"step {spiked_at}: a spike, and no checkpoint to go back to yet. "
+            "Lower checkpoint.every, or choose watch.policy: warn or skip."
+        )
+    excluded = run.feed.excluded | set(rows)
+    # Told before going back: a resumed run cuts the metrics behind its checkpoint, by the step of each line.
+    run.tell("rewind", back_to=checkpoint.step, packs_left_out=len(excluded))
+    restore(run, checkpoint.path)
+    run.feed.excluded = excluded
+    run.state.rewinds = rewinds
+
+
+def assess(run: Run) -> Scores | None:
+    """Evaluates, writes samples, and keeps count for the early stop."""
+    started = time.perf_counter()
+    with run.averaged():
+        scores = evaluate(run.compute, run.held_out, stop=lambda: run.faults.requested) if run.held_out else None
+        texts = run.generate(run.sample_prompts) if run.generate is not None and run.sample_prompts else []
+    for prompt, text in zip(run.sample_prompts, texts, strict=False):
+        run.tell("sample", prompt=prompt, text=text)
+    if scores is None:
+        return None
+    values: Mapping[str, Value] = {**scores.values(), "s": time.perf_counter() - started}
+    for recorder in run.recorders:
+        recorder.evaluation(run.state.step, values)
+    patience = run.early_stop
+    if run.state.best_loss is None or scores.loss < run.state.best_loss - (patience.min_delta if patience else 0.0):
+        run.state.best_loss = scores.loss
+        run.state.evaluations_without_gain = 0
+    else:
+        run.state.evaluations_without_gain += 1
+        if patience is not None and run.state.evaluations_without_gain >= patience.patience:
+            run.state.ended_early = True
+            run.tell("early_stop", best_loss=run.state.best_loss, evaluations=run.state.evaluations_without_gain)
+    return scores
+
+
+def save(run: Run, scores: Scores | None = None) -> None:
+    """A checkpoint of the present state; metrics are on disk before it, so it never outlives them."""
+    run.state.saved_step = run.state.step
+    run.metrics.sync()
+    groups, state = snapshot(run)
+    run.store.save(run.state.step, groups, state, loss=None if scores is None else scores.loss)
+
+
+def _log(run: Run, gradients: Gradients, seconds: float) -> None:
+    extra: dict[str, float] = {"accuracy": gradients.accuracy, "elapsed_s": time.perf_counter() - run.started}
+    if run.compute.loss != type(run.compute.loss)():
+        extra["nll"] = gradients.nll
+    if run.scaler is not None:
+        extra["loss_scale"] = run.scaler.scale
+    if run.least_seconds is not None:
+        extra["mfu"] = run.least_seconds(gradients.lengths, gradients.trained_tokens) / seconds
+    metrics = StepMetrics(
+        step=run.state.step,
+        loss=gradients.loss,
+        grad_norm=gradients.norm,
+        learning_rate=run.optimizer.learning_rate,
+        tokens=gradients.tokens,
+        trained_tokens=gradients.trained_tokens,
+        tokens_per_second=gradients.tokens / seconds,
+        memory_bytes=peak_memory_bytes(run.compute.device),
+        extra=extra,
+    )
+    for recorder in run.recorders:
+        recorder.step(metrics)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from danlu.data.mixture import epoch_rows, hold_out
+from danlu.errors import DataError
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.1, 15), (0.001, 1), (7, 7)])
+def test_hold_out_takes_the_share_or_number_asked_for(share: float | int, expected: int) -> None:
+    masks = hold_out([100, 50], share, seed=1)
+    assert [len(mask) for mask in masks] == [100, 50]
+    assert sum(int(mask.sum()) for mask in masks) == expected
+
+
+def test_hold_out_is_drawn_by_the_seed() -> None:
+    first, same, other = (np.concatenate(hold_out([100, 50], 20, seed)) for seed in (1, 1, 2))
+    assert np.array_equal(first, same)
+    assert not np.array_equal(first, other)
+
+
+def test_holding_out_everything_is_an_error() -> None:
+    with pytest.raises(DataError, match="data.eval: 9 holds out 9 of 9 rows, which leaves none to train on"):
+        hold_out([4, 5], 9, seed=0)
+
+
+def test_without_weights_every_row_once() -> None:
+    assert [rows.tolist() for rows in epoch_rows([3, 2], [None, None], 0)] == [[0, 1, 2], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "weights", "expected"),
+    [([1000, 10], [0.5, 0.5], [1000, 1000]), ([1000, 900], [9, 1], [1000, 111]), ([100, 100], [3, 1], [100, 33])],
+)
+def test_weights_are_proportions_of_rows(counts: list[int], weights: list[float | None], expected: list[int]) -> None:
+    assert [len(rows) for rows in epoch_rows(counts, weights, 0)] == expected
+
+
+def test_a_small_source_is_repeated_evenly() -> None:
+    large, small = epoch_rows([1000, 300], [1, 1], 5)
+    assert np.array_equal(large, np.arange(1000))
+    counts = np.bincount(small, minlength=300)
+    assert set(counts.tolist()) == {3, 4} and counts.sum() == 1000
+    assert np.array_equal(small, epoch_rows([1000, 300], [1, 1], 5)[1])
+    assert not np.array_equal(small, epoch_rows([1000, 300], [1, 1], 6)[1])

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from danlu.data.prepare import Prepared, prepare
+from danlu.data.samples import Selection
+from danlu.data.synthesis import conversations, pretraining_documents
+from danlu.data.vocabulary import train_vocabulary
+from danlu.errors import DataError
+from danlu.recipe.sections import Data, Packing, Source
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_vocabulary(pretraining_documents(0, 300), 500, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def write(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("rows") / "chat.jsonl", conversations(0, 60))
+
+
+def ready(tokenizer: Path, cache: Path, *paths: Path, stage: Any = "sft", weights: Any = None, **data: Any) -> Prepared:
+    sources = [
+        Source(path=str(path), weight=weight)
+        for path, weight in zip(paths, weights or [None] * len(paths), strict=True)
+    ]
+    settings = Data(**{"train": sources, "cache": str(cache), "workers": 1, **data})
+    return prepare(settings, stage=stage, tokenizer_path=str(tokenizer), chat_template=None, seed=0)
+
+
+def contents(samples: Selection) -> list[tuple[list[int], list[float], str]]:
+    return [(sample.tokens.tolist(), sample.weights.tolist(), sample.row) for sample in samples]
+
+
+def rows_of(samples: Selection) -> list[str]:
+    return [sample.row for sample in samples]
+
+
+def test_the_output_does_not_depend_on_the_number_of_workers(tokenizer: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", conversations(0, 2600))  # more chunks than one process is given at first
+    one = ready(tokenizer, tmp_path / "one", path, workers=1)
+    three = ready(tokenizer, tmp_path / "three", path, workers=3)
+    assert one.train is not None and three.train is not None
+    assert contents(one.train) == contents(three.train)
+    assert rows_of(one.train)[:2] == ["chat.jsonl:1", "chat.jsonl:2"]
+    assert one.statistics == three.statistics
+    (folder,), (other,) = ([path for path in (tmp_path / name).iterdir() if path.name != "locks"] for name in ("one", "three"))
+    for file in sorted(folder.glob("*.bin")):
+        assert file.read_bytes() == (other / file.name).read_bytes(), file.name
+
+
+def test_statistics_count_what_is_there(tokenizer: Path, cache: Path, chat: Path) -> None:
+    prepared = ready(tokenizer, cache, chat)
+    assert prepared.train is not None and prepared.tokenizer is not None
+    samples = list(prepared.train)
+    statistics = prepared.statistics
+    assert (statistics.rows, statistics.samples) == (60, len(samples))
+    assert statistics.tokens == sum(len(sample.tokens) for sample in samples) == sum(statistics.reasons.values())
+    assert statistics.trained_tokens == sum(int((sample.weights > 0).sum()) for sample in samples)
+    assert 0 < statistics.trained_share < 1
+    assert statistics.longest == max(len(sample.tokens) for sample in samples)
+    assert prepared.max_token == max(int(sample.tokens.max()) for sample in samples) < prepared.tokenizer.size == 500
+
+
+SECOND_RUN = """
+import json, sys
+from danlu.data.prepare import prepare
+from danlu.recipe.sections import Data, Source
+path, tokenizer, cache = sys.argv[1:]
+data = Data(train=[Source(path=path)], cache=cache)
+prepared = prepare(data, stage="sft", tokenizer_path=tokenizer, chat_template=None, seed=0)
+heavy = {"transformers", "tokenizers", "torch", "datasets", "pyarrow"} & {name.partition(".")[0] for name in sys.modules}
+print(json.dumps([len(prepared.train), sorted(heavy)]))
+"""
+
+
+@pytest.mark.parametrize("state", ["empty", "full"])
+def test_no_tokenizer_library_in_this_process(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path, state: str) -> None:
+    if state == "full":
+        ready(tokenizer, cache, chat)
+    folder = cache if state == "full" else tmp_path
+    command = [sys.executable, "-c", SECOND_RUN, str(chat), str(tokenizer), str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=None)
+    assert json.loads(ran.stdout) == [60, []]
+
+
+def test_a_changed_setting_or_file_is_tokenised_anew(tokenizer: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", conversations(0, 5))
+    first = ready(tokenizer, tmp_path / "cache", path)
+    shorter = ready(tokenizer, tmp_path / "cache", path, max_length=16)
+    assert first.train is not None and shorter.train is not None
+    assert shorter.statistics.longest == 16 and shorter.statistics.shortened.total() > 0
+    write(path, conversations(1, 5))
+    changed = ready(tokenizer, tmp_path / "cache", path)
+    assert changed.train is not None
+    assert contents(changed.train) != contents(first.train)
+    assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.name != "locks"]) == 3
+
+
+def test_held_out_rows_are_never_trained_on(tokenizer: Path, cache: Path, chat: Path) -> None:
+    for wanted, expected in ((0.2, 12), (7, 7)):
+        prepared = ready(tokenizer, cache, chat, eval=wanted)
+        assert prepared.train is not None and prepared.eval is not None
+        train, held_out = set(rows_of(prepared.train)), set(rows_of(prepared.eval))
+        assert len(held_out) == expected and len(train) == 60 - expected
+        assert not train & held_out
+
+
+def test_all_pieces_of_a_split_row_are_on_one_side(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
+    texts = [{"text": " ".join(pretraining_documents(seed, 12))} for seed in range(30)]
+    path = write(tmp_path / "texts.jsonl", texts)
+    prepared = ready(tokenizer, cache, path, stage="pretrain", max_length=64, overlong="split", eval=0.3)
+    assert prepared.train is not None and prepared.eval is not None
+    assert prepared.statistics.samples > 60
+    rows = [np.unique(samples.row_numbers).tolist() for samples in (prepared.train, prepared.eval)]
+    assert sorted(rows[0] + rows[1]) == list(range(30)) and len(rows[1]) == 9
+
+
+def test_evaluation_sources_of_their_own(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "eval.jsonl", conversations(9, 8))
+    prepared = ready(tokenizer, cache, chat, eval=[Source(path=str(path))])
+    assert prepared.train is not None and prepared.eval is not None and prepared.eval_statistics is not None
+    assert (len(prepared.train), len(prepared.eval), prepared.eval_statistics.rows) == (60, 8, 8)
+
+
+def test_sources_are_mixed_by_weight(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path) -> None:
+    small = write(tmp_path / "small.jsonl", conversations(5, 10))
+    prepared = ready(tokenizer, cache, chat, small, weights=[2.0, 1.0])
+    assert prepared.train is not None
+    names = [row.partition(":")[0] for row in rows_of(prepared.train)]
+    assert (names.count("chat.jsonl"), names.count("small.jsonl")) == (60, 30)
+
+
+def test_concatenated_documents_are_kept_whole(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "texts.jsonl", [{"text": " ".join(pretraining_documents(0, 50))}])
+    prepared = ready(tokenizer, cache, path, stage="pretrain", max_length=32, packing=Packing(kind="concatenate"))
+    assert prepared.statistics.longest > 500 and not prepared.statistics.shortened
+    with pytest.raises(DataError, match=r"data\.packing: concatenate joins plain text.*chat\.jsonl.* are messages"):
+        ready(tokenizer, cache, chat, packing=Packing(kind="concatenate"))
+
+
+BROKEN = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}\n{"messages": [\n'
+
+
+def test_a_bad_row_stops_with_its_place_or_is_counted(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text(BROKEN + '{"text": "another format"}\n' + BROKEN.splitlines()[0])
+    with pytest.raises(DataError, match=r"broken\.jsonl:2:.*broken JSON.*\n.*on_bad_row: skip"):
+        ready(tokenizer, cache, path)
+    prepared = ready(tokenizer, cache, path, on_bad_row="skip")
+    assert prepared.train is not None
+    assert (prepared.statistics.rows, prepared.statistics.bad_rows) == (4, 2)
+    assert rows_of(prepared.train) == ["broken.jsonl:1", "broken.jsonl:4"]
+    assert "broken.jsonl:3" in prepared.statistics.bad_examples[1]
+    with pytest.raises(DataError, match=r"more than 1 bad rows \(data.bad_row_limit\); the last one: broken\.jsonl:3"):
+        ready(tokenizer, cache, path, on_bad_row="skip", bad_row_limit=1)
+
+
+def test_a_run_that_would_train_nothing_is_refused(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "train": False}]
+    path = write(tmp_path / "untrained.jsonl", [{"messages": messages}])
+    with pytest.raises(DataError, match=r"untrained\.jsonl.*trained.*data\.train_on"):
+        ready(tokenizer, cache, path)
+
+
+def test_progress_is_reported(tokenizer: Path, chat: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+    data = Data(train=[Source(path=str(chat))], cache=str(tmp_path))
+    arguments: dict[str, Any] = {"stage": "sft", "tokenizer_path": str(tokenizer), "chat_template": None, "seed": 0}
+    prepare(data, **arguments, progress=lambda done, total: seen.append(done))
+    assert seen[-1] == 60

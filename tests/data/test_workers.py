@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from danlu.data.workers import FEW_TASKS, UnexpectedError, Workers
+from danlu.errors import DataError, ResourceError
+
+
+@dataclass(frozen=True)
+class Squares:
+    """A job whose tasks take different times, so that results come back out of order."""
+
+    def start(self) -> Callable[[int], tuple[int, int]]:
+        return _square
+
+
+def _square(task: int) -> tuple[int, int]:
+    if task == -1:
+        raise DataError("rows.jsonl:3: broken")
+    if task == -2:
+        raise KeyError("a bug")
+    if task == -3:
+        os.kill(os.getpid(), 9)
+    if task == -4:
+        print("a library's chatter")
+        time.sleep(30)
+    time.sleep(0.01 * (task % 3))
+    return task * task, os.getpid()
+
+
+def test_results_come_in_the_order_of_the_tasks() -> None:
+    with Workers(Squares(), 3) as workers:
+        results = list(workers.map(range(40)))
+    assert [square for square, _ in results] == [task * task for task in range(40)]
+    assert 1 < len({process for _, process in results}) <= 3
+    assert os.getpid() not in {process for _, process in results}
+
+
+def test_few_tasks_start_one_process() -> None:
+    with Workers(Squares(), 3) as workers:
+        assert len({process for _, process in workers.map(range(FEW_TASKS - 1))}) == 1
+        assert list(workers.map([])) == []
+        list(workers.map([1, 2]))
+        assert len(workers._processes) == 1, "a second map did not use the process that was there"
+
+
+def test_errors_of_the_job_arrive() -> None:
+    with Workers(Squares(), 1) as workers:
+        with pytest.raises(DataError, match=r"rows\.jsonl:3: broken"):
+            list(workers.map([1, -1]))
+        with pytest.raises(UnexpectedError, match=r"(?s)Traceback.*KeyError: 'a bug'"):
+            list(workers.map([1, -2]))
+
+
+def test_a_killed_process_is_reported() -> None:
+    with Workers(Squares(), 1) as workers, pytest.raises(ResourceError, match=r"want of memory.*data\.workers"):
+        list(workers.map([1, -3]))
+
+
+def test_leaving_ends_processes_at_once() -> None:
+    start = time.monotonic()
+    with Workers(Squares(), 1) as workers:
+        results = workers.map([1, *[-4] * FEW_TASKS, 5])
+        next(results)
+        processes = list(workers._processes)
+    assert time.monotonic() - start < 15
+    assert all(process.returncode is not None for process in processes)

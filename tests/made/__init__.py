@@ -1,0 +1,1 @@
+"""Things made for tests, shared between the rooms of tests."""

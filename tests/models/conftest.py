@@ -1,0 +1,111 @@
+"""Small models of every family, in the shape of real ones, and their transformers twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from danlu.models.decoder import Decoder
+from danlu.models.families import read_config_values
+from danlu.models.initialize import initialize
+from danlu.models.loading import build
+
+WIDTH = 48
+TINY = {
+    "vocab_size": 131,
+    "hidden_size": WIDTH,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama-2": {"model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "llama-3.1": {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA3},
+    "llama-tied-smollm2": {
+        "model_type": "llama",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_theta": 100000,
+    },
+    "llama-biased-multi-query": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    },
+    "llama-linear": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "llama-dynamic": {
+        "model_type": "llama",
+        "max_position_embeddings": 20,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+    },
+    "llama-transformers-5": {
+        "model_type": "llama",
+        "dtype": "float32",
+        "rope_parameters": {**YARN, "rope_theta": 20000.0, "beta_fast": 16.0},
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 7},
+    "mistral-full": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
+    "qwen2-windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "rope_scaling": YARN,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_theta": 1e6},
+    "phi-4": {"model_type": "phi3", "rope_theta": 250000, "num_key_value_heads": 1, "rms_norm_eps": 1e-5},
+    "phi3-partial": {"model_type": "phi3", "partial_rotary_factor": 0.5, "sliding_window": 9},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 12,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_values() -> Callable[[str], dict[str, Any]]:
+    """Name of a case -> the config.json of its tiny model."""
+    return lambda case: {**TINY, **CASES[case]}
+
+
+@pytest.fixture(params=sorted(CASES))
+def hf_values(request: pytest.FixtureRequest, tiny_values: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """The config.json of every case in turn, one family or feature at a time."""
+    return tiny_values(request.param)
+
+
+@pytest.fixture
+def tiny_model(tiny_values: Callable[[str], dict[str, Any]]) -> Callable[..., Decoder]:
+    """Name of a case (and changes to its config) -> the decoder, with weights drawn from seed 0."""
+
+    def make(case: str, **changes: Any) -> Decoder:
+        model = build(read_config_values(tiny_values(case) | changes))
+        initialize(model, 0)
+        return model
+
+    return make

@@ -1,0 +1,216 @@
+"""Every family against transformers: logits, folders both ways, configs both ways."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from danlu.errors import ModelError
+from danlu.models.attend import PackedAttention, ReferenceAttention
+from danlu.models.decoder import Decoder
+from danlu.models.families import FAMILIES, config_values, read_config_values
+from danlu.models.folder import read_config
+from danlu.models.loading import load
+from danlu.models.saving import save
+from danlu.types import Attend
+
+LENGTH = 40
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def twin(values: dict[str, Any], folder: Path) -> Any:
+    """A random transformers model of this config, saved to `folder`; every parameter matters to its logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (folder / "config.json").write_text(json.dumps(values))
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape) * (0.3 if "norm" in name or "bias" in name else 0.15))
+            if "norm" in name and values["model_type"] != "gemma2":
+                parameter.add_(1.0)
+    model.save_pretrained(folder)
+    return model
+
+
+def logits(
+    model: Decoder, tokens: torch.Tensor, attention: Callable[[tuple[int, ...]], Attend] = PackedAttention
+) -> torch.Tensor:
+    with torch.no_grad():
+        hidden = model(tokens, torch.arange(len(tokens)), attention((0, len(tokens))))
+        return model.logits(hidden)
+
+
+def oracle(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        answer: torch.Tensor = model(tokens[None]).logits[0]
+        return answer
+
+
+def random_tokens(vocabulary: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (LENGTH,), generator=torch.Generator().manual_seed(1))
+
+
+def test_logits_equal_transformers_and_the_folder_goes_back(hf_values: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
+    theirs.mkdir()
+    model = twin(hf_values, theirs)
+    tokens = random_tokens(hf_values["vocab_size"])
+    expected = oracle(model, tokens)
+
+    decoder = load(theirs)
+    torch.testing.assert_close(logits(decoder, tokens), expected, atol=1e-5, rtol=0)
+    assert expected.std() > 0.1  # or the comparison would say little
+
+    save(decoder, mine)
+    assert read_config(mine) == read_config(theirs)
+    back = AutoModelForCausalLM.from_pretrained(mine, attn_implementation="eager").eval()
+    assert torch.equal(oracle(back, tokens), expected)
+    before, after = load_file(theirs / "model.safetensors"), load_file(mine / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("llama-3.1", {"rope_theta": 10000.0}),
+    ("llama-biased-multi-query", {"rms_norm_eps": 1e-2}),
+    ("llama-dynamic", {"rope_scaling": None}),
+    ("llama-linear", {"rope_scaling": None}),
+    ("mistral", {"sliding_window": 8}),
+    ("phi3-partial", {"partial_rotary_factor": 1.0}),
+    ("qwen2-windows", {"max_window_layers": 2}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gemma2", {"final_logit_softcapping": None}),
+    ("gemma2", {"query_pre_attn_scalar": 13}),
+    ("gemma2", {"layer_types": ["sliding_attention"] * 3}),
+]
+
+
+@pytest.mark.parametrize(("case", "wrong"), WRONG, ids=[f"{case}-{next(iter(wrong))}" for case, wrong in WRONG])
+def test_a_wrong_setting_shows_in_the_logits(
+    case: str, wrong: dict[str, Any], tiny_values: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    values = tiny_values(case)
+    tokens = random_tokens(values["vocab_size"])
+    expected = oracle(twin(values, tmp_path), tokens)
+    (tmp_path / "config.json").write_text(json.dumps(values | wrong))
+    assert (logits(load(tmp_path), tokens) - expected).abs().max() > 1e-3
+
+
+def test_bfloat16_activations_follow_transformers_rounding(
+    tiny_values: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Gemma's multiplier is rounded to bfloat16 there (sqrt(48) = 6.928 becomes 6.9375), in float32 it is not."""
+    model = twin(tiny_values("gemma2"), tmp_path).to(torch.bfloat16)
+    decoder, tokens = load(tmp_path), random_tokens(131)
+    embedded = decoder.embed_tokens(tokens, torch.bfloat16)
+    assert torch.equal(embedded, model.model.embed_tokens(tokens))
+    assert not torch.equal(embedded, (decoder.embed_tokens(tokens, torch.float32)).to(torch.bfloat16))
+
+
+def test_configs_of_real_models_count_their_parameters(shared_data: Path) -> None:
+    with (shared_data / "configs" / "params.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    counted = 0
+    for row in rows:
+        folder = shared_data / "configs" / row["config"]
+        if row["model_type"] in FAMILIES:
+            config = read_config(folder)
+            assert config.parameter_count() == int(row["total_params"]), row["config"]
+            assert read_config_values(config_values(config, torch_dtype="bfloat16")) == config
+            counted += 1
+        else:
+            with pytest.raises(
+                ModelError, match=f"model_type '{row['model_type']}' is not supported; supported: gemma2"
+            ):
+                read_config(folder)
+    assert counted == 20
+
+
+def test_stories_model_tells_the_published_story(shared_data: Path) -> None:
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    folder = shared_data / "weights" / "stories260K-hf"
+    decoder = load(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokens = [1]
+    for _ in range(256):  # what llama2.c takes unless told otherwise
+        tokens.append(int(logits(decoder, torch.tensor(tokens))[-1].argmax()))
+    document = (shared_data / "weights" / "stories260K-llama2c" / "reference_sample.md").read_text()
+    story = document.split("-t 0.0\n")[1].split("```")[0].strip()
+    assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == story
+    assert len(story) == 565
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    told = torch.tensor(tokens)
+    expected = oracle(theirs, told)
+    torch.testing.assert_close(logits(decoder, told, ReferenceAttention), expected, atol=1e-5, rtol=0)
+    # Logits reach 22, and every float32 answer is 1.6e-5 from the float64 one: so are transformers' own two kernels.
+    torch.testing.assert_close(logits(decoder, told), expected, atol=3e-5, rtol=0)
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama-2", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config: weights stored quantised"),
+    ("llama-2", {"hidden_act": "relu"}, "hidden_act: activation 'relu' is not supported; supported: gelu_pytorch_tanh"),
+    ("llama-2", {"num_local_experts": 8}, "num_local_experts: mixtures of experts are not supported"),
+    ("llama-2", {"rope_scaling": {"rope_type": "longrope"}}, "rotary scaling 'longrope' is not supported for this"),
+    ("llama-2", {"rope_scaling": {"rope_type": "linear"}}, "linear: factor is missing"),
+    ("llama-2", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2', which it cannot be"),
+    ("llama-2", {"rope_scaling": {**YARN, "warp": 1}}, "yarn: unknown settings: warp"),
+    ("llama-2", {"hidden_size": "48"}, "hidden_size: expected an integer, found '48'"),
+    ("llama-2", {"hidden_size": None}, "hidden_size: missing"),
+    ("llama-2", {"num_key_value_heads": 3}, "4 query heads cannot share 3 key/value heads evenly"),
+    ("llama-2", {"hidden_size": 50}, "50 does not divide over 4 attention heads"),
+    ("llama-2", {"head_dim": 7}, "7 of head_dim 7 .* is not a positive even number"),
+    ("llama-2", {"eos_token_id": "</s>"}, "eos_token_id: expected a token id or a list of them"),
+    ("llama-2", {"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, found 1"),
+    (
+        "phi-4",
+        {"rope_scaling": {"type": "su"}},
+        "rotary scaling 'su' is not supported for this family; supported: default",
+    ),
+    ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "the same window in every"),
+    ("gemma2", {"use_bidirectional_attention": True}, "only causal attention is supported"),
+    ("gemma2", {"layer_types": ["full_attention"]}, "one entry for each of 3 layers"),
+    ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layer_types: not supported: chunked_attention"),
+    ("gemma2", {"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "sliding_window: missing"),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "message"), UNSUPPORTED)
+def test_what_would_be_computed_wrongly_is_refused(
+    case: str, change: dict[str, Any], message: str, tiny_values: Callable[[str], dict[str, Any]]
+) -> None:
+    values = tiny_values(case)
+    read_config_values(values)
+    with pytest.raises(ModelError, match=f"^some/config.json.*{message}"):
+        read_config_values(values | change, where="some/config.json")
+
+
+def test_a_config_that_its_family_cannot_say_is_not_written(tiny_values: Callable[[str], dict[str, Any]]) -> None:
+    config = read_config_values(tiny_values("llama-2"))
+    with pytest.raises(
+        ModelError, match=r"a llama config.json cannot say this model's qk_norm, final_softcap|final_softcap"
+    ):
+        config_values(replace(config, qk_norm=True, final_softcap=30.0), torch_dtype="float32")
+
+
+def test_families_are_sorted_and_their_configs_are_read_without_torch() -> None:
+    assert list(FAMILIES) == sorted(FAMILIES)
+    code = (
+        "import sys, danlu.models.folder, danlu.models.layout, danlu.models.presets; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

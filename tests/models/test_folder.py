@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from danlu.errors import ModelError
+from danlu.models.folder import read_config, read_tensors, resolve_folder
+
+
+def test_a_model_folder_or_a_run_with_a_model_in_it_is_found(tmp_path: Path) -> None:
+    model, run = tmp_path / "plain", tmp_path / "run"
+    for folder in (model, run / "model"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    assert resolve_folder(model) == model
+    assert resolve_folder(str(run)) == run / "model"
+    assert resolve_folder(run / "model") == run / "model"
+
+
+def test_what_is_no_model_is_said_with_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ModelError, match=r"neither a model folder .* nor a finished run .*; it holds notes.txt"):
+        resolve_folder(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"a model is a folder with config.json and safetensors weights, this is a file"
+    ):
+        resolve_folder(tmp_path / "notes.txt")
+    with pytest.raises(ModelError, match="absent/deep/er: no such folder"):
+        resolve_folder(tmp_path / "absent" / "deep" / "er")
+
+
+def test_an_unknown_hub_id_says_that_the_hub_was_out_of_reach() -> None:
+    with pytest.raises(ModelError, match=r"nobody/nothing: no such folder, and this hub id is not in the local cache"):
+        resolve_folder("nobody/nothing")
+
+
+def test_a_hub_snapshot_in_the_local_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456789012345678901234567890123456789"
+    cache = tmp_path / "models--org--name"
+    (cache / "snapshots" / commit).mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"org/name: the hub snapshot at .* has no config.json; it holds nothing"):
+        resolve_folder("org/name")
+    (cache / "snapshots" / commit / "config.json").write_text("{}")
+    assert resolve_folder("org/name") == cache / "snapshots" / commit
+
+
+def test_configs_that_cannot_be_read_name_file_and_place(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with pytest.raises(ModelError, match=r"config.json: no such file"):
+        read_config(tmp_path)
+    file.write_text('{\n  "model_type": llama\n}')
+    with pytest.raises(ModelError, match=r"config.json:2:17: broken JSON"):
+        read_config(tmp_path)
+    file.write_text("[]")
+    with pytest.raises(ModelError, match="expected a JSON object, found list"):
+        read_config(tmp_path)
+    file.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_config(tmp_path)
+
+
+def test_weights_that_are_absent_or_pickled_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"no weights: neither model.safetensors nor .*; it holds config.json"):
+        read_tensors(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"only pickled weights .* convert it once: python -c .*save_pretrained"):
+        read_tensors(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    with pytest.raises(ModelError, match=r"index.json names 1 shards, absent: a.safetensors"):
+        read_tensors(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match="weight_map must say for each tensor which file holds it"):
+        read_tensors(tmp_path)

@@ -1,0 +1,63 @@
+"""The closed form of activation memory against the tensors autograd really keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from made.tiny_run import tiny_model
+
+from danlu.models.attend import PackedAttention
+from danlu.plan.flops import Shape
+from danlu.plan.memory import activation_bytes, largest_micro, parameter_bytes
+
+
+def saved_bytes(lengths: list[int], dtype: torch.dtype) -> tuple[int, Shape]:
+    """Bytes of the distinct storages kept for backward, parameters left out."""
+    model = tiny_model(hidden_size=128, intermediate_size=384, num_hidden_layers=4, max_position_embeddings=1024)
+    config = model.config
+    shape = Shape(
+        hidden_size=config.hidden_size,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+    )
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}  # holding the storages keeps their addresses from being used again
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    boundaries = [0]
+    for length in lengths:
+        boundaries.append(boundaries[-1] + length)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.zeros(boundaries[-1], dtype=torch.long), positions, PackedAttention(tuple(boundaries)), dtype)
+    return sum(storage.nbytes() for storage in kept.values()), shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lengths", [[512], [100, 156, 200, 56], [700]])
+def test_predicted_activations_hold_what_is_kept_and_not_much_more(dtype: torch.dtype, lengths: list[int]) -> None:
+    real, shape = saved_bytes(lengths, dtype)
+    predicted = activation_bytes(shape, lengths, dtype.itemsize)
+    assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
+
+
+def test_micro_batches_fill_the_budget_and_are_never_empty() -> None:
+    _, shape = saved_bytes([8], torch.bfloat16)
+    each = activation_bytes(shape, [64], 2)
+    assert largest_micro(shape, [64], 2, budget_bytes=3.5 * each, most=8) == 3
+    assert largest_micro(shape, [64], 2, budget_bytes=100 * each, most=8) == 8
+    assert largest_micro(shape, [64], 2, budget_bytes=0, most=8) == 1
+
+
+def test_parameters_their_gradients_and_an_average_are_float32() -> None:
+    assert parameter_bytes(10, 80, ema=False) == 160
+    assert parameter_bytes(10, 80, ema=True) == 200

@@ -1,0 +1,70 @@
+"""Recipes at random, made from the section classes themselves, so that a new section needs nothing here."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import annotated_types
+from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
+
+from danlu.recipe.forms import branches, fields, origin
+from danlu.recipe.sections import Recipe, Section
+
+TEXTS = st.text(max_size=12) | st.sampled_from(
+    ["${HOME}", "$${x}", "2e-4", "no", "null", "~", "1:30", "a: b", " x ", "#"]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(TEXTS, inside, max_size=3),
+    max_leaves=6,
+)
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value that a field of this type may hold."""
+    return st.one_of([_branch(branch, bounds) for branch, bounds in branches(hint)])
+
+
+def _branch(branch: Any, bounds: tuple[FieldInfo, ...]) -> st.SearchStrategy[Any]:
+    form = origin(branch)
+    if branch is type(None):
+        return st.none()
+    if form is Literal:
+        return st.sampled_from(get_args(branch))
+    if form is list:
+        return st.lists(values(get_args(branch)[0]), max_size=3)
+    if form is tuple:
+        return st.tuples(*(values(arg) for arg in get_args(branch)))
+    if form is dict:
+        return st.dictionaries(TEXTS, JSON, max_size=3)
+    if branch is bool:
+        return st.booleans()
+    if branch is str:
+        return TEXTS
+    if isinstance(branch, type) and issubclass(branch, Section):
+        return sections(branch)
+    return _numbers(branch, {type(limit): limit for bound in bounds for limit in bound.metadata})
+
+
+def _numbers(kind: type, limits: dict[type, Any]) -> st.SearchStrategy[Any]:
+    low, high = limits.get(annotated_types.Ge), limits.get(annotated_types.Le)
+    above, below = limits.get(annotated_types.Gt), limits.get(annotated_types.Lt)
+    if kind is int:
+        least = low.ge if low else above.gt + 1 if above else None
+        return st.integers(min_value=least, max_value=below.lt - 1 if below else high.le if high else None)
+    return st.floats(
+        min_value=low.ge if low else above.gt if above else None,
+        max_value=high.le if high else below.lt if below else None,
+        exclude_min=above is not None,
+        exclude_max=below is not None,
+        allow_nan=False,
+        allow_infinity=False,
+    )
+
+
+def sections(section: type[Section]) -> st.SearchStrategy[Any]:
+    return st.builds(section, **{name: values(hint) for name, hint in fields(section).items()})
+
+
+RECIPES = sections(Recipe)

@@ -1,0 +1,63 @@
+"""What changed between two recipes, and what of it forbids going on."""
+
+from __future__ import annotations
+
+from danlu.recipe import Recipe, changes
+from danlu.recipe.comparing import HARMLESS, matters
+from danlu.recipe.explanation import keys
+from danlu.recipe.sections import AdamW, BatchSize, Data, Lion, Model, Source
+
+OLD = Recipe(
+    stage="sft",
+    model=Model(path="base"),
+    data=Data(train=[Source(path="a.json"), Source(path="b.json")]),
+    optimizer=AdamW(learning_rate=1e-4),
+    batch=BatchSize(sequences=8, micro=2),
+    output="runs/x",
+)
+
+
+def test_no_change() -> None:
+    assert changes(OLD, OLD.model_copy(deep=True)) == []
+
+
+def test_changes_by_key() -> None:
+    new = OLD.model_copy(
+        update={
+            "optimizer": Lion(learning_rate=1e-4),
+            "data": OLD.data.model_copy(update={"train": [Source(path="a.json", rows=5)], "workers": 2}),
+            "batch": BatchSize(sequences=8, micro=4),
+            "output": "runs/y",
+        }
+    )
+    found = {change.key: change for change in changes(OLD, new)}
+    assert (found["data.train.0.rows"].old, found["data.train.0.rows"].new) == (None, 5)
+    assert (found["data.train.1.path"].old, found["data.train.1.path"].new) == ("b.json", None)
+    assert str(found["optimizer.kind"]) == "optimizer.kind: 'adamw' -> 'lion'"
+    assert {key for key, change in found.items() if not change.matters} == {"data.workers", "batch.micro", "output"}
+    assert found["optimizer.eps"].matters
+
+
+def test_the_table_names_keys_that_exist() -> None:
+    assert set(HARMLESS) <= set(keys())
+    for key in (
+        "model.path",
+        "data.max_length",
+        "optimizer.learning_rate",
+        "schedule.warmup",
+        "batch.tokens",
+        "epochs",
+    ):
+        assert matters(key)
+    for key in (
+        "precision",
+        "loss.z_loss",
+        "seed",
+        "evaluation.early_stop.patience",
+        "gradient_clipping",
+        "watch.policy",
+    ):
+        assert matters(key)
+    for key in ("log.every", "checkpoint.keep_best", "device", "threads", "data.cache", "evaluation.samples.prompts"):
+        assert not matters(key)
+    assert matters("data.cached")  # a name that only begins like a harmless one

@@ -1,0 +1,119 @@
+"""The schema for editors admits what danlu loads, in short and full form, and little else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+
+from danlu.recipe import Recipe, library, resolved_yaml, schema
+from danlu.recipe.tree import parse
+from tests.recipe.strategies import RECIPES
+
+SCHEMA = schema()
+
+
+def admits(rule: dict[str, Any], value: Any) -> bool:
+    """JSON Schema, as far as the recipe's schema uses it."""
+    if "$ref" in rule:
+        return admits(SCHEMA["$defs"][rule["$ref"].rpartition("/")[2]], value)
+    if "anyOf" in rule:
+        return any(admits(option, value) for option in rule["anyOf"])
+    if "enum" in rule:
+        return value in rule["enum"]
+    if "const" in rule:
+        return bool(value == rule["const"] and type(value) is type(rule["const"]))
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    types = {
+        "object": isinstance(value, dict),
+        "array": isinstance(value, list),
+        "string": isinstance(value, str),
+        "boolean": isinstance(value, bool),
+        "integer": number and value == int(value),
+        "number": number,
+        "null": value is None,
+    }
+    if "type" in rule and not types[rule["type"]]:
+        return False
+    if isinstance(value, dict):
+        known, others = rule.get("properties", {}), rule.get("additionalProperties", True)
+        return set(rule.get("required", ())) <= set(value) and all(
+            admits(known[key], entry) if key in known else others is not False for key, entry in value.items()
+        )
+    if isinstance(value, list):
+        places = [*rule.get("prefixItems", ()), *[rule.get("items", {})] * len(value)]
+        fits = all(admits(place, entry) for place, entry in zip(places, value, strict=False))
+        return fits and len(value) >= rule.get("minItems", 0) and len(value) <= rule.get("maxItems", len(value))
+    if number:
+        return (
+            rule.get("minimum", value) <= value <= rule.get("maximum", value)
+            and (value > rule["exclusiveMinimum"] if "exclusiveMinimum" in rule else True)
+            and (value < rule["exclusiveMaximum"] if "exclusiveMaximum" in rule else True)
+        )
+    return True
+
+
+def plain(text: str) -> Any:
+    tree = parse(text, "recipe.yaml", [])
+    assert tree is not None
+    return tree.plain
+
+
+SHORT = """
+stage: sft
+model: base
+data: [a.json, {path: b.json, weight: 2}]
+optimizer: adamw
+schedule: cosine
+batch: 8
+watch: skip
+ema: 0.9
+evaluation: {every: 5, early_stop: 2, samples: hello}
+checkpoint: 100
+log: 5
+output: x
+"""
+
+
+@pytest.mark.parametrize("name", library.shipped())
+def test_the_recipes_that_come_with_danlu(name: str) -> None:
+    assert admits(SCHEMA, plain((library.folder() / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["", "data: a.json", "data: {train: a.json, packing: false, eval: b.json}", "data: {train: [a], eval: 5}"],
+)
+def test_short_forms(change: str) -> None:
+    assert admits(SCHEMA, {**plain(SHORT), **(yaml.safe_load(change) or {})})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seedd: 1",
+        "optimizer: adam",
+        "optimizer: {kind: adamw, momentum: 0.9}",
+        "data: {train: a.json, packing: maybe}",
+        "data: {train: a.json, max_length: 0}",
+        "checkpoint: often",
+        "ema: 1.5",
+        "compile: 'yes'",
+    ],
+)
+def test_what_an_editor_underlines(change: str) -> None:
+    assert not admits(SCHEMA, {**plain(SHORT), **yaml.safe_load(change)})
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(recipe=RECIPES)
+def test_full_forms(recipe: Recipe) -> None:
+    assert admits(SCHEMA, plain(resolved_yaml(recipe)))
+
+
+def test_descriptions() -> None:
+    assert SCHEMA["properties"]["output"]["description"] == "The run folder."
+    source = SCHEMA["$defs"]["Source"]["anyOf"][0]["properties"]["rows"]
+    assert source["description"].startswith("Take only this many rows")

@@ -1,0 +1,75 @@
+"""`explain`: type, default, words, and where a value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from danlu.errors import RecipeError
+from danlu.recipe import explain, load
+from danlu.recipe.explanation import keys
+from danlu.recipe.forms import fields, item, sections
+from danlu.recipe.sections import Recipe, Section
+
+Write = Callable[..., str]
+
+
+def test_a_key() -> None:
+    found = explain("data.max_length")
+    assert (found.takes, found.defaults) == ("a whole number, 1 or more", {"": "1024"})
+    assert found.about == "Longest sample, and length of a pack, in tokens."
+    assert explain("data.overlong").allowed == ("truncate", "split", "drop")
+    assert explain("output").defaults == {"": "required"}
+    assert explain("data.train.0.path").takes == explain("data.train.path").takes == "a text"
+
+
+def test_a_section() -> None:
+    found = explain("data")
+    assert found.short == "train"
+    assert ("max_length", "Longest sample, and length of a pack, in tokens") in found.below
+    assert [name for name, _ in explain("optimizer").below] == ["adafactor", "adamw", "lion", "muon", "sgd"]
+
+
+def test_a_key_of_several_kinds() -> None:
+    assert explain("optimizer.betas").defaults == {"adamw": "[0.9, 0.95]", "lion": "[0.9, 0.99]"}
+
+
+def test_where_a_value_came_from(write: Write) -> None:
+    loaded = load(write("stage: sft\nmodel: base\ndata: rows.json\noutput: runs/x\nema: 0.9\n"), ["seed=3"])
+    asked = {key: explain(key, loaded) for key in ("seed", "ema.decay", "precision", "data.train.0.path", "data.eval")}
+    assert {key: (found.value, found.origin) for key, found in asked.items()} == {
+        "seed": ("3", "override 'seed=3'"),
+        "ema.decay": ("0.9", "recipe.yaml:5:6"),
+        "precision": ("bf16", "default"),
+        "data.train.0.path": ("rows.json", "recipe.yaml:3:7"),
+        "data.eval": ("null", "default"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "guess"),
+    [
+        ("learning_rate", "'optimizer.learning_rate'"),
+        ("data.max_lenght", "'data.max_length'"),
+        ("lr", "'optimizer.learning_rate'"),
+        ("optimiser", "'optimizer'"),
+    ],
+)
+def test_unknown_keys(key: str, guess: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        explain(key)
+    assert str(caught.value).startswith(f"no recipe has the key {key!r}. Did you mean {guess}?")
+
+
+def test_every_key_can_be_explained_and_says_what_it_is() -> None:
+    def undocumented(section: type[Section]) -> list[str]:
+        found = [name for name in fields(section) if not section.model_fields[name].description and name != "kind"]
+        inner = [below for hint in fields(section).values() for below in sections(hint) or sections(item(hint) or str)]
+        return [f"{section.__name__}.{name}" for name in found] + [
+            name for kind in inner for name in undocumented(kind)
+        ]
+
+    assert undocumented(Recipe) == []
+    for key in keys():
+        assert explain(key).takes

@@ -1,0 +1,40 @@
+"""The recipes that come with danlu load once their files are there, and are copied without overwriting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from danlu.errors import RecipeError, ResourceError
+from danlu.recipe import library, load
+
+
+def test_names_and_first_lines() -> None:
+    shipped = library.shipped()
+    assert {"continue", "pretrain", "sft"} <= set(shipped)
+    assert shipped["pretrain"] == "Pretrain a small model from scratch on your own text."
+
+
+@pytest.mark.parametrize("name", library.shipped())
+def test_copies_load(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = library.copy(name, Path("."))
+    assert copy == Path(f"{name}.yaml")
+    with pytest.raises(RecipeError) as caught:
+        load(copy)
+    missing = [line.partition("no file or folder '")[2].partition("'")[0] for line in caught.value.problems]
+    for path in missing:
+        Path(path).write_text("")
+    assert load(copy).recipe.output == f"runs/{name}"
+
+
+def test_what_cannot_be_copied(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("mine")
+    with pytest.raises(RecipeError, match="exists already; name another file: danlu recipes copy sft FILE"):
+        library.copy("sft", tmp_path)
+    assert (tmp_path / "sft.yaml").read_text() == "mine"
+    with pytest.raises(RecipeError, match="no recipe called 'stf'. Did you mean 'sft'?"):
+        library.copy("stf", tmp_path)
+    with pytest.raises(ResourceError, match="cannot be written: No such file or directory"):
+        library.copy("sft", tmp_path / "no" / "where.yaml")

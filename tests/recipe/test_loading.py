@@ -1,0 +1,215 @@
+"""Loading a recipe: short forms, and every problem at once with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from danlu.errors import RecipeError
+from danlu.recipe import load
+from danlu.recipe.sections import Adafactor, EarlyStop, Ema, Lion, Samples, Source
+
+Write = Callable[..., str]
+
+MINIMAL = "stage: sft\nmodel: base\ndata: rows.json\noutput: runs/x\n"
+
+
+def problems(path: str, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load(path, overrides)
+    return caught.value.problems
+
+
+def test_four_lines_are_a_recipe(write: Write) -> None:
+    recipe = load(write()).recipe
+    assert recipe.model.path == "base"
+    assert recipe.data.train == [Source(path="rows.json")]
+    assert recipe.batch.sequences == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "read", "value"),
+    [
+        ("data: [rows.json, more.jsonl]", "data.train", [Source(path="rows.json"), Source(path="more.jsonl")]),
+        ("data: {train: {path: rows.json, rows: 5}}", "data.train", [Source(path="rows.json", rows=5)]),
+        ("data: {train: rows.json, eval: more.jsonl}", "data.eval", [Source(path="more.jsonl")]),
+        ("data: {train: rows.json, eval: 0.02}", "data.eval", 0.02),
+        ("data: {train: rows.json, eval: 200}", "data.eval", 200),
+        ("data: {train: rows.json, packing: true}", "data.packing.kind", "best-fit"),
+        ("data: {train: rows.json, packing: false}", "data.packing.kind", "none"),
+        ("data: {train: rows.json, packing: none}", "data.packing.kind", "none"),
+        ("optimizer: lion", "optimizer", Lion()),
+        ("optimizer: {kind: adafactor}", "optimizer", Adafactor()),
+        ("optimizer: {learning_rate: 1e-3}", "optimizer.learning_rate", 1e-3),
+        ("schedule: linear", "schedule.kind", "linear"),
+        ("schedule: {warmup: 0}", "schedule.warmup", 0),
+        ("batch: 4", "batch.sequences", 4),
+        ("checkpoint: 500", "checkpoint.every", 500),
+        ("evaluation: {every: 10, samples: hello}", "evaluation.samples", Samples(prompts=["hello"])),
+        ("evaluation: {samples: [a, b]}", "evaluation.samples.prompts", ["a", "b"]),
+        ("ema: 0.99", "ema", Ema(decay=0.99)),
+        ("ema: {}", "ema", Ema()),
+        ("watch: skip", "watch.policy", "skip"),
+        ("log: 10", "log.every", 10),
+        ("gradient_clipping: null", "gradient_clipping", None),
+    ],
+)
+def test_short_forms(write: Write, line: str, read: str, value: object) -> None:
+    kept = [other for other in MINIMAL.splitlines() if other.split(":")[0] != line.split(":")[0]]
+    found: object = load(write("\n".join([*kept, line]))).recipe
+    for part in read.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_every_problem_at_once_in_file_order(write: Write) -> None:
+    path = write(
+        "\n".join(
+            [
+                "stage: sftt",
+                "model: base",
+                "data:",
+                "  train: [{path: rows.json, formt: auto}]",
+                "  eval: [{pth: x}]",
+                '  max_length: "4096"',
+                "  packing: bestfit",
+                "optimizer: {kind: adamm, betas: 3}",
+                "schedule: {warmup: lots}",
+                "steps: 1e4",
+                "batch: {micro: x}",
+                "adapter: {rnak: 8}",
+                "lr: 1e-3",
+                "compile: yes",
+                "output: 5",
+            ]
+        )
+    )
+    assert problems(path, "ema=3", "checkpoint.kep=1", "seed") == [
+        "recipe.yaml:1:8 stage: expected one of pretrain, sft, not 'sftt'. Did you mean 'sft'?",
+        "recipe.yaml:4:29 data.train.0.formt: unknown key in Source. Did you mean 'format'?",
+        "recipe.yaml:5:10 data.eval.0.path: missing: add 'path: ...' under 'data.eval.0' (a text): "
+        "A json, jsonl, csv, parquet, arrow or txt file, a folder of them, or a hub data set id.",
+        "recipe.yaml:5:11 data.eval.0.pth: unknown key in Source. Did you mean 'path'?",
+        "recipe.yaml:6:15 data.max_length: expected a whole number, 1 or more, not the text '4096'. "
+        "Write it without quotes",
+        "recipe.yaml:7:12 data.packing.kind: expected one of best-fit, concatenate, none, not 'bestfit'. "
+        "Did you mean 'best-fit'?",
+        "recipe.yaml:8:19 optimizer.kind: unknown kind 'adamm'. Did you mean 'adamw'? "
+        "One of: adafactor, adamw, lion, muon, sgd",
+        "recipe.yaml:9:20 schedule.warmup: expected a whole number, 1 or more, or a number from 0 to below 1, "
+        "not 'lots'",
+        "recipe.yaml:10:8 steps: expected a whole number, 1 or more, or null, not 10000.0. Write 10000",
+        "recipe.yaml:11:16 batch.micro: expected a whole number, 1 or more, or auto, not 'x'.",
+        "recipe.yaml:12:1 adapter: unknown key. Known: stage, model, data, optimizer, schedule, batch, epochs, steps, "
+        "precision, loss, gradient_clipping, watch, ema, evaluation, checkpoint, log, compile, device, threads, seed, "
+        "output",
+        "recipe.yaml:13:1 lr: unknown key. danlu's key for it is optimizer.learning_rate",
+        "recipe.yaml:14:10 compile: expected true or false, not 'yes'. Write true",
+        "recipe.yaml:15:9 output: expected a text, not 5",
+        "override 'ema=3' ema.decay: expected a number above 0 and below 1, not 3",
+        "override 'checkpoint.kep=1' checkpoint.kep: unknown key in Checkpoint. Did you mean 'keep'?",
+        "override 'seed': write it as section.key=value, for example steps=100",
+    ]
+
+
+def test_missing_keys_say_where_to_add_them(write: Write) -> None:
+    assert problems(write("stage: sft\ndata: {eval: 0.1}\n")) == [
+        "recipe.yaml:1:1 model: missing: add 'model: ...' at the top level (a mapping of Model keys (or its path "
+        "alone)): Where the weights start.",
+        "recipe.yaml:1:1 output: missing: add 'output: ...' at the top level (a text): The run folder.",
+        "recipe.yaml:2:7 data.train: missing: add 'train: ...' under 'data' (a list of sources): One or more sources.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("epochs: -1", "epochs: expected a number above 0 or null, not -1"),
+        ("epochs: .nan", "epochs: expected a number above 0 or null, not nan"),
+        ("gradient_clipping: .inf", "gradient_clipping: expected a number, 0 or more, or null, not inf"),
+        (
+            "optimizer: {kind: lion, betas: [0.9]}",
+            "optimizer.betas: expected a list of 2, each a number from 0 to below 1",
+        ),
+        ("optimizer: {kind: lion, betas: [0.9, 1]}", "optimizer.betas.1: expected a number from 0 to below 1, not 1"),
+        ("optimizer: {kind: lion, eps: 1}", "optimizer.eps: unknown key in Lion. Known: kind, learning_rate"),
+        ("optimizer: 3", "optimizer.kind: expected one of adafactor, adamw, lion, muon, sgd, not 3"),
+        ("loss: 3", "loss: expected a mapping of LossOptions keys, not 3"),
+        ("seed: true", "seed: expected a whole number from 0 to below 2^63, not true"),
+        ("compile: null", "compile: expected true or false, not nothing (null)"),
+        ("evaluation: {samples: [1]}", "evaluation.samples.prompts.0: expected a text, not 1"),
+        ("batch: {tokens: [1, 2]}", "batch.tokens: expected a whole number, 1 or more, or null, not a list of 2"),
+        ("learning_rate: 1", "learning_rate: unknown key. danlu's key for it is optimizer.learning_rate"),
+        ("output_dir: x", "output_dir: unknown key. Did you mean 'output'?"),
+    ],
+)
+def test_messages(write: Write, line: str, message: str) -> None:
+    (said,) = problems(write(f"stage: sft\nmodel: base\ndata: rows.json\noutput: runs/x\n{line}\n"))
+    assert said.startswith("recipe.yaml:5:")
+    assert message in said
+
+
+def test_pydantic_is_never_heard(write: Write) -> None:
+    broken = (
+        "stage: 1\nmodel: []\ndata: 5\noptimizer: [a]\nschedule: {warmup: {}}\nbatch: x\nlog: {every: 0}\noutput: {}\n"
+    )
+    said = "\n".join(problems(write(broken)))
+    for word in ("Input should", "valid", "Field required", "Extra inputs", "pydantic", "discriminator", "constrained"):
+        assert word not in said
+    assert said.count("\n") == 7  # one for each line of the file
+
+
+def test_rules_are_shown_beside_wrong_values(write: Write) -> None:
+    text = "stage: sft\nmodel: base\ndata: row.json\nsteps: 10\nschedule: {warmup: 20}\nlog: often\noutput: runs/x\n"
+    said = problems(write(text))
+    assert [line.split(": ")[0] for line in said] == [
+        "recipe.yaml:3:7 data.train.0.path",
+        "recipe.yaml:5:20 schedule.warmup",
+        "recipe.yaml:6:6 log.every",
+    ]
+    assert said[0].endswith("Did you mean 'rows.json'?")
+
+
+def test_a_rule_is_silent_about_a_value_that_is_wrong_itself(write: Write) -> None:
+    text = "stage: sft\nmodel: base\ndata: rows.json\nsteps: ten\nschedule: {warmup: 20}\noutput: runs/x\n"
+    assert len(problems(write(text))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "recipe.yaml: the file is empty. `danlu recipes copy sft` writes one to begin with"),
+        ("# nothing\n", "recipe.yaml: the file is empty"),
+        ("- a\n- b\n", "recipe.yaml:1:1: a recipe is a mapping of keys such as 'stage: sft'"),
+        ("stage: sft: x\n", "recipe.yaml:1:11: not valid YAML: a second ': ' on this line"),
+    ],
+)
+def test_files_that_are_no_recipe(write: Write, text: str, message: str) -> None:
+    (said,) = problems(write(text))
+    assert said.startswith(message)
+
+
+def test_files_that_cannot_be_read(write: Write, tmp_path: Path) -> None:
+    write()
+    (tmp_path / "latin.yaml").write_bytes(b"stage: \xe9")
+    assert problems("recip.yaml") == ["recip.yaml: no such file. Did you mean 'recipe.yaml'?"]
+    assert problems("nothing") == ["nothing: no such file. `danlu recipes list` shows recipes to copy"]
+    assert problems("no/where.yaml") == ["no/where.yaml: no such file, and no folder 'no'"]
+    assert problems("latin.yaml") == ["latin.yaml: not UTF-8 text (byte 7). Save the recipe as UTF-8"]
+    assert problems(".") == [".: this is a folder, not a recipe. Did you mean 'recipe.yaml'?"]
+
+
+def test_origins(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN", "one")
+    path = write("stage: sft\nmodel: base\ndata: rows.json\noutput: runs/${RUN}\nevaluation: {early_stop: 2}\n")
+    loaded = load(path, ["data.eval=0.1", "batch.micro=2"])
+    assert loaded.recipe.evaluation.early_stop == EarlyStop(patience=2)
+    assert loaded.origin("stage") == "recipe.yaml:1:8"
+    assert loaded.origin("model.path") == "recipe.yaml:2:8"
+    assert loaded.origin("data.train.0.path") == "recipe.yaml:3:7"
+    assert loaded.origin("output") == "environment $RUN (recipe.yaml:4:9)"
+    assert loaded.origin("data.eval") == "override 'data.eval=0.1'"
+    assert loaded.origin("batch.micro") == "override 'batch.micro=2'"
+    assert loaded.origin("seed") == "default"

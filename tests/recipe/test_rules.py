@@ -1,0 +1,181 @@
+"""Rules between keys: each row of the table breaks exactly one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from danlu.errors import RecipeError
+from danlu.recipe import load
+from danlu.recipe.rules import is_local, notes
+
+Write = Callable[..., str]
+
+BASE = {"stage": "sft", "model": "base", "data": "rows.json", "output": "runs/x"}
+
+
+def text(**changed: str) -> str:
+    return "\n".join(f"{key}: {value}" for key, value in {**BASE, **changed}.items())
+
+
+def problems(path: str) -> list[str]:
+    try:
+        load(path)
+    except RecipeError as error:
+        return error.problems
+    return []
+
+
+BROKEN = [
+    ({"steps": "5", "epochs": "1"}, "steps: the run's length is given twice: keep steps or epochs"),
+    ({"model": "{tokenizer: t}"}, "model: path, preset and config are all missing: give exactly one"),
+    ({"model": "{path: a, preset: tiny}"}, "model: both path and preset are given: give exactly one"),
+    ({"model": "{preset: tiny}"}, "model.tokenizer: a model from a preset needs a tokenizer: add model.tokenizer"),
+    ({"batch": "{tokens: 1024, sequences: 1}"}, "batch: tokens and sequences are both given: give one of them"),
+    ({"batch": "{micro: 1}"}, "batch: tokens and sequences are both missing: give one of them"),
+    (
+        {"batch": "{tokens: 3000}"},
+        "batch.tokens: 3000 is not a multiple of data.max_length 1024, the length of a pack. Use 2048 or 3072",
+    ),
+    ({"batch": "{tokens: 100}"}, "the length of a pack. Use 1024"),
+    (
+        {"batch": "{tokens: 2048}", "data": "{train: rows.json, packing: none}"},
+        "batch.tokens: without packing a step is counted in rows. Give batch.sequences instead",
+    ),
+    (
+        {"batch": "{sequences: 12, micro: 5}"},
+        "batch.micro: 5 does not divide the 12 packs of a step. Use 4, or auto",
+    ),
+    ({"batch": "{tokens: 4096, micro: 3}"}, "batch.micro: 3 does not divide the 4 packs of a step. Use 2, or auto"),
+    (
+        {"steps": "10", "schedule": "{warmup: 11}"},
+        "schedule.warmup: a warm-up of 11 steps is longer than the run of 10",
+    ),
+    (
+        {"schedule": "{kind: wsd, warmup: 0.6, decay: 0.5}"},
+        "schedule.warmup: warm-up 0.6 and decay 0.5 together are more than the whole run (1.0)",
+    ),
+    (
+        {"steps": "10", "schedule": "{kind: wsd, warmup: 6, decay: 5}"},
+        "schedule.decay: warm-up (6 steps) and decay (5) are longer than the run of 10",
+    ),
+    ({"schedule": "{decay: 0.5}"}, "schedule.decay: only the wsd schedule has a decay; this one is cosine"),
+    ({"schedule": "{kind: constant, floor: 0.0}"}, "schedule.floor: the constant schedule has no floor"),
+    (
+        {"data": "{train: rows.json, packing: concatenate}"},
+        "data.packing.kind: a conversation must stay whole, so concatenate is for stage pretrain. Use best-fit or none",
+    ),
+    (
+        {"stage": "pretrain", "data": "{train: {path: rows.json, format: alpaca}, packing: concatenate}"},
+        "data.train.0.format: concatenate joins plain text, and rows of alpaca are not. Use packing best-fit",
+    ),
+    (
+        {"data": "{train: rows.json, packing: {kind: none, window: 9}}"},
+        "data.packing.window: only best-fit packing has a window; this is none",
+    ),
+    (
+        {"stage": "pretrain", "data": "{train: rows.json, train_on: last}"},
+        "data.train_on: pretraining trains every token: train_on is for stage sft",
+    ),
+    ({"stage": "pretrain", "data": "{train: rows.json, system: hi}"}, "data.system: pretraining has no system prompt"),
+    ({"data": "[]"}, "data.train: the list is empty: name at least one file or data set"),
+    ({"data": "{train: rows.json, eval: []}"}, "data.eval: the list is empty"),
+    (
+        {"data": "[{path: rows.json, weight: 2}, more.jsonl]"},
+        "data.train.1: has no weight although other sources do: give every source a weight, or none",
+    ),
+    ({"data": "[rows.json, more.jsonl, rows.json]"}, "data.train.2: the same as data.train.0. To use it more often"),
+    (
+        {"data": "{train: rows.json, streaming: true}"},
+        "steps: missing: a stream has no known end, so streaming needs steps",
+    ),
+    (
+        {"data": "{train: rows.json, streaming: true}", "epochs": "2"},
+        "epochs: a stream has no known end, so it cannot run for epochs. Give steps",
+    ),
+    (
+        {"data": "{train: rows.json, streaming: true, eval: 0.1}", "steps": "5"},
+        "data.eval: 0.1 of a stream cannot be set aside. Give evaluation rows as files of their own",
+    ),
+    ({"data": "{train: rows.json, shuffle_buffer: 5}"}, "data.shuffle_buffer: only read with data.streaming: true"),
+    ({"data": "{train: rows.json, bad_row_limit: 5}"}, "data.bad_row_limit: only read with data.on_bad_row: skip"),
+    ({"evaluation": "{early_stop: 3}"}, "evaluation.early_stop: early stop needs rows to evaluate on: add data.eval"),
+    ({"evaluation": "10"}, "evaluation.every: evaluation needs rows to evaluate on"),
+    ({"checkpoint": "{keep_best: true}"}, "checkpoint.keep_best: keep_best needs rows to evaluate on"),
+    (
+        {"watch": "rewind", "checkpoint": "10", "steps": "10"},
+        "watch.policy: rewind needs a checkpoint to go back to, and the first is at step 10 of 10",
+    ),
+    (
+        {"optimizer": "{kind: sgd, nesterov: true, momentum: 0.0}"},
+        "optimizer.nesterov: Nesterov's step needs momentum above 0",
+    ),
+    ({"output": "base"}, "output: model.path (base) is the output folder, where the run writes. Choose another"),
+    ({"output": "runs", "model": "runs/a/model"}, "output: model.path (runs/a/model) lies in the output folder"),
+    ({"output": "rows.json", "data": "rows.json#5"}, "output: data.train.0.path (rows.json) is the output folder"),
+    ({"data": "row.json"}, "data.train.0.path: no file or folder 'row.json' in '{here}'. Did you mean 'rows.json'?"),
+    ({"model": "no/such/model"}, "model.path: no file or folder 'no/such/model': there is no folder '{here}/no/such'"),
+    ({"model": "{config: c.json, tokenizer: t}"}, "model.config: no file or folder 'c.json'"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), BROKEN)
+def test_one_broken_rule(write: Write, changed: dict[str, str], message: str) -> None:
+    Path("runs/a/model").mkdir(parents=True)
+    said = problems(write(text(**changed)))
+    assert len(said) == 1, said
+    assert message.format(here=Path.cwd()) in said[0]
+    assert said[0].startswith("recipe.yaml:")
+
+
+SOUND = [
+    {"steps": "10", "schedule": "{warmup: 10}"},
+    {"steps": "10", "schedule": "{kind: wsd, warmup: 5, decay: 5}"},
+    {"schedule": "{kind: wsd, warmup: 0.5, decay: 0.5}"},
+    {"batch": "{tokens: 4096, micro: 2}"},
+    {"batch": "{sequences: 12, micro: 4}"},
+    {"stage": "pretrain", "data": "{train: rows.json, packing: concatenate, train_on: all}"},
+    {"data": "[{path: rows.json, weight: 2}, {path: more.jsonl, weight: 1}]"},
+    {"data": "[rows.json#5, more.jsonl, rows.json]"},
+    {"data": "{train: rows.json, streaming: true, eval: more.jsonl, shuffle_buffer: 5}", "steps": "5"},
+    {"data": "{train: rows.json, eval: 0.1}", "evaluation": "{early_stop: 3}", "checkpoint": "{keep_best: true}"},
+    {"evaluation": "{every: 10, samples: hi}"},
+    {"watch": "rewind", "checkpoint": "5", "steps": "10"},
+    {"model": "{preset: tiny, tokenizer: t}"},
+]
+
+
+@pytest.mark.parametrize("changed", SOUND)
+def test_what_only_just_keeps_the_rules(write: Write, changed: dict[str, str]) -> None:
+    assert problems(write(text(**changed))) == []
+
+
+def test_notes(write: Write) -> None:
+    odd = text(
+        precision="fp16", device="cpu", data="{train: rows.json, eval: rows.json#5}", optimizer="{learning_rate: 0}"
+    )
+    assert [note.partition(":")[0] for note in notes(load(write(odd)).recipe)] == [
+        "precision",
+        "data.eval",
+        "optimizer.learning_rate",
+    ]
+    assert load(write(text())).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "local"),
+    [
+        ("Qwen/Qwen3-8B", False),
+        ("gpt2", False),
+        ("Qwen/Qwen2.5-0.5B", False),
+        ("./gpt2", True),
+        ("~/models/a", True),
+        ("/models/a", True),
+        ("rows.JSONL", True),
+        ("runs/sft/model", True),
+    ],
+)
+def test_what_cannot_be_a_hub_id(path: str, local: bool) -> None:
+    assert is_local(path) == local

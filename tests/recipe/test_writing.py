@@ -1,0 +1,41 @@
+"""A resolved recipe says everything, and loads again to the same recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+
+from danlu.recipe import Recipe, load, resolved_yaml
+from danlu.recipe.check import check
+from danlu.recipe.forms import full
+from danlu.recipe.tree import parse
+from tests.recipe.strategies import RECIPES
+
+Write = Callable[..., str]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(recipe=RECIPES)
+def test_loads_again_to_an_equal_recipe(recipe: Recipe) -> None:
+    tree = parse(resolved_yaml(recipe), "recipe.yaml", problems := [])
+    assert tree is not None
+    again, found = check(full(tree, Recipe))
+    assert (problems, found) == ([], [])
+    assert again == recipe
+    assert resolved_yaml(recipe) == resolved_yaml(again)  # type: ignore[arg-type]
+
+
+def test_every_key_is_written(write: Write) -> None:
+    path = write("stage: sft\nmodel: base\ndata: rows.json\noutput: runs/$${x}\nseed: 3\n")
+    recipe = load(path).recipe
+    text = resolved_yaml(recipe)
+    Path("resolved.yaml").write_text(text, encoding="utf-8")
+    assert load("resolved.yaml").recipe == recipe
+    assert load("resolved.yaml", ["seed=4"]).recipe != recipe
+    assert text.splitlines()[:3] == ["stage: sft", "model:", "  path: base"]
+    for key in Recipe.model_fields:
+        assert f"\n{key}:" in f"\n{text}"
+    assert "learning_rate: 0.0002" in text
+    assert "output: runs/$${x}" in text

@@ -1,0 +1,142 @@
+"""Conversations: the cache between turns changes the cost of an answer and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from danlu.errors import DataError
+from danlu.rollout.chat import Conversation
+from danlu.rollout.generate import Stopping, generate
+from danlu.rollout.sampling import SamplingOptions
+
+GREEDY = SamplingOptions(temperature=0)
+USER, ASSISTANT, SYSTEM = 58, 59, 60
+
+
+def render(messages):
+    """A template over letters: role token, content, and the assistant's mark at the end."""
+    roles = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM}
+    tokens = [token for m in messages for token in (roles[m["role"]], *(ord(c) - 64 for c in m["content"]))]
+    return [*tokens, ASSISTANT]
+
+
+def decode(tokens):
+    return "".join(chr(token + 64) for token in tokens if token < USER)
+
+
+@pytest.fixture
+def talk(small_decoder):
+    def build(options=GREEDY, context=512, max_new_tokens=9, **more):
+        model = small_decoder("window", context=context)
+        stopping = Stopping(max_new_tokens, context, frozenset([USER, ASSISTANT, SYSTEM]))
+        return Conversation(model, render, decode, options, stopping, **more)
+
+    return build
+
+
+def fresh(small_decoder, messages, max_new_tokens=9):
+    """The same turn by a model that has no cache of earlier ones."""
+    model = small_decoder("window")
+    return generate(model, [render(messages)], GREEDY, max_new_tokens, [USER, ASSISTANT, SYSTEM], decode=decode)[0]
+
+
+def test_every_turn_equals_one_without_history_in_the_cache(talk, small_decoder):
+    chat, messages = talk(system="BE"), [{"role": "system", "content": "BE"}]
+    for text in ("HELLO", "AND", "WHY"):
+        messages.append({"role": "user", "content": text})
+        shown = []
+        got = chat.ask(text, shown.append)
+        expected = fresh(small_decoder, messages)
+        assert got.tokens == expected.tokens and got.text == expected.text == "".join(shown) != ""
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        messages.append({"role": "assistant", "content": got.text})
+    assert chat.messages == messages[1:]
+
+
+def test_only_new_tokens_are_read(talk):
+    chat = talk()
+    first = chat.ask("HELLO")
+    assert chat.prefilled == len("HELLO") + 2
+    assert first.finish == "length"
+    chat.ask("AND")
+    # the answer's last token was never run through the model; then user mark, question, assistant mark
+    assert chat.prefilled == 1 + 1 + len("AND") + 1
+    chat.reset()
+    chat.ask("HELP")
+    assert chat.prefilled == len("P") + 1  # the first four tokens (mark, H, E, L) are still right
+
+
+def test_changed_history_is_read_again_from_where_it_differs(talk, small_decoder):
+    chat = talk()
+    chat.ask("HELLO")
+    chat.messages[0]["content"] = "HALLO"
+    got = chat.ask("AND")
+    assert chat.prefilled == len(render([*chat.messages[:2], {"role": "user", "content": "AND"}])) - 2
+    assert got.tokens == fresh(small_decoder, [*chat.messages[:2], {"role": "user", "content": "AND"}]).tokens
+
+
+def test_undo_reset_and_system(talk, small_decoder):
+    chat = talk()
+    assert not chat.undo()
+    first = chat.ask("HELLO")
+    chat.ask("AND")
+    assert chat.undo() and [m["content"] for m in chat.messages] == ["HELLO", first.text]
+    assert chat.undo() and chat.messages == [] and not chat.undo()
+    assert chat.ask("HELLO").tokens == first.tokens
+    chat.reset()
+    chat.system = "BE"
+    expected = fresh(small_decoder, [{"role": "system", "content": "BE"}, {"role": "user", "content": "HELLO"}])
+    assert chat.ask("HELLO").tokens == expected.tokens != first.tokens
+
+
+@pytest.mark.parametrize("when", [1, 4])
+def test_an_interrupted_answer_stays_as_far_as_it_was_said(talk, small_decoder, when):
+    chat, pieces = talk(), []
+
+    def on_text(piece):
+        pieces.append(piece)
+        if len(pieces) == when:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.ask("HELLO", on_text)
+    assert chat.messages == [{"role": "user", "content": "HELLO"}, {"role": "assistant", "content": "".join(pieces)}]
+    expected = fresh(small_decoder, [*chat.messages, {"role": "user", "content": "AND"}])
+    got = chat.ask("AND")
+    assert got.tokens == expected.tokens
+    assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_interrupted_before_the_first_word_leaves_no_turn(talk, small_decoder, monkeypatch):
+    chat = talk()
+    first = chat.ask("HELLO")
+    model, forward = chat._model, chat._model.layers["2"].forward
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.layers["2"], "forward", interrupted)  # midway: two layers have written to the cache
+    with pytest.raises(KeyboardInterrupt):
+        chat.ask("AND")
+    monkeypatch.setattr(model.layers["2"], "forward", forward)
+    assert [m["content"] for m in chat.messages] == ["HELLO", first.text]
+    expected = fresh(small_decoder, [*chat.messages, {"role": "user", "content": "WHY"}])
+    assert chat.ask("WHY").tokens == expected.tokens
+
+
+def test_asking_again_draws_again(talk):
+    chat = talk(SamplingOptions(seed=3))
+    first = chat.ask("HELLO").tokens
+    chat.undo()
+    assert chat.ask("HELLO").tokens != first
+    assert talk(SamplingOptions(seed=3)).ask("HELLO").tokens == first
+
+
+def test_full_context(talk):
+    chat = talk(context=20)
+    assert chat.ask("HELLO").finish == "length"
+    with pytest.raises(DataError, match=r"the conversation now takes 2[0-9] tokens, and the model sees 20 at most"):
+        chat.ask("AND")
+    assert len(chat.messages) == 2  # nothing lost
+    chat.reset()
+    assert chat.ask("ABCDEFGHIJKLM").finish == "context"

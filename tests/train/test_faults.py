@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from danlu.train.faults import StopRequest, capture_rng, restore_rng
+
+
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        (signal.SIGINT, "stopping after this step; press Ctrl-C again to stop at once"),
+        (signal.SIGTERM, "stopping after this step; send SIGTERM again to stop at once"),
+    ],
+)
+def test_the_first_signal_asks_and_the_second_stops(number: signal.Signals, line: str) -> None:
+    said: list[str] = []
+    with StopRequest(said.append) as stop:
+        assert not stop.requested
+        assert stop.exit_code == 0
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert stop.signal == number
+        assert stop.exit_code == 128 + number
+        assert said == [line]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert said == [line]
+
+
+def test_handlers_come_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with StopRequest():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_the_line_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest():
+        os.kill(os.getpid(), signal.SIGINT)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "\nstopping after this step; press Ctrl-C again to stop at once\n"
+
+
+def test_only_the_main_thread_can_ask() -> None:
+    caught: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with StopRequest():
+                pass
+        except RuntimeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "only in the main thread" in str(caught[0])
+
+
+def test_random_state_survives_json() -> None:
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), *torch.rand(3).tolist()]
+
+    random.gauss(0, 1)  # leaves a second value in store, which is part of the state
+    np.random.normal()
+    state = json.loads(json.dumps(capture_rng()))
+    expected = draw()
+    assert draw() != expected
+    restore_rng(state)
+    assert draw() == expected
+
+
+def test_more_devices_than_here_are_refused() -> None:
+    state = capture_rng() | {"cuda": ["AAAA"] * (torch.cuda.device_count() + 1)}
+    with pytest.raises(ValueError, match=r"random state of \d+ CUDA devices, but \d+ are here"):
+        restore_rng(state)

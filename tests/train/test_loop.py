@@ -1,0 +1,177 @@
+"""The loop as a whole: resumed equals uninterrupted bit for bit, and what it does about faults and spikes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made.tiny_run import MadePacks, tiny_run
+
+from danlu.errors import TrainingError
+from danlu.numerics.loss_scaling import LossScaler
+from danlu.recipe import sections
+from danlu.train import loop
+from danlu.train.loop import Run, fit, take_step
+from danlu.train.metrics import deterministic, read_metrics
+from danlu.train.state import restore
+from danlu.types import Pack, Sample
+
+
+def everything(run: Run) -> dict[str, Any]:
+    tensors = {f"model.{name}": p.detach() for name, p in run.compute.model.named_parameters()}
+    tensors |= {f"optimizer.{name}": t for name, t in run.optimizer.state_tensors().items()}
+    if run.ema is not None:
+        tensors |= {f"ema.{name}": t for name, t in run.ema.state_tensors().items()}
+    return tensors
+
+
+def differences(one: Run, other: Run) -> list[str]:
+    ours, theirs = everything(one), everything(other)
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def lines(folder: Path) -> list[Mapping[str, Any]]:
+    return [deterministic(line) for line in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kept", [2, 4])
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, dtype: torch.dtype, kept: int) -> None:
+    def new(folder: str) -> Run:
+        scaler = LossScaler() if dtype == torch.float16 else None
+        return tiny_run(tmp_path / folder, dtype=dtype, ema=True, evaluation=3, scaler=scaler)
+
+    whole = new("whole")
+    fit(whole)
+    first = new("parts")
+    while first.state.step < 5:  # killed in step 6, with checkpoints of 2 and 4 behind it
+        take_step(first)
+        if first.state.step == 3:
+            loop.assess(first)
+        if first.cadence.due(first.state.step, first.cadence.checkpoint):
+            loop.save(first)
+    first.metrics.close()
+    again = new("parts")
+    restore(again, tmp_path / "parts" / "checkpoints" / f"step-{kept:08d}")
+    again.metrics.truncate_after(again.state.step)
+    fit(again)
+    assert again.state.step == whole.state.step == 6
+    assert differences(whole, again) == []
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+def test_negative_control_another_data_position_is_seen(tmp_path: Path) -> None:
+    whole = tiny_run(tmp_path / "whole")
+    fit(whole)
+    part = tiny_run(tmp_path / "part")
+    restore(part, tmp_path / "whole" / "checkpoints" / "step-00000004")
+    part.feed.next += 1
+    fit(part)
+    assert "model.norm.weight" in differences(whole, part)
+
+
+def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, steps=50, checkpoint=20)
+    import signal
+
+    with run.faults:
+        take_step(run)
+        signal.raise_signal(signal.SIGTERM)
+        fit(run)
+    assert run.faults.exit_code == 143
+    assert run.store.latest() is not None and run.store.latest().step == 1  # type: ignore[union-attr]
+
+
+class Poisoned(MadePacks):
+    """One step's packs hold noise, whose loss stands out once the model has learnt to count."""
+
+    def __init__(self, at: range) -> None:
+        super().__init__()
+        self.poisoned = at
+
+    def at(self, n: int) -> Pack:
+        pack = super().at(n)
+        if n not in self.poisoned:
+            return pack
+        noise = np.random.default_rng(n).permutation(64).astype(np.int32)
+        weights = np.ones(64, dtype=np.float32)
+        weights[0] = 0
+        return Pack((Sample(noise, weights, f"noise.jsonl:{n}"),))
+
+
+WATCH = {"loss_spike": 4.0, "window": 16}
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip", "rewind"])
+def test_a_spike_is_met_with_the_policy(tmp_path: Path, policy: Any) -> None:
+    steps = 40
+    watch = sections.Watch(policy=policy, **WATCH)  # type: ignore[arg-type]
+    run = tiny_run(tmp_path, steps=steps, source=Poisoned(range(90, 93)), watch=watch, checkpoint=5)
+    fit(run)
+    assert run.state.step == steps
+    events = [line for line in lines(tmp_path) if "event" in line]
+    assert [event["event"] for event in events] == (["spike", "rewind"] if policy == "rewind" else ["spike"])
+    assert "robust standard deviations above the median" in events[0]["reason"]
+    if policy == "rewind":
+        assert events[1]["back_to"] == 30 and events[1]["step"] == 31
+        assert run.feed.excluded == {90, 91, 92}
+
+
+def test_a_rewind_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    watch = sections.Watch(policy="rewind", **WATCH)  # type: ignore[arg-type]
+    run = tiny_run(tmp_path, steps=40, source=Poisoned(range(90, 93)), watch=watch, checkpoint=1000)
+    with pytest.raises(TrainingError, match="no checkpoint to go back to"):
+        fit(run)
+
+
+def test_an_fp16_overflow_is_survived_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny_run(tmp_path, dtype=torch.float16, scaler=LossScaler(initial=64.0))
+    real = loop.accumulate
+
+    def overflow_in_step_3(*arguments: Any, step: int, **options: Any) -> Any:
+        gradients = real(*arguments, step=step, **options)
+        if step == 3:
+            run.compute.model.norm.weight.grad[0] = math.inf  # type: ignore[index]
+            return type(gradients)(**{**gradients.__dict__, "norm": math.inf})
+        return gradients
+
+    monkeypatch.setattr(loop, "accumulate", overflow_in_step_3)
+    fit(run)
+    assert run.state.step == 6 and run.scaler is not None and run.scaler.scale == 32.0
+    events = [line for line in lines(tmp_path) if line.get("event") == "overflow"]
+    assert events == [{"step": 3, "event": "overflow", "before": 64.0, "after": 32.0}]
+    assert all(p.isfinite().all() for p in run.compute.model.parameters())
+
+
+def test_a_non_finite_loss_stops_and_the_last_good_state_is_saved(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, steps=10, checkpoint=100)
+    for _ in range(3):
+        take_step(run)
+    good = {name: p.detach().clone() for name, p in run.compute.model.named_parameters()}
+    real = run.compute.model.norm.weight
+    with torch.no_grad():
+        held = real[0].item()
+        run.compute.model.norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
+    with pytest.raises(TrainingError, match=r"step 4: the loss is not finite, first in the output of norm"):
+        fit(run)
+    assert real[0].item() == held
+    latest = run.store.latest()
+    assert latest is not None and latest.step == 3
+    again = tiny_run(tmp_path / "again", steps=10)
+    restore(again, latest.path)
+    assert again.feed.next == 9  # the step that failed starts with the same rows
+    for name, parameter in again.compute.model.named_parameters():
+        assert torch.equal(parameter, good[name])
+
+
+def test_early_stop_ends_the_run(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, steps=50, evaluation=1, early_stop=sections.EarlyStop(patience=2, min_delta=100.0))
+    fit(run)
+    assert run.state.ended_early and run.state.step == 3  # the first sets the mark, two do not beat it by 100
+    assert [line["event"] for line in lines(tmp_path) if "event" in line] == ["early_stop"]

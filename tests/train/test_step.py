@@ -1,0 +1,103 @@
+"""One step: packed equals one by one, micro-batches change nothing, and numbers that are not finite are explained."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from made.tiny_run import MadePacks, tiny_model
+from torch import Tensor
+
+from danlu.errors import TrainingError
+from danlu.models.attend import PackedAttention
+from danlu.models.decoder import Decoder
+from danlu.recipe.sections import LossOptions
+from danlu.train.step import Compute, Gradients, accumulate
+from danlu.types import Pack
+
+PACKS = [MadePacks().at(n) for n in range(5)]
+
+
+def compute(model: Decoder, micro: int, dtype: torch.dtype = torch.float32) -> Compute:
+    return Compute(model, model, torch.device("cpu"), dtype, micro, LossOptions())
+
+
+def gradients_of(
+    micro: int, packs: list[Pack] = PACKS, clip: float | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Gradients, dict[str, Tensor]]:
+    model = tiny_model()
+    result = accumulate(compute(model, micro, dtype), packs, step=1, clip=clip)
+    return result, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("micro", [2, 3, 5, 100])
+def test_micro_batches_change_neither_loss_nor_gradient(micro: int) -> None:
+    want, want_gradients = gradients_of(1)
+    got, got_gradients = gradients_of(micro)
+    assert got.loss == pytest.approx(want.loss, rel=1e-6)
+    assert (got.tokens, got.trained_tokens, got.lengths) == (want.tokens, want.trained_tokens, want.lengths)
+    for name, gradient in want_gradients.items():
+        torch.testing.assert_close(got_gradients[name], gradient, rtol=2e-5, atol=1e-7)
+
+
+def test_packed_equals_one_document_at_a_time() -> None:
+    want, want_gradients = gradients_of(100)
+    alone = [Pack((sample,)) for pack in PACKS for sample in pack.samples]
+    got, got_gradients = gradients_of(1, alone)
+    assert got.loss == pytest.approx(want.loss, rel=1e-6)
+    for name, gradient in want_gradients.items():
+        torch.testing.assert_close(got_gradients[name], gradient, rtol=2e-5, atol=1e-7)
+
+
+def test_attention_that_crosses_documents_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    want, want_gradients = gradients_of(100)
+    monkeypatch.setattr(
+        "danlu.train.step.PackedAttention", lambda boundaries: PackedAttention((0, boundaries[-1]))
+    )  # negative control: one document over the whole pack
+    got, got_gradients = gradients_of(100)
+    assert got.loss != pytest.approx(want.loss, rel=1e-4)
+    assert not torch.allclose(got_gradients["norm.weight"], want_gradients["norm.weight"], rtol=1e-3)
+
+
+def test_the_gradient_is_that_of_the_mean_and_is_clipped_to_the_norm() -> None:
+    free, gradients = gradients_of(2)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    assert free.norm == pytest.approx(norm, rel=1e-5)
+    clipped, small = gradients_of(2, clip=free.norm / 10)
+    assert clipped.norm == pytest.approx(free.norm, rel=1e-6)
+    for name in gradients:
+        torch.testing.assert_close(small[name], gradients[name] / 10, rtol=1e-4, atol=1e-8)
+
+
+def test_bfloat16_activations_leave_float32_gradients_close_to_the_exact_ones() -> None:
+    want, want_gradients = gradients_of(2)
+    got, got_gradients = gradients_of(2, dtype=torch.bfloat16)
+    assert got.loss == pytest.approx(want.loss, rel=1e-2)
+    for name, gradient in want_gradients.items():
+        assert got_gradients[name].dtype == torch.float32
+        assert (got_gradients[name] - gradient).norm() / gradient.norm() < 0.1, name
+
+
+def test_a_nan_weight_is_named() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.layers["1"].mlp.up_proj.weight[3, 2] = math.nan
+    with pytest.raises(TrainingError, match=r"step 7: .* a weight is not: layers\.1\.mlp\.up_proj\.weight"):
+        accumulate(compute(model, 2), PACKS, step=7, clip=None)
+
+
+def test_the_module_and_the_row_that_overflow_are_named() -> None:
+    model = tiny_model()
+    pack = PACKS[3]
+    assert len(pack.samples) > 1
+    culprit = pack.samples[-1]
+
+    def overflow(module: object, inputs: object, output: Tensor) -> Tensor:
+        return torch.cat((output[:-2], output[-2:] * math.inf))  # the state that predicts the last token
+
+    model.layers["1"].mlp.up_proj.register_forward_hook(overflow)
+    with pytest.raises(TrainingError) as error:
+        accumulate(compute(model, 1), [pack], step=2, clip=None)
+    assert "step 2: the loss is not finite, first in the output of layers.1.mlp.up_proj" in str(error.value)
+    assert f"for {culprit.row}." in str(error.value)
