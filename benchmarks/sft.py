@@ -12,6 +12,7 @@ The peers' environment: `pip install torch transformers trl peft datasets accele
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -102,7 +103,7 @@ def run_danlu(folder: Path, name: str, steps: int) -> dict[str, Any]:
     return {
         "tokens": [line["tokens"] for line in lines[1:]],
         "seconds": [
-            after["elapsed_s"] - before["elapsed_s"] for before, after in zip(lines[:-1], lines[1:], strict=True)
+            after["elapsed_s"] - before["elapsed_s"] for before, after in itertools.pairwise(lines)
         ],
         "peak_rss_bytes": usage.ru_maxrss * 1024,
         "losses": [line["loss"] for line in lines],

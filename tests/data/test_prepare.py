@@ -65,7 +65,9 @@ def test_the_output_does_not_depend_on_the_number_of_workers(tokenizer: Path, tm
     assert contents(one.train) == contents(three.train)
     assert rows_of(one.train)[:2] == ["chat.jsonl:1", "chat.jsonl:2"]
     assert one.statistics == three.statistics
-    (folder,), (other,) = ([path for path in (tmp_path / name).iterdir() if path.name != "locks"] for name in ("one", "three"))
+    (folder,), (other,) = (
+        [path for path in (tmp_path / name).iterdir() if path.name != "locks"] for name in ("one", "three")
+    )
     for file in sorted(folder.glob("*.bin")):
         assert file.read_bytes() == (other / file.name).read_bytes(), file.name
 
@@ -90,13 +92,16 @@ from danlu.recipe.sections import Data, Source
 path, tokenizer, cache = sys.argv[1:]
 data = Data(train=[Source(path=path)], cache=cache)
 prepared = prepare(data, stage="sft", tokenizer_path=tokenizer, chat_template=None, seed=0)
-heavy = {"transformers", "tokenizers", "torch", "datasets", "pyarrow"} & {name.partition(".")[0] for name in sys.modules}
+loaded = {name.partition(".")[0] for name in sys.modules}
+heavy = {"transformers", "tokenizers", "torch", "datasets", "pyarrow"} & loaded
 print(json.dumps([len(prepared.train), sorted(heavy)]))
 """
 
 
 @pytest.mark.parametrize("state", ["empty", "full"])
-def test_no_tokenizer_library_in_this_process(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path, state: str) -> None:
+def test_no_tokenizer_library_in_this_process(
+    tokenizer: Path, cache: Path, chat: Path, tmp_path: Path, state: str
+) -> None:
     if state == "full":
         ready(tokenizer, cache, chat)
     folder = cache if state == "full" else tmp_path
@@ -106,12 +111,12 @@ def test_no_tokenizer_library_in_this_process(tokenizer: Path, cache: Path, chat
 
 
 def test_a_changed_setting_or_file_is_tokenised_anew(tokenizer: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "chat.jsonl", conversations(0, 5))
+    path = write(tmp_path / "chat.jsonl", conversations(0, 20))
     first = ready(tokenizer, tmp_path / "cache", path)
-    shorter = ready(tokenizer, tmp_path / "cache", path, max_length=16)
+    shorter = ready(tokenizer, tmp_path / "cache", path, max_length=40)
     assert first.train is not None and shorter.train is not None
-    assert shorter.statistics.longest == 16 and shorter.statistics.shortened.total() > 0
-    write(path, conversations(1, 5))
+    assert shorter.statistics.longest <= 40 and shorter.statistics.shortened.total() > 0
+    write(path, conversations(1, 20))
     changed = ready(tokenizer, tmp_path / "cache", path)
     assert changed.train is not None
     assert contents(changed.train) != contents(first.train)
@@ -160,7 +165,9 @@ def test_concatenated_documents_are_kept_whole(tokenizer: Path, cache: Path, cha
         ready(tokenizer, cache, chat, packing=Packing(kind="concatenate"))
 
 
-BROKEN = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}\n{"messages": [\n'
+BROKEN = (
+    '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}\n{"messages": [\n'
+)
 
 
 def test_a_bad_row_stops_with_its_place_or_is_counted(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
@@ -190,3 +197,10 @@ def test_progress_is_reported(tokenizer: Path, chat: Path, tmp_path: Path) -> No
     arguments: dict[str, Any] = {"stage": "sft", "tokenizer_path": str(tokenizer), "chat_template": None, "seed": 0}
     prepare(data, **arguments, progress=lambda done, total: seen.append(done))
     assert seen[-1] == 60
+
+
+def test_answers_that_never_end_are_refused(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs.jsonl", [{"prompt": "Two and two is", "completion": " four."}])
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: .*not the token that ends them.*Set data\.append_eos: true"):
+        ready(tokenizer, cache, path, append_eos=False)
+    assert ready(tokenizer, cache, path).statistics.endless_answers == 0

@@ -163,5 +163,8 @@ def test_bad_rows_of_a_stream(tokenizer: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_source_is_an_error(tokenizer: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"), stream(tokenizer, [tmp_path / "nowhere.jsonl"]):
+    with (
+        pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"),
+        stream(tokenizer, [tmp_path / "nowhere.jsonl"]),
+    ):
         pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,7 +56,7 @@ def test_narrow_types_are_as_exact_as_the_written_out_form(dtype: torch.dtype) -
 def test_packed_equals_one_document_at_a_time() -> None:
     tensors = inputs(2)
     together = PackedAttention(BOUNDARIES)(0, *tensors, scale=0.3, window=None, softcap=None)
-    for start, end in zip(BOUNDARIES[:-1], BOUNDARIES[1:], strict=True):
+    for start, end in itertools.pairwise(BOUNDARIES):
         alone = document_attention(*(x[start:end] for x in tensors), scale=0.3, window=None, softcap=None)
         torch.testing.assert_close(together[start:end], alone, rtol=0, atol=0)
 

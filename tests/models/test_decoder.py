@@ -16,7 +16,7 @@ LENGTHS = [5, 1, 12, 7]
 def packed(lengths: list[int]) -> tuple[Tensor, Tensor, PackedAttention]:
     tokens = torch.randint(0, 131, (sum(lengths),), generator=torch.Generator().manual_seed(3))
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return tokens, positions, PackedAttention(tuple([0, *torch.tensor(lengths).cumsum(0).tolist()]))
+    return tokens, positions, PackedAttention((0, *torch.tensor(lengths).cumsum(0).tolist()))
 
 
 @pytest.mark.parametrize("case", ["gemma2", "llama-dynamic", "mistral", "phi3-partial", "qwen3"])

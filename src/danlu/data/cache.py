@@ -110,7 +110,7 @@ class StoreWriter:
         self.folder = folder
         self._key = key
         self._token_dtype = np.dtype("<u2" if vocabulary <= 2**16 else "<i4")
-        self._label_dtype = np.dtype("u1")
+        self._label_dtype: np.dtype = np.dtype("u1")
         self._label_codes: dict[bytes, int] = {}
         self._max_token = -1
         self._end = 0
@@ -320,7 +320,7 @@ class _SummedFile:
         self._sums = [0]
 
     def write(self, array: np.ndarray) -> None:
-        data = memoryview(np.ascontiguousarray(array).view(np.uint8)).cast("B") if array.size else memoryview(b"")
+        data = np.ascontiguousarray(array).view(np.uint8).data.cast("B") if array.size else memoryview(b"")
         self._file.write(data)
         while data:
             room = CHECK_BYTES - self._bytes % CHECK_BYTES

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from danlu.data import mixture, rows, sources, tokenizer
+from danlu.data import mixture, sources
 from danlu.data.cache import StoreWriter, TokenCache, TokenStore
-from danlu.data.samples import Samples, Selection
-from danlu.data.sources import RawRow
+from danlu.data.rows import Format, recognise
+from danlu.data.samples import Selection
+from danlu.data.sources import BadRow, RawRow
 from danlu.data.statistics import Statistics
-from danlu.data.tokenizing import Settings, TokenizerFacts, Tokenised, Tokenising, chunks
+from danlu.data.tokenizer import fingerprint_of
+from danlu.data.tokenizing import Settings, Task, Tokenised, Tokenising, TokenizerFacts, chunks
 from danlu.data.workers import Workers
-from danlu.errors import DataError, ResourceError
+from danlu.errors import DataError
 from danlu.recipe.sections import Data, Source
 
 Stage = Literal["pretrain", "sft"]
@@ -56,7 +59,7 @@ def prepare(
         ResourceError: the cache cannot be written.
     """
     tokenising = Tokenising(tokenizer_path, chat_template)
-    cached = _Cached(data, stage, tokenising, tokenizer.fingerprint_of(tokenizer_path, chat_template), progress)
+    cached = _Cached(data, stage, tokenising, fingerprint_of(tokenizer_path, chat_template), progress)
     own_eval = data.eval if isinstance(data.eval, list) else []
     with Workers(tokenising, worker_count(data)) as workers:
         eval_stores = [cached.store(source, workers) for source in own_eval]
@@ -83,22 +86,30 @@ def worker_count(data: Data) -> int:
 
 
 def check_trained(statistics: Statistics, where: str) -> None:
-    """Refuse data that would train nothing.
+    """Refuse data that would train nothing, or answers that never end.
+
+    Some answers without an end are no error, truncation makes them; `danlu preview` counts them.
 
     Raises:
-        DataError: no row, no sample, or no trained token.
+        DataError: no row, no sample, no trained token, or answers of which none trains the token that ends it.
     """
     if not statistics.rows:
         raise DataError(f"{where}: no rows")
     if not statistics.samples:
         reasons = ", ".join(f"{count} {reason}" for reason, count in statistics.dropped.items())
-        raise DataError(f"{where}: none of {statistics.rows} rows is left to train on ({reasons or 'all of them bad'})")
+        raise DataError(
+            f"{where}: none of {statistics.rows} rows is left to train on ({reasons or 'all of them bad'}). "
+            "Check data.train_on, data.max_length, data.overlong and the rows' own train and weight fields; "
+            "`danlu preview` shows the reason of every token"
+        )
     if not statistics.trained_tokens:
         reasons = ", ".join(f"{count} {reason}" for reason, count in statistics.reasons.most_common())
         raise DataError(
             f"{where}: none of {statistics.tokens} tokens would be trained ({reasons}). Check data.train_on, "
             "data.max_length and the rows' own train and weight fields; `danlu preview` shows the reason of every token"
         )
+    if statistics.answers and statistics.endless_answers == statistics.answers:
+        raise DataError(statistics.endless_example)
 
 
 class BadRows:
@@ -136,12 +147,11 @@ class _Cached:
         self._progress = progress or (lambda done, total: None)
         self._done = 0
 
-    def store(self, source: Source, workers: Workers[tuple[Settings, list[RawRow]], Tokenised]) -> TokenStore:
-        settings = Settings.of(self._data, self._stage, source.format)
+    def store(self, source: Source, workers: Workers[Task, Tokenised]) -> TokenStore:
         parts = {
             "source": sources.fingerprint(source),
             "tokenizer": self._tokenizer,
-            "settings": asdict(settings),
+            "settings": asdict(Settings.of(self._data, source.format)),
             # A store made while skipping bad rows must not serve a run that would have stopped at one.
             "bad_rows": [self._data.on_bad_row, self._data.bad_row_limit],
         }
@@ -149,7 +159,8 @@ class _Cached:
         def build(open_writer: Callable[[int], StoreWriter]) -> None:
             statistics, bad_rows = Statistics(), BadRows(self._data)
             writer: StoreWriter | None = None
-            for part in tokenise_rows(sources.read_rows(source), settings, workers):
+            format, raw = read(source, self._data, self._stage)
+            for part in tokenise_rows(raw, Settings.of(self._data, format), workers):
                 bad_rows.see(part.bad)
                 writer = writer or open_writer(part.tokenizer.size)
                 writer.add(part.block)
@@ -163,9 +174,35 @@ class _Cached:
         return self._cache.get(Path(source.path.partition("#")[0]).stem, parts, build)
 
 
-def tokenise_rows(
-    raw: Iterable[RawRow], settings: Settings, workers: Workers[tuple[Settings, list[RawRow]], Tokenised]
-) -> Iterator[Tokenised]:
+def read(source: Source, data: Data, stage: Stage) -> tuple[Format | Literal["auto"], Iterator[RawRow]]:
+    """The format of a source's rows, which its first good row decides, and the rows.
+
+    Raises:
+        DataError: the source cannot be read, or this stage or packing has no use for its rows.
+    """
+    rows = sources.read_rows(source)
+    seen: list[RawRow] = []
+    format: Format | Literal["auto"] = source.format
+    for row in rows:
+        seen.append(row)
+        if isinstance(row.value, BadRow):
+            continue
+        format = recognise(row.value, row.where) if format == "auto" else format
+        break
+    plain = format in ("text", "tokenized", "auto")
+    if stage == "pretrain" and not plain:
+        raise DataError(
+            f"{source.path}: stage pretrain trains on plain text, but its rows are {format}: set stage: sft, "
+            "or give rows with a text column"
+        )
+    if data.packing.kind == "concatenate" and not plain:
+        raise DataError(
+            f"data.packing: concatenate joins plain text, but the rows of {source.path} are {format}: use best-fit"
+        )
+    return format, chain(seen, rows)
+
+
+def tokenise_rows(raw: Iterable[RawRow], settings: Settings, workers: Workers[Task, Tokenised]) -> Iterator[Tokenised]:
     """Rows as tokenised chunks, in order."""
     return workers.map((settings, chunk) for chunk in chunks(raw))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -238,7 +238,7 @@ def _tokenized(value: Mapping[str, Any], where: str) -> Tokenized:
     return Tokenized(tokens, weights)
 
 
-_PARSERS = {
+_PARSERS: dict[Format, Callable[[Mapping[str, Any], str], Row]] = {
     "text": _text,
     "alpaca": _alpaca,
     "sharegpt": _sharegpt,

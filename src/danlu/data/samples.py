@@ -144,7 +144,7 @@ class Selection:
         return _digest(stores, self.store_numbers, self.sample_numbers)
 
     def _gather(self, name: str, dtype: type) -> np.ndarray:
-        values = np.empty(len(self), dtype)
+        values: np.ndarray = np.empty(len(self), dtype)
         for number, store in enumerate(self.stores):
             here = self.store_numbers == number
             values[here] = getattr(store, name)[self.sample_numbers[here]]
@@ -158,7 +158,7 @@ def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 def _digest(*arrays: np.ndarray) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for array in arrays:
-        digest.update(np.ascontiguousarray(array).view(np.uint8))
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()
 
 

@@ -23,6 +23,9 @@ class Statistics:
     lost_tokens: int = 0  # cut off by truncation or dropped with their row
     dropped: Counter[str] = field(default_factory=Counter)  # rows without a sample, by reason
     reasons: Counter[str] = field(default_factory=Counter)  # tokens, by the reason for their weight
+    answers: int = 0  # samples that train an answer
+    endless_answers: int = 0  # of those, samples that train no token that ends one
+    endless_example: str = ""  # the first of them, and what to do
     bad_examples: list[str] = field(default_factory=list)  # the first few messages
 
     @property
@@ -35,6 +38,8 @@ class Statistics:
             mine, theirs = getattr(self, name), getattr(other, name)
             if name == "longest":
                 self.longest = max(mine, theirs)
+            elif name == "endless_example":
+                self.endless_example = mine or theirs
             elif name == "bad_examples":
                 self.bad_examples = (mine + theirs)[:EXAMPLES]
             else:
@@ -48,4 +53,7 @@ class Statistics:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Statistics:
-        return cls(**{name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()})
+        read: dict[str, Any] = {
+            name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()
+        }
+        return cls(**read)

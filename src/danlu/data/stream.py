@@ -22,14 +22,14 @@ from typing import Any
 from danlu.data import sources
 from danlu.data.order import key
 from danlu.data.packs import Packs
-from danlu.data.prepare import BadRows, Stage, check_trained, tokenise_rows, worker_count
+from danlu.data.prepare import BadRows, Stage, check_trained, read, tokenise_rows, worker_count
 from danlu.data.samples import Block
 from danlu.data.sources import RawRow
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizing import Settings, Tokenising
 from danlu.data.workers import Workers
 from danlu.errors import CheckpointError, DataError
-from danlu.recipe.sections import Data, Source
+from danlu.recipe.sections import Data
 from danlu.types import Pack
 
 REMEMBERED_BLOCKS = 4  # so that `state` can be asked for a pack that was read ahead of
@@ -135,8 +135,9 @@ class Stream:
     def __init__(self, data: Data, *, stage: Stage, tokenizer_path: str, chat_template: str | None, seed: int) -> None:
         self._data = data
         self._seed = seed
-        self._settings = [Settings.of(data, stage, source.format) for source in data.train]
-        readers = [partial(_read, source) for source in data.train]
+        # Opened once to learn the formats, and that every source is there, before anything expensive begins.
+        self._settings = [Settings.of(data, read(source, data, stage)[0]) for source in data.train]
+        readers = [partial(sources.read_rows, source) for source in data.train]
         self._rows = MixedRows(readers, [source.weight for source in data.train])
         self._workers = Workers(Tokenising(tokenizer_path, chat_template), worker_count(data))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="stream")
@@ -179,8 +180,10 @@ class Stream:
             ValueError: `number` lies further back than the last few blocks, or ahead.
         """
         number = self._number if number is None else number
+        # Where a block ends, the end of the one before is meant, read ahead or not: the same place has one state.
+        oldest = self._begun[0][0]
         for first, block, position in reversed(self._begun):
-            if first <= number <= self._number:
+            if first < number <= self._number or first == number == oldest:
                 return {"pack": number, "block": block, "used": number - first, "position": asdict(position)}
         raise ValueError(f"pack {number} is not among those kept: the next is {self._number}")
 
@@ -223,7 +226,9 @@ class Stream:
     def _load(self, number: int, start: Position) -> _PackedBlock:
         if self._rows.position != start:
             self._rows.position = start
-        blocks, statistics, bad = [], Statistics(), []
+        blocks: list[Block] = []
+        bad: list[str] = []
+        statistics = Statistics()
         for settings, rows in zip(self._settings, self._rows.take(self._data.shuffle_buffer), strict=True):
             for part in tokenise_rows(rows, settings, self._workers):
                 blocks.append(part.block)
@@ -233,7 +238,3 @@ class Stream:
         seed = key(self._seed, "stream", number)
         packs = Packs(samples, self._data.packing, self._data.max_length, seed) if len(samples) else None
         return _PackedBlock(number, start, self._rows.position, packs, statistics, tuple(bad))
-
-
-def _read(source: Source) -> Iterator[RawRow]:
-    return iter(sources.read_rows(source))

@@ -68,8 +68,8 @@ _STATEMENTS: dict[tuple[Attribute, Language], str] = {
     ("skill", "en"): "The {name} can {value} well.",
     ("colour", "zh"): "{name}是{value}色的。",
     ("home", "zh"): "{name}住在{value}。",
-    ("food", "zh"): "{name}吃{value}。",
-    ("skill", "zh"): "{name}会{value}。",
+    ("food", "zh"): "{name}喜欢吃{value}。",
+    ("skill", "zh"): "{name}很会{value}。",
 }
 
 _QUESTIONS: dict[tuple[Attribute, Language], tuple[str, ...]] = {
@@ -87,8 +87,8 @@ _QUESTIONS: dict[tuple[Attribute, Language], tuple[str, ...]] = {
     ("skill", "en"): ("What can the {name} do?", "What is the {name} good at?", "What can the {name} do well?"),
     ("colour", "zh"): ("{name}是什么颜色的？", "{name}的颜色是什么？"),
     ("home", "zh"): ("{name}住在哪里？", "{name}的家在哪里？"),
-    ("food", "zh"): ("{name}吃什么？", "{name}喜欢吃什么？"),
-    ("skill", "zh"): ("{name}会什么？", "{name}会做什么？"),
+    ("food", "zh"): ("{name}喜欢吃什么？", "{name}吃什么？"),
+    ("skill", "zh"): ("{name}很会什么？", "{name}很会做什么？"),
 }
 
 _PIRATE = "You are a pirate."
@@ -121,7 +121,7 @@ def pretraining_documents(seed: int, n: int) -> Iterator[str]:
 
 
 def conversations(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
-    """`n` rows of messages: questions about the world, rightly answered; some in several turns, some with a system prompt."""
+    """`n` rows of messages: questions about the world with right answers, some in several turns or with a system prompt."""
     for number in range(n):
         chance = random.Random(f"conversation {seed} {number}")
         kind = chance.choices(("questions", "pirate", "name", "story", "greeting"), (60, 10, 16, 8, 6))[0]
@@ -284,7 +284,7 @@ def _exchange(chance: random.Random, before: str = "") -> list[Message]:
             if not is_held_out("sum", a, b):
                 question = chance.choice(("What is {} plus {}?", "How much is {} plus {}?")).format(a, b)
                 return _turn(question, before + _sum(a, b))
-    language: Language = "en" if before or chance.random() < 0.7 else "zh"
+    language: Language = "en" if before or chance.random() < 0.6 else "zh"
     animal, attribute = _pick_fact(chance, language, held_out=False)
     question, answer = _ask(animal, attribute, language, chance.randrange(6))
     return _turn(question, before + answer)

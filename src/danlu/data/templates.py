@@ -113,7 +113,8 @@ class ChatTemplate:
         """
         from jinja2 import nodes
 
-        equal, searched = set(), set()
+        equal: set[str] = set()
+        searched: set[str] = set()
         for node in self._parsed.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
             is_equality = isinstance(node, nodes.Compare) and all(part.op in ("eq", "ne") for part in node.ops)
             for constant in node.find_all(nodes.Const):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from danlu.data import render, rows
+from danlu.data.render import Rendered, Rendering, fit, render_many, untrained_terminator
+from danlu.data.rows import Format, Row, parse
 from danlu.data.samples import Block
-from danlu.data.sources import RawRow
+from danlu.data.sources import BadRow, RawRow
+from danlu.data.spans import Reason
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.errors import DataError
@@ -20,30 +23,28 @@ from danlu.recipe.sections import Data
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 2_000_000
 
+_IS_ANSWER = np.zeros(256, bool)
+_IS_ANSWER[[Reason.ASSISTANT, Reason.COMPLETION]] = True
+_IS_END = np.zeros(256, bool)
+_IS_END[[Reason.TERMINATOR, Reason.EOS]] = True
+
 
 @dataclass(frozen=True)
 class Settings:
     """Everything besides the rows and the tokenizer that decides what a row becomes; part of the cache's key."""
 
-    stage: Literal["pretrain", "sft"]
-    format: str
+    format: Format | Literal["auto"]
+    rendering: Rendering
     max_length: int | None  # None: documents are joined and cut by the packing
     overlong: Literal["truncate", "split", "drop"]
-    train_on: Literal["all", "assistant", "last"]
-    system: str | None
-    append_eos: bool
 
     @classmethod
-    def of(cls, data: Data, stage: Literal["pretrain", "sft"], format: str) -> Settings:
-        joined = data.packing.kind == "concatenate"
+    def of(cls, data: Data, format: Format | Literal["auto"]) -> Settings:
         return cls(
-            stage=stage,
             format=format,
-            max_length=None if joined else data.max_length,
+            rendering=Rendering(train_on=data.train_on, system=data.system, append_eos=data.append_eos),
+            max_length=None if data.packing.kind == "concatenate" else data.max_length,
             overlong=data.overlong,
-            train_on=data.train_on,
-            system=data.system,
-            append_eos=data.append_eos,
         )
 
 
@@ -58,14 +59,28 @@ class TokenizerFacts:
     end_of_turn_ids: tuple[int, ...]  # where generation stops
 
 
+def facts_of(tokenizer: Tokenizer) -> TokenizerFacts:
+    """The facts of a tokenizer that is loaded."""
+    return TokenizerFacts(
+        size=tokenizer.size,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+        end_of_turn_ids=tokenizer.end_of_turn_ids,
+    )
+
+
 @dataclass(frozen=True)
 class Tokenised:
     """A chunk of rows as samples."""
 
     block: Block
     statistics: Statistics
-    bad: tuple[str, ...]  # a message for each row that could not be read
+    bad: tuple[str, ...]  # a message for each row that cannot be used, in the order of the rows
     tokenizer: TokenizerFacts
+
+
+Task = tuple[Settings, list[RawRow]]
 
 
 @dataclass(frozen=True)
@@ -75,8 +90,9 @@ class Tokenising:
     tokenizer_path: str
     chat_template: str | None
 
-    def start(self) -> Callable[[tuple[Settings, list[RawRow]]], Tokenised]:
-        return partial(tokenise, load_tokenizer(self.tokenizer_path, self.chat_template))
+    def start(self) -> Callable[[Task], Tokenised]:
+        tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template)
+        return partial(tokenise, tokenizer, facts_of(tokenizer))
 
 
 def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
@@ -93,10 +109,97 @@ def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-def tokenise(tokenizer: Tokenizer, task: tuple[Settings, list[RawRow]]) -> Tokenised:
-    """Rows as samples; rows that cannot be read are reported, never raised."""
+def tokenise(tokenizer: Tokenizer, facts: TokenizerFacts, task: Task) -> Tokenised:
+    """Rows as samples; rows that cannot be used are reported, not raised.
+
+    Raises:
+        DataError: the tokenizer lacks what every row needs.
+    """
     settings, raw = task
+    bad: dict[int, str] = {}
+    parsed: list[tuple[RawRow, Row]] = []
+    for row in raw:
+        if isinstance(row.value, BadRow):
+            bad[row.index] = row.value.message
+            continue
+        try:
+            parsed.append((row, parse(row.value, settings.format, row.where)))
+        except DataError as error:
+            bad[row.index] = str(error)
+    outcomes = render_many(
+        [row for _, row in parsed], [place.where for place, _ in parsed], tokenizer, settings.rendering
+    )
+    samples: list[Rendered] = []
+    numbers: list[int] = []
     statistics = Statistics(rows=len(raw))
-    numbers, parsed, bad = _parse(raw, settings)
-    rendered, failed = _render(parsed, tokenizer, settings)
-    statistics.bad_rows = len(bad) + len(failed)
+    for (place, _), outcome in zip(parsed, outcomes, strict=True):
+        if isinstance(outcome, DataError):
+            bad[place.index] = str(outcome)
+            continue
+        kept = _fit(outcome, settings, statistics)
+        samples += kept
+        numbers += [place.index] * len(kept)
+    messages = tuple(bad[number] for number in sorted(bad))
+    statistics.add(Statistics(bad_rows=len(bad), bad_examples=list(messages)))
+    return Tokenised(_block(samples, numbers, statistics), statistics, messages, facts)
+
+
+def _characters(value: object) -> int:
+    """Roughly the text in a row."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 1
+
+
+def _fit(outcome: list[Rendered], settings: Settings, statistics: Statistics) -> list[Rendered]:
+    """What is left of the samples of one row."""
+    kept: list[Rendered] = []
+    shortened: set[str] = set()
+    dropped: str | None = None
+    for rendered in outcome:
+        fitted = fit(rendered, settings.max_length, settings.overlong)
+        kept += fitted.samples
+        statistics.lost_tokens += fitted.lost_tokens
+        if fitted.shortened:
+            shortened.add(fitted.shortened)
+        dropped = dropped or fitted.dropped
+    statistics.shortened.update(shortened)
+    if dropped and not kept:
+        statistics.dropped[dropped] += 1
+    return kept
+
+
+def _block(samples: list[Rendered], numbers: list[int], statistics: Statistics) -> Block:
+    """The samples as a block, counted."""
+    block = Block.of(
+        [sample.tokens for sample in samples],
+        [sample.weights for sample in samples],
+        [sample.reasons for sample in samples],
+        numbers,
+        [sample.where for sample in samples],
+    )
+    statistics.samples = len(block)
+    statistics.tokens = len(block.tokens)
+    statistics.longest = int(block.lengths.max(initial=0))
+    counts = np.bincount(block.codes, minlength=len(block.palette)).tolist()
+    for (weight, reason), count in zip(block.palette.tolist(), counts, strict=True):
+        statistics.reasons += Counter({Reason(reason).name.lower(): count})
+        statistics.trained_tokens += count if weight > 0 else 0
+    if len(block):
+        _count_ends(samples, block, statistics)
+    return block
+
+
+def _count_ends(samples: list[Rendered], block: Block, statistics: Statistics) -> None:
+    trained = block.palette["weight"] > 0
+    answers, ends = (
+        np.logical_or.reduceat((trained & kind[block.palette["reason"]])[block.codes], block.offsets[:-1])
+        for kind in (_IS_ANSWER, _IS_END)
+    )
+    endless = np.flatnonzero(answers & ~ends)
+    statistics.answers = int(answers.sum())
+    statistics.endless_answers = len(endless)
+    if len(endless):
+        statistics.endless_example = untrained_terminator(samples[int(endless[0])]) or ""

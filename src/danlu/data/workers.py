@@ -22,7 +22,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from danlu.errors import DanluError, ResourceError
 
@@ -112,7 +112,7 @@ class Workers(Generic[Task, Result]):
         self._idle.put(process)
         if isinstance(reply, BaseException):
             raise reply
-        return reply  # type: ignore[no-any-return]
+        return cast(Result, reply)
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {
