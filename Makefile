@@ -4,7 +4,7 @@
 #   make test       what has to pass: format, lint, types, fast tests
 #   make test-all   the slow tests too
 #   make check      the same as test, after putting the format right
-#   make bench      every script of benchmarks/, one after the other
+#   make bench      the scripts of benchmarks/ that need no peers and no data, one after the other
 #   make gpu        GPU tests and benchmarks, with the machine's own torch where it has CUDA
 
 PYTHON ?= python3
@@ -13,8 +13,9 @@ BIN := .venv/bin
 # One thread a test process: several of them share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
-BENCHMARKS ?= $(sort $(wildcard benchmarks/*.py))
-GPU_BENCHMARKS ?= $(BENCHMARKS)
+# Those that need nothing but this package; sft.py (peers) and real_input.py (data) say themselves what they need.
+BENCHMARKS ?= benchmarks/throughput.py benchmarks/decode.py benchmarks/tokenizing.py benchmarks/loading.py
+GPU_BENCHMARKS ?= benchmarks/throughput.py benchmarks/decode.py
 
 .PHONY: demo test test-all lint check bench gpu gpu-checks clean
 

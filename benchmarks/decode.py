@@ -22,7 +22,7 @@ import torch
 
 from danlu.models.loading import load
 from danlu.rollout.generate import generate
-from danlu.rollout.sampling import SamplingOptions
+from danlu.rollout.request import SamplingOptions
 
 PROMPT_TOKENS = 64
 SIZES = {

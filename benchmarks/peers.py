@@ -1,4 +1,4 @@
-"""One peer, one run: trains on rows of token ids and prints what each step took, as JSON. Runs in the peers' environment.
+"""One peer, one run, in the peers' environment: trains on rows of token ids, prints what each step took as JSON.
 
     python benchmarks/peers.py hf-flat|trl-packed --model FOLDER --data ROWS.jsonl --steps N --rows R --length 1024
 

@@ -1,10 +1,11 @@
 """Full SFT side by side with the peers: real tokens per second and peak memory, in one run, rounds interleaved.
 
-    python benchmarks/sft.py --peers-python PEERS/bin/python --data alpaca_en_demo.json --tokenizer TOKENIZER [--models tiny small wide]
+    python benchmarks/sft.py --peers-python PEERS/bin/python --data alpaca_en_demo.json [--models tiny small wide]
 
-Every engine trains the same weights on the same rows of token ids (labels on answers only), in bf16 with two threads, in
-a process of its own. A figure is the median over all steps but the first of all rounds; a ratio is of medians. Peak memory
-is the process's largest resident set, imports and saving included.
+Every engine trains the same weights on the same rows of token ids (labels on answers only; the tokenizer is trained on
+the file, 4096 words), in bf16 with two threads, in a process of its own. A figure is the median over all steps but the
+first of all rounds; a ratio is of medians. Peak memory is the process's largest resident set, imports and saving
+included.
 
 The peers' environment: `pip install torch transformers trl peft datasets accelerate`.
 """
@@ -27,11 +28,19 @@ SHAPES: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "vocab_size": 32000},
     "wide": {"hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 1536, "vocab_size": 128256},
 }
-PACKS = {"tiny": 2, "small": 1, "wide": 1}  # of 1024 tokens in a step
+PACKS = {"tiny": 2, "small": 1, "wide": 2}  # of 1024 tokens in a step
 LENGTH = 1024
+WORDS = 4096
 
 
-def make_model(name: str, tokenizer: str, folder: Path) -> None:
+def make_tokenizer(data: str, folder: Path) -> Path:
+    from danlu.data.vocabulary import train_vocabulary
+
+    train_vocabulary((" ".join(row.values()) for row in json.loads(Path(data).read_text())), WORDS, folder)
+    return folder
+
+
+def make_model(name: str, tokenizer: Path, folder: Path) -> None:
     """Random weights in the shape `name`, with a tokenizer beside them."""
     from danlu.models.families import read_config_values
     from danlu.models.initialize import initialize
@@ -48,11 +57,11 @@ def make_model(name: str, tokenizer: str, folder: Path) -> None:
     }
     model = build(read_config_values(values, where=name))
     initialize(model, 0)
-    save(model, folder, tokenizer_from=Path(tokenizer))
+    save(model, folder, tokenizer_from=tokenizer)
 
 
-def make_rows(data: str, tokenizer: str, vocabulary: int, file: Path) -> float:
-    """Alpaca rows as token ids, labels on the answer; returns the mean length. Ids are folded into the vocabulary."""
+def make_rows(data: str, tokenizer: Path, file: Path) -> float:
+    """Alpaca rows as token ids, labels on the answer; returns the mean length."""
     from transformers import AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(tokenizer)
@@ -64,7 +73,7 @@ def make_rows(data: str, tokenizer: str, vocabulary: int, file: Path) -> float:
             prompt = words.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
             whole = words.apply_chat_template(messages, tokenize=False)
             context = len(words(prompt, add_special_tokens=False)["input_ids"])
-            ids = [token % vocabulary for token in words(whole, add_special_tokens=False)["input_ids"]][:LENGTH]
+            ids = words(whole, add_special_tokens=False)["input_ids"][:LENGTH]
             if context < len(ids):
                 json.dump({"input_ids": ids, "labels": [-100] * context + ids[context:]}, out)
                 out.write("\n")
@@ -77,7 +86,7 @@ def run_danlu(folder: Path, name: str, steps: int) -> dict[str, Any]:
         "stage": "sft",
         "model": str(folder / name),
         "data": {
-            "train": [{"path": str(folder / f"{name}.jsonl"), "format": "tokenized"}],
+            "train": [{"path": str(folder / "rows.jsonl"), "format": "tokenized"}],
             "max_length": LENGTH,
             "cache": str(folder / "cache"),
         },
@@ -102,9 +111,7 @@ def run_danlu(folder: Path, name: str, steps: int) -> dict[str, Any]:
     lines = [line for line in lines if "elapsed_s" in line]
     return {
         "tokens": [line["tokens"] for line in lines[1:]],
-        "seconds": [
-            after["elapsed_s"] - before["elapsed_s"] for before, after in itertools.pairwise(lines)
-        ],
+        "seconds": [after["elapsed_s"] - before["elapsed_s"] for before, after in itertools.pairwise(lines)],
         "peak_rss_bytes": usage.ru_maxrss * 1024,
         "losses": [line["loss"] for line in lines],
     }
@@ -113,7 +120,7 @@ def run_danlu(folder: Path, name: str, steps: int) -> dict[str, Any]:
 def run_peer(python: str, engine: str, folder: Path, name: str, steps: int, mean_length: float) -> dict[str, Any]:
     rows = PACKS[name] if engine == "trl-packed" else round(PACKS[name] * LENGTH / mean_length)
     command = [python, str(Path(__file__).with_name("peers.py")), engine, "--model", str(folder / name)]
-    command += ["--data", str(folder / f"{name}.jsonl"), "--steps", str(steps), "--rows", str(rows)]
+    command += ["--data", str(folder / "rows.jsonl"), "--steps", str(steps), "--rows", str(rows)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}
     )
@@ -128,7 +135,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers-python", required=True)
     parser.add_argument("--data", required=True, help="a json file of alpaca rows")
-    parser.add_argument("--tokenizer", required=True, help="a tokenizer folder with a chat template")
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--engines", nargs="+", default=["danlu", "hf-flat", "trl-packed"])
     parser.add_argument("--rounds", type=int, default=2)
@@ -136,11 +142,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        tokenizer = make_tokenizer(options.data, folder / "tokenizer")
+        mean_length = make_rows(options.data, tokenizer, folder / "rows.jsonl")
         for name in options.models:
-            make_model(name, options.tokenizer, folder / name)
-            mean_length = make_rows(
-                options.data, options.tokenizer, SHAPES[name]["vocab_size"], folder / f"{name}.jsonl"
-            )
+            make_model(name, tokenizer, folder / name)
             results: dict[str, list[dict[str, Any]]] = {engine: [] for engine in options.engines}
             for _ in range(options.rounds):
                 for engine in options.engines:

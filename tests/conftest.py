@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import made.tiny_world
 import pytest
+from made.tiny_world import InThisProcess, World
+
+from danlu.data import prepare, stream
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,3 +23,19 @@ def shared_data() -> Path:
     if not (folder / "README.md").is_file():
         pytest.skip(f"no real data at {folder}: set DANLU_SHARED_DATA to the data folder to run this test")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_world() -> World:
+    """A tokenizer, rows and recipes over them, for `danlu train` in a second."""
+    return made.tiny_world.tiny_world()
+
+
+@pytest.fixture
+def tokenising_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are tokenised in this process, which has loaded what that takes, not in new ones."""
+    # Here: a stream reads in a thread, and transformers cannot be imported by two threads at once.
+    from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401
+
+    for room in (prepare, stream):
+        monkeypatch.setattr(room, "Workers", InThisProcess)

@@ -31,6 +31,7 @@ LAYERS: dict[str, int] = {
     "train": 3,
     "__main__": 4,
     "cli": 4,
+    "demo": 4,
     "run": 4,
     "verify": 4,
 }

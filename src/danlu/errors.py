@@ -10,7 +10,8 @@
     ├── ResourceError             6   the machine ran out of disk or memory, or a folder cannot be written
     └── TrainingError             7   training itself went wrong: a non-finite loss, a loss spike past its policy
 
-A run stopped by a signal exits with 128 + the signal's number (130 for Ctrl-C) after saving.
+A run stopped by a signal exits with 128 + the signal's number (130 for Ctrl-C) after saving; Stopped, which is no
+DanluError, ends one at once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ class RecipeError(DanluError):
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that stops the program where it is; like Ctrl-C, it passes handlers of ordinary errors."""
+
+    def __init__(self, number: int, message: str = "stopped at once") -> None:
+        self.number = number
+        self.exit_code = 128 + number
+        super().__init__(message)
 
 
 class DataError(DanluError):

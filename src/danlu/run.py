@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -20,10 +21,11 @@ import torch
 
 from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
+from danlu.data.statistics import Statistics
 from danlu.data.stream import Stream
 from danlu.data.tokenizer import load_tokenizer, tokenizer_folder
 from danlu.data.tokenizing import TokenizerFacts, facts_of
-from danlu.errors import CheckpointError, RecipeError, ResourceError
+from danlu.errors import RecipeError, ResourceError, Stopped
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.folder import check_vocabulary, read_config, resolve_folder
@@ -32,7 +34,7 @@ from danlu.models.loading import build, load
 from danlu.models.presets import from_scratch
 from danlu.models.saving import save as save_model
 from danlu.numerics.loss_scaling import LossScaler
-from danlu.objectives.crossentropy import CHUNK_BYTES
+from danlu.objectives.crossentropy import slice_bytes
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.optim.ema import Ema
@@ -40,10 +42,9 @@ from danlu.optim.schedules import problems as schedule_problems
 from danlu.plan import memory
 from danlu.plan.flops import Shape, training_flops
 from danlu.plan.gemm import measured_peak
-from danlu.recipe import Loaded, Recipe, changes, resolved_yaml
-from danlu.recipe import load as load_recipe
+from danlu.recipe import Loaded, Recipe, resolved_yaml
 from danlu.rollout.generate import generate
-from danlu.rollout.sampling import SamplingOptions
+from danlu.rollout.request import SamplingOptions
 from danlu.rollout.wording import Wording
 from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_state
 from danlu.train.durable import write_durably
@@ -51,19 +52,27 @@ from danlu.train.environment import changes_that_matter, describe_environment, w
 from danlu.train.faults import StopRequest
 from danlu.train.lock import RunLock
 from danlu.train.loop import Cadence, Generate, Run, fit
+from danlu.train.manifest import step_of
 from danlu.train.metrics import MetricsLog, Recorder
 from danlu.train.position import Feed
 from danlu.train.progress import RowProgress, progress_on
+from danlu.train.run_folder import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    METRICS,
+    MODEL,
+    MODEL_EMA,
+    RECIPE,
+    Start,
+    finished,
+    refuse_strangers,
+    starting_point,
+)
 from danlu.train.state import restore
 from danlu.train.step import Compute
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
 from danlu.train.watch import Watch
 from danlu.types import Pack
-
-RECIPE = "recipe.yaml"
-CHECKPOINTS = "checkpoints"
-MODEL = "model"
-MODEL_EMA = "model-ema"
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
@@ -80,29 +89,73 @@ class Outcome:
     steps: int
     exit_code: int  # 0, or 128 + the number of the signal that stopped it
     exported: tuple[Path, ...]  # model folders; empty when stopped before the end
+    already: bool = False  # it had ended before, and nothing was done now
 
 
-def train(loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO = sys.stderr) -> Outcome:
+def train(loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO | None = None) -> Outcome:
     """Trains the recipe in its output folder, going on where an earlier run of it stopped.
 
     resume: auto (go on when the folder holds a run of this recipe), never (refuse such a folder), or the path of one of
     its checkpoints.
-    Raises DanluError of the kind that fits; whatever was saved before stays.
+    stream: where progress is shown; stderr by default.
+    Raises DanluError of the kind that fits, and Stopped for a signal when there is nothing to be saved (or a second
+    one); whatever was saved before stays.
     """
     recipe = loaded.recipe
     folder = Path(recipe.output).expanduser()
+    stream = stream or sys.stderr
+    refuse_strangers(folder)  # before the lock leaves a file there
     with RunLock(folder), StopRequest() as faults:
-        start = _starting_point(folder, recipe, resume)
-        if recipe.log.wandb is not None and (problem := wandb_problem()):
-            raise RecipeError(problem)
-        device = _device(recipe)
-        if recipe.threads is not None:
-            torch.set_num_threads(recipe.threads)
-        for note in loaded.notes:
-            say(note)
-        _describe(folder, recipe, device, start, say)
-        rows = RowProgress(stream)
-        prepared = prepare(
+        faults.at_once = True
+        try:
+            return _train(loaded, folder, resume, faults, say, stream)
+        except Stopped as stop:
+            latest = CheckpointStore(folder / CHECKPOINTS).latest()
+            kept = "nothing was saved" if latest is None else f"the checkpoint of step {latest.step} stays"
+            raise Stopped(stop.number, f"stopped at once; {kept}, and the same command goes on from there") from None
+
+
+def _train(loaded: Loaded, folder: Path, resume: str, faults: StopRequest, say: Say, stream: TextIO) -> Outcome:
+    recipe = loaded.recipe
+    start = starting_point(folder, recipe, resume, say)
+    if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
+        return Outcome(folder, step_of(start.path), 0, done, already=True)
+    if recipe.log.wandb is not None and (problem := wandb_problem()):
+        raise RecipeError(problem)
+    device = _device(recipe)
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    for note in loaded.notes:
+        say(note)
+    _describe(folder, recipe, device, start, say)
+    prepared = _prepare(recipe, stream)
+    for line in data_lines(prepared):
+        say(line)
+    with ExitStack() as closing:
+        source = _source(recipe, prepared)
+        if isinstance(source, Stream):
+            closing.callback(source.close)
+        run = _build(recipe, prepared, source, device, folder, start, say)
+        closing.callback(run.store.close)
+        run.faults = faults
+        run.recorders = (run.metrics, *_shows(recipe, folder, run, stream))
+        for recorder in run.recorders:
+            closing.callback(recorder.close)
+        faults.at_once = False
+        fit(run)
+        faults.at_once = True
+    if isinstance(source, Stream):
+        for line in row_lines("data, as far as it was read", source.statistics):
+            say(line)
+    if faults.requested:
+        return Outcome(folder, run.state.step, faults.exit_code, ())
+    return Outcome(folder, run.state.step, 0, _export(run, recipe, folder, say))
+
+
+def _prepare(recipe: Recipe, stream: TextIO) -> Prepared:
+    rows = RowProgress(stream)
+    try:
+        return prepare(
             recipe.data,
             stage=recipe.stage,
             tokenizer_path=_tokenizer_path(recipe),
@@ -110,51 +163,48 @@ def train(loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO = sy
             seed=recipe.seed,
             progress=rows,
         )
+    finally:
         rows.close()
-        run = _build(recipe, prepared, device, folder, start, say)
-        run.faults = faults
-        run.recorders = (run.metrics, *_shows(recipe, folder, run, stream))
-        try:
-            fit(run)
-        finally:
-            for recorder in run.recorders:
-                recorder.close()
-            run.store.close()
-            if isinstance(run.feed.source, Stream):
-                run.feed.source.close()
-        if faults.requested and not run.finished:
-            return Outcome(folder, run.state.step, faults.exit_code, ())
-        return Outcome(folder, run.state.step, 0, _export(run, recipe, folder))
 
 
-def _describe(folder: Path, recipe: Recipe, device: torch.device, start: Path | None, say: Say) -> None:
+def _describe(folder: Path, recipe: Recipe, device: torch.device, start: Start | None, say: Say) -> None:
     """Writes what the run is and where it runs; says what of that could make a resumed run differ."""
     environment = describe_environment(device)
-    file = folder / "environment.json"
+    file = folder / ENVIRONMENT
     if start is not None:
-        say(f"resuming {folder} from {start.name}")
+        say(f"resuming {folder} from {start.path.name}")
+        for change in start.changes:
+            say(f"changed since then: {change}")
         if file.is_file():
             for line in changes_that_matter(json.loads(file.read_text()), environment):
                 say(f"the last bits of numbers may differ from an uninterrupted run: {line}")
-    write_durably(folder / RECIPE, resolved_yaml(recipe).encode())
-    write_environment(file, environment)
+    try:
+        write_durably(folder / RECIPE, resolved_yaml(recipe).encode())
+        write_environment(file, environment)
+    except OSError as error:
+        raise ResourceError(
+            f"{folder}: the run folder cannot be written: {error.strerror}. "
+            "Free some space, or choose another `output`."
+        ) from error
 
 
 def _build(
     recipe: Recipe,
     prepared: Prepared,
+    source: Packs | Stream,
     device: torch.device,
     folder: Path,
-    start: Path | None,
+    start: Start | None,
     say: Say,
 ) -> Run:
     """All the parts of a run, put back to `start` if there is one."""
     words = prepared.tokenizer or _tokenizer_facts(recipe)
     config = _model_config(recipe, words)
     model = _model(recipe, config, device, filled=start is None)
+    # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
+    model.embed_tokens.gradient_of_rows = device.type == "cpu" and not recipe.compile
     optimizer = build_optimizer(model.named_parameters(), recipe.optimizer)
-    source = _source(recipe, prepared)
-    per_step = _packs_per_step(recipe)
+    per_step = recipe.batch.packs(recipe.data.max_length)
     total_packs = None
     if isinstance(source, Packs) and recipe.steps is None:
         total_packs = math.ceil((recipe.epochs or 1) * source.packs_per_epoch)
@@ -163,8 +213,11 @@ def _build(
     if wrong := schedule_problems(recipe.schedule, total_steps):
         raise RecipeError(wrong)
     held_out = _held_out(recipe, prepared)
-    micro = read_state(start)["micro"] if start is not None else _micro(recipe, config, optimizer, per_step, device)
-    forward = torch.compile(model, dynamic=True) if recipe.compile else model
+    if start is not None and not any(change.key in ("batch.micro", "batch.memory") for change in start.changes):
+        micro = read_state(start.path)["micro"]  # found anew it could differ, and with it how sums are rounded
+    else:
+        micro = _micro(recipe, config, optimizer, per_step, device)
+    forward = model.compiled() if recipe.compile else model
     compute = Compute(model, forward, device, DTYPES[recipe.precision], micro, recipe.loss)
     store = CheckpointStore(
         folder / CHECKPOINTS,
@@ -173,7 +226,7 @@ def _build(
         keep_best=recipe.checkpoint.keep_best,
         background=recipe.checkpoint.background,
     )
-    metrics = MetricsLog(folder / "metrics.jsonl")
+    metrics = MetricsLog(folder / METRICS)
     run = Run(
         compute=compute,
         optimizer=optimizer,
@@ -186,7 +239,7 @@ def _build(
         metrics=metrics,
         recorders=(metrics,),
         faults=StopRequest(),
-        scaler=LossScaler() if recipe.precision == "fp16" else None,
+        scaler=_scaler(per_step * recipe.data.max_length) if recipe.precision == "fp16" else None,
         ema=None if recipe.ema is None else Ema(model.named_parameters(), recipe.ema.decay),
         held_out=held_out,
         early_stop=recipe.evaluation.early_stop,
@@ -194,72 +247,17 @@ def _build(
         generate=_sampler(recipe, model, compute.dtype),
         least_seconds=_at_peak_speed(config, compute.dtype, device),
     )
+    lines = 0
     if start is not None:
-        restore(run, start)
+        lines = restore(run, start.path)["metrics_lines"]
         later = run.store.discard_after(run.state.step)
         if later:
-            say(f"left behind: {', '.join(path.name for path in later)}, which came after {start.name}")
-    metrics.truncate_after(run.state.step)
+            say(f"deleted {', '.join(path.name for path in later)}: checkpoints after {start.path.name}")
+        if metrics.lines < lines:
+            say(f"{metrics.path}: {metrics.lines} lines, but {lines} when {start.path.name} was saved: some are lost")
+    metrics.truncate(lines)
     say(_summary(recipe, config, run))
     return run
-
-
-def _starting_point(folder: Path, recipe: Recipe, resume: str) -> Path | None:
-    """The checkpoint to go on from, None to start afresh. Raises CheckpointError if the folder is not this run's."""
-    if resume not in ("auto", "never"):
-        path = Path(resume).expanduser()
-        if not (path / "manifest.json").is_file():
-            raise CheckpointError(
-                f"{path}: no checkpoint. --resume takes auto, never, or a folder such as "
-                f"{folder / CHECKPOINTS}/step-00000100."
-            )
-        _require_same_run(path.parent.parent / RECIPE, recipe)
-        return path
-    store = CheckpointStore(folder / CHECKPOINTS)
-    latest = store.latest()
-    written = folder / RECIPE
-    if latest is None:
-        strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in _OWN_FILES)
-        if strangers:
-            shown = ", ".join(strangers[:5])
-            raise ResourceError(
-                f"{folder}: the output folder holds other things ({shown}). Choose an empty or new `output`."
-            )
-        return None
-    if resume == "never":
-        raise CheckpointError(
-            f"{folder}: holds a run (step {latest.step}). Choose another `output`, or leave out --resume never."
-        )
-    _require_same_run(written, recipe)
-    return latest.path
-
-
-_OWN_FILES = {
-    RECIPE,
-    "environment.json",
-    "metrics.jsonl",
-    "tensorboard",
-    CHECKPOINTS,
-    MODEL,
-    MODEL_EMA,
-    ".lock",
-    "wandb-id.txt",
-}
-
-
-def _require_same_run(written: Path, recipe: Recipe) -> None:
-    """Raises CheckpointError if the run's recipe differs in something that its result depends on."""
-    if not written.is_file():
-        raise CheckpointError(
-            f"{written}: missing; without it nobody can tell whether the checkpoints are this recipe's."
-        )
-    different = [change for change in changes(load_recipe(written).recipe, recipe) if change.matters]
-    if different:
-        lines = "\n  ".join(str(change) for change in different)
-        raise CheckpointError(
-            f"{written.parent} holds a run of another recipe; what differs (there -> here):\n  {lines}\n"
-            "To start anew, choose another `output`; to go on, undo the change."
-        )
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -324,13 +322,6 @@ def _held_out(recipe: Recipe, prepared: Prepared) -> list[Pack] | None:
     return [packs.at(number) for number in range(packs.packs_per_epoch)]
 
 
-def _packs_per_step(recipe: Recipe) -> int:
-    if recipe.batch.tokens is not None:
-        return max(1, recipe.batch.tokens // recipe.data.max_length)
-    assert recipe.batch.sequences is not None, "the recipe's rules ask for tokens or sequences"
-    return recipe.batch.sequences
-
-
 def _shape(config: ModelConfig) -> Shape:
     return Shape(
         hidden_size=config.hidden_size,
@@ -351,7 +342,7 @@ def _micro(recipe: Recipe, config: ModelConfig, optimizer: Optimizers, per_step:
     shape, width, length = _shape(config), DTYPES[recipe.precision].itemsize, recipe.data.max_length
     parameters = sum(parameter.numel() for parameter in optimizer.parameters.values())
     fixed = memory.parameter_bytes(parameters, optimizer.state_bytes(), ema=recipe.ema is not None)
-    fixed += memory.head_bytes(shape, CHUNK_BYTES, width)
+    fixed += slice_bytes(device.type)
     if recipe.batch.memory is not None:
         budget = recipe.batch.memory * 2**30 - fixed
         if budget < memory.activation_bytes(shape, [length], width):
@@ -371,6 +362,11 @@ def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _scaler(tokens: int) -> LossScaler:
+    """fp16's loss scaling for steps of so many tokens: the loss is their sum, which is a scale already."""
+    return LossScaler(initial=2.0 ** max(0, 20 - tokens.bit_length()))
 
 
 def _cadence(recipe: Recipe, total: int) -> Cadence:
@@ -426,18 +422,46 @@ def _summary(recipe: Recipe, config: ModelConfig, run: Run) -> str:
         f"{per_step} x {recipe.data.max_length} tokens" if recipe.data.packing.kind != "none" else f"{per_step} rows"
     )
     packs = "" if run.feed.total is None else f", {run.feed.total:,} packs"
+    size = f"{parameters:,}" if parameters < 10**6 else f"{parameters / 1e6:,.1f}M"
     return (
-        f"{config.family} with {parameters / 1e6:.1f}M parameters on {run.compute.device}, {recipe.precision}; "
-        f"{run.cadence.total} steps of {lengths} (micro-batches of {run.compute.micro}){packs}"
+        f"{config.family} with {size} parameters on {run.compute.device}, {recipe.precision}; "
+        f"{run.cadence.total:,} steps of {lengths} (micro-batches of {run.compute.micro}){packs}"
     )
 
 
-def _export(run: Run, recipe: Recipe, folder: Path) -> tuple[Path, ...]:
+def data_lines(prepared: Prepared) -> list[str]:
+    """What became of the rows, for the console: nothing is cut, dropped or skipped without being told."""
+    lines = row_lines("data", prepared.statistics)
+    if prepared.eval_statistics is not None:
+        lines += row_lines("evaluation data", prepared.eval_statistics)
+    elif prepared.train is not None and prepared.eval is not None:
+        lines.append(f"evaluation data: {len(prepared.eval):,} samples of these rows are held out")
+    return lines
+
+
+def row_lines(name: str, found: Statistics) -> list[str]:
+    if not found.rows:  # a stream is counted while it is read
+        return []
+    lines = [f"{name}: {found.rows:,} rows, {found.tokens:,} tokens, {found.trained_share:.0%} of them trained"]
+    if found.shortened:
+        what = ", ".join(f"{count:,} {done}" for done, count in found.shortened.items())
+        lost = f"{found.lost_tokens:,} tokens are left out"
+        lines.append(f"{name}: {found.shortened.total():,} rows are longer than data.max_length: {what}; {lost}")
+    lines += [f"{name}: {count:,} rows dropped: {reason}" for reason, count in found.dropped.items()]
+    if found.bad_rows:
+        lines.append(f"{name}: {found.bad_rows:,} bad rows skipped, the first: {found.bad_examples[0]}")
+    return lines
+
+
+def _export(run: Run, recipe: Recipe, folder: Path, say: Say) -> tuple[Path, ...]:
     """The result as Hugging Face folders, in the type of activations that it was trained with (fp16: float32)."""
-    run.store.wait()
     best = run.store.best() if recipe.checkpoint.keep_best else None
-    if best is not None:
-        load_checkpoint(best.path, {"model": {name: p.detach() for name, p in run.compute.model.named_parameters()}})
+    if best is not None and best.step != run.state.step:
+        say(f"exporting step {best.step}, which had the lowest evaluation loss ({best.loss:.4f})")
+        into = {"model": {name: parameter.detach() for name, parameter in run.compute.model.named_parameters()}}
+        if run.ema is not None:
+            into["ema"] = run.ema.state_tensors()
+        load_checkpoint(best.path, into)
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
     tokenizer = tokenizer_folder(_tokenizer_path(recipe))
     given = recipe.model.chat_template

@@ -80,7 +80,7 @@ class StepMetrics:
 
 
 class Attend(Protocol):
-    """Attention over flat tokens, given to the decoder from outside (packed documents, paged cache, ring, reference)."""
+    """Attention over flat tokens, given to the decoder from outside: packed documents, paged cache, ring, reference."""
 
     def __call__(
         self,

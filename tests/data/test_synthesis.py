@@ -78,7 +78,7 @@ def test_shown_questions_are_marked_truly() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vocabulary")
-    assert train_vocabulary(pretraining_documents(0, 500), 600, folder) == 600
+    assert train_vocabulary(pretraining_documents(0, 500), 640, folder) == 640
     return folder
 
 
@@ -86,7 +86,7 @@ def test_a_trained_vocabulary_loads_in_transformers(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    assert len(tokenizer) == 600
+    assert len(tokenizer) == 640
     assert (tokenizer.eos_token, tokenizer.pad_token) == (END, PAD)
     for text in ("The fox is red.", "狐狸是红色的。", "naïve 🦊\tx\n\n  12345", f"{TURN_START}user\nHi{END}"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -108,7 +108,7 @@ def test_numbers_and_chinese_stay_single(folder: Path) -> None:
 
 
 def test_training_is_deterministic(folder: Path, tmp_path: Path) -> None:
-    train_vocabulary(pretraining_documents(0, 500), 600, tmp_path, CHATML)
+    train_vocabulary(pretraining_documents(0, 500), 640, tmp_path, CHATML)
     assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 

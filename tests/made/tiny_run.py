@@ -51,7 +51,7 @@ def tiny_model(seed: int = 0, **changes: Any) -> Decoder:
 
 
 class MadePacks:
-    """Pack n is a function of (seed, n); one to four documents of counting numbers, so that there is something to learn."""
+    """Pack n is a function of (seed, n): one to four documents of counting numbers, which can be learnt."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -88,12 +88,15 @@ def tiny_run(
     scaler: LossScaler | None = None,
     faults: StopRequest | None = None,
     early_stop: sections.EarlyStop | None = None,
+    device: str = "cpu",
+    compiled: bool = False,
     **model: Any,
 ) -> Run:
-    decoder = tiny_model(**model)
+    decoder = tiny_model(**model).to(device)
+    forward = decoder.compiled() if compiled else decoder
     metrics = MetricsLog(folder / "metrics.jsonl")
     return Run(
-        compute=Compute(decoder, decoder, torch.device("cpu"), dtype, micro, sections.LossOptions()),
+        compute=Compute(decoder, forward, torch.device(device), dtype, micro, sections.LossOptions()),
         optimizer=build_optimizer(decoder.named_parameters(), sections.AdamW(learning_rate=1e-2)),
         schedule=sections.Schedule(warmup=2),
         clip=1.0,

@@ -34,6 +34,7 @@ def test_packed_equals_a_dense_mask(
 ) -> None:
     monkeypatch.setattr(attend, "SHORT_DOCUMENT", short)
     monkeypatch.setattr(attend, "BLOCK_ROWS", 6)  # several blocks a document
+    monkeypatch.setattr(attend, "ROW_MULTIPLE", 4)  # some of them filled up
     tensors = inputs(kv_heads)
     want = results(ReferenceAttention(BOUNDARIES), tensors, window, softcap)
     for got, expected in zip(results(PackedAttention(BOUNDARIES), tensors, window, softcap), want, strict=True):
@@ -59,6 +60,25 @@ def test_packed_equals_one_document_at_a_time() -> None:
     for start, end in itertools.pairwise(BOUNDARIES):
         alone = document_attention(*(x[start:end] for x in tensors), scale=0.3, window=None, softcap=None)
         torch.testing.assert_close(together[start:end], alone, rtol=0, atol=0)
+
+
+def test_what_is_not_a_number_stays_in_its_document() -> None:
+    tensors = [x.detach() for x in inputs(2)]
+    for x in tensors:
+        x[6:23] = float("nan")
+    out = PackedAttention(BOUNDARIES)(0, *tensors, scale=0.3, window=None, softcap=None)
+    assert out[6:23].isnan().all()
+    assert out[:6].isfinite().all() and out[23:].isfinite().all()
+
+
+def test_long_documents_stand_alone_between_runs_of_short_ones() -> None:
+    assert attend._runs((0, 5, 6, 106, 110, 300, 500), lambda length: length < 50) == [
+        (0, 5, 6),
+        (6, 106),
+        (106, 110),
+        (110, 300),
+        (300, 500),
+    ]
 
 
 def test_visible_counts_the_token_itself_in_the_window() -> None:

@@ -7,7 +7,7 @@ import pytest
 from danlu.errors import DataError
 from danlu.rollout.chat import Conversation
 from danlu.rollout.generate import Stopping, generate
-from danlu.rollout.sampling import SamplingOptions
+from danlu.rollout.request import SamplingOptions
 
 GREEDY = SamplingOptions(temperature=0)
 USER, ASSISTANT, SYSTEM = 58, 59, 60

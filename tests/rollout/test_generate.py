@@ -9,7 +9,8 @@ from danlu.errors import DataError, ModelError
 from danlu.models.attend import ReferenceAttention
 from danlu.rollout.cache import KVCache
 from danlu.rollout.generate import generate, prefill, prefill_chunks
-from danlu.rollout.sampling import SamplingOptions, sample
+from danlu.rollout.request import SamplingOptions
+from danlu.rollout.sampling import sample
 
 GREEDY = SamplingOptions(temperature=0)
 PROMPTS = [[3, 9, 4], [7], [3, 9, 4], [11, 12, 13, 14, 15, 16, 17]]

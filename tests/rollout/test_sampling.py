@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from danlu.errors import RecipeError
-from danlu.rollout.sampling import SamplingOptions, keep_likely, penalise_repetition, sample, uniform
+from danlu.rollout.request import SamplingOptions
+from danlu.rollout.sampling import keep_likely, penalise_repetition, sample, uniform
 
 V = 50
 

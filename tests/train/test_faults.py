@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from danlu.errors import Stopped
 from danlu.train.faults import StopRequest, capture_rng, restore_rng
 
 
@@ -33,6 +34,17 @@ def test_the_first_signal_asks_and_the_second_stops(number: signal.Signals, line
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert said == [line]
+
+
+def test_at_once_the_first_signal_stops_and_says_its_exit_code() -> None:
+    said: list[str] = []
+    with StopRequest(said.append) as stop:
+        stop.at_once = True
+        with pytest.raises(Stopped, match="stopped at once") as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.exit_code == stop.exit_code == 143
+    assert isinstance(caught.value, KeyboardInterrupt)  # what handles ordinary errors lets it pass
+    assert said == []
 
 
 def test_handlers_come_back() -> None:

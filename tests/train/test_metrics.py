@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from danlu.errors import CheckpointError, ResourceError
+from danlu.errors import ResourceError
 from danlu.train.metrics import TIMING_FIELDS, MetricsLog, deterministic, peak_memory_bytes, read_metrics, step_fields
 from danlu.types import StepMetrics
 
@@ -75,46 +75,41 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    def run(path: Path, first: int, last: int, speed: float) -> None:
+    def run(path: Path, first: int, last: int, speed: float, lines: int) -> None:
         with MetricsLog(path) as log:
-            log.truncate_after(first - 1)
+            log.truncate(lines)
             for step in range(first, last + 1):
                 log.step(StepMetrics(step, 1 / step, 0.5, 1e-4, 10, 9, speed, int(speed), {"mfu": speed}))
                 if step % 3 == 0:
                     log.evaluation(step, {"loss": 2 / step})
 
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    run(whole, 1, 10, speed=100.0)
-    run(parts, 1, 8, speed=90.0)  # its last checkpoint is of step 6
+    run(whole, 1, 10, speed=100.0, lines=0)
+    run(parts, 1, 8, speed=90.0, lines=0)  # its last checkpoint is of step 6
     with parts.open("a") as file:
         file.write('{"step": 9')
-    run(parts, 7, 10, speed=70.0)
+    run(parts, 7, 10, speed=70.0, lines=8)
     resumed, uninterrupted = read_metrics(parts), read_metrics(whole)
     assert list(map(deterministic, resumed)) == list(map(deterministic, uninterrupted))
     assert resumed != uninterrupted
     assert {"tokens_per_second", "memory_bytes", "mfu"} <= TIMING_FIELDS
 
 
-def test_truncating_keeps_both_passes_of_a_rewind(tmp_path: Path) -> None:
+def test_lines_are_counted_and_cut(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    for step in (1, 2, 3):
-        log.step(metrics(step))
+    log.step(metrics(1))
+    log.step(metrics(2))
+    kept = log.lines
+    log.evaluation(2, {"loss": 1.0})  # of the checkpoint's own step, but after it
     log.event(3, "rewind", to=1)
-    for step in (2, 3, 4):
-        log.step(metrics(step))
-    assert log.truncate_after(3) == 1
-    assert [line["step"] for line in read_metrics(log.path)] == [1, 2, 3, 3, 2, 3]
-    log.step(metrics(4))
-    assert log.truncate_after(1) == 6  # back to the checkpoint before the rewind: it will happen again
-    assert [line["step"] for line in read_metrics(log.path)] == [1]
-    assert log.truncate_after(1) == 0
-
-
-def test_a_line_that_is_no_metric_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"stop": 2}\n')
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2: not a line of metrics \('step'\)\. Repair or delete"):
-        MetricsLog(path).truncate_after(1)
+    assert log.truncate(kept) == 2
+    log.step(metrics(3))
+    log.close()
+    again = MetricsLog(log.path)
+    assert again.lines == 3
+    assert [line["step"] for line in read_metrics(log.path)] == [1, 2, 3]
+    assert again.truncate(5) == 0  # somebody shortened the file: what is there stays
+    assert again.lines == 3
 
 
 def test_extra_may_not_replace_a_field() -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
-from danlu.train.progress import BarProgress, Eta, LineProgress, progress_on
+from danlu.train.progress import BarProgress, Eta, LineProgress, event_line, progress_on
 from danlu.train.units import format_bytes, format_duration
 from danlu.types import StepMetrics
 
@@ -31,16 +33,35 @@ def test_a_plain_line() -> None:
     lines = LineProgress(stream, total=90, done=9, clock=clock)
     clock.now += 1
     lines.step(metrics(10))
-    lines.evaluation(10, {"loss": 3.14159, "tokens": 12, "perplexity": 23.14069})
-    lines.event(10, "overflow", scale=32768.0)
-    lines.event(10, "sample", prompt="Once", text="upon a time")
+    lines.evaluation(10, {"loss": 3.14159, "perplexity": 23.14069, "accuracy": 0.3121, "tokens": 1712, "s": 0.0536})
+    lines.event(10, "sample", prompt="Once\x1b[2J", text="upon\na time")
     lines.close()
     assert stream.getvalue() == (
         "step 10/90 loss 3.214 grad 0.91 lr 2.0e-04 4,312 tok/s 1.02 GiB eta 0:01:20\n"
-        "step 10 evaluation: loss 3.142 tokens 12 perplexity 23.14\n"
-        "step 10 overflow: scale 3.277e+04\n"
-        "step 10 sample: Once\n  -> upon a time\n"
+        "step 10 evaluation: loss 3.142, perplexity 23.14, accuracy 31.2%, 1,712 tokens in 0.1 s\n"
+        "step 10 sample: Once\\x1b[2J\n  -> upon\n     a time\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("event", "values", "line"),
+    [
+        ("overflow", {"before": 65536.0, "after": 32768.0},
+         "fp16 overflow, update left out, loss scale 65,536 -> 32,768"),
+        ("loss_scale", {"before": 0.5, "after": 1.0}, "no fp16 overflow for a while, loss scale 0.5 -> 1"),
+        ("spike", {"policy": "skip", "reason": "loss 9 is high"}, "spike: loss 9 is high; watch.policy: skip"),
+        ("rewind", {"back_to": 4, "packs_left_out": 8}, "back to the checkpoint of step 4; packs left out so far: 8"),
+        ("early_stop", {"best_loss": 3.25, "evaluations": 3},
+         "early stop: 3 evaluations in a row were no better than 3.2500"),
+    ],
+)  # fmt: skip
+def test_events_in_words(event: str, values: Mapping[str, Any], line: str) -> None:
+    assert event_line(7, event, values) == f"step 7: {line}"
+
+
+def test_an_unknown_event_shows_its_values() -> None:
+    assert event_line(7, "surprise", {"size": 1.23456, "what": "x"}) == "step 7 surprise: size 1.235, what x"
+    assert event_line(7, "surprise", {}) == "step 7 surprise"
 
 
 def test_fast_steps_do_not_flood_and_the_last_is_always_shown() -> None:
@@ -74,10 +95,10 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines() -> None:
     stream = Terminal()
     bar = progress_on(stream, total=5, done=2)
     assert isinstance(bar, BarProgress)
-    bar.event(3, "spike", loss=9.5)
+    bar.event(3, "spike", policy="warn", reason="loss 9.5 is high")
     bar.step(metrics(3))
     bar.close()
-    assert "step 3 spike: loss 9.5" in stream.getvalue()
+    assert "step 3: spike: loss 9.5 is high; watch.policy: warn" in stream.getvalue()
     assert "3/5" in stream.getvalue()
 
 

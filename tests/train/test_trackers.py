@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import importlib.util
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.errors import RecipeError, ResourceError
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
 from danlu.types import StepMetrics
 
@@ -56,6 +58,28 @@ def test_a_resumed_run_hides_points_after_its_checkpoint(tmp_path: Path) -> None
     second.step(metrics(3, 30.0))
     second.close()
     assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_disk_that_fills_up_is_explained_and_closing_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    board = TensorBoard(tmp_path)
+    board.close()
+    monkeypatch.setattr(board._writer, "add_event", full)
+    monkeypatch.setattr(board._writer, "close", full)
+    with pytest.raises(ResourceError) as error:
+        board.evaluation(1, {"loss": 1.0})
+    assert str(error.value) == (
+        f"{tmp_path}: TensorBoard's files cannot be written: No space left on device. Free some space, or set "
+        "log.tensorboard: false."
+    )
+    board.close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match="file/board: TensorBoard's files cannot be written: Not a directory"):
+        TensorBoard(tmp_path / "file" / "board")
 
 
 def test_a_missing_wandb_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

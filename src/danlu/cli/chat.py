@@ -24,8 +24,10 @@ from danlu.cli.generate import (
     check_flags,
     sampling_flags,
     sampling_options,
+    whole_characters,
+    write_any_character,
 )
-from danlu.errors import DanluError
+from danlu.errors import DanluError, DataError
 
 if TYPE_CHECKING:
     from danlu.rollout.chat import Conversation
@@ -59,17 +61,19 @@ def chat(
     When stdin is not a terminal, each line is a user's turn, and the answers alone go to stdout.
     """
     asked = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
-    check_flags(asked, seed, dtype, device, stop or [])
-    # torch takes a second to import, which `danlu chat --help` should not.
-    from danlu.rollout.chat import Conversation
-    from danlu.rollout.generate import Stopping, context_length
-    from danlu.rollout.opening import find_model, open_model, open_wording
+    precision = check_flags(asked, seed, dtype, device, stop or [])
+    # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
+    from danlu.rollout.request import context_length, find_model
 
     folder = find_model(model)
     options = sampling_options(folder, asked, seed)
+    from danlu.rollout.chat import Conversation
+    from danlu.rollout.generate import Stopping
+    from danlu.rollout.opening import open_model, open_wording
+
     wording = open_wording(folder, chat_template)
     wording.require_chat_template()
-    opened = open_model(folder, wording, precision=dtype, device=device)
+    opened = open_model(folder, wording, precision=precision, device=device)
     silent_stops, stop_strings = wording.split_stops(stop or [])
     conversation = Conversation(
         opened.model,
@@ -80,13 +84,26 @@ def chat(
         stop_strings=stop_strings,
         system=system,
     )
+    write_any_character()
     if sys.stdin.isatty():
         print(f"{folder}  (/help lists the commands, Ctrl-D leaves)", file=sys.stderr)
         talk(conversation)
     else:
-        for line in sys.stdin:
-            if not obey(conversation, line.strip(), strict=False):
-                break
+        listen(conversation)
+
+
+def listen(conversation: Conversation) -> None:
+    """Reads turns from a pipe until it ends. Raises DataError for bytes that are no text."""
+    number = 0
+    try:
+        for number, line in enumerate(sys.stdin, start=1):
+            if not obey(conversation, whole_characters(line.strip(), f"stdin, line {number}"), strict=False):
+                return
+    except UnicodeDecodeError:
+        raise DataError(f"stdin, line {number + 1} or one soon after it: not UTF-8 text; convert it first") from None
+    except KeyboardInterrupt:
+        print()  # what was written of an answer ends its line
+        raise
 
 
 def talk(conversation: Conversation) -> None:
@@ -103,12 +120,12 @@ def talk(conversation: Conversation) -> None:
             print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
             continue
         try:
-            if not obey(conversation, line.strip(), strict=True):
+            if not obey(conversation, whole_characters(line.strip(), "this line"), strict=True):
                 return
         except KeyboardInterrupt:
             print("\n(interrupted; what was said so far is kept)", file=sys.stderr)
-        except DanluError as error:  # the user can go on: /undo, /reset, or say something else
-            print(f"error: {error}. /undo takes the last turn back, /reset starts over", file=sys.stderr)
+        except DanluError as error:  # the user can go on
+            print(f"error: {error}. Say something else; /undo takes the last turn back, /reset all", file=sys.stderr)
 
 
 def obey(conversation: Conversation, line: str, *, strict: bool) -> bool:

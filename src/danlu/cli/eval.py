@@ -3,119 +3,205 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from danlu.cli.generate import ChatTemplate, Device, Dtype, ModelArgument, check_flags
 from danlu.errors import DataError, RecipeError
-from danlu.recipe.sections import Data, Packing, Source
+from danlu.recipe.composing import compose
 
 if TYPE_CHECKING:
+    from danlu.data.packs import Packs
     from danlu.data.prepare import Prepared
+    from danlu.data.samples import Selection
+    from danlu.recipe import Recipe
     from danlu.rollout.opening import OpenModel
     from danlu.train.evaluation import Scores
+    from danlu.types import Pack
 
-DEFAULT_LENGTH = 2048
+LONGEST = 2048  # of a piece, where neither the user nor the model's context asks for less
 MICRO_BATCH_TOKENS = 4096  # what goes through the model at once
+KEYS = (
+    "data.max_length", "data.overlong", "data.train_on", "data.system", "data.append_eos",
+    "data.on_bad_row", "data.bad_row_limit", "data.workers", "data.cache",
+)  # fmt: skip
 
 
 def eval(
     model: ModelArgument,
     data: Annotated[str, typer.Option(help="File, folder or data set in any row format; path#N takes N rows.")],
-    max_length: Annotated[
-        int | None,
-        typer.Option(min=2, help="Longer rows are cut into pieces. Default: the model's context, at most 2048."),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[data.KEY=VALUE]...",
+            help="How rows are read, as in a recipe: data.max_length=512 data.train_on=last data.on_bad_row=skip ...",
+        ),
     ] = None,
-    train_on: Annotated[
-        str, typer.Option(help="Messages of a conversation that are scored: all, assistant or last.")
-    ] = "assistant",
-    append_eos: Annotated[
-        bool,
-        typer.Option("--append-eos", help="Also score the end-of-text token after each document, as training does."),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     chat_template: ChatTemplate = None,
 ) -> None:
-    """Loss, perplexity and token accuracy of a model on a file.
+    """Loss, perplexity and token accuracy of a model on a file; of plain text also bits per byte.
 
-    Of plain text every token is scored but the first of each row or piece, of conversations the assistant's tokens.
+    Of text every token is scored, of conversations those of the assistant, of prompts with completions the completions.
+    Unlike in training, longer rows are cut into pieces of the model's context (2048 tokens at most), so that nothing is
+    left out, and the end-of-text token after a document or completion is scored only with data.append_eos=true.
     """
-    check_flags({}, 0, dtype, device, [])
-    kinds = get_args(Data.model_fields["train_on"].annotation)
-    if train_on not in kinds:
-        raise RecipeError(f"--train-on: {train_on!r} is unknown; use {', '.join(kinds)}")
-    # torch takes a second to import, which `danlu eval --help` should not.
-    from danlu.data.prepare import prepare
+    precision = check_flags({}, 0, dtype, device, [])
+    # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.models.folder import read_config
-    from danlu.rollout.generate import context_length
-    from danlu.rollout.opening import find_model, open_model, open_wording
+    from danlu.rollout.request import context_length, find_model
 
     folder = find_model(model)
-    context = context_length(read_config(folder))
-    if max_length is not None and max_length > context:
-        raise RecipeError(f"--max-length: {max_length} is more than the {context} tokens that {folder} can see")
-    section = Data(
-        train=[Source(path=data)],
-        max_length=max_length or min(context, DEFAULT_LENGTH),
-        packing=Packing(kind="best-fit"),
-        overlong="split",
-        train_on=train_on,  # type: ignore[arg-type]  # checked above
-        append_eos=append_eos,
-    )
-    template = None if chat_template is None else str(chat_template)
-    wording = open_wording(folder, chat_template)  # first: whether model and tokenizer fit is known in a moment
-    prepared = prepare(section, stage="sft", tokenizer_path=str(folder), chat_template=template, seed=0)
-    opened = open_model(folder, wording, precision=dtype, device=device)
-    scores = score(opened, prepared, section)
+    recipe = evaluation_recipe(folder, data, overrides or [], context_length(read_config(folder)))
+    prepared = tokenised(recipe, folder, chat_template)
+    from danlu.rollout.opening import open_model, open_wording
+
+    opened = open_model(folder, open_wording(folder, chat_template), precision=precision, device=device)
+    scores = score(opened, prepared, recipe)
+    statistics = prepared.statistics
     row: dict[str, Any] = {
         "model": str(folder),
         "data": data,
         "loss": scores.loss,
         "perplexity": scores.perplexity,
         "accuracy": scores.accuracy,
+        "bits_per_byte": bits_per_byte(scores, samples_of(prepared), opened),
         "scored_tokens": scores.trained_tokens,
         "tokens": scores.tokens,
-        "rows": prepared.statistics.rows,
-        "max_length": section.max_length,
+        "rows": statistics.rows,
+        "bad_rows": statistics.bad_rows,
+        "shortened": dict(statistics.shortened),
+        "dropped": dict(statistics.dropped),
+        "lost_tokens": statistics.lost_tokens,
+        "max_length": recipe.data.max_length,
     }
     if as_json:
-        print(json.dumps(row, ensure_ascii=False))
+        # A model that is nothing like its data has an infinite perplexity, which JSON has no number for.
+        finite = {name: None if value == math.inf else value for name, value in row.items()}
+        print(json.dumps(finite, ensure_ascii=False))
     else:
-        show(row, prepared)
+        show(row, statistics.bad_examples)
 
 
-def score(opened: OpenModel, prepared: Prepared, section: Data) -> Scores:
-    """Scores over every prepared sample, once. Raises DataError when none of its tokens is to be scored."""
+def evaluation_recipe(folder: Path, data: str, overrides: list[str], context: int) -> Recipe:
+    """How the rows are to be read. Raises RecipeError for what an evaluation has no use for."""
+    values = {
+        "stage": "sft",
+        "model": str(folder),
+        "data": {
+            "train": data,
+            "max_length": min(context, LONGEST),
+            "packing": "best-fit",
+            "overlong": "split",
+            "append_eos": False,
+        },
+        "output": ".",
+    }
+    recipe = compose(values, overrides, verb="danlu eval", open_keys=KEYS)
+    if recipe.data.max_length > context:
+        raise RecipeError(
+            f"data.max_length: {recipe.data.max_length} is more than the {context} tokens that {folder} can see"
+        )
+    if recipe.data.max_length < 2:
+        raise RecipeError("data.max_length: at least 2, as the first token of a piece has nothing before it")
+    return recipe
+
+
+def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> Prepared:
+    """The rows as samples. Raises DataError when none of their tokens is to be scored."""
+    from danlu.data.prepare import prepare
+    from danlu.train.progress import RowProgress
+
+    template = None if chat_template is None else str(chat_template)
+    try:
+        with closing(RowProgress(sys.stderr)) as progress:
+            return prepare(
+                recipe.data,
+                stage=recipe.stage,
+                tokenizer_path=str(folder),
+                chat_template=template,
+                seed=0,
+                progress=progress,
+                require_ends=False,
+            )
+    except DataError as error:  # its advice is for a recipe; here the template is a flag
+        raise DataError(str(error).replace("model.chat_template", "--chat-template")) from None
+
+
+def samples_of(prepared: Prepared) -> Selection:
+    assert prepared.train is not None, "only a streaming data section has no samples"
+    return prepared.train
+
+
+def score(opened: OpenModel, prepared: Prepared, recipe: Recipe) -> Scores:
+    """Scores over every sample, once."""
     from danlu.data.packs import Packs
     from danlu.recipe.sections import LossOptions
     from danlu.train.evaluation import evaluate
     from danlu.train.step import Compute
 
-    assert prepared.train is not None, "only a streaming data section has no samples"
-    packs = Packs(prepared.train, section.packing, section.max_length, seed=0, shuffle=False)
+    length = recipe.data.max_length
+    packs = Packs(samples_of(prepared), recipe.data.packing, length, seed=0, shuffle=False)
     compute = Compute(
         model=opened.model,
         forward=opened.model,
         device=opened.model.embed_tokens.weight.device,
         dtype=opened.dtype,
-        micro=max(1, MICRO_BATCH_TOKENS // section.max_length),
+        micro=max(1, MICRO_BATCH_TOKENS // length),
         loss=LossOptions(),
     )
-    scores = evaluate(compute, (packs.at(number) for number in range(packs.packs_per_epoch)))
-    if scores is None:
-        raise DataError("no token of the data is to be scored: check --train-on and --max-length")
+    scores = evaluate(compute, watched(packs))
+    assert scores is not None, "prepare refuses data without a token to score"
+    if math.isnan(scores.loss):
+        raise DataError(
+            f"{opened.folder}: the loss is not a number: the model's numbers leave the range of "
+            f"{str(opened.dtype).removeprefix('torch.')}; try --dtype fp32"
+        )
     return scores
 
 
-def show(row: dict[str, Any], prepared: Prepared) -> None:
+def watched(packs: Packs) -> Iterator[Pack]:
+    """Every pack, with what is done so far on a terminal."""
+    from danlu.train.progress import RowProgress
+
+    with closing(RowProgress(sys.stderr, doing="scoring", units="packs")) as progress:
+        for number in range(packs.packs_per_epoch):
+            yield packs.at(number)
+            if sys.stderr.isatty():
+                progress(number + 1, packs.packs_per_epoch)
+
+
+def bits_per_byte(scores: Scores, samples: Selection, opened: OpenModel) -> float | None:
+    """The loss by bytes of text instead of tokens, which models with different tokenizers can be compared by.
+
+    None unless the rows are plain text.
+    """
+    from danlu.data.text_bytes import is_plain_text, weighted_bytes
+
+    if not is_plain_text(samples):
+        return None
+    weight, text_bytes = weighted_bytes(samples, opened.wording.tokenizer)
+    return scores.loss * weight / (math.log(2) * text_bytes) if text_bytes else None
+
+
+def show(row: dict[str, Any], bad_examples: list[str]) -> None:
     """The scores for people, and what became of rows that could not be used as they are."""
-    print(f"loss        {row['loss']:.4f} nats per token")
-    print(f"perplexity  {row['perplexity']:.4g}")
-    print(f"accuracy    {row['accuracy']:.2%} of tokens are the likeliest one")
-    print(f"scored      {row['scored_tokens']} of {row['tokens']} tokens in {row['rows']} rows")
-    for what, count in (*prepared.statistics.shortened.items(), *prepared.statistics.dropped.items()):
-        print(f"note: {count} rows {what} (max_length {row['max_length']})", file=sys.stderr)
+    print(f"loss           {row['loss']:.4f} nats per token")
+    print(f"perplexity     {row['perplexity']:.4g}")
+    print(f"accuracy       {row['accuracy']:.2%} of tokens are the likeliest one")
+    if row["bits_per_byte"] is not None:
+        print(f"bits per byte  {row['bits_per_byte']:.4f}")
+    print(f"scored         {row['scored_tokens']:,} of {row['tokens']:,} tokens in {row['rows']:,} rows")
+    for what, count in (*row["shortened"].items(), *row["dropped"].items()):
+        print(f"note: {count:,} rows {what} (data.max_length {row['max_length']})", file=sys.stderr)
+    if row["bad_rows"]:
+        first = f"; the first: {bad_examples[0]}" if bad_examples else ""
+        print(f"note: {row['bad_rows']:,} rows could not be read and were skipped{first}", file=sys.stderr)

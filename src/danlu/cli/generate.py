@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from danlu.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
-    from danlu.rollout.sampling import SamplingOptions
+    from danlu.rollout.request import Precision, SamplingOptions
 
 Temperature = Annotated[
     float | None, typer.Option(help="0 takes the likeliest token each time. Default: the model's own, else 0.8.")
@@ -61,34 +62,45 @@ def generate(
     The prompt is taken as it is, without a chat template, unless --chat asks for one.
     """
     asked = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
-    check_flags(asked, seed, dtype, device, stop or [])
+    precision = check_flags(asked, seed, dtype, device, stop or [])
     text = read_prompt(prompt, file)
-    # torch takes a second to import, which `danlu generate --help` should not.
-    from danlu.rollout.generate import generate as complete
-    from danlu.rollout.opening import find_model, open_model, open_wording
+    # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
+    from danlu.rollout.request import find_model
 
     folder = find_model(model)
     options = sampling_options(folder, asked, seed)
+    from danlu.models.folder import read_config
+    from danlu.rollout.generate import check_prompts
+    from danlu.rollout.generate import generate as complete
+    from danlu.rollout.opening import open_model, open_wording
+
     wording = open_wording(folder, chat_template)
     if chat:
         wording.require_chat_template()
     tokens = wording.encode_chat_prompt(text) if chat else wording.encode_prompt(text)
-    opened = open_model(folder, wording, precision=dtype, device=device)
+    check_prompts(read_config(folder), [tokens])
+    opened = open_model(folder, wording, precision=precision, device=device)
     silent_stops, stop_strings = wording.split_stops(stop or [])
+    write_any_character()
 
     def show(sample: int, token: int, piece: str) -> None:
         print(piece, end="", flush=True)
 
-    (answer,) = complete(
-        opened.model,
-        [tokens],
-        options,
-        max_new_tokens,
-        sorted(opened.stop_ids | silent_stops),
-        stop_strings,
-        None if as_json else show,
-        decode=wording.decode,
-    )
+    try:
+        (answer,) = complete(
+            opened.model,
+            [tokens],
+            options,
+            max_new_tokens,
+            sorted(opened.stop_ids | silent_stops),
+            stop_strings,
+            None if as_json else show,
+            decode=wording.decode,
+        )
+    except KeyboardInterrupt:
+        if not as_json:  # what was written ends its line; an object is whole or not there
+            print()
+        raise
     if as_json:
         row = {
             "prompt": text,
@@ -107,13 +119,29 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise RecipeError("give the text to continue with either --prompt TEXT or --file FILE (--file - reads stdin)")
     if file is None:
-        return prompt or ""
+        return whole_characters(prompt or "", "--prompt")
     try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 text (byte {error.start}); convert it first") from None
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+    return whole_characters(text, "stdin" if str(file) == "-" else str(file))
+
+
+def whole_characters(text: str, where: str) -> str:
+    """The text itself. Raises DataError for bytes that are no UTF-8: Python carries them along as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: not UTF-8 text (character {error.start}); convert it first") from None
+    return text
+
+
+def write_any_character() -> None:
+    """Characters that the terminal's encoding lacks come out as \\u escapes, where Python would stop with an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def sampling_flags(
@@ -134,31 +162,30 @@ def sampling_flags(
     return {name: value for name, value in given.items() if value is not None}
 
 
-def check_flags(asked: dict[str, Any], seed: int, dtype: str, device: str, stops: list[str]) -> None:
-    """Raises RecipeError with everything that is wrong, before anything is loaded."""
-    from danlu.rollout.opening import PRECISIONS
-    from danlu.rollout.sampling import SamplingOptions
+def check_flags(asked: dict[str, Any], seed: int, dtype: str, device: str, stops: list[str]) -> Precision:
+    """The precision that --dtype names. Raises RecipeError with everything that is wrong, before anything is loaded."""
+    from danlu.rollout.request import DEVICES, PRECISIONS, SamplingOptions
 
     problems = []
     try:
         SamplingOptions(**asked, seed=seed)
     except RecipeError as error:
         problems += error.problems
-    if dtype not in ("auto", *PRECISIONS):
-        problems.append(f"dtype: {dtype!r} is unknown; use auto, {', '.join(PRECISIONS)}")
-    if device not in ("auto", "cpu", "cuda"):
-        problems.append(f"device: {device!r} is unknown; use auto, cpu or cuda")
+    if dtype not in PRECISIONS:
+        problems.append(f"dtype: {dtype!r} is unknown; use {', '.join(PRECISIONS)}")
+    if device not in DEVICES:
+        problems.append(f"device: {device!r} is unknown; use {', '.join(DEVICES)}")
     if "" in stops:
         problems.append("stop: an empty text would stop before the first token")
     if problems:
         raise RecipeError(
             [f"--{problem.replace('_', '-', problem.partition(':')[0].count('_'))}" for problem in problems]
         )
+    return cast("Precision", dtype)
 
 
 def sampling_options(folder: Path, asked: dict[str, Any], seed: int) -> SamplingOptions:
     """The flags, then what the model's makers advise (generation_config.json), then danlu's own defaults."""
-    from danlu.rollout.opening import sampling_defaults
-    from danlu.rollout.sampling import SamplingOptions
+    from danlu.rollout.request import SamplingOptions, sampling_defaults
 
     return SamplingOptions(**{**(sampling_defaults(folder) or FALLBACK), **asked}, seed=seed)

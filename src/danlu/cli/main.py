@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from danlu import __version__
-from danlu.errors import DanluError, RecipeError
+from danlu.errors import DanluError, RecipeError, Stopped
 from danlu.registry import VERBS, Verb, resolve
 
 BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
@@ -113,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(str(error), code=error.exit_code)
     except UsageProblem as error:
         return _report(*_usage(error), code=RecipeError.exit_code)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

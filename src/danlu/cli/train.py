@@ -29,7 +29,8 @@ def train(
     if outcome.exit_code:
         _say(f"stopped after step {outcome.steps}, saved in {outcome.folder}; the same command goes on from there")
         raise typer.Exit(outcome.exit_code)
-    _say(f"finished after step {outcome.steps}: {outcome.folder}")
+    already = "was finished already, " if outcome.already else "finished "
+    _say(f"{already}after step {outcome.steps}: {outcome.folder}")
     for folder in outcome.exported:
         _say(f"  model in {folder}: try `danlu generate {folder} --prompt ...` or `danlu chat {folder}`")
 

@@ -48,11 +48,15 @@ def prepare(
     chat_template: str | None,
     seed: int,
     progress: Progress | None = None,
+    require_ends: bool = True,
 ) -> Prepared:
     """Tokenise what is not in the cache yet, check it, and choose each epoch's samples.
 
     Neither a tokenizer library nor the rows are loaded into this process: rows are tokenised in processes of their own,
     and on a cache hit not at all.
+
+    Args:
+        require_ends: refuse answers of which none trains the token that ends it; no fault where nothing is trained.
 
     Raises:
         DataError: a file, row, tokenizer or template is wrong; or nothing would be trained.
@@ -67,7 +71,7 @@ def prepare(
     train_statistics, eval_statistics = _statistics(train_stores), _statistics(eval_stores)
     for stores, paths in ((train_stores, data.train), (eval_stores, own_eval)):
         if stores:
-            check_trained(_statistics(stores), ", ".join(source.path for source in paths))
+            check_trained(_statistics(stores), ", ".join(source.path for source in paths), require_ends=require_ends)
     train, held_out = _choose(train_stores, data, seed) if train_stores else (None, None)
     every = [*train_stores, *eval_stores]
     return Prepared(
@@ -85,7 +89,7 @@ def worker_count(data: Data) -> int:
     return len(os.sched_getaffinity(0)) if data.workers == "auto" else data.workers
 
 
-def check_trained(statistics: Statistics, where: str) -> None:
+def check_trained(statistics: Statistics, where: str, *, require_ends: bool = True) -> None:
     """Refuse data that would train nothing, or answers that never end.
 
     Some answers without an end are no error, truncation makes them; `danlu preview` counts them.
@@ -108,7 +112,7 @@ def check_trained(statistics: Statistics, where: str) -> None:
             f"{where}: none of {statistics.tokens} tokens would be trained ({reasons}). Check data.train_on, "
             "data.max_length and the rows' own train and weight fields; `danlu preview` shows the reason of every token"
         )
-    if statistics.answers and statistics.endless_answers == statistics.answers:
+    if require_ends and statistics.answers and statistics.endless_answers == statistics.answers:
         raise DataError(statistics.endless_example)
 
 

@@ -1,14 +1,15 @@
 """Rows as tokens, where every token carries its loss weight and the reason for being there.
 
-A text is tokenised once, as a whole: the tokens are those of `apply_chat_template(tokenize=True)`, and spans found in the
-text are looked up among them. A token that stands across the border of two spans counts to the trained one: left out, the
-first or last letters of an answer would never be learnt.
+A text is tokenised once, as a whole: the tokens are those of `apply_chat_template(tokenize=True)`, and spans found in
+the text are looked up among them. A token that stands across the border of two spans counts to the trained one: left
+out, the first or last letters of an answer would never be learnt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -39,7 +40,7 @@ class Rendered:
         tokens: [S] int32.
         weights: [S] float32, of each token as a target; the first is 0, nothing comes before it.
         reasons: [S] uint8, values of `Reason`.
-        turns: [S] int16, the message a token belongs to (the template's text before a message belongs to it), -1 for none.
+        turns: [S] int32, the message a token belongs to (the template's text before a message belongs to it), or -1.
         where: the row, for messages.
     """
 
@@ -90,7 +91,7 @@ def render_many(
     Raises:
         DataError: the tokenizer lacks what every row needs (a chat template, an end-of-text token).
     """
-    writer = _Writer(tokenizer, rendering)
+    writer = _writer(tokenizer, rendering)
     drafts: list[_Draft] = []
     owners: list[int] = []
     outcomes: list[list[Rendered] | DataError] = []
@@ -99,14 +100,17 @@ def render_many(
         if isinstance(row, Tokenized):
             outcome = [_given(row, where, tokenizer)] if _fits(row, tokenizer) else _too_large(row, where, tokenizer)
         else:
-            if isinstance(row, Conversation):
-                writer.prepare(bool(row.tools))
+            writer.prepare(row)
             try:
                 made = writer.drafts(row)
                 drafts += made
                 owners += [number] * len(made)
             except DataError as error:
                 outcome = DataError(f"{where}: {error}")
+            except UnicodeEncodeError as error:
+                half = ascii(error.object[error.start]).strip("'")
+                problem = f"{where}: the text holds {half}, half a character (a lone surrogate)"
+                outcome = DataError(f"{problem}, which cannot be tokenised; write the whole character or remove it")
         outcomes.append(outcome)
     for owner, rendered in zip(owners, _tokenised(drafts, [wheres[owner] for owner in owners], tokenizer), strict=True):
         target = outcomes[owner]
@@ -115,43 +119,61 @@ def render_many(
     return outcomes
 
 
+@lru_cache(maxsize=4)
+def _writer(tokenizer: Tokenizer, rendering: Rendering) -> _Writer:
+    """Kept for the next rows: what is found out about a template takes longer than a row."""
+    return _Writer(tokenizer, rendering)
+
+
 class _Writer:
     """Turns rows into drafts; holds what is found out about the templates on the way."""
 
     def __init__(self, tokenizer: Tokenizer, rendering: Rendering) -> None:
         self._tokenizer = tokenizer
         self._rendering = rendering
-        self._eos = tokenizer.require_eos() if rendering.append_eos else None
         self._bos = tokenizer.bos_id if tokenizer.adds_bos else None
         self._shapes: dict[bool, tuple[ChatTemplate, Shapes]] = {}
 
-    def prepare(self, tools: bool) -> None:
-        """Compile the chat template.
+    def prepare(self, row: Conversation | Text | Completion) -> None:
+        """Make sure of what all rows of this kind need.
 
         Raises:
-            DataError: there is none, or it does not compile.
+            DataError: there is no chat template, it does not compile or takes no conversation, or there is no token to
+                end a text with.
         """
-        if tools not in self._shapes:
+        if not isinstance(row, Conversation):
+            self._eos()
+        elif (tools := bool(row.tools)) not in self._shapes:
             template = self._tokenizer.template(tools)
+            if not template.terminators:
+                self._eos()
             self._shapes[tools] = template, Shapes(template, self._tokenizer.by_bytes)
+
+    def _eos(self) -> int | None:
+        return self._tokenizer.require_eos() if self._rendering.append_eos else None
 
     def drafts(self, row: Conversation | Text | Completion) -> list[_Draft]:
         """The texts of a row's samples with their labels.
 
         Raises:
             DataError: the template cannot express the row, or refuses it.
+            UnicodeEncodeError: the text holds a lone surrogate.
         """
-        if isinstance(row, Conversation):
-            return self._conversation(row)
+        drafts = self._conversation(row) if isinstance(row, Conversation) else [self._plain(row)]
+        for draft in drafts:
+            if not draft.text.isascii():
+                draft.text.encode()
+        return drafts
+
+    def _plain(self, row: Text | Completion) -> _Draft:
         if isinstance(row, Text):
-            bos, eos = self._bos if row.begins else None, self._eos if row.ends else None
-            return [_Draft(row.text, [self._size(row.text)], [Reason.TEXT], [-1], [1.0], bos, eos)]
+            bos, eos = self._bos if row.begins else None, self._eos() if row.ends else None
+            return _Draft(row.text, [self._size(row.text)], [Reason.TEXT], [-1], [1.0], bos, eos)
         size = self._size(row.prompt)
         stops = [size, size + self._size(row.completion)]
-        on_prompt = 1.0 if self._rendering.train_on == "all" else 0.0
+        weights = [1.0 if self._rendering.train_on == "all" else 0.0, 1.0]
         reasons = [Reason.PROMPT, Reason.COMPLETION]
-        text = row.prompt + row.completion
-        return [_Draft(text, stops, reasons, [-1, -1], [on_prompt, 1.0], self._bos, self._eos)]
+        return _Draft(row.prompt + row.completion, stops, reasons, [-1, -1], weights, self._bos, self._eos())
 
     def _size(self, text: str) -> int:
         return len(text.encode()) if self._tokenizer.by_bytes else len(text)
@@ -204,7 +226,7 @@ class _Writer:
             script.reasons,
             script.turns,
             weights,
-            after=self._eos if close else None,
+            after=self._eos() if close else None,
             after_as=(Reason.TERMINATOR, last, turn_weights[last]),
         )
 
@@ -240,7 +262,8 @@ def _turn_weights(messages: Sequence[Message], train_on: str) -> list[float]:
         elif train_on == "all":
             weights.append(1.0)
         else:
-            weights.append(float(message.role == "assistant" and (train_on == "assistant" or number == last)))
+            is_answer = message.role == "assistant" and not message.is_context
+            weights.append(float(is_answer and (train_on == "assistant" or number == last)))
     return weights
 
 
@@ -251,7 +274,7 @@ def _tokenised(drafts: Sequence[_Draft], wheres: Sequence[str], tokenizer: Token
     span_of = _span_of_token(drafts, encoded)
     weights = np.array([weight for draft in drafts for weight in draft.weights], np.float32)[span_of]
     reasons = np.array([reason for draft in drafts for reason in draft.reasons], np.uint8)[span_of]
-    turns = np.array([turn for draft in drafts for turn in draft.turns], np.int16)[span_of]
+    turns = np.array([turn for draft in drafts for turn in draft.turns], np.int32)[span_of]
     result, start = [], 0
     for draft, where, stop in zip(drafts, wheres, np.cumsum(encoded.counts).tolist(), strict=True):
         part = slice(start, stop)
@@ -281,22 +304,28 @@ def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> np.ndarray:
 
 
 def _with_ends(rendered: Rendered, draft: _Draft) -> Rendered:
-    if draft.before is None and draft.after is None:
-        return rendered
-    ends = [(draft.before, (Reason.BOS, -1, 0.0)), (draft.after, draft.after_as)]
-    (head, tail) = [[] if token is None else [(token, *label)] for token, label in ends]
-    if head and len(rendered.tokens) and rendered.tokens[0] == head[0][0]:
-        head = []  # the text brings its own
+    if draft.before is not None:
+        rendered = _with_token(rendered, draft.before, (Reason.BOS, -1, 0.0), at_end=False)
+    if draft.after is not None:
+        rendered = _with_token(rendered, draft.after, draft.after_as, at_end=True)
+    return rendered
 
-    def join(column: int, middle: np.ndarray) -> np.ndarray:
-        before, after = ([entry[column] for entry in side] for side in (head, tail))
-        return np.concatenate([np.array(before, middle.dtype), middle, np.array(after, middle.dtype)])
+
+def _with_token(rendered: Rendered, token: int, label: tuple[Reason, int, float], *, at_end: bool) -> Rendered:
+    """The sample with a token before or behind it; one that the text brings itself takes its place."""
+    reason, turn, weight = label
+    has_own = len(rendered.tokens) and rendered.tokens[-1 if at_end else 0] == token
+    rest = slice(0, -1 if has_own else None) if at_end else slice(1 if has_own else 0, None)
+
+    def join(column: np.ndarray, value: float) -> np.ndarray:
+        one = np.array([value], column.dtype)
+        return np.concatenate([column[rest], one] if at_end else [one, column[rest]])
 
     return Rendered(
-        tokens=join(0, rendered.tokens),
-        weights=join(3, rendered.weights),
-        reasons=join(1, rendered.reasons),
-        turns=join(2, rendered.turns),
+        tokens=join(rendered.tokens, token),
+        weights=join(rendered.weights, weight),
+        reasons=join(rendered.reasons, reason),
+        turns=join(rendered.turns, turn),
         where=rendered.where,
     )
 
@@ -316,7 +345,7 @@ def _given(row: Tokenized, where: str, tokenizer: Tokenizer) -> Rendered:
     weights = row.weights.copy()
     weights[0] = 0
     reasons = np.where(row.weights > 0, Reason.TEXT, Reason.PROMPT).astype(np.uint8)
-    return Rendered(row.tokens, weights, reasons, np.full(count, -1, np.int16), where)
+    return Rendered(row.tokens, weights, reasons, np.full(count, -1, np.int32), where)
 
 
 # -- length and checks ------------------------------------------------------------------------------------------------
@@ -347,9 +376,9 @@ TOO_LONG = "longer than max_length"
 def fit(rendered: Rendered, max_length: int | None, overlong: Literal["truncate", "split", "drop"]) -> Fitted:
     """A sample cut to at most `max_length` tokens (None: any length), and dropped if it trains nothing.
 
-    truncate keeps the beginning. split cuts a conversation before a user turn where it can; where it must cut inside one,
-    and in plain text, the next part begins with the last token of this one, as context, so that no target is lost. Parts
-    that train nothing are left out.
+    truncate keeps the beginning. split cuts a conversation before a user turn where it can, else anywhere. Where the
+    next part would begin with a target it begins with the token before it, as context, so that no target is lost (a
+    part of a single token has no room for that). Parts that train nothing are left out.
     """
     count = len(rendered.tokens)
     if not rendered.weights.any():
@@ -373,16 +402,16 @@ def fit(rendered: Rendered, max_length: int | None, overlong: Literal["truncate"
 
 def _cuts(rendered: Rendered, max_length: int) -> list[tuple[int, int]]:
     """Ranges of at most `max_length` tokens that together hold every target."""
-    count, start, ranges = len(rendered.tokens), 0, []
+    count, start, own, ranges = len(rendered.tokens), 0, 0, []  # own: the first token that is in no part before
     turn_starts = np.flatnonzero(np.diff(rendered.turns)) + 1
     is_user = [_is_user_turn(rendered, int(place)) for place in turn_starts]
     users = turn_starts[np.array(is_user, bool)] if len(turn_starts) else turn_starts
     while count - start > max_length:
-        fitting = users[(users > start) & (users <= start + max_length)]
-        stop = int(fitting[-1]) if len(fitting) else start + max_length
-        ranges.append((start, stop))
-        # max_length 1 has no room for context; a step of at least one keeps this finite.
-        start = stop if len(fitting) else max(stop - 1, start + 1)
+        # A part of one token would train nothing, and the next one needs that token before its first target.
+        fitting = users[(users > max(own, start + 1)) & (users <= start + max_length)]
+        own = int(fitting[-1]) if len(fitting) else start + max_length
+        ranges.append((start, own))
+        start = max(own - 1, start + 1) if rendered.weights[own] > 0 else own
     return [*ranges, (start, count)]
 
 
@@ -400,7 +429,7 @@ def untrained_terminator(rendered: Rendered) -> str | None:
     ):
         return None
     return (
-        f"{rendered.where}: answers are trained, but not the token that ends them, so the model would not learn to stop. "
-        "Set data.append_eos: true, use a chat template that closes the assistant's turn with a token "
+        f"{rendered.where}: answers are trained, but not the token that ends them, so the model would not learn to "
+        "stop. Set data.append_eos: true, use a chat template that closes the assistant's turn with a token "
         "(model.chat_template), or raise data.max_length if every answer is cut off"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,10 +32,12 @@ ROLES = {
     "tool_call": "tool_call",
     "function_call": "tool_call",
 }
-"""The role names files use, and what they mean here. A `tool_call` is an assistant turn whose content is a call as JSON."""
+"""The role names files use, and what they mean here. A `tool_call` is an assistant turn that is a call as JSON."""
 
 QUESTIONS = {"query": "response", "question": "answer", "instruction": "response"}
 """Column pairs that are one question and its answer, rendered as a conversation."""
+
+_ADDITIONS = ("input", "context")  # columns with what a question is about
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Message:
     Attributes:
         role: system, user, assistant or tool.
         weight: loss weight of its tokens where the row gives one, else None.
+        is_context: not trained on by itself, even if it is the assistant's: what a completion follows.
     """
 
     role: str
@@ -54,6 +57,7 @@ class Message:
     name: str | None = None
     tool_call_id: str | None = None
     weight: float | None = None
+    is_context: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +120,8 @@ def recognise(columns: Collection[str], where: str = "row") -> Format:
         return "text"
     raise DataError(
         f"{where}: no known row format has the columns {', '.join(sorted(names)) or '(none)'}. "
-        "Known: text · instruction, output (input, system, history) · conversations · messages · prompt, completion · "
-        "query, response · question, answer · input_ids (labels)"
+        "Known: text · instruction, output (input, system, history) · conversations · messages · "
+        "prompt, completion · query, response · question, answer · instruction, response (context) · input_ids (labels)"
     )
 
 
@@ -161,19 +165,16 @@ def _text(value: Mapping[str, Any], where: str) -> Text:
 
 
 def _alpaca(value: Mapping[str, Any], where: str) -> Conversation:
-    answer = value["output"]
-    question = _string(value["instruction"], "instruction", where)
-    if extra := _string(value.get("input") or "", "input", where):
-        question = f"{question}\n{extra}" if question else extra
-    return _single_turn(value, question, _string(answer, "output", where), where)
+    answer = _string(value["output"], "output", where)
+    return _single_turn(value, _string(value["instruction"], "instruction", where), answer, where)
 
 
 def _prompt_completion(value: Mapping[str, Any], where: str) -> Conversation | Completion:
     for ask, reply in QUESTIONS.items():
         if ask in value and reply in value and "completion" not in value:
-            question = _string(value[ask], ask, where)
-            return _single_turn(value, question, _string(value[reply], reply, where), where)
-    prompt, completion = _decoded(value["prompt"]), _decoded(value["completion"])
+            question, answer = _string(value[ask], ask, where), _string(value[reply], reply, where)
+            return _single_turn(value, question, answer, where)
+    prompt, completion = _decoded_messages(value["prompt"]), _decoded_messages(value["completion"])
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise DataError(f"{where}: 'completion' is empty, so there is nothing to train on; remove the row")
@@ -183,21 +184,19 @@ def _prompt_completion(value: Mapping[str, Any], where: str) -> Conversation | C
         raise DataError(
             f"{where}: 'prompt' and 'completion' must both be strings or both be lists of messages, not {kinds}"
         )
-    # Context unless a message says otherwise, even where it is an assistant turn.
-    context = [
-        message if _weight(message, where) is not None else {**message, "weight": 0.0}
-        for message in _dicts(prompt, where)
-    ]
-    return _conversation([*context, *completion], value, where)
+    return _conversation([*prompt, *completion], value, where, context=len(prompt))
 
 
 def _single_turn(value: Mapping[str, Any], question: str, answer: str, where: str) -> Conversation:
-    """A question and its answer after the earlier turns in `history`, a list of (question, answer)."""
+    """A question and its answer after the earlier turns in `history`, a list of [question, answer]."""
+    for name in _ADDITIONS:
+        if addition := _string(value.get(name) or "", name, where):
+            question = f"{question}\n{addition}" if question else addition
     messages = []
     if system := _string(value.get("system") or "", "system", where):
         messages.append(Message("system", system))
     for pair in _decoded(value.get("history")) or ():
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise DataError(f"{where}: 'history' must be a list of [question, answer], but has {pair!r}")
         messages += [Message("user", pair[0]), Message("assistant", pair[1])]
     messages += [Message("user", question), Message("assistant", answer)]
@@ -251,9 +250,13 @@ _PARSERS: dict[Format, Callable[[Mapping[str, Any], str], Row]] = {
 # -- conversations ----------------------------------------------------------------------------------------------------
 
 
-def _conversation(turns: Any, value: Mapping[str, Any], where: str) -> Conversation:
+def _conversation(turns: Any, value: Mapping[str, Any], where: str, context: int = 0) -> Conversation:
+    """Messages in the order of a row; the first `context` of them are there for what follows."""
     dicts = _dicts(_decoded(turns), where)
-    messages = [_message(turn, f"{where} message {number}") for number, turn in enumerate(dicts, 1)]
+    messages = [
+        _message(turn, f"{where} message {number}", is_context=number <= context)
+        for number, turn in enumerate(dicts, 1)
+    ]
     if (system := _string(value.get("system") or "", "system", where)) and messages and messages[0].role != "system":
         messages.insert(0, Message("system", system))
     return Conversation(check_order(messages, where), _tools(value.get("tools"), where))
@@ -265,15 +268,17 @@ def _dicts(turns: Any, where: str) -> list[Mapping[str, Any]]:
     return turns
 
 
-def _message(turn: Mapping[str, Any], where: str) -> Message:
-    role_key, content_key = ("from", "value") if "from" in turn else ("role", "content")
-    if role_key not in turn:
+def _message(turn: Mapping[str, Any], where: str, is_context: bool) -> Message:
+    # In columnar files a message has every key that any message has, with null where it has none.
+    role_key, content_key = ("from", "value") if turn.get("from") is not None else ("role", "content")
+    name = turn.get(role_key)
+    if name is None:
         raise DataError(
             f"{where}: a message needs role and content (or from and value); it has {', '.join(turn) or 'nothing'}"
         )
-    role = ROLES.get(turn[role_key])
+    role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise DataError(f"{where}: unknown role {turn[role_key]!r}. Known roles: {', '.join(ROLES)}")
+        raise DataError(f"{where}: unknown role {name!r}. Known roles: {', '.join(ROLES)}")
     content = _content(turn.get(content_key), where)
     calls = turn.get("tool_calls")
     if role == "tool_call":
@@ -287,6 +292,7 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
         turn.get("name"),
         turn.get("tool_call_id"),
         _weight(turn, where),
+        is_context,
     )
 
 
@@ -305,7 +311,7 @@ def _content(content: Any, where: str) -> str:
 
 
 def _weight(turn: Mapping[str, Any], where: str) -> float | None:
-    """The loss weight a message gives itself: `weight` (a number), or `train`, `training` or `loss` (a number or bool)."""
+    """The loss weight a message gives itself as `weight`, `train`, `training` or `loss`: a number or a bool."""
     for key in ("weight", "train", "training", "loss"):
         given = turn.get(key)
         if given is None:
@@ -395,9 +401,16 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return value  # a text that merely starts with a bracket; whoever needs a list says so
     return value
+
+
+def _decoded_messages(value: Any) -> Any:
+    """Messages that a csv cell holds as JSON. Other text stays as it is, even if it is JSON: it may be a prompt."""
+    decoded = _decoded(value)
+    is_messages = isinstance(decoded, list) and decoded and all(isinstance(one, Mapping) for one in decoded)
+    return decoded if is_messages or not isinstance(value, str) else value
 
 
 def _parsed(value: Any, what: str, where: str) -> Any:
@@ -409,6 +422,8 @@ def _parsed(value: Any, what: str, where: str) -> Any:
         raise DataError(
             f"{where}: {what} must be JSON: {error.msg} at character {error.pos} of {value[:80]!r}"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        raise DataError(f"{where}: {what} must be JSON: {error} in {value[:80]!r}") from error
 
 
 def _string(value: Any, column: str, where: str) -> str:
@@ -420,12 +435,15 @@ def _string(value: Any, column: str, where: str) -> str:
 def _integers(value: Any, column: str, where: str) -> np.ndarray:
     try:
         array = np.asarray(_decoded(value))
-    except ValueError:
-        array = np.empty(0, object)
+    except ValueError:  # lists of different lengths
+        array = np.empty((0, 0))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         raise DataError(f"{where}: '{column}' must be a list of integers")
+    if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise DataError(f"{where}: '{column}' has {array[np.abs(array).argmax()]}, which is no token id")
     return array.astype(np.int32)
 
 
 def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "nothing" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

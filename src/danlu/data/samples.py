@@ -57,7 +57,11 @@ class Block:
         """A block of samples given one by one: tokens [S], weights [S], reasons [S] each."""
         lengths = np.array([len(one) for one in tokens], dtype=np.int32)
         bits = _flat(weights, np.float32).view(np.uint32).astype(np.uint64)
-        labels, codes = np.unique(bits << np.uint64(8) | _flat(reasons, np.uint8), return_inverse=True)
+        keys = bits << np.uint64(8) | _flat(reasons, np.uint8)
+        # One of each run of equal labels: sorting every token's would take as long as parsing the rows.
+        starts = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
+        labels, of_runs = np.unique(keys[starts], return_inverse=True)
+        codes = np.repeat(of_runs, np.diff(starts, append=len(keys)))
         palette = np.empty(len(labels), LABEL)
         palette["weight"] = (labels >> np.uint64(8)).astype(np.uint32).view(np.float32)
         palette["reason"] = (labels & np.uint64(255)).astype(np.uint8)

@@ -1,7 +1,7 @@
 """Files and hub data sets as raw rows, one at a time, each with the place it came from.
 
-A row of jsonl, csv or parquet is read when it is asked for, so a file may be larger than memory. A json array is the one
-exception: its text is held, but its objects are still parsed one by one.
+A row of jsonl, csv or parquet is read when it is asked for, so a file may be larger than memory. A json array is the
+one exception: its text is held, but its objects are still parsed one by one.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ import codecs
 import csv
 import hashlib
 import json
+import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from danlu.errors import DataError
-from danlu.recipe.sections import Source
+
+if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
+    from danlu.recipe.sections import Source
 
 TEXT_ROW_BYTES = 64 * 2**10
 """A document of a txt file comes in rows of about this size, so that a large one is tokenised in parallel."""
@@ -30,6 +36,7 @@ DOCUMENT_END = "<|endoftext|>"
 
 _BATCH_ROWS = 512
 _READ_BYTES = 2**20
+_SETTLED_NS = 2_000_000_000
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -61,10 +68,10 @@ Placed = tuple[str, dict[str, Any] | BadRow]  # where, value
 def read_rows(source: Source) -> Iterator[RawRow]:
     """The rows of a source in order.
 
-    A txt file is one document, or several separated by lines that are `<|endoftext|>` alone. A document comes in rows of
-    about 64 KiB, cut at a blank line where there is one; all but its last row carry `document_ends: false`, all but its
-    first `document_begins: false`. Nothing is left out: the rows joined give the document back (with line ends as one
-    newline). A file in which each line is a document of its own should be jsonl.
+    A txt file is one document, or several separated by lines that are `<|endoftext|>` alone. A document comes in rows
+    of about 64 KiB, cut at a blank line where there is one, else at a line or a word; all but its last row carry
+    `document_ends: false`, all but its first `document_begins: false`. Nothing is left out: the rows joined give the
+    document back (with line ends as one newline). A file in which each line is a document of its own should be jsonl.
 
     Raises:
         DataError: no such file or data set, an unknown kind of file, an empty one, or one broken beyond a single row. A
@@ -79,8 +86,11 @@ def read_rows(source: Source) -> Iterator[RawRow]:
         raise DataError(f"{path}: there are no rows in it")
 
 
-def fingerprint(source: Source) -> str:
+def fingerprint(source: Source, memory: Path | None = None) -> str:
     """A hash of what `read_rows` would give: the bytes and names of the files, or the hub data set's own fingerprint.
+
+    Args:
+        memory: a folder where hashes of files are kept, so that one that has not changed since need not be read again.
 
     Raises:
         DataError: no such file or data set.
@@ -91,11 +101,37 @@ def fingerprint(source: Source) -> str:
         digest.update(_hub_rows(str(path), source.split)._fingerprint.encode())
         return digest.hexdigest()
     for file in _files(path):
-        digest.update(f"\0{_name(file, path)}\0{file.stat().st_size}\0".encode())
-        with _open(file) as stream:
-            while part := stream.read(_READ_BYTES):
-                digest.update(part)
+        digest.update(f"\0{_name(file, path)}\0{_file_digest(file, memory)}".encode())
     return digest.hexdigest()
+
+
+def _file_digest(file: Path, memory: Path | None) -> str:
+    entry = memory and memory / f"{hashlib.blake2b(bytes(file.resolve()), digest_size=16).hexdigest()}.json"
+    before = _state(file)
+    if entry:
+        with suppress(OSError, ValueError, TypeError, KeyError):  # none, or a damaged one
+            kept = json.loads(entry.read_text(encoding="utf-8"))
+            if kept["state"] == before:
+                return str(kept["digest"])
+    digest = hashlib.blake2b(digest_size=16)
+    with _open(file) as stream:
+        while part := stream.read(_READ_BYTES):
+            digest.update(part)
+    # Just after a change, another one could leave the times as they are: clocks have a grain.
+    is_settled = time.time_ns() - max(before[-2:]) > _SETTLED_NS and _state(file) == before
+    if entry and is_settled:
+        with suppress(OSError):  # it only saves time
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = entry.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps({"state": before, "digest": digest.hexdigest()}), encoding="utf-8")
+            unfinished.replace(entry)
+    return digest.hexdigest()
+
+
+def _state(file: Path) -> list[int]:
+    """What changes whenever a file does. Unlike the time of change, nobody sets the time of the last status change."""
+    now = file.stat()
+    return [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def _path_and_rows(source: Source) -> tuple[Path, int | None]:
@@ -116,10 +152,19 @@ def _files(path: Path) -> list[Path]:
         return [path]
     # The folder of `Dataset.save_to_disk` keeps its rows in arrow files; the json beside them is about them.
     kinds = {".arrow"} if (path / "dataset_info.json").is_file() and (path / "state.json").is_file() else set(_READERS)
-    found = sorted(file for file in path.rglob("*") if file.suffix.lower() in kinds and file.is_file())
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        # Tools keep notes of their own in hidden files and folders (.cache, .ipynb_checkpoints).
+        if file.suffix.lower() in kinds and file.is_file() and not _is_hidden(file.relative_to(path))
+    )
     if not found:
         raise DataError(f"{path}: no data files in this folder; the kinds are {_kinds()}")
     return found
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _kinds() -> str:
@@ -155,8 +200,11 @@ def _decode(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        problem = f"{where}: byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8"
-        raise DataError(problem) from error
+        raise _not_utf8(data, error, where) from error
+
+
+def _not_utf8(data: bytes, error: UnicodeDecodeError, where: str) -> DataError:
+    return DataError(f"{where}: byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8")
 
 
 # -- json and jsonl ---------------------------------------------------------------------------------------------------
@@ -171,9 +219,11 @@ def _read_jsonl(file: Path, name: str) -> Iterator[Placed]:
 
 def _json_row(line: bytes, where: str) -> dict[str, Any] | BadRow:
     try:
-        value = json.loads(_decode(line, where))
+        value = json.loads(_decode(line.rstrip(b"\r\n"), where))
     except json.JSONDecodeError as error:
-        return BadRow(f"{where}:{error.colno}: broken JSON: {error.msg}")
+        return BadRow(f"{where}:{error.colno}: broken JSON: {error.msg}; each line must be one whole JSON object")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        return BadRow(f"{where}: unreadable JSON: {error}")
     except DataError as error:
         return BadRow(str(error))
     return _as_row(value, where)
@@ -193,7 +243,13 @@ def _read_json(file: Path, name: str) -> Iterator[Placed]:
         yield from _read_jsonl(file, name)
         return
     with _open(file) as stream:
-        text = _decode(stream.read().removeprefix(codecs.BOM_UTF8), name)
+        data = stream.read().removeprefix(codecs.BOM_UTF8)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = 1 + data.count(b"\n", 0, error.start)
+        raise _not_utf8(data, error, f"{name}:{line}") from error
+    del data  # rows are parsed from the text; both at once would be twice the file
     yield from _json_values(text, name)
 
 
@@ -229,6 +285,8 @@ def _json_values(text: str, name: str) -> Iterator[Placed]:
     except json.JSONDecodeError as error:
         # Where the next row of a broken array begins is a guess, so this cannot be one bad row.
         raise DataError(f"{name}:{error.lineno}:{error.colno}: broken JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        raise DataError(f"{name}:{line}: unreadable JSON in the row that begins here: {error}") from error
 
 
 # -- csv and text -----------------------------------------------------------------------------------------------------
@@ -237,7 +295,7 @@ def _json_values(text: str, name: str) -> Iterator[Placed]:
 def _read_csv(file: Path, name: str) -> Iterator[Placed]:
     # The limit is one number for the whole process; 128 KiB would refuse a long answer.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    with file.open(encoding="utf-8-sig", newline="") as stream:
+    with _open(file) as data, TextIOWrapper(data, encoding="utf-8-sig", newline="") as stream:
         reader = csv.reader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
         try:
             columns = next(reader, [])
@@ -256,18 +314,24 @@ def _read_csv(file: Path, name: str) -> Iterator[Placed]:
                     )
         except csv.Error as error:
             raise DataError(f"{name}:{reader.line_num}: broken CSV: {error}") from error
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{name}:{reader.line_num + 1}: not UTF-8 text ({error.reason}); save it as UTF-8"
-            ) from error
+        except UnicodeDecodeError:
+            _find_not_utf8(file, name)
+            raise
+
+
+def _find_not_utf8(file: Path, name: str) -> None:
+    """Say in which line of a file the text is not UTF-8: a reader decodes ahead of the line it is at."""
+    with _open(file) as stream:
+        for number, line in _lines(stream):
+            _decode(line, f"{name}:{number}")
 
 
 def _read_text(file: Path, name: str) -> Iterator[Placed]:
     with _open(file) as stream:
         start, held, size, begins = 1, list[str](), 0, True
-        for number, line in _lines(stream):
-            text = _decode(line, f"{name}:{number}").replace("\r\n", "\n")
-            at_end = text.rstrip("\n") == DOCUMENT_END
+        for number, piece, is_line in _pieces(stream, name):
+            text = piece.replace("\r\n", "\n")
+            at_end = is_line and text.rstrip("\n") == DOCUMENT_END
             # A blank line ends a paragraph and belongs to it, so the next row begins with text.
             at_paragraph = bool(held) and not held[-1].strip() and bool(text.strip())
             if at_end or (size >= TEXT_ROW_BYTES and (at_paragraph or size >= 2 * TEXT_ROW_BYTES)):
@@ -275,8 +339,39 @@ def _read_text(file: Path, name: str) -> Iterator[Placed]:
                 start, held, size, begins = number + at_end, [], 0, at_end
             if not at_end:
                 held.append(text)
-                size += len(line)
+                size += len(piece)
         yield from _text_row(f"{name}:{start}", held, begins, True)
+
+
+def _pieces(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
+    """Lines, and parts of lines that are longer than a row: line number, text, whether it is a line.
+
+    Some corpora are a single line. Such a line is cut before a space, so that the next part begins as a word does, and
+    where there is none before a whole character.
+    """
+    number, rest, in_line = 1, b"", False
+    while read := stream.readline(TEXT_ROW_BYTES):
+        data = rest + (read.removeprefix(codecs.BOM_UTF8) if number == 1 and not in_line else read)
+        rest = b""
+        ends = read.endswith(b"\n") or len(read) < TEXT_ROW_BYTES
+        if not ends and data:
+            cut = data.rfind(b" ")
+            cut = cut if cut > 0 else _last_character(data)
+            data, rest = data[:cut], data[cut:]
+        if data:
+            yield number, _decode(data, f"{name}:{number}"), ends and not in_line
+        in_line = not ends
+        number += ends
+    if rest:
+        yield number, _decode(rest, f"{name}:{number}"), False
+
+
+def _last_character(data: bytes) -> int:
+    """Where the last, perhaps unfinished, UTF-8 character begins; the end for bytes that are no UTF-8."""
+    for place in range(len(data) - 1, max(0, len(data) - 4), -1):
+        if data[place] & 0xC0 != 0x80:
+            return place
+    return len(data)
 
 
 def _text_row(where: str, held: list[str], begins: bool, ends: bool) -> Iterator[Placed]:
@@ -347,8 +442,9 @@ def _hub_rows(path: str, split: str) -> Any:
         return datasets.load_dataset(path, split=split)
     except Exception as error:  # the hub client raises a dozen kinds, with none in common
         raise DataError(
-            f"{path}: no such file{_did_you_mean(Path(path))}, and the hub data set '{path}' (split '{split}') cannot be "
-            f"loaded: {type(error).__name__}: {_first_line(error)}. Without network, only sets that were loaded before are there"
+            f"{path}: no such file{_did_you_mean(Path(path))}, and the hub data set '{path}' (split '{split}') cannot "
+            f"be loaded: {type(error).__name__}: {_first_line(error)}. Without network, only sets that were loaded "
+            "before are there"
         ) from error
 
 

@@ -1,20 +1,21 @@
 """Where in the text of a conversation each message is, and which of it the assistant would have to write.
 
-The obvious way, `scripts`, holds for any template: what the assistant writes in turn i is what the rendering of the first
-i + 1 messages has beyond the prompt made of the first i. The whole conversation is rendered once and these spans are
-looked up in it.
+The obvious way, `scripts`, holds for any template: what the assistant writes in turn i is what the rendering of the
+first i + 1 messages has beyond the prompt made of the first i. The whole conversation is rendered once and these spans
+are looked up in it.
 
 Some templates rewrite history: Qwen3's leaves out the reasoning of earlier turns, others move the list of tools to the
-last question. Then an earlier turn does not stand in the whole conversation the way the assistant has to write it. Such a
-turn becomes a sample of its own, rendered up to its end as it would be when it is generated, with what comes before it as
-context.
+last question. Then an earlier turn does not stand in the whole conversation the way the assistant has to write it. Such
+a turn becomes a sample of its own, rendered up to its end as it would be when it is generated, with what comes before
+it as context.
 
-The fast way, `Shapes`, renders each sequence of roles once with stand-ins for the contents and then puts the real ones in
-their places. It is used for contents that cannot look different to the template (see `ChatTemplate.looks_for`).
+The fast way, `Shapes`, renders each sequence of roles once with stand-ins for the contents and then puts the real ones
+in their places. It is used for contents that cannot look different to the template (see `ChatTemplate.looks_for`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -50,6 +51,7 @@ class Reason(IntEnum):
 
 _CONTENT = {"system": Reason.SYSTEM, "user": Reason.USER, "tool": Reason.TOOL, "assistant": Reason.ASSISTANT}
 _THOUGHT_END = "</think>"
+_STAND_IN = re.compile(r"Zq(\d+)content\1qZ")
 _CHECK_EVERY = 64
 
 
@@ -92,6 +94,8 @@ def scripts(
         DataError: the template refuses the conversation or a beginning of it.
     """
     whole = template.render(turns, tools)
+    if not whole:
+        raise DataError("the chat template renders this conversation as no text at all")
     spans = {
         i: _written(turns, tools, template, i, whole) for i, turn in enumerate(turns) if turn["role"] == "assistant"
     }
@@ -116,7 +120,7 @@ def _written(
     before = template.render(turns[:i], tools)
     after = template.render(turns[: i + 1], tools) if i + 1 < len(turns) else whole
     start = template.common(prompt, whole)
-    # A prompt may end in what this turn replaces (an empty thought), but all that is not the prompt's own must be there.
+    # A prompt may end in what this turn replaces (an empty thought), but all before that must be there.
     if start < template.common(prompt, before):
         return None
     stop = template.common(after, whole)
@@ -133,21 +137,24 @@ def _script(
     written: Mapping[int, tuple[int, int]],
     template: ChatTemplate,
 ) -> Script:
+    found = _places(text, turns, tools, template) | dict(written)
+    for i in sorted(set(range(len(turns))) - found.keys()):
+        # Between its neighbours: a short content could also be found in another message.
+        start = next((found[j][1] for j in range(i - 1, -1, -1) if j in found), 0)
+        stop = next((found[j][0] for j in range(i + 1, len(turns)) if j in found), len(text))
+        place = _find(text, turns[i], start, stop)
+        if place and all(place[1] <= begin or end <= place[0] for begin, end in found.values()):
+            found[i] = place
     spans: list[tuple[int, Reason, int]] = []  # stop, reason, turn
-    places = _places(text, turns, tools, template)
-    position, closed = 0, False
-    for i, turn in enumerate(turns):
+    closed = False
+    # In the order of the text: some templates put the system message into the last question.
+    for i, (start, stop) in sorted(found.items(), key=lambda entry: entry[1]):
+        spans.append((start, Reason.TEMPLATE, i))
         if i in written:
-            start, stop = written[i]
-            inner, closed = _inner(text, start, stop, turn, i, template)
-            spans += [(start, Reason.TEMPLATE, i), *inner]
-            position = stop
-            continue
-        limit = min((start for j, (start, _) in written.items() if j > i), default=len(text))
-        start, stop = places.get(i) or _find(text, turn, position, limit)
-        if start < stop <= limit:
-            position = stop
-            spans += [(start, Reason.TEMPLATE, i), (stop, _CONTENT[turn["role"]], i)]
+            inner, closed = _inner(text, start, stop, turns[i], i, template)
+            spans += inner
+        else:
+            spans.append((stop, _CONTENT[turns[i]["role"]], i))
     spans.append((len(text), Reason.TEMPLATE, len(turns) - 1))
     filled = [
         span for before, span in zip((0, *(stop for stop, _, _ in spans)), spans, strict=False) if span[0] > before
@@ -167,32 +174,35 @@ def _places(
     numbers = [i for i, turn in enumerate(turns) if turn["role"] != "assistant" and turn["content"].strip()]
     others = [{**turn, "content": _stand_in(i)} if i in numbers else turn for i, turn in enumerate(turns)]
     try:
-        rest = template.render(others, tools)
+        first, *rest = _STAND_IN.split(template.render(others, tools))
     except DataError:
         return {}
-    literals = []
-    for i in numbers:
-        literal, found, rest = rest.partition(_stand_in(i))
-        if not found:
+    order, literals = [int(number) for number in rest[::2]], rest[1::2]
+    if sorted(order) != numbers or not text.startswith(first):
+        return {}
+    places, position = {}, len(first)
+    for i, literal in zip(order, literals, strict=True):
+        content = turns[i]["content"]
+        # Many templates trim.
+        kept = next((one for one in (content, content.strip()) if text.startswith(one + literal, position)), None)
+        if kept is None:
             return {}
-        literals.append(literal)
-    for change in (str, str.strip):  # many templates trim
-        contents = [change(turns[i]["content"]) for i in numbers]
-        if "".join([*(part for pair in zip(literals, contents, strict=True) for part in pair), rest]) == text:
-            stops = list(
-                accumulate(len(literal) + len(content) for literal, content in zip(literals, contents, strict=True))
-            )
-            return {i: (stop - len(content), stop) for i, content, stop in zip(numbers, contents, stops, strict=True)}
-    return {}
+        places[i] = position, position + len(kept)
+        position += len(kept) + len(literal)
+    return places if position == len(text) else {}
 
 
-def _find(text: str, turn: Turn, start: int, stop: int) -> tuple[int, int]:
-    """Where a content stands between two places, an earlier answer also without its thought; (0, 0) if nowhere."""
+def _find(text: str, turn: Turn, start: int, stop: int) -> tuple[int, int] | None:
+    """Where a content stands between two places, an earlier answer also without its thought; None if nowhere."""
     content = turn["content"].strip()
     for option in (content, content.rpartition(_THOUGHT_END)[2].strip()):
         if option and (place := text.find(option, start, stop)) >= 0:
             return place, place + len(option)
-    return 0, 0
+    return None
+
+
+def _stand_in(number: int) -> str:
+    return f"Zq{number}content{number}qZ"
 
 
 def _inner(
@@ -231,12 +241,8 @@ def _closing(text: str, start: int, stop: int, template: ChatTemplate) -> tuple[
         first = position = position - len(token)
 
 
-def _stand_in(number: int) -> str:
-    return f"Zq{number}content{number}qZ"
-
-
 class Shapes:
-    """Scripts by putting contents between the literal texts of a template, which are found once for each sequence of roles.
+    """Scripts by putting contents between the literal texts of a template, found once for each sequence of roles.
 
     Args:
         template: the chat template.
@@ -246,7 +252,7 @@ class Shapes:
     def __init__(self, template: ChatTemplate, by_bytes: bool) -> None:
         self._template = template
         self._by_bytes = by_bytes
-        self._known: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[_Shape, ...] | None] = {}
+        self._known: dict[tuple[tuple[str, ...], tuple[int, ...]], _Known | None] = {}
         equal, searched = template.looks_for
         self._equal = equal
         self._searched = tuple({*searched, *template.terminators, _THOUGHT_END})
@@ -258,12 +264,16 @@ class Shapes:
         """What `spans.scripts` gives, faster where that is safe."""
         if tools is None and self._template.is_transparent and all(map(self._is_plain, turns)):
             key = (tuple([turn["role"] for turn in turns]), wanted)
-            if key not in self._known:
+            if is_new := key not in self._known:
                 self._known[key] = self._shapes(*key)
-            if (shapes := self._known[key]) is not None:
-                contents = [turn["content"] for turn in turns]
-                result = [shape.fill(contents, self._by_bytes) for shape in shapes]
-                self._check(result[0], turns)
+            known = self._known[key]
+            contents = [turn["content"] for turn in turns]
+            if known is not None and known.rivals.isdisjoint([content[0] for content in contents]):
+                result = [shape.fill(contents, self._by_bytes) for shape in known.shapes]
+                if is_new or self._used % _CHECK_EVERY == 0:
+                    rendered = self._template.render(turns)
+                    assert result[0].text == rendered, "a shape does not give what the template renders"
+                self._used += 1
                 return result
         slow = scripts(turns, tools, self._template, wanted)
         return [one.in_bytes() for one in slow] if self._by_bytes else slow
@@ -279,21 +289,39 @@ class Shapes:
                 return False
         return True
 
-    def _check(self, script: Script, turns: Sequence[Turn]) -> None:
-        if self._used % _CHECK_EVERY == 0:
-            assert script.text == self._template.render(turns), "a shape does not give what the template renders"
-        self._used += 1
-
-    def _shapes(self, roles: tuple[str, ...], wanted: tuple[int, ...]) -> tuple[_Shape, ...] | None:
+    def _shapes(self, roles: tuple[str, ...], wanted: tuple[int, ...]) -> _Known | None:
         """The shapes of a sequence of roles; None where a content stands in no place, or not once, or is changed."""
         contents = [_stand_in(number) for number in range(len(roles))]
         turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
             made = scripts(turns, None, self._template, wanted)
+            rivals = self._rivals(turns)
         except DataError:
             return None  # the slow way says what is wrong, for the real row
         shapes = [_Shape.of(script, contents) for script in made]
-        return tuple(shape for shape in shapes if shape is not None) if None not in shapes else None
+        return _Known(tuple(shape for shape in shapes if shape is not None), rivals) if None not in shapes else None
+
+    def _rivals(self, turns: Sequence[Turn]) -> frozenset[str]:
+        """The first characters of what prompts and beginnings of a conversation have where the whole goes on otherwise.
+
+        A prompt can end in `<think>`, for example: an answer that begins so has more in common with it than a stand-in.
+        """
+        whole = self._template.render(turns)
+        others = [
+            self._template.render(turns[:i], prompt=True) for i, turn in enumerate(turns) if turn["role"] == "assistant"
+        ]
+        others += [self._template.render(turns[: i + 1]) for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        return frozenset(
+            other[place] for other in others if (place := self._template.common(other, whole)) < len(other)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a sequence of roles: its shapes, and how no content may begin for them to hold."""
+
+    shapes: tuple[_Shape, ...]
+    rivals: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,9 @@ class Stream:
         oldest = self._begun[0][0]
         for first, block, position in reversed(self._begun):
             if first < number <= self._number or first == number == oldest:
-                return {"pack": number, "block": block, "used": number - first, "position": asdict(position)}
+                # Lists: JSON has no tuples, and a checkpoint keeps only what comes back as it was.
+                lists = {name: list(values) for name, values in asdict(position).items()}
+                return {"pack": number, "block": block, "used": number - first, "position": lists}
         raise ValueError(f"pack {number} is not among those kept: the next is {self._number}")
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ class Question:
 
 
 def pretraining_documents(seed: int, n: int) -> Iterator[str]:
-    """`n` short documents of plain text about the world, 20 to 60 tokens each with `vocabulary.train_vocabulary`."""
+    """`n` short documents of plain text about the world, 10 to 70 tokens each with `vocabulary.train_vocabulary`."""
     writers: list[tuple[int, Callable[[random.Random], str]]] = [
         (6, _portrait_en), (3, _portrait_zh), (3, _story), (2, _introduction), (3, _sums), (1, _dictionary),
     ]  # fmt: skip
@@ -198,13 +198,15 @@ def is_held_out(*fact: object) -> bool:
 def _portrait_en(chance: random.Random) -> str:
     animal = chance.choice(ANIMALS)
     attributes = chance.sample(ATTRIBUTES, k=chance.choice((2, 3, 4)))
-    return " ".join(_statement(animal, attribute, "en") for attribute in attributes)
+    opening = chance.choice(("", f"About the {animal.name.en}: "))
+    return opening + " ".join(_statement(animal, attribute, "en") for attribute in attributes)
 
 
 def _portrait_zh(chance: random.Random) -> str:
     animal = chance.choice(ANIMALS)
     attributes = chance.sample(ATTRIBUTES, k=chance.choice((2, 3, 4)))
-    return "".join(_statement(animal, attribute, "zh") for attribute in attributes)
+    opening = chance.choice(("", f"关于{animal.name.zh}："))
+    return opening + "".join(_statement(animal, attribute, "zh") for attribute in attributes)
 
 
 def _story(chance: random.Random, animal: Animal | None = None) -> str:
@@ -237,7 +239,8 @@ def _introduction(chance: random.Random) -> str:
 
 def _sums(chance: random.Random) -> str:
     numbers = [(chance.randint(0, LARGEST_ADDEND), chance.randint(0, LARGEST_ADDEND)) for _ in range(4)]
-    return " ".join(_sum(a, b) for a, b in numbers)
+    opening = chance.choice(("", "Add {a} and {b}: "))
+    return " ".join(opening.format(a=a, b=b) + _sum(a, b) for a, b in numbers)
 
 
 def _dictionary(chance: random.Random) -> str:

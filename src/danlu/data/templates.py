@@ -20,6 +20,9 @@ Turn = Mapping[str, Any]
 
 _QUESTION, _ANSWER, _SYSTEM, _RESULT, _TOOL = "Xquestionx", "Xanswerx", "Xsystemx", "Xresultx", "Xtoolx"
 _HARMLESS_FILTERS = ("default", "items", "list", "rejectattr", "safe", "selectattr", "string", "tojson", "trim")
+_HARMLESS_METHODS = ("append", "endswith", "get", "items", "join", "keys", "lstrip", "rstrip", "startswith", "strip")
+_SEARCHING_METHODS = ("count", "find", "replace", "split")
+_TELLING_TESTS = ("ge", "gt", "le", "lower", "lt", "upper")
 _LIST_NAME = re.compile(r"messages|tools|calls|^loop$")
 _CALL = {"id": "call00001", "type": "function", "function": {"name": _TOOL, "arguments": {"at": 1}}}
 _TOOLS = [
@@ -37,16 +40,18 @@ class ChatTemplate:
         source: Jinja text.
         special_tokens: what templates may name, such as bos_token and eos_token.
         added_tokens: texts the tokenizer never breaks up.
+        name: what messages about it begin with: the tokenizer or file it comes from.
 
     Raises:
         DataError: the Jinja text does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, Any], added_tokens: Iterable[str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, Any], added_tokens: Iterable[str], name: str) -> None:
         # Imported here: 60 ms that a run on cached tokens does not need.
         import jinja2
 
         self.source = source
+        self._name = name
         self._special_tokens = dict(special_tokens)
         self._added = _either(added_tokens)
         environment = _environment()
@@ -54,7 +59,10 @@ class ChatTemplate:
             self._parsed = environment.parse(source)
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"the chat template does not compile: line {error.lineno}: {error.message}") from error
+            raise DataError(
+                f"{name}: the chat template does not compile: line {error.lineno}: {error.message}. Correct it, or "
+                "name another Jinja file in model.chat_template"
+            ) from error
 
     def render(
         self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None = None, prompt: bool = False
@@ -80,10 +88,20 @@ class ChatTemplate:
 
     @cached_property
     def terminators(self) -> tuple[str, ...]:
-        """The added tokens with which it closes an answer that ends the conversation, in order; often one, or none."""
-        text = self.render([{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}])
-        _, found, rest = text.rpartition(_ANSWER)
-        return tuple(dict.fromkeys(self._added.findall(rest))) if found else ()
+        """The added tokens with which it closes an answer that ends the conversation, in order; often one, or none.
+
+        Raises:
+            DataError: it takes no conversation at all.
+        """
+        said = None
+        for turns in (self._exchange(), [{"role": "system", "content": _SYSTEM}, *self._exchange()]):
+            try:
+                _, found, rest = self.render(turns).rpartition(_ANSWER)
+            except DataError as error:
+                said = said or error
+            else:
+                return tuple(dict.fromkeys(self._added.findall(rest))) if found else ()
+        raise DataError(f"{self._name}: not even a question and its answer can be rendered: {said}") from said
 
     @cached_property
     def closing(self) -> re.Pattern[str]:
@@ -107,7 +125,7 @@ class ChatTemplate:
 
     @cached_property
     def looks_for(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Constants by which it can tell one content from another: those it compares for equality, and those it searches.
+        """Constants by which it can tell one content from another: those it compares for equality, those it searches.
 
         Two contents that hold none of them, are not empty and have no white space at their ends look the same to it.
         """
@@ -124,28 +142,26 @@ class ChatTemplate:
 
     @cached_property
     def is_transparent(self) -> bool:
-        """Whether `looks_for` is all by which it can tell contents apart: it measures, slices and indexes none, and does
-        not ask for the date."""
+        """Whether `looks_for` is all by which it can tell contents apart: it measures, slices and indexes none, and
+        does not ask for the date."""
         from jinja2 import nodes
 
-        for node in self._parsed.find_all((nodes.Filter, nodes.Getitem, nodes.Call)):
+        for node in self._parsed.find_all((nodes.Filter, nodes.Getitem, nodes.Test, nodes.Call)):
             if isinstance(node, nodes.Filter):
-                if node.name not in _HARMLESS_FILTERS and not _is_list(node.node):
-                    return False
+                harmless = node.name in _HARMLESS_FILTERS or _is_list(node.node)
             elif isinstance(node, nodes.Getitem):
-                by_name = isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str)
-                if not by_name and not _is_list(node.node):
-                    return False
-            elif isinstance(node.node, nodes.Name):
-                if node.node.name == "strftime_now":
-                    return False
-            elif isinstance(node.node, nodes.Getattr) and node.node.attr not in ("strip", "lstrip", "rstrip"):
+                harmless = isinstance(getattr(node.arg, "value", None), str) or _is_list(node.node)
+            elif isinstance(node, nodes.Test):
+                harmless = node.name not in _TELLING_TESTS
+            elif isinstance(node.node, nodes.Getattr):
                 # Searching for white space, which contents may hold, can tell them apart.
-                texts = [one.value for one in node.args if isinstance(one, nodes.Const)]
-                if node.node.attr in ("split", "replace", "find", "count") and not all(
-                    str(text).strip() for text in texts or [""]
-                ):
-                    return False
+                texts = [one.value for one in node.args if isinstance(one, nodes.Const)] or [""]
+                searches = node.node.attr in _SEARCHING_METHODS and all(str(text).strip() for text in texts)
+                harmless = node.node.attr in _HARMLESS_METHODS or searches
+            else:
+                harmless = not isinstance(node.node, nodes.Name) or node.node.name != "strftime_now"
+            if not harmless:
+                return False
         return True
 
     def common(self, one: str, other: str) -> int:
@@ -199,8 +215,9 @@ def _either(texts: Iterable[str]) -> re.Pattern[str]:
 
 def _environment() -> Any:
     from jinja2 import ext, nodes
-    from jinja2.exceptions import TemplateError
+    from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
 
     class Generation(ext.Extension):
         """`{% generation %}` marks are accepted and not needed: spans come from rendering the turns themselves."""
@@ -214,6 +231,24 @@ def _environment() -> Any:
 
         def _body(self, caller: Callable[[], str]) -> str:
             return caller()
+
+    class PlainNamespace(Namespace):
+        """Takes no names with an underscore in front: they could reach what Python itself keeps in an object."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            self, *pairs = args  # so that a template may name an attribute "self"
+            for name in (values := dict(*pairs, **kwargs)):
+                PlainNamespace._check(name)
+            Namespace.__init__(self, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            PlainNamespace._check(name)
+            super().__setitem__(name, value)
+
+        @staticmethod
+        def _check(name: str) -> None:
+            if name.startswith("_"):
+                raise SecurityError(f"a namespace has no attribute {name}: it begins with an underscore")
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
@@ -232,6 +267,7 @@ def _environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
+    environment.globals["namespace"] = PlainNamespace
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,8 @@ FILES = (
     "chat_template.json",
     "config.json",  # names the tokenizer's class in old folders
 )
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
 
 
@@ -41,7 +47,7 @@ class Encoded:
         starts: [T] int64, where each token begins, counted over all the texts end to end.
         stops: [T] int64, where it ends.
         counts: [texts] int64, tokens of each text.
-        sizes: [texts] int64, length of each text in the unit of `starts` (bytes or characters, see `Tokenizer.by_bytes`).
+        sizes: [texts] int64, length of each text in the unit of `starts`: bytes or characters (`Tokenizer.by_bytes`).
     """
 
     ids: np.ndarray
@@ -61,8 +67,11 @@ class Tokenizer:
         adds_bos: plain text begins with bos when this tokenizer is used the ordinary way.
     """
 
-    def __init__(self, pretrained: Any, path: str, templates: Mapping[str, str]) -> None:
+    def __init__(
+        self, pretrained: Any, path: str, templates: Mapping[str, str], template_path: str | None = None
+    ) -> None:
         self.path = path
+        self._template_path = template_path or path
         self._pretrained = pretrained
         self._fast = pretrained.backend_tokenizer
         self._fast.no_padding()
@@ -76,6 +85,7 @@ class Tokenizer:
         with_specials = self._fast.encode("a", add_special_tokens=True).ids
         self.adds_bos = self.bos_id is not None and with_specials[:1] == [self.bos_id]
         self._byte_lengths = _byte_lengths(self._fast, self._vocabulary, self.size)
+        self._normalizes = self._fast.normalizer is not None
 
     @property
     def by_bytes(self) -> bool:
@@ -91,40 +101,68 @@ class Tokenizer:
         """Ids and places of several texts.
 
         For a byte-level tokenizer the places follow from the length of each token, which is several times cheaper than
-        having them tracked. A text whose lengths do not add up (a token that swallows the spaces around it) has them
-        tracked like those of any other tokenizer.
+        having them tracked. A text that it normalises to another, or whose lengths do not add up (a token that swallows
+        the spaces around it), has them tracked like those of any other tokenizer.
         """
         if self._byte_lengths is None:
             encodings = self._fast.encode_batch(texts, add_special_tokens=False)
-            places = [np.array(one.offsets, np.int64).reshape(-1, 2) for one in encodings]
-            return _joined([one.ids for one in encodings], places, np.array([len(text) for text in texts], np.int64))
+            sizes = np.array([len(text) for text in texts], np.int64)
+            counts = np.array([len(one) for one in encodings], np.int64)
+            places = np.fromiter(chain.from_iterable(chain.from_iterable(one.offsets for one in encodings)), np.int64)
+            places = places.reshape(-1, 2) + np.repeat(np.cumsum(sizes) - sizes, counts)[:, None]
+            return Encoded(_flat([one.ids for one in encodings]), *_rising(places), counts, sizes)
         ids = [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
         sizes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
         counts = np.array([len(one) for one in ids], np.int64)
-        flat = np.array([token for one in ids for token in one], np.int32)
-        stops = np.cumsum(self._byte_lengths[flat])
-        ends = np.cumsum(counts)
-        reached = np.concatenate([[0], stops])[np.concatenate([[0], ends])]
-        if np.array_equal(np.diff(reached), sizes):
-            starts = np.concatenate([[0], stops[:-1]]) if len(stops) else stops
-            return Encoded(flat, starts, stops, counts, sizes)
-        return _joined(ids, [self._byte_places(text) for text in texts], sizes)
+        flat, ends = _flat(ids), np.cumsum(counts)
+        lengths = self._byte_lengths[flat]
+        reached = np.concatenate([[0], np.cumsum(lengths)])
+        wrong = np.diff(reached[np.concatenate([[0], ends])]) != sizes
+        if self._normalizes:
+            kept = [text.isascii() or unicodedata.is_normalized("NFC", text) for text in texts]
+            wrong |= ~np.array(kept, bool)
+        if not wrong.any():
+            return Encoded(flat, reached[:-1], reached[1:], counts, sizes)
+        bases = np.cumsum(sizes) - sizes
+        stops = reached[1:] + np.repeat(bases - reached[ends - counts], counts)
+        places = np.stack([stops - lengths, stops], axis=1)
+        for number in np.flatnonzero(wrong).tolist():
+            part = slice(ends[number] - counts[number], ends[number])
+            places[part] = self._byte_places(texts[number]) + bases[number]
+        return Encoded(flat, *_rising(places), counts, sizes)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._pretrained.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token on its own, to show; bytes that are no whole character show as U+FFFD."""
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of text that each token stands for on its own; a character may be spread over several tokens.
+
+        Empty for an id that stands for no token.
+        """
         known = self._fast.get_added_tokens_decoder()
+        has_bytes = getattr(self._fast.model, "byte_fallback", False)
         texts = []
         for token in ids:
+            written: str = known[token].content if token in known else self._fast.id_to_token(token) or ""
             if token in known:
-                texts.append(known[token].content)
-            elif self._byte_lengths is not None:
-                texts.append(self._fast.decode([token], skip_special_tokens=False))
-            else:  # decoding would take the space off the front of a word
-                texts.append((self._fast.id_to_token(token) or "").replace("\u2581", " "))
+                texts.append(written.encode())
+            elif self._writes_bytes and _BYTES.keys() >= set(written):
+                texts.append(bytes(_BYTES[character] for character in written))
+            elif has_bytes and _BYTE_TOKEN.fullmatch(written):
+                texts.append(bytes([int(written[3:5], 16)]))
+            else:
+                texts.append(written.replace("\u2581", " ").encode())
         return texts
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that a text cannot contain by its letters alone, such as `<|im_end|>`."""
+        return frozenset(token for token, added in self._fast.get_added_tokens_decoder().items() if added.special)
+
+    @cached_property
+    def _writes_bytes(self) -> bool:
+        # Not `by_bytes`: a tokenizer that normalises its text (Qwen's) writes its vocabulary in bytes all the same.
+        return "ByteLevel" in repr(self._fast.decoder)
 
     def _byte_places(self, text: str) -> np.ndarray:
         """[S, 2] int64: where each token of a text begins and ends, in bytes, as the tokenizer tracks it."""
@@ -138,17 +176,19 @@ class Tokenizer:
         """The chat template, or the one for conversations with tools where the tokenizer has one of its own.
 
         Raises:
-            DataError: there is none.
+            DataError: there is none, or it does not compile.
         """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._compiled:
             if name not in self._templates:
                 raise DataError(
-                    f"{self.path}: this tokenizer has no chat template, so conversations cannot be rendered. Name a Jinja "
-                    "file in model.chat_template, or train on rows of plain text or prompt/completion strings"
+                    f"{self.path}: this tokenizer has no chat template, so conversations cannot be rendered. Name a "
+                    "Jinja file in model.chat_template, or train on rows of plain text or prompt/completion strings"
                 )
             added = [token.content for token in self._fast.get_added_tokens_decoder().values()]
-            self._compiled[name] = ChatTemplate(self._templates[name], self._pretrained.special_tokens_map, added)
+            self._compiled[name] = ChatTemplate(
+                self._templates[name], self._pretrained.special_tokens_map, added, self._template_path
+            )
         return self._compiled[name]
 
     @cached_property
@@ -167,7 +207,10 @@ class Tokenizer:
     @cached_property
     def end_of_turn_ids(self) -> tuple[int, ...]:
         """Tokens at which generation stops: those that close an assistant turn in the template, and eos."""
-        closing = self.template().terminators if self._templates else ()
+        try:
+            closing = self.template().terminators
+        except DataError:  # no template, or a broken one: plain text can be trained on and generated all the same
+            closing = ()
         ids = [self._vocabulary[token] for token in closing]
         return tuple(dict.fromkeys([*ids, *([] if self.eos_id is None else [self.eos_id])]))
 
@@ -179,8 +222,8 @@ class Tokenizer:
         """
         if self.eos_id is None:
             raise DataError(
-                f"{self.path}: this tokenizer has no end-of-text token (eos_token), so a model could not learn to stop. "
-                "Add eos_token to its tokenizer_config.json, or set data.append_eos: false"
+                f"{self.path}: this tokenizer has no end-of-text token (eos_token), so a model could not learn to "
+                "stop. Add eos_token to its tokenizer_config.json, or set data.append_eos: false"
             )
         return self.eos_id
 
@@ -206,10 +249,12 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        pretrained: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        pretrained: Any = AutoTokenizer.from_pretrained(folder, config=_plain_config(folder), trust_remote_code=False)
     except Exception as error:  # whatever the library raises on a damaged folder
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise DataError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {said}") from error
+        said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise DataError(
+            f"{path}: the tokenizer cannot be read: {type(error).__name__}: {said}{_advice(folder)}"
+        ) from error
     if not getattr(pretrained, "is_fast", False):
         kind = type(pretrained).__name__
         raise DataError(
@@ -225,7 +270,33 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> Tokenizer:
         if own
         else {}
     )
-    return Tokenizer(pretrained, path, templates)
+    return Tokenizer(pretrained, path, templates, chat_template)
+
+
+def _plain_config(folder: Path) -> Any:
+    """The model's config.json for AutoTokenizer, as an object of no model's class; None to have it read the usual way.
+
+    The usual way imports the model's own class, and where there is torch that takes half of torch.distributed with it:
+    1.3 s at the start of every process that answers. The class matters only where tokenizer_config.json does not name
+    the tokenizer's.
+    """
+    from transformers import PreTrainedConfig
+
+    try:
+        named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # missing, or broken: the library says so itself
+        return None
+    if not isinstance(named, dict) or not isinstance(values, dict) or "auto_map" in named | values:
+        return None
+    return PreTrainedConfig.from_dict(values, name_or_path=str(folder)) if named.get("tokenizer_class") else None
+
+
+def _advice(folder: Path) -> str:
+    """What to do about a SentencePiece model that cannot be read; transformers then asks for another package."""
+    if (folder / "tokenizer.json").is_file() or not (folder / "tokenizer.model").is_file():
+        return ""
+    return ". To read tokenizer.model, install the sentencepiece package, or put a tokenizer.json beside it"
 
 
 def fingerprint_of(path: str, chat_template: str | None = None) -> str:
@@ -236,10 +307,10 @@ def fingerprint_of(path: str, chat_template: str | None = None) -> str:
     """
     folder = tokenizer_folder(path)
     digest = hashlib.blake2b(repr(_read_template(chat_template)).encode(), digest_size=16)
-    for name in FILES:
-        if (folder / name).is_file():
-            content = (folder / name).read_bytes()
-            digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
+    for file in (*(folder / name for name in FILES), *sorted(folder.glob(_MORE_TEMPLATES))):
+        if file.is_file():
+            content = file.read_bytes()
+            digest.update(f"\0{file.relative_to(folder)}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 
 
@@ -256,23 +327,26 @@ def tokenizer_folder(path: str) -> Path:
         if any((candidate / name).is_file() for name in _VOCABULARIES):
             return candidate
     raise DataError(
-        f"{path}: no tokenizer in this folder (one of {', '.join(_VOCABULARIES)}). Name a folder or hub id that has one "
-        "in model.tokenizer"
+        f"{path}: no tokenizer in this folder (one of {', '.join(_VOCABULARIES)}). Name a folder or hub id that has "
+        "one in model.tokenizer"
     )
 
 
 def _snapshot(path: str) -> Path:
+    if Path(path).expanduser().is_file():
+        raise DataError(f"{path}: a tokenizer is a folder; name the folder that this file is in")
     if path.count("/") > 1 or path.startswith((".", "/", "~")) or not path:
         raise DataError(f"{path}: no such folder")
     # Imported here: only hub ids need it.
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(FILES)))
+        return Path(snapshot_download(path, allow_patterns=[*FILES, _MORE_TEMPLATES]))
     except Exception as error:  # the hub client raises a dozen kinds, with none in common
         said = (str(error).strip().splitlines() or [""])[0]
         raise DataError(
-            f"{path}: no such folder in {Path.cwd()}, and no tokenizer from the hub either: {type(error).__name__}: {said}"
+            f"{path}: no such folder in {Path.cwd()}, and no tokenizer from the hub either: "
+            f"{type(error).__name__}: {said}"
         ) from error
 
 
@@ -285,36 +359,40 @@ def _read_template(path: str | None) -> str | None:
         raise DataError(f"model.chat_template: {path} cannot be read: {error}") from error
 
 
-def _joined(ids: Sequence[Sequence[int]], places: Sequence[np.ndarray], sizes: np.ndarray) -> Encoded:
-    """Texts end to end; `places` [S, 2] of each text begin at 0."""
-    bases = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else sizes
-    flat = np.concatenate([np.empty((0, 2), np.int64), *(one + base for one, base in zip(places, bases, strict=True))])
-    return Encoded(
-        ids=np.array([token for one in ids for token in one], np.int32),
-        # A token that a normaliser put in can point back to 0; places must not fall for the searches that follow.
-        starts=np.maximum.accumulate(flat[:, 0]) if len(flat) else flat[:, 0],
-        stops=np.maximum.accumulate(flat[:, 1]) if len(flat) else flat[:, 1],
-        counts=np.array([len(one) for one in ids], np.int64),
-        sizes=sizes,
-    )
+def _flat(ids: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(ids), np.int32)
+
+
+def _rising(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and stops [T] of places [T, 2], made to rise: a token that a normaliser put in can point back to 0."""
+    return np.maximum.accumulate(places[:, 0]), np.maximum.accumulate(places[:, 1])
 
 
 def _byte_lengths(fast: Any, vocabulary: Mapping[str, int], size: int) -> np.ndarray | None:
     """[size] int64: bytes of text each token stands for, or None if this is not a byte-level tokenizer.
 
-    Byte-level vocabularies write every byte as one printable character, so a token's length is its number of characters;
-    added tokens stand for themselves.
+    Byte-level vocabularies write every byte as one printable character, so a token's length is its number of
+    characters; added tokens stand for themselves.
     """
-    pre = fast.pre_tokenizer
-    if (
-        fast.normalizer is not None
-        or pre is None
-        or "ByteLevel" not in repr(pre)
-        or "add_prefix_space=True" in repr(pre)
-    ):
+    # Imported here, like transformers: a run on cached tokens does without.
+    from tokenizers import normalizers
+
+    pre, normalizer = repr(fast.pre_tokenizer), fast.normalizer
+    is_plain = normalizer is None or isinstance(normalizer, normalizers.NFC)  # which leaves nearly every text alone
+    if not is_plain or "ByteLevel" not in pre or "add_prefix_space=True" in pre:
         return None
     lengths = np.zeros(size, np.int64)
     lengths[list(vocabulary.values())] = [len(token) for token in vocabulary]
     for number, token in fast.get_added_tokens_decoder().items():
         lengths[number] = len(token.content.encode())
     return lengths
+
+
+def _printable_bytes() -> dict[str, int]:
+    """The byte behind each character of a byte-level vocabulary: GPT-2's table, which moves up what does not print."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    moved = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+
+
+_BYTES = _printable_bytes()

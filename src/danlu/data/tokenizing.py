@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from danlu.data.spans import Reason
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.errors import DataError
-from danlu.recipe.sections import Data
+
+if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
+    from danlu.recipe.sections import Data
 
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 2_000_000

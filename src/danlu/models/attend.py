@@ -1,30 +1,29 @@
 """Attention over packed documents, and the slow obvious version that tests compare with.
 
 T packed tokens · H query heads · K key/value heads · G = H / K queries a key/value head serves · C head width
-S tokens of one document · B rows of a query block · L keys such a block sees
+S tokens of one document · B rows of a query block, filled up · L keys such a block sees
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import suppress
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-varlen_attn: Any = None
-with suppress(ImportError):  # flash attention over packed documents, in torch itself since 2.10
-    from torch.nn.attention.varlen import varlen_attn
-
-# On CPU, documents up to this length are done by `_BlockAttention`: the backward pass of torch's flash kernel is slow for
-# short rows (161 tokens, 8 heads of 32, bf16, two threads: 2.8 ms against 1.1 ms; equal near 800 tokens).
+# On CPU, documents up to this length are done by `_BlockAttention`: the backward pass of torch's flash kernel is slow
+# for short rows (161 tokens, 8 heads of 32, bf16, two threads: 2.8 ms against 1.1 ms; equal near 800 tokens).
 SHORT_DOCUMENT = 768
 BLOCK_ROWS = 256
+# Blocks of query rows are filled up to multiples of this. Every new shape of product makes oneDNN generate code and keep
+# it: with documents of any length that took time in each step and, in the end, 200 MB.
+ROW_MULTIPLE = 32
 
 
 class PackedAttention:
@@ -40,7 +39,6 @@ class PackedAttention:
         self.boundaries = boundaries
         self._offsets: Tensor | None = None  # int32 copy on the device, for the variable-length kernel
 
-    @torch.compiler.disable  # document lengths change with every pack: compiled code around it must not depend on them
     def __call__(
         self,
         layer: int,
@@ -52,34 +50,45 @@ class PackedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:  # [T, H, C]
-        if varlen_attn is not None and q.is_cuda and q.dtype != torch.float32 and window is None and softcap is None:
-            return self._variable_length(q, k, v, scale)
-        starts, ends = self.boundaries[:-1], self.boundaries[1:]
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        if q.is_cuda and q.dtype != torch.float32 and window is None and softcap is None:
+            kernel = _variable_length_kernel()
+            if kernel is not None:
+                return self._variable_length(kernel, q, k, v, scale)
+        runs = _runs(self.boundaries, _takes_blocks(q, window, softcap))
+        lengths = [run[-1] - run[0] for run in runs]
         pieces = [
-            document_attention(one_q, one_k, one_v, scale=scale, window=window, softcap=softcap)
-            for one_q, one_k, one_v in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            _attend(one_q, one_k, one_v, tuple(place - run[0] for place in run), scale, window, softcap)
+            for run, one_q, one_k, one_v in zip(
+                runs, q.split(lengths), k.split(lengths), v.split(lengths), strict=True
+            )
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _variable_length(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def _variable_length(
+        self, kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Tensor:
         if self._offsets is None or self._offsets.device != q.device:
             self._offsets = torch.tensor(self.boundaries, dtype=torch.int32, device=q.device)
         longest = max(end - start for start, end in zip(self.boundaries[:-1], self.boundaries[1:], strict=True))
         groups = q.shape[1] // k.shape[1]
         if groups > 1:  # the kernel takes grouped heads only from torch 2.13 on
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out: Tensor = varlen_attn(
-            q, k, v, self._offsets, self._offsets, longest, longest, scale=scale, **_causal_argument()
-        )
-        return out
+        return kernel(q, k, v, self._offsets, self._offsets, longest, longest, scale=scale)
 
 
 @lru_cache(maxsize=1)
-def _causal_argument() -> dict[str, Any]:
-    """How this torch's variable-length kernel is told to be causal: `is_causal` became `window_size` in 2.11."""
+def _variable_length_kernel() -> Callable[..., Tensor] | None:
+    """Causal flash attention over packed documents, in torch itself since 2.10; None where this torch has none."""
+    # Imported here: it brings torch._dynamo along, a second at the start of every process, and only GPUs use it.
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    # `is_causal` became `window_size` in 2.11.
     names = inspect.signature(varlen_attn).parameters
-    return {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    kernel: Callable[..., Any] = partial(varlen_attn, **causal)
+    return kernel
 
 
 def document_attention(
@@ -91,60 +100,113 @@ def document_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:  # [S, H, C]
-    """Causal attention of one document, by whichever of two exact methods is faster or can say what is asked."""
-    length = q.shape[0]
-    window = None if window is None or window >= length else window
-    short = q.device.type == "cpu" and length <= SHORT_DOCUMENT
-    if short or window is not None or softcap is not None:
-        out: Tensor = _BlockAttention.apply(q, k, v, _Settings(scale, window, softcap))
+    """Causal attention of one document."""
+    return _attend(q, k, v, (0, q.shape[0]), scale, window, softcap)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: tuple[int, ...], scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Several documents that all take blocks, or one: by whichever of two exact methods is faster or can do it."""
+    if _takes_blocks(q, window, softcap)(boundaries[-1] - boundaries[-2]):
+        out: Tensor = _BlockAttention.apply(q, k, v, _Settings(boundaries, scale, window, softcap))
         return out
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, S, C]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
 
 
+def _takes_blocks(q: Tensor, window: int | None, softcap: float | None) -> Callable[[int], bool]:
+    """Whether documents of a length are done by `_BlockAttention`: torch's kernels know no windows and no softcaps."""
+    short = SHORT_DOCUMENT if q.device.type == "cpu" else -1
+    return lambda length: length <= short or softcap is not None or (window is not None and window < length)
+
+
+def _runs(boundaries: tuple[int, ...], joined: Callable[[int], bool]) -> list[tuple[int, ...]]:
+    """Boundaries of runs of documents: as many in a row as are `joined`, every other one by itself."""
+    runs: list[tuple[int, ...]] = []
+    open_run = False
+    for start, end in itertools.pairwise(boundaries):
+        joins = joined(end - start)
+        if joins and open_run:
+            runs[-1] += (end,)
+        else:
+            runs.append((start, end))
+        open_run = joins
+    return runs
+
+
 @dataclass(frozen=True)
 class _Settings:
+    boundaries: tuple[int, ...]
     scale: float
     window: int | None
     softcap: float | None
 
-    def blocks(self, length: int) -> Iterator[tuple[int, int, int]]:
-        """(first query, end of queries = end of keys, first key) of each block of query rows."""
-        for start in range(0, length, BLOCK_ROWS):
-            first_key = 0 if self.window is None else max(0, start - self.window + 1)
-            yield start, min(start + BLOCK_ROWS, length), first_key
+    def blocks(self) -> Iterator[_Block]:
+        for begin, end in itertools.pairwise(self.boundaries):
+            window = None if self.window is None or self.window >= end - begin else self.window
+            for start in range(begin, end, BLOCK_ROWS):
+                first = begin if window is None else max(begin, start - window + 1)
+                rows = min(BLOCK_ROWS, end - start)
+                yield _Block(start, start + rows, first, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, window)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Query rows of one document, `start` to `stop`, which see keys from `first` on; filled up to B = `rows`."""
+
+    start: int
+    stop: int
+    first: int
+    rows: int
+    window: int | None
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[B, ...]: rows of x [T, ...], then zeros."""
+        return self._filled(x, self.start)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[L, ...]: rows of x [T, ...], then zeros: what stands there belongs to another document, and may be NaN."""
+        return self._filled(x, self.first)
+
+    def _filled(self, x: Tensor, start: int) -> Tensor:
+        size = self.start + self.rows - start
+        if size == self.stop - start:
+            return x[start : self.stop]
+        filled = x.new_zeros(size, *x.shape[1:])
+        filled[: self.stop - start] = x[start : self.stop]
+        return filled
 
 
 class _BlockAttention(torch.autograd.Function):
     """Attention as matrix products over blocks of query rows, each against only the keys it can see.
 
-    Probabilities are kept for the backward pass, in the dtype of q: two bytes a score in bfloat16, the same that one
-    written-out attention would keep, less the blocks above the diagonal or outside the window.
+    Rows that fill a block up see everything and are thrown away; as keys they are hidden from every real row, since they
+    come after it. Probabilities are kept for the backward pass, in the dtype of q: two bytes a score in bfloat16, the
+    same that one written-out attention would keep, less the blocks above the diagonal or outside the window.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> Tensor:
-        length, heads, width = q.shape
         kv_heads = k.shape[1]
-        groups = heads // kv_heads
-        keys, values = k.transpose(0, 1), v.transpose(0, 1)  # [K, S, C]
-        grouped = (q * settings.scale).view(length, kv_heads, groups, width)
+        groups = q.shape[1] // kv_heads
+        grouped = (q * settings.scale).unflatten(1, (kv_heads, groups))  # [T, K, G, C]
         out = torch.empty_like(q)
         kept: list[Tensor] = []
-        for start, end, first in settings.blocks(length):
-            rows = end - start
-            queries = _by_head(grouped[start:end])  # [K, G*B, C]
-            scores = torch.bmm(queries, keys[:, first:end].transpose(1, 2))  # [K, G*B, L]
+        for block in settings.blocks():
+            queries = _by_head(block.queries(grouped))  # [K, G*B, C]
+            keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C]
+            scores = torch.bmm(queries, keys.transpose(1, 2))  # [K, G*B, L]
             if settings.softcap is not None:
                 scores.div_(settings.softcap).tanh_()
                 kept.append(1 - scores.square())
                 scores.mul_(settings.softcap)
-            mask = _hidden_scores(rows, end - first, settings.window, scores.dtype, scores.device)
-            scores.view(kv_heads, groups, rows, -1)[..., -mask.shape[1] :].add_(mask)
+            mask = _hidden_scores(block.rows, scores.shape[-1], block.window, scores.dtype, scores.device)
+            scores.view(kv_heads, groups, block.rows, -1)[..., -mask.shape[1] :].add_(mask)
             probabilities = torch.softmax(scores, dim=-1)
             kept.append(probabilities)
-            out[start:end] = _by_token(torch.bmm(probabilities, values[:, first:end]), rows)
+            out[block.start : block.stop] = _by_token(torch.bmm(probabilities, values), block)
         ctx.settings = settings
         ctx.save_for_backward(q, k, v, *kept)
         return out
@@ -153,29 +215,30 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q, k, v, *saved = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        length, heads, width = q.shape
         kv_heads = k.shape[1]
-        groups = heads // kv_heads
-        keys, values = k.transpose(0, 1), v.transpose(0, 1)  # [K, S, C]
-        grouped = q.reshape(length, kv_heads, groups, width)
-        grad_grouped = grad.reshape(length, kv_heads, groups, width)
+        groups = q.shape[1] // kv_heads
+        grouped, grad_grouped = (x.unflatten(1, (kv_heads, groups)) for x in (q, grad))  # [T, K, G, C]
         wide = torch.promote_types(q.dtype, torch.float32)  # blocks are summed in float32
         grad_q = torch.empty_like(q)
-        grad_k, grad_v = keys.new_zeros(keys.shape, dtype=wide), values.new_zeros(values.shape, dtype=wide)
+        grad_k, grad_v = (x.new_zeros(kv_heads, *x.shape[::2], dtype=wide) for x in (k, v))  # [K, T, C]
         kept = iter(saved)
-        for start, end, first in settings.blocks(length):
+        for block in settings.blocks():
             slope = next(kept) if settings.softcap is not None else None
             probabilities = next(kept)  # [K, G*B, L]
-            grad_out = _by_head(grad_grouped[start:end])  # [K, G*B, C]
-            grad_v[:, first:end] += torch.bmm(probabilities.transpose(1, 2), grad_out)
-            grad_probabilities = torch.bmm(grad_out, values[:, first:end].transpose(1, 2))
+            keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C]
+            real = slice(block.first, block.stop)
+            count = block.stop - block.first
+            grad_out = _by_head(block.queries(grad_grouped))  # [K, G*B, C]
+            grad_v[:, real] += torch.bmm(probabilities.transpose(1, 2), grad_out)[:, :count]
+            grad_probabilities = torch.bmm(grad_out, values.transpose(1, 2))
             grad_scores = torch.ops.aten._softmax_backward_data(
                 grad_probabilities, probabilities, -1, probabilities.dtype
             )
             if slope is not None:
                 grad_scores.mul_(slope)
-            grad_q[start:end] = _by_token(torch.bmm(grad_scores, keys[:, first:end]), end - start)
-            grad_k[:, first:end] += torch.bmm(grad_scores.transpose(1, 2), _by_head(grouped[start:end]))
+            grad_q[block.start : block.stop] = _by_token(torch.bmm(grad_scores, keys), block)
+            queries = _by_head(block.queries(grouped))
+            grad_k[:, real] += torch.bmm(grad_scores.transpose(1, 2), queries)[:, :count]
         grad_k.mul_(settings.scale)
         return grad_q.mul_(settings.scale), grad_k.transpose(0, 1).to(k.dtype), grad_v.transpose(0, 1).to(v.dtype), None
 
@@ -186,10 +249,11 @@ def _by_head(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3).reshape(kv_heads, groups * rows, width)
 
 
-def _by_token(x: Tensor, rows: int) -> Tensor:
-    """[K, G*B, C] -> [B, H, C], the way back."""
+def _by_token(x: Tensor, block: _Block) -> Tensor:
+    """[K, G*B, C] -> [rows, H, C], the way back, without the rows that only fill the block."""
     kv_heads, _, width = x.shape
-    return x.view(kv_heads, -1, rows, width).permute(2, 0, 1, 3).reshape(rows, -1, width)
+    real = x.view(kv_heads, -1, block.rows, width)[:, :, : block.stop - block.start]
+    return real.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,8 @@ T packed tokens · D model width · H query heads · K key/value heads · C head
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import ClassVar, Literal
 
 import torch
@@ -55,9 +56,11 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.multiplier = config.embedding_multiplier
+        self.gradient_of_rows = False
+        """Whether the weight's gradient holds only the rows of words that occur: see `ops.embedding`."""
 
     def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        x = ops.embedding(tokens, self.weight, dtype)  # [T, D]
+        x = ops.embedding(tokens, self.weight, dtype, gradient_of_rows=self.gradient_of_rows)  # [T, D]
         if self.multiplier == 1.0:
             return x
         # Gemma was trained with the multiplier rounded to the type of activations: in bfloat16 sqrt(3072) is 55.5.
@@ -90,16 +93,18 @@ class Attention(nn.Module):
         self.softcap = config.attention_softcap
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x [T, D]; cos, sin [T, R] float32 -> [T, D]."""
+        """x [T, D]; cos, sin [T, R] in x's dtype -> [T, D]."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, C]
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, K, C]
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, K, C]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rope(q, k, cos, sin)
-        mixed = attend(self.layer, q, k, v, scale=self.scale, window=self.window, softcap=self.softcap)  # [T, H, C]
-        out: Tensor = self.o_proj(mixed.flatten(1))
+        out: Tensor = self.o_proj(self._mix(attend, q, k, v).flatten(1))
         return out
+
+    def _mix(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [T, H, C]
+        return attend(self.layer, q, k, v, scale=self.scale, window=self.window, softcap=self.softcap)
 
 
 class MLP(nn.Module):
@@ -156,6 +161,11 @@ class Decoder(nn.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
+    def compiled(self) -> Callable[..., Tensor]:
+        """`forward` under torch.compile, all but attention, which goes by the documents of each pack."""
+        _leave_attention_uncompiled()
+        return torch.compile(self, dynamic=True)
+
     @property
     def head_weight(self) -> Tensor:
         """The output matrix [V, D]: the head's own, or the embedding's where they are tied."""
@@ -168,7 +178,7 @@ class Decoder(nn.Module):
                 attend: who sees whom; dtype: type of activations, whatever the parameters are stored in.
         Returns [T, D] in `dtype`.
         """
-        cos, sin = rotary_tables(self.config, positions)  # [T, R] float32
+        cos, sin = (table.to(dtype) for table in rotary_tables(self.config, positions))  # [T, R]
         x = self.embed_tokens(tokens, dtype)  # [T, D]
         for layer in self.layers.values():
             x = layer(x, cos, sin, attend)
@@ -181,3 +191,11 @@ class Decoder(nn.Module):
         logits: Tensor = head.float()
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+@cache
+def _leave_attention_uncompiled() -> None:
+    """torch.compile makes constants of what it reads: with document lengths among them it would compile for every pack,
+    and with the number of the layer for every layer, from the ninth on (torch's limit) not at all."""
+    # No decorator of `_mix`: it would import torch._dynamo, a second that only a process which compiles should wait.
+    Attention._mix = torch.compiler.disable(Attention._mix)  # type: ignore[method-assign]

@@ -79,7 +79,7 @@ def _read_scaling(rope: HFValues, scaling: type[RopeScaling], trained: int, long
 
 def write_rope(theta: float, partial_rotary_factor: float, scaling: RopeScaling | None) -> dict[str, Any]:
     """The older form, which transformers 4 and 5, vLLM and llama.cpp all read."""
-    written: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
+    written: dict[str, Any] = {"rope_theta": theta}  # without `rope_scaling: null`, at which transformers 5 warns
     if partial_rotary_factor != 1.0:
         written["partial_rotary_factor"] = partial_rotary_factor
     if scaling is not None:

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
@@ -63,7 +63,11 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: to
     """A decoder whose parameters have memory but no values yet."""
     with torch.device("meta"):
         model = Decoder(config)
-    return model.to(dtype).to_empty(device=device)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # `to_empty` would take meta tensors through torch's operators in Python, which import sympy for 0.2 s.
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
+    return model
 
 
 def _check_tensors(folder: Path, config: ModelConfig, wanted: list[DiskTensor], stored: Mapping[str, Stored]) -> None:

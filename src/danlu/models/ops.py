@@ -21,8 +21,13 @@ Activation = Literal["silu", "gelu_tanh"]
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I] times weight [O, I], plus bias [O] -> [T, O] in x's dtype; gradients of weight and bias in theirs."""
     if weight.dtype == x.dtype:
+        if x.dtype == torch.bfloat16 and x.shape[:-1] == (1,) and x.device.type == "cpu":
+            # Decoding one sequence. torch's general product takes up to twice as long over one bfloat16 row as this,
+            # and gives the same bits ([32000, 512]: 2.5 ms against 1.5 ms; [2048, 2048]: 0.56 ms against 0.41 ms).
+            y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+            return y.unsqueeze(0)
         return F.linear(x, weight, bias)
-    y: Tensor = _CastLinear.apply(x, weight)
+    y = _CastLinear.apply(x, weight)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -42,9 +47,12 @@ class _CastLinear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of weight [V, D] for tokens [T] -> [T, D] in `dtype`."""
-    return F.embedding(tokens, weight).to(dtype)
+def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, *, gradient_of_rows: bool = False) -> Tensor:
+    """Rows of weight [V, D] for tokens [T] -> [T, D] in `dtype`.
+
+    gradient_of_rows: the weight's gradient holds only the rows of `tokens` (a COO tensor), not all V.
+    """
+    return F.embedding(tokens, weight, sparse=gradient_of_rows).to(dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -52,8 +60,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
 
     offset: 1 for Gemma, whose weights are stored as differences from one (and multiplied in float32).
     """
+    if not torch.is_grad_enabled():  # decoding makes dozens of these a token, and a Function costs as much as the norm
+        return _normalise(x, weight, eps, offset)[0]
     y: Tensor = _RmsNorm.apply(x, weight, eps, offset)
     return y
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """The normed rows in x's dtype, and one over the root of each row's mean square, [T, 1] float32 or wider."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * inverse
+    # Half-precision weights that are differences from one would lose most of their digits in half precision.
+    scale = weight.to(wide.dtype) + offset if offset else weight
+    return (normed * scale).to(x.dtype), inverse
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -61,12 +81,10 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [T, 1]
+        y, inverse = _normalise(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
-        normed = wide * inverse
-        return (normed * (weight + offset if offset else weight)).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
@@ -89,6 +107,8 @@ def gated_mlp_activation(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
     """silu(gate) * up (SwiGLU, arXiv:2002.05202), or gelu(gate) * up with the tanh form of gelu."""
     if kind == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(up)
     y: Tensor = _SwiGLU.apply(gate, up)
     return y
 
@@ -112,14 +132,14 @@ class _SwiGLU(torch.autograd.Function):
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates q [T, H, C] and k [T, K, C] by half-split rotary embedding (arXiv:2104.09864, in Hugging Face's order).
 
-    cos, sin: [T, R] float32 with both halves filled alike; R <= C: only the first R of each head are rotated.
+    cos, sin: [T, R] in q's dtype with both halves filled alike; R <= C: only the first R of each head are rotated.
     """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, R]
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
-    cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)  # [T, 1, R]
     turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin

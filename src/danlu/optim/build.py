@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from danlu.errors import CheckpointError, ModelError
 from danlu.optim.groups import Group, parameter_groups, role, trainable
 from danlu.optim.lion import Lion
+from danlu.optim.sparse import RowwiseAdamW, is_rows, make_whole
 from danlu.recipe import sections
 
 NamedParameters = list[tuple[str, Parameter]]
@@ -30,6 +31,7 @@ class Optimizers:
         self.kind = kind
         self.parts = tuple(parts)
         self.parameters = dict(named_parameters)
+        self._rowwise = RowwiseAdamW()
         self._part_of = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
         assert set(self._part_of) == set(self.parameters.values()), "the parts do not cover the parameters"
         for part in self.parts:
@@ -53,11 +55,19 @@ class Optimizers:
         The result is the same bit for bit. On CPU parameters are always stepped one by one: 60M parameters in 115
         tensors take 43 ms either way. On CUDA it costs a launch per parameter instead of one for all.
         """
+        # Gradients of rows come at the end, one at a time: those that must be made whole then find the others gone.
+        rows = {parameter for parameter in self.parameters.values() if is_rows(parameter)}
         for part in self.parts:
-            if free_gradients or all(p.device.type == "cpu" for group in part.param_groups for p in group["params"]):
-                _step_one_by_one(part, free_gradients)
+            if (
+                free_gradients
+                or rows
+                or all(p.device.type == "cpu" for group in part.param_groups for p in group["params"])
+            ):
+                _step_one_by_one(part, set(self.parameters.values()) - rows, free_gradients, self._rowwise)
             else:
                 part.step()
+        for part in self.parts if rows else ():
+            _step_one_by_one(part, rows, free_gradients, self._rowwise)
 
     def zero_grad(self) -> None:
         """Drops all gradients (sets them to None)."""
@@ -99,6 +109,7 @@ class Optimizers:
             states[self._part_of[parameter]].setdefault(parameter, {})[key] = tensors[name]
         for part in self.parts:
             _replace_state(part, states[part])
+        self._rowwise.forget()
 
     def state_bytes(self) -> int:
         """Bytes of state once every parameter has been stepped, known before the first step allocates it."""
@@ -174,7 +185,9 @@ def _for_torch(groups: list[Group]) -> list[dict[str, Any]]:
     return [{"params": list(group.parameters), "weight_decay": group.weight_decay} for group in groups]
 
 
-def _step_one_by_one(part: torch.optim.Optimizer, free_gradients: bool) -> None:
+def _step_one_by_one(
+    part: torch.optim.Optimizer, wanted: Set[Parameter], free_gradients: bool, rowwise: RowwiseAdamW
+) -> None:
     """Steps with one parameter in sight at a time; torch's optimizers keep nothing between the parameters of a step."""
     members = [group["params"] for group in part.param_groups]
     for group in part.param_groups:
@@ -182,10 +195,13 @@ def _step_one_by_one(part: torch.optim.Optimizer, free_gradients: bool) -> None:
     try:
         for group, parameters in zip(part.param_groups, members, strict=True):
             for parameter in parameters:
-                if parameter.grad is None:
+                if parameter.grad is None or parameter not in wanted:
                     continue
-                group["params"] = [parameter]
-                part.step()
+                if not (is_rows(parameter) and rowwise.step(part, group, parameter)):
+                    make_whole(parameter)
+                    group["params"] = [parameter]
+                    part.step()
+                    rowwise.stepped_whole(parameter)
                 if free_gradients:
                     parameter.grad = None
             group["params"] = []

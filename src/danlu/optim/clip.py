@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from danlu.optim.pieces import pieces
+from danlu.optim.sparse import numbers
 
 # Elements whose squares are summed in float32 before float64 takes over. torch's own norm sums a whole tensor in
 # float32 on CPU and is 3.5e-4 too small on 16M elements; in pieces it is right to 1e-6 at the same speed.
@@ -20,11 +21,11 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, scale: 
     """Multiplies all gradients by `scale`, then by what brings their global 2-norm down to `max_norm`, in one pass.
 
     Args: `scale` is usually 1 / (global weight x loss scale); `max_norm` None only scales. Parameters without a
-    gradient are skipped.
+    gradient are skipped; gradients of rows must be `sparse.compact`.
     Returns the norm after scaling and before clipping. If it is not finite, no gradient has been touched: the step must
     be left out. `non_finite` tells whose it is; none when single squares overflowed float32 (elements above 1e19).
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    grads = [numbers(parameter.grad) for parameter in parameters if parameter.grad is not None]
     norm = abs(scale) * _global_norm(grads)
     if not math.isfinite(norm):
         return norm
@@ -40,9 +41,9 @@ def non_finite(named_gradients: Iterable[tuple[str, Tensor | None]]) -> list[str
     """Names of the tensors that hold a NaN or an infinity, in the order given. Allocates nothing of their size."""
     names = []
     for name, tensor in named_gradients:
-        if tensor is None or tensor.numel() == 0:
+        if tensor is None or numbers(tensor).numel() == 0:
             continue
-        lowest, highest = torch.aminmax(tensor)  # both are NaN when any element is
+        lowest, highest = torch.aminmax(numbers(tensor))  # both are NaN when any element is
         if not (math.isfinite(lowest.item()) and math.isfinite(highest.item())):
             names.append(name)
     return names

@@ -33,11 +33,6 @@ def activation_bytes(shape: Shape, lengths: Sequence[int], element_bytes: int) -
     return int(1.3 * element_bytes * (tokens * (shape.layers * per_token + 3 * shape.hidden_size) + pairs))
 
 
-def head_bytes(shape: Shape, chunk_bytes: int, element_bytes: int) -> int:
-    """What the head needs for a moment: its weight in the type of activations, and one chunk of logits."""
-    return element_bytes * shape.vocab_size * shape.hidden_size + 2 * chunk_bytes
-
-
 def largest_micro(shape: Shape, lengths: Sequence[int], element_bytes: int, budget_bytes: float, most: int) -> int:
     """The most packs, each of documents of `lengths` tokens, whose activations fit into the budget; at least 1."""
     each = activation_bytes(shape, lengths, element_bytes)

@@ -250,6 +250,13 @@ class BatchSize(Section):
     memory: Annotated[float, Field(gt=0)] | None = None
     """Budget in GiB for auto; by default most of what is free."""
 
+    def packs(self, max_length: int) -> int:
+        """Packs in a step (rows, without packing), each of `max_length` tokens."""
+        if self.tokens is not None:
+            return max(1, self.tokens // max_length)
+        assert self.sequences is not None, "the recipe's rules ask for tokens or sequences"
+        return self.sequences
+
 
 class LossOptions(Section):
     """Additions to the cross-entropy."""
@@ -336,7 +343,7 @@ class Checkpoint(Section):
     keep_every: PositiveInt | None = None
     """Also keep every checkpoint whose step is a multiple of this."""
     keep_best: bool = False
-    """Also keep the one with the lowest evaluation loss, and export that one at the end."""
+    """Also keep the one with the lowest evaluation loss, saved as soon as it is seen, and export it at the end."""
     background: bool = True
     """Flush to disk and publish in a thread while training goes on."""
 

@@ -9,8 +9,8 @@ import torch
 from danlu.errors import DataError
 from danlu.models.decoder import Decoder
 from danlu.rollout.cache import KVCache
-from danlu.rollout.generate import Answer, Completion, Stopping, context_length, grow, prefill
-from danlu.rollout.sampling import SamplingOptions
+from danlu.rollout.generate import Answer, Completion, Stopping, grow, prefill
+from danlu.rollout.request import SamplingOptions, context_length
 from danlu.rollout.stopping import Decode, TextStream
 
 Message = Mapping[str, str]
@@ -70,7 +70,7 @@ class Conversation:
                 on_text(piece)
 
         try:
-            with torch.no_grad():
+            with torch.inference_mode():
                 logits = self._read(prompt)
                 grow(
                     self._model, self._cache, logits, [answer], [prompt],

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from danlu.errors import DataError, ModelError
-from danlu.models.config import DynamicScaling, ModelConfig
+from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.rollout.cache import KVCache
-from danlu.rollout.sampling import SamplingOptions, sample
+from danlu.rollout.request import SamplingOptions, context_length
+from danlu.rollout.sampling import sample
 from danlu.rollout.stopping import Decode, TextStream
 
 # Prompt tokens that go through the model at once: enough to keep the matrix products busy, few enough that the scores
@@ -127,19 +128,12 @@ def generate(
     ]
     if not answers:
         return []
-    with torch.no_grad():
+    with torch.inference_mode():
         cache = KVCache(len(distinct))
         logits = prefill(model, cache, distinct, dtype)
         cache, logits = cache.fork(sources), logits[sources]
         grow(model, cache, logits, answers, prompts, options, stopping, on_token, dtype)
     return [answer.completion() for answer in answers]
-
-
-def context_length(config: ModelConfig) -> int:
-    """Tokens the model can see at once."""
-    if isinstance(config.rope_scaling, DynamicScaling):  # the only scaling whose config gives the length before it
-        return int(config.max_position_embeddings * config.rope_scaling.factor)
-    return config.max_position_embeddings
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:

@@ -7,59 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from danlu.errors import RecipeError
+from danlu.rollout.request import SamplingOptions
 
 # How many of the likeliest tokens top-p looks at before it sorts the whole vocabulary: for V = 128256 on one CPU core
 # `topk` of 1024 takes 0.7 ms and the sort 9 ms, and these nearly always hold the nucleus.
 NUCLEUS_HEAD = 1024
 
 _MASK64 = (1 << 64) - 1
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How the next token is chosen. Raises RecipeError, with every problem at once, for values that make no sense."""
-
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token and ignores the other options except repetition_penalty."""
-    top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens with at least this probability (arXiv:1904.09751); 1 keeps all."""
-    top_k: int = 0
-    """Keep this many of the likeliest tokens; 0 keeps all."""
-    min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the likeliest one (arXiv:2407.01082); 0 keeps all."""
-    repetition_penalty: float = 1.0
-    """Makes tokens of the prompt and the answer so far less likely if above 1 (CTRL, arXiv:1909.05858, sec. 4.1)."""
-    seed: int = 0
-    """Fixes every draw, together with the sample's index and the token's position."""
-
-    def __post_init__(self) -> None:
-        checks = (
-            (0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or a positive number"),
-            (0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (1 keeps every token)"),
-            (self.top_k >= 0, "top_k", self.top_k, "0 (keep every token) or more"),
-            (0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 (keep every token) and 1"),
-            (
-                0 < self.repetition_penalty < math.inf,
-                "repetition_penalty",
-                self.repetition_penalty,
-                "positive (1 changes nothing)",
-            ),
-            (0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2^63"),
-        )
-        problems = [f"{name}: {value} is out of range; it must be {rule}" for ok, name, value, rule in checks if not ok]
-        if problems:
-            raise RecipeError(problems)
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens are never drawn; log-probabilities are of the full vocabulary all the same."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 def sample(

@@ -24,7 +24,8 @@ class Wording:
     def encode_prompt(self, text: str) -> list[int]:
         """Plain text to continue, after the beginning-of-text token where the tokenizer puts one.
 
-        Empty text becomes that token alone, wherever there is one. Raises DataError when there is nothing to start from.
+        Empty text becomes that token alone, wherever there is one. Raises DataError when there is nothing to start
+        from.
         """
         tokenizer = self.tokenizer
         tokens = tokenizer.encode(text)

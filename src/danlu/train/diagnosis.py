@@ -47,6 +47,17 @@ def explain_gradient(model: Decoder, packs: Sequence[Pack], step: int) -> Traini
     )
 
 
+def explain_weights(model: Decoder, step: int) -> TrainingError | None:
+    """Which weights are not finite after the update of `step`; None when all are."""
+    names = non_finite(model.named_parameters())
+    if not names:
+        return None
+    return TrainingError(
+        f"step {step}: its update made weights that are not finite: {_some(names)}. They are not saved: earlier "
+        "checkpoints stay. Lower optimizer.learning_rate, and start again or go on from one of them."
+    )
+
+
 def _first_non_finite(model: Decoder, batch: Batch, dtype: torch.dtype) -> tuple[str, Tensor]:
     """Name of the first module, in the order they run, whose output is not finite ("" if none); and the last states."""
     found: list[str] = []

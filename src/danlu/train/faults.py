@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from danlu.errors import Stopped
+
 _WATCHED = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -25,14 +27,18 @@ class StopRequest:
     """While entered, SIGINT and SIGTERM ask the loop to stop after the step it is in; a second one stops at once.
 
     The loop reads `requested` between steps, saves, leaves, and exits with `exit_code`. The second signal (of either
-    kind) raises KeyboardInterrupt wherever the program is. Handlers that were there before return on exit. Only the
-    main thread can handle signals: entering anywhere else raises RuntimeError.
+    kind) raises Stopped wherever the program is. Handlers that were there before return on exit. Only the main thread
+    can handle signals: entering anywhere else raises RuntimeError.
+
+    Attributes:
+        at_once  the first signal raises Stopped too: there is nothing to be saved yet, or any more
     """
 
     def __init__(self, announce: Callable[[str], None] = tell_stderr) -> None:
         self._announce = announce
         self._previous: dict[signal.Signals, Any] = {}
         self.signal: signal.Signals | None = None
+        self.at_once = False
 
     @property
     def requested(self) -> bool:
@@ -60,8 +66,8 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.requested
         self.signal = signal.Signals(number)
-        if again:
-            raise KeyboardInterrupt
+        if again or self.at_once:
+            raise Stopped(number)
         key = "press Ctrl-C" if number == signal.SIGINT else f"send {self.signal.name}"
         self._announce(f"stopping after this step; {key} again to stop at once")
 

@@ -60,8 +60,15 @@ class RunLock:
                 f"{folder}: another danlu process (pid {holder}) is using this run folder. "
                 "Wait for it, stop it, or choose another `output`."
             ) from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:  # a full disk
+            os.close(fd)
+            raise ResourceError(
+                f"{folder}: the run folder cannot be written: {error.strerror}. Free some space, or choose another "
+                "`output`."
+            ) from error
         self._fd = fd
         os.register_at_fork(after_in_child=self._forget)
 

@@ -16,7 +16,7 @@ from danlu.optim.ema import Ema
 from danlu.optim.schedules import multiplier
 from danlu.recipe.sections import EarlyStop, Schedule
 from danlu.train.checkpoint import CheckpointStore
-from danlu.train.diagnosis import explain_gradient
+from danlu.train.diagnosis import explain_gradient, explain_weights
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.faults import StopRequest
 from danlu.train.metrics import MetricsLog, Recorder, Value, peak_memory_bytes
@@ -41,9 +41,6 @@ class Cadence:
     log: int
     checkpoint: int
     evaluation: int | None  # None: nothing to evaluate
-
-    def due(self, step: int, every: int | None) -> bool:
-        return every is not None and (step % every == 0 or step == self.total)
 
 
 @dataclass
@@ -75,6 +72,10 @@ class Run:
     def finished(self) -> bool:
         return self.state.step >= self.cadence.total or self.state.ended_early or self.feed.exhausted
 
+    def due(self, every: int | None, *, since: int) -> bool:
+        """Whether what happens every so many steps, and at the end, has to happen now; last it did after `since`."""
+        return every is not None and self.state.step > since and (self.state.step % every == 0 or self.finished)
+
     def tell(self, event: str, **values: Value) -> None:
         for recorder in self.recorders:
             recorder.event(self.state.step, event, **values)
@@ -87,60 +88,70 @@ class Run:
 def fit(run: Run) -> None:
     """Trains until the last step, an early stop, or a signal; the state at the end is always saved.
 
-    Raises TrainingError for numbers that are not finite and for spikes past their policy; the last good state is saved
-    first. KeyboardInterrupt passes through at once, leaving the last checkpoint.
+    What is due after a step is done before the next one begins, so a run that a signal cut off in between starts with
+    it. Raises TrainingError for numbers that are not finite and for spikes past their policy; the state before them is
+    saved first, if it is finite itself. KeyboardInterrupt passes through at once, leaving the last checkpoint.
     """
     try:
-        while not run.finished and not run.faults.requested:
-            rewound = take_step(run)
-            if rewound:
-                continue
-            scores = None
-            if run.cadence.due(run.state.step, run.cadence.evaluation):
+        while not run.faults.requested:
+            scores, late = None, False
+            if run.due(run.cadence.evaluation, since=run.state.assessed_step):
                 scores = assess(run)
-            if run.cadence.due(run.state.step, run.cadence.checkpoint):
+                # Saved for a signal, before it was known what this state is worth.
+                late = run.state.saved_step == run.state.assessed_step == run.state.step
+            if run.due(run.cadence.checkpoint, since=run.state.saved_step) or late or best(run, scores):
                 save(run, scores)
+            if run.finished or run.faults.requested:
+                break
+            take_step(run)
     except TrainingError:
-        if run.state.step > run.state.saved_step:
+        if run.state.step > run.state.saved_step and explain_weights(run.compute.model, run.state.step) is None:
             save(run)
         raise
     if run.state.step > run.state.saved_step:
         save(run)
 
 
-def take_step(run: Run) -> bool:
-    """One optimizer step; True when the watch went back to the last checkpoint instead."""
+def take_step(run: Run) -> None:
+    """One optimizer step; or back to the last checkpoint, when the watch wants that.
+
+    Raises TrainingError, having put back everything that a checkpoint would keep of the step.
+    """
+    before = run.state.step
+    try:
+        _step(run)
+    except TrainingError:
+        run.optimizer.zero_grad()
+        run.feed.give_back()
+        run.state.step = before
+        raise
+
+
+def _step(run: Run) -> None:
     started = time.perf_counter()
     step = run.state.step + 1
     packs = run.feed.take()
     scale = 1.0 if run.scaler is None else run.scaler.scale
-    try:
-        gradients = accumulate(run.compute, packs, step=step, clip=run.clip, loss_scale=scale)
-        finite = math.isfinite(gradients.norm)
-        if not finite and run.scaler is None:
-            raise explain_gradient(run.compute.model, packs, step)
-    except TrainingError:
-        run.optimizer.zero_grad()
-        run.feed.give_back()  # the state that is saved now is the one before this step
-        raise
-    multiple = multiplier(step, run.cadence.total, run.schedule)
-    run.optimizer.set_learning_rate(multiple)
+    gradients = accumulate(run.compute, packs, step=step, clip=run.clip, loss_scale=scale)
+    finite = math.isfinite(gradients.norm)
+    if not finite and run.scaler is None:
+        raise explain_gradient(run.compute.model, packs, step)
+    run.optimizer.set_learning_rate(multiplier(step, run.cadence.total, run.schedule))
     run.state.step = step
     wanted = finite and not _spiked(run, gradients)
     if run.state.rewind_wanted:
         rewind(run)
-        return True
+        return
+    if run.scaler is not None and (change := run.scaler.update(step, finite)) is not None:
+        run.tell("overflow" if change.overflow else "loss_scale", before=change.before, after=change.after)
     if wanted:
         run.optimizer.step(free_gradients=True)
         if run.ema is not None:
             run.ema.update()
     run.optimizer.zero_grad()
-    if run.scaler is not None and (change := run.scaler.update(step, finite)) is not None:
-        run.tell("overflow" if change.overflow else "loss_scale", before=change.before, after=change.after)
     run.state.tokens += gradients.tokens
-    if run.cadence.due(step, run.cadence.log):
+    if run.due(run.cadence.log, since=step - 1):
         _log(run, gradients, time.perf_counter() - started)
-    return False
 
 
 def _spiked(run: Run, gradients: Gradients) -> bool:
@@ -155,7 +166,7 @@ def _spiked(run: Run, gradients: Gradients) -> bool:
 
 
 def rewind(run: Run) -> None:
-    """Back to the last checkpoint, with the rows of the present step left out from now on."""
+    """Back to the last ordinary checkpoint, with the rows of the present step left out from now on."""
     run.state.rewind_wanted = False
     run.optimizer.zero_grad()
     spiked_at, rows = run.state.step, run.feed.last_taken
@@ -165,14 +176,17 @@ def rewind(run: Run) -> None:
             f"step {spiked_at}: a spike after going back {rewinds - 1} times (watch.rewinds). "
             "Lower optimizer.learning_rate, look at the events in metrics.jsonl, or choose another watch.policy."
         )
-    checkpoint = run.store.latest()
-    if checkpoint is None:
+    complete = [info for info in run.store.checkpoints() if info.complete]
+    # Rather not to one that only a signal caused: an uninterrupted run would not have it.
+    ordinary = [info for info in complete if info.step % run.cadence.checkpoint == 0]
+    if not complete:
         raise TrainingError(
             f"step {spiked_at}: a spike, and no checkpoint to go back to yet. "
             "Lower checkpoint.every, or choose watch.policy: warn or skip."
         )
+    checkpoint = (ordinary or complete)[-1]
     excluded = run.feed.excluded | set(rows)
-    # Told before going back: a resumed run cuts the metrics behind its checkpoint, by the step of each line.
+    # Told before going back, while the step is still the one that spiked.
     run.tell("rewind", back_to=checkpoint.step, packs_left_out=len(excluded))
     restore(run, checkpoint.path)
     run.feed.excluded = excluded
@@ -180,11 +194,17 @@ def rewind(run: Run) -> None:
 
 
 def assess(run: Run) -> Scores | None:
-    """Evaluates, writes samples, and keeps count for the early stop."""
+    """Evaluates, writes samples, and keeps count for the early stop.
+
+    A signal that comes meanwhile leaves all of it undone: saving does not wait, and a resumed run does it anew.
+    """
     started = time.perf_counter()
     with run.averaged():
         scores = evaluate(run.compute, run.held_out, stop=lambda: run.faults.requested) if run.held_out else None
+        if run.faults.requested:
+            return None
         texts = run.generate(run.sample_prompts) if run.generate is not None and run.sample_prompts else []
+    run.state.assessed_step = run.state.step
     for prompt, text in zip(run.sample_prompts, texts, strict=False):
         run.tell("sample", prompt=prompt, text=text)
     if scores is None:
@@ -204,8 +224,21 @@ def assess(run: Run) -> Scores | None:
     return scores
 
 
+def best(run: Run, scores: Scores | None) -> bool:
+    """Whether this is the state to keep as the best, which may lie between two ordinary checkpoints."""
+    if scores is None or not run.store.keep_best:
+        return False
+    known = run.store.best()
+    return known is None or known.loss is None or scores.loss < known.loss
+
+
 def save(run: Run, scores: Scores | None = None) -> None:
-    """A checkpoint of the present state; metrics are on disk before it, so it never outlives them."""
+    """A checkpoint of the present state; metrics are on disk before it, so it never outlives them.
+
+    Raises TrainingError for weights that are not finite: they would take the place of good ones.
+    """
+    if (broken := explain_weights(run.compute.model, run.state.step)) is not None:
+        raise broken
     run.state.saved_step = run.state.step
     run.metrics.sync()
     groups, state = snapshot(run)

@@ -7,8 +7,8 @@
     {"step": 12, "event": "overflow", "scale": 32768.0}                                            an event
 
 JSON has no NaN and no infinity; they are written as the strings "nan", "inf" and "-inf", which float() reads back.
-Lines of a step are written before the checkpoint of that step, so a resumed run cuts the file behind its checkpoint
-and then writes what an uninterrupted one would have, except for the fields in `TIMING_FIELDS`.
+Lines are on the disk before the checkpoint that counts them, so a resumed run cuts the file behind its checkpoint and
+then writes what an uninterrupted one would have, except for the fields in `TIMING_FIELDS`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from danlu.errors import CheckpointError, ResourceError
+from danlu.errors import ResourceError
 from danlu.types import StepMetrics
 
 Value = float | int | str | bool | None
@@ -57,6 +57,9 @@ class MetricsLog:
     """Appends to a metrics.jsonl; each line reaches the system in one write, so a kill leaves at most one torn line.
 
     Opening drops a torn last line. Raises ResourceError when the file cannot be written.
+
+    Attributes:
+        lines  in the file
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,6 +70,8 @@ class MetricsLog:
         except OSError as error:
             raise ResourceError(f"{path}: cannot be written: {error.strerror}. Choose another `output`.") from error
         self._drop_torn_line()
+        with path.open("rb") as file:
+            self.lines = sum(1 for _ in file)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -86,22 +91,23 @@ class MetricsLog:
         """Log something that happened in `step`: "overflow", "spike", "rewind", ..."""
         self._append({"step": step, "event": event, **values})
 
-    def truncate_after(self, step: int) -> int:
-        """Drop the lines at the end that are of later steps, for a run that goes on after `step`; returns how many.
+    def truncate(self, lines: int) -> int:
+        """Drop all but the first `lines`, for a run that goes on from a checkpoint with so many; returns how many.
 
-        Reads from the end and stops at the first line of `step` or before. A step that was gone through twice (a
-        rewind) therefore keeps both its passes when the run goes on after the second.
+        Counted in lines, not steps: an evaluation may be of the checkpoint's own step and yet come after it, and a
+        rewind goes through steps twice.
         """
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = len(lines)
-        while kept and _step_of(lines[kept - 1], self.path, kept) > step:
-            kept -= 1
-        os.ftruncate(self._fd, sum(map(len, lines[:kept])))
-        return len(lines) - kept
+        content = self.path.read_bytes().splitlines(keepends=True)
+        os.ftruncate(self._fd, sum(map(len, content[:lines])))
+        self.lines = min(lines, len(content))
+        return len(content) - self.lines
 
     def sync(self) -> None:
         """Return when every line is on the disk; called before a checkpoint, which must not outlive its metrics."""
-        os.fsync(self._fd)
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise ResourceError(f"{self.path}: cannot be written: {error.strerror}.") from error
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -118,6 +124,7 @@ class MetricsLog:
         if written < len(data):  # the disk filled up within this line
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise ResourceError(f"{self.path}: cannot be written: the disk is full. Free some space, then resume.")
+        self.lines += 1
 
     def _drop_torn_line(self) -> None:
         size = os.fstat(self._fd).st_size
@@ -172,12 +179,3 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _finite(value: Value) -> Value:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _step_of(line: bytes, path: Path, number: int) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}:{number}: not a line of metrics ({error}). Repair or delete this line, then resume."
-        ) from error

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from danlu.train.metrics import Recorder, Value
 from danlu.train.units import format_bytes, format_duration
 from danlu.types import StepMetrics
+
+if TYPE_CHECKING:  # it imports torch, which showing the progress of rows does without
+    from danlu.train.metrics import Recorder, Value
 
 _LINE_INTERVAL_S = 1.0
 _REFRESH_INTERVAL_S = 0.2
@@ -139,26 +141,60 @@ def numbers(metrics: StepMetrics) -> str:
 
 
 def evaluation_line(step: int, values: Mapping[str, Value]) -> str:
-    """`step 50 evaluation: loss 3.1 perplexity 22.2`."""
-    return f"step {step} evaluation: {_spell(values)}"
+    """`step 50 evaluation: loss 3.142, perplexity 23.1, accuracy 31.2%, 1,712 tokens in 0.1 s`."""
+    rest = dict(values)
+    shown = [_WORDS[name].format(rest.pop(name)) for name in _WORDS if name in rest]
+    if "tokens" in rest:
+        seconds = rest.pop("s", None)
+        shown.append(f"{rest.pop('tokens'):,} tokens" + (f" in {seconds:.1f} s" if seconds is not None else ""))
+    return f"step {step} evaluation: {', '.join([*shown, *_spell(rest)])}"
 
 
 def event_line(step: int, event: str, values: Mapping[str, Value]) -> str:
-    """`step 12 overflow: scale 32768`; a sample shows its text on lines of its own."""
+    """`step 12: fp16 overflow, ...`; a sample shows its text on lines of its own."""
     if event == "sample":
-        return f"step {step} sample: {values.get('prompt', '')}\n  -> {values.get('text', '')}"
-    return f"step {step} {event}" + (f": {_spell(values)}" if values else "")
+        return f"step {step} sample: {_printable(values['prompt'])}\n  -> {_printable(values['text'])}"
+    if event in _EVENTS:
+        return f"step {step}: {_EVENTS[event].format(**values)}"
+    return f"step {step} {event}" + (f": {', '.join(_spell(values))}" if values else "")
 
 
-def _spell(values: Mapping[str, Value]) -> str:
-    return " ".join(f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in values.items())
+_WORDS = {"loss": "loss {:.3f}", "perplexity": "perplexity {:.4g}", "accuracy": "accuracy {:.1%}"}
+_EVENTS = {
+    "early_stop": "early stop: {evaluations} evaluations in a row were no better than {best_loss:.4f}",
+    "loss_scale": "no fp16 overflow for a while, loss scale {before:,g} -> {after:,g}",
+    "overflow": "fp16 overflow, update left out, loss scale {before:,g} -> {after:,g}",
+    "rewind": "back to the checkpoint of step {back_to}; packs left out so far: {packs_left_out}",
+    "spike": "spike: {reason}; watch.policy: {policy}",
+}
+
+
+def _spell(values: Mapping[str, Value]) -> list[str]:
+    return [f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in values.items()]
+
+
+def _printable(text: Value) -> str:
+    """Text of a model as a terminal may show it: indented lines, control characters as escapes."""
+    shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
+    return "".join(shown).replace("\n", "\n     ")
 
 
 class RowProgress:
-    """Rows done while data is tokenised: one rewritten line on a terminal, a line every few seconds elsewhere."""
+    """Rows done while data is tokenised: one rewritten line on a terminal, a line every few seconds elsewhere.
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    doing, units: what is done to what, where it is something else.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        doing: str = "tokenising",
+        units: str = "rows",
+    ) -> None:
         self._stream = stream
+        self._doing, self._units = doing, units
         self._clock = clock
         self._started = self._shown_at = clock()
 
@@ -168,7 +204,8 @@ class RowProgress:
             return
         self._shown_at = now
         of = "" if total is None else f" of {total:,}"
-        text = f"tokenising: {done:,}{of} rows, {done / (now - self._started):,.0f} rows/s"
+        speed = f"{done / (now - self._started):,.0f} {self._units}/s"
+        text = f"{self._doing}: {done:,}{of} {self._units}, {speed}"
         self._stream.write(f"\r\x1b[K{text}" if self._stream.isatty() else f"{text}\n")
         self._stream.flush()
 

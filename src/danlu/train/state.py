@@ -23,6 +23,7 @@ class RunState:
     step: int = 0  # optimizer steps behind
     tokens: int = 0
     saved_step: int = 0  # of the newest checkpoint
+    assessed_step: int = 0  # of the last evaluation
     best_loss: float | None = None  # lowest evaluation loss
     evaluations_without_gain: int = 0
     ended_early: bool = False
@@ -44,6 +45,8 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
         # The size of micro-batches decides how sums are rounded; a resumed run must not choose anew.
         "micro": run.compute.micro,
         "total_steps": run.cadence.total,
+        "finished": run.finished,
+        "metrics_lines": run.metrics.lines,
     }
     if run.scaler is not None:
         state["scaler"] = run.scaler.state()
@@ -53,8 +56,11 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
     return groups, state
 
 
-def restore(run: Run, path: Path) -> None:
-    """Puts `run` back to what `snapshot` saw. Raises CheckpointError if the checkpoint is damaged or of another run."""
+def restore(run: Run, path: Path) -> dict[str, Any]:
+    """Puts `run` back to what `snapshot` saw, and returns the JSON part of it.
+
+    Raises CheckpointError if the checkpoint is damaged or of another run.
+    """
     model = {name: parameter.detach() for name, parameter in run.compute.model.named_parameters()}
     into = {"model": model} if run.ema is None else {"model": model, "ema": run.ema.state_tensors()}
     state = load_checkpoint(path, into)
@@ -73,3 +79,4 @@ def restore(run: Run, path: Path) -> None:
     known = {field.name for field in fields(RunState)}
     run.state = RunState(**{name: value for name, value in state["run"].items() if name in known})
     run.state.saved_step = run.state.step
+    return state

@@ -17,6 +17,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
 from danlu.optim.clip import clip_grad_norm
+from danlu.optim.sparse import compact
 from danlu.recipe.sections import LossOptions
 from danlu.train.diagnosis import explain_non_finite
 from danlu.types import Batch, Pack
@@ -86,6 +87,7 @@ def accumulate(
         batch = collate(group, compute.device)
         entropy = cross_entropy(compute, batch, compute.loss, loss_scale)
         entropy.total.backward()
+        compact(compute.model.parameters())
         sums.append(torch.stack((entropy.total.detach(), entropy.nll, entropy.correct)))
         weight += batch.weight
         trained += len(batch.targets)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from danlu.errors import RecipeError
+from danlu.errors import RecipeError, ResourceError
 from danlu.train.metrics import Value, step_fields
 from danlu.types import StepMetrics
 
@@ -24,7 +25,8 @@ class TensorBoard:
     Args:  after_step  the run goes on after this step: later points of an earlier process are hidden.
 
     All scalars of a step make one event, given to TensorBoard's own writer thread: 40 us a step for eight of them,
-    against 200 us with torch's SummaryWriter.
+    against 200 us with torch's SummaryWriter. Raises ResourceError when the files cannot be written, except on closing:
+    metrics.jsonl has all the numbers.
     """
 
     def __init__(self, folder: Path, *, after_step: int = 0) -> None:
@@ -33,10 +35,12 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary, self._tensor, self._shape = event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
-        self._writer = EventFileWriter(str(folder), flush_secs=_FLUSH_S)
+        self._folder = folder
+        with self._explained():
+            self._writer = EventFileWriter(str(folder), flush_secs=_FLUSH_S)
         if after_step:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=after_step + 1, session_log=start))
+            self._write(event_pb2.Event(wall_time=time.time(), step=after_step + 1, session_log=start))
 
     def step(self, metrics: StepMetrics) -> None:
         self._scalars(metrics.step, "train", step_fields(metrics))
@@ -57,7 +61,22 @@ class TensorBoard:
         self._add(step, [self._summary.Summary.Value(tag=f"{event}/text_summary", metadata=metadata, tensor=text)])
 
     def close(self) -> None:
-        self._writer.close()
+        with contextlib.suppress(OSError):
+            self._writer.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ResourceError(
+                f"{self._folder}: TensorBoard's files cannot be written: {error.strerror or error}. "
+                "Free some space, or set log.tensorboard: false."
+            ) from error
+
+    def _write(self, event: Any) -> None:
+        with self._explained():  # also of an earlier event: they are written in another thread
+            self._writer.add_event(event)
 
     def _scalars(self, step: int, prefix: str, values: Mapping[str, Value]) -> None:
         value = self._summary.Summary.Value
@@ -66,7 +85,7 @@ class TensorBoard:
 
     def _add(self, step: int, values: list[Any]) -> None:
         summary = self._summary.Summary(value=values)
-        self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, summary=summary))
+        self._write(self._event.Event(wall_time=time.time(), step=step, summary=summary))
 
 
 class WandB:

@@ -1,0 +1,84 @@
+"""Writes the tables of recipe.md and checkpoints.md from the recipe's types: `python docs/scripts/recipe_tables.py`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a section of the recipe, `recipe` for
+the keys that are no section, or `harmless` for what may change while a run goes on. The prose around it is left alone.
+A test fails when a page and the types differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from danlu.recipe.comparing import HARMLESS
+from danlu.recipe.forms import choices, fields, item, kinds, sections
+from danlu.recipe.sections import Recipe, Section
+
+DOCS = Path(__file__).resolve().parents[1]
+PAGES = ("recipe.md", "checkpoints.md")
+TABLE = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def written(page: str) -> str:
+    """The page with every table as the types have it now."""
+    return TABLE.sub(lambda found: f"{found[1]}\n{_tables(found['name'])}\n{found[3]}", page)
+
+
+def _tables(name: str) -> str:
+    if name == "harmless":
+        return "\n".join(["| key | why |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in HARMLESS.items()), ""])
+    if name == "recipe":
+        simple = [key for key, hint in fields(Recipe).items() if not sections(hint)]
+        return _table((key, _default(Recipe, key), _about(Recipe, key)) for key in simple)
+    hint = fields(Recipe)[name]
+    variants = kinds(hint)
+    if variants:
+        return "\n".join(
+            f"`{kind}`: {(variant.__doc__ or '').strip()}\n\n{_table(_rows(name, variant, skip=('kind',)))}"
+            for kind, variant in variants.items()
+        )
+    return _table(_rows(name, sections(hint)[0]))
+
+
+def _rows(above: str, section: type[Section], skip: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:
+    """(key, default, meaning) of a section's keys, those of the sections inside it after their own."""
+    for key, hint in fields(section).items():
+        if key in skip:
+            continue
+        dotted = f"{above}.{key}"
+        yield dotted, _default(section, key), _about(section, key)
+        if key != "eval":  # its sources are those of `train`
+            for below in sections(hint) or sections(item(hint) or str):
+                yield from _rows(dotted, below)
+
+
+def _default(section: type[Section], key: str) -> str:
+    field = section.model_fields[key]
+    if field.is_required():
+        return "required"
+    if isinstance(field.default, Section):
+        return "see below"
+    if field.default is None:
+        return ""
+    default = list(field.default) if isinstance(field.default, tuple) else field.default
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def _about(section: type[Section], key: str) -> str:
+    text = " ".join((section.model_fields[key].description or "").split()).replace("|", r"\|")
+    words = [option for option in choices(fields(section)[key]) if isinstance(option, str)]
+    if all(word in text for word in words):
+        return text
+    return f"{text} One of {', '.join(f'`{word}`' for word in words)}.".strip()
+
+
+def _table(rows: Iterator[tuple[str, str, str]]) -> str:
+    lines = [f"| `{key}` | {default} | {about} |" for key, default, about in rows]
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *lines, ""])
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        page = DOCS / name
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,114 @@
+"""`danlu demo`: from nothing to a model that answers, on data that danlu makes itself."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from danlu.demo import Answered, Place, Result
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for everything; the same one again goes on.")] = Path("demo"),
+) -> None:
+    """Train a tokenizer and a small model, teach it to answer, and compare: some two minutes on two cores.
+
+    Nothing is downloaded. Data, recipes, runs and the exported model stay in the folder, to be looked at and tried.
+    """
+    # torch takes a second to import, which `danlu demo --help` should not.
+    from danlu.demo import demo as make
+
+    result = make(output, say=_say)
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for line in (*answer_lines(result, colour), "", *next_lines(result.place, program())):
+        print(line)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def answer_lines(result: Result, colour: bool) -> Iterator[str]:
+    """The questions with both answers, and the count over all questions."""
+    groups = (
+        (False, "Facts that the conversations asked for:"),
+        (True, "Facts that it only read, and was never asked for (held out):"),
+    )
+    for held_out, heading in groups:
+        yield ""
+        yield heading
+        for one in result.shown:
+            if one.question.held_out == held_out:
+                yield from _answer(one, colour)
+    yield ""
+    yield f"{'Right answers':32}{'before':>10}{'after':>12}"
+    for name, tally in (("asked in the conversations", result.asked), ("only read, never asked", result.held_out)):
+        before, after = (f"{right}/{tally.of}" for right in (tally.before, tally.after))
+        yield f"{name:32}{before:>10}{after:>12}"
+
+
+def _answer(one: Answered, colour: bool) -> Iterator[str]:
+    *context, question = one.question.messages
+    for message in context:
+        yield f"  {message['role']}: {message['content']}"
+    right = one.after == one.question.answer
+    verdict = "right" if right else f"wrong: {one.question.answer}"
+    if colour:
+        verdict = f"\033[{32 if right else 31}m{verdict}\033[0m"
+    yield f"  {question['content']}"
+    yield f"      before  {_short(one.before)}"
+    yield f"      after   {_short(one.after)}   ({verdict})"
+
+
+def _short(text: str, width: int = 68) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[: width - 3]}..."
+
+
+def next_lines(place: Place, danlu: str) -> Iterator[str]:
+    """Where things are, and commands that work as they stand."""
+    sft, pretrain = place.run("sft"), place.run("pretrain")
+    things = {
+        place.recipe("sft"): "the recipe, to read and edit; pretrain.yaml beside it",
+        place.conversations: "what it was taught; documents.jsonl beside it is what it read",
+        sft / "metrics.jsonl": "loss and speed of every step (tensorboard/ beside it)",
+        sft / "model": "the result in Hugging Face form: transformers loads it",
+        place.answers: "all of the above answers",
+    }
+    yield "Where things are"
+    width = max(len(str(path)) for path in things)
+    yield from (f"  {path!s:{width}}  {about}" for path, about in things.items())
+    yield ""
+    yield "What to try next"
+    again = place.folder / "again"
+    commands = {
+        ("chat", sft): "talk with it",
+        ("generate", sft, "--chat", "--prompt", "Where does the owl live?"): "one answer",
+        ("generate", pretrain, "--prompt", "One morning,"): "how the pretrained model goes on",
+        ("preview", place.recipe("sft")): "every token: trained or only read, and why",
+        ("train", place.recipe("sft"), f"output={again}", "optimizer.learning_rate=3e-4"): "tune it another way",
+        ("eval", sft, "--data", f"{place.conversations}#200"): "loss and perplexity",
+        ("recipes", "copy", "sft"): "a commented recipe for your own data",
+    }
+    lines = [(shlex.join([danlu, *map(str, words)]), about) for words, about in commands.items()]
+    width = max(len(line) for line, _ in lines if len(line) < 70)
+    yield from (f"  {line:{width}}  {about}" for line, about in lines)
+
+
+def program() -> str:
+    """How to call danlu from here: by its name where the shell finds it, else by its path."""
+    started = Path(sys.argv[0])
+    if started.name != "danlu":  # python -m danlu, or a test
+        return "danlu"
+    found = shutil.which("danlu")
+    return "danlu" if found is not None and Path(found).resolve() == started.resolve() else str(started)

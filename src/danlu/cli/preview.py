@@ -1,0 +1,81 @@
+"""`danlu preview`: what a recipe trains on, before anything is trained."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from danlu import recipe as recipes
+from danlu.errors import DataError, ResourceError
+
+
+def preview(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values that replace the file's: section.key=value.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show of each source, from its front.")] = 2,
+    row: Annotated[
+        list[str] | None,
+        typer.Option(help="Show this row instead: alpaca.json:17 as in messages, or 17 for its number. Repeatable."),
+    ] = None,
+    packs: Annotated[int, typer.Option(min=0, help="Packs to show, from where training begins.")] = 3,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens to show of a sample, beginning and end; 0 for all.")] = 512,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page; only an earlier preview is overwritten.")
+    ] = None,
+) -> None:
+    """See every token with its reason, the packs and the totals, of what `danlu train` would train on."""
+    loaded = recipes.load(recipe, overrides or [])
+    # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
+    from danlu.data.preview import Ingredients, look, measure, survey
+    from danlu.report.preview_page import check_target, page
+    from danlu.report.preview_text import screen, show_overview, show_rows
+    from danlu.train.durable import write_durably
+    from danlu.train.progress import RowProgress
+
+    if html is not None:
+        check_target(html)
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    chosen, most = loaded.recipe, tokens or None
+    ingredients = Ingredients(
+        data=chosen.data,
+        stage=chosen.stage,
+        tokenizer_path=chosen.model.tokenizer or chosen.model.path or "",
+        chat_template=chosen.model.chat_template,
+        seed=chosen.seed,
+    )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what this terminal's encoding cannot write
+    out = screen(sys.stdout)
+    shown = look(ingredients, rows=rows, places=row or ()) if rows or row else []
+    show_rows(out, shown, chosen.data, most)
+    sys.stdout.flush()  # tokenising the rest may take minutes
+    progress, refused = RowProgress(sys.stderr), None
+    try:
+        overview = measure(ingredients, packs=packs, shown=shown, progress=progress)
+    except DataError as error:
+        refused = error
+        try:
+            overview = survey(ingredients, progress=progress)
+        except DataError:  # not even counting is possible; the run's own error says why
+            raise error from None
+    finally:
+        progress.close()
+    if refused is not None:
+        out.heading("a run refuses this data: what follows counts all rows, as far as they can be read")
+    show_overview(out, overview, chosen)
+    if html is not None:
+        text = page(recipe.name, chosen, shown, overview, most, None if refused is None else str(refused))
+        try:
+            write_durably(html, text.encode())
+        except OSError as error:
+            raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
+        print(f"\nwritten to {html}")
+    if refused is not None:
+        raise refused

@@ -1,0 +1,346 @@
+"""The demo: from nothing to a model that answers, on data that danlu makes itself.
+
+It does what a user would do by hand. It writes a tokenizer, data files and two recipes into a folder, trains the
+recipes one after the other, and asks the pretrained and the tuned model the same questions. Everything stays there to
+be read, edited and trained again; doing it again goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TextIO
+
+from danlu import __version__, recipe, run
+from danlu.data.synthesis import Question, conversations, every_question, pretraining_documents, questions
+from danlu.data.vocabulary import train_vocabulary
+from danlu.errors import ResourceError
+from danlu.rollout.generate import generate
+from danlu.rollout.opening import OpenModel, open_model, open_wording
+from danlu.rollout.request import SamplingOptions, find_model
+from danlu.train.durable import write_durably
+
+MARK = "demo.json"
+"""Written first; it tells a folder of the demo from any other."""
+
+LONGEST_ANSWER = 48  # tokens; the longest right one, a story apart, has about 20
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything. As it stands: some two minutes on two cores, and nearly every question answered right."""
+
+    documents: int = 10_000  # of about 107 tokens
+    conversations: int = 6_000  # of about 46 tokens
+    vocabulary: int = 768
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    sft_epochs: int = 2
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question, and what was answered before and after instruction tuning."""
+
+    question: Question
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Right answers, of questions of one kind."""
+
+    of: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the demo leaves and shows. After a signal (exit_code is not 0) there are no answers yet."""
+
+    place: Place
+    exit_code: int
+    shown: tuple[Answered, ...] = ()
+    asked: Tally = Tally(0, 0, 0)  # questions of the kind, and about the facts, that the conversations have
+    held_out: Tally = Tally(0, 0, 0)  # about facts that only the documents tell
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder, and what is where in it."""
+
+    folder: Path
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder / "tokenizer"
+
+    @property
+    def documents(self) -> Path:
+        return self.folder / "data" / "documents.jsonl"
+
+    @property
+    def conversations(self) -> Path:
+        return self.folder / "data" / "conversations.jsonl"
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    @property
+    def answers(self) -> Path:
+        return self.folder / "answers.json"
+
+    def recipe(self, stage: str) -> Path:
+        return self.folder / f"{stage}.yaml"
+
+    def run(self, stage: str) -> Path:
+        return self.folder / stage
+
+
+def demo(folder: Path, *, size: Size | None = None, say: Say, stream: TextIO | None = None) -> Result:
+    """Make everything that is not there yet, train what is not trained, and ask.
+
+    Args:
+        folder: where; made when missing.
+        size: for a folder that is not begun; one that is keeps the size it has.
+        say: takes the lines that tell what happens.
+        stream: where training shows its progress; stderr by default.
+
+    Raises ResourceError for a folder that holds other things or cannot be written, and what `run.train` raises, whose
+    recipes may have been edited since.
+    """
+    place = Place(folder)
+    size = _begin(place, size or Size())
+    say(f"1. Data, a tokenizer and two recipes, all in {folder}")
+    _write_missing(place, size)
+    for number, stage, what in (
+        (2, "pretrain", "Pretraining: a model from scratch reads the documents"),
+        (3, "sft", "Instruction tuning: the same model learns to answer from conversations"),
+    ):
+        say(f"{number}. {what} ({place.recipe(stage)})")
+        outcome = run.train(recipe.load(place.recipe(stage)), say=say, stream=stream)
+        if outcome.exit_code:
+            say(f"stopped after step {outcome.steps}, saved in {outcome.folder}; the same command goes on from there")
+            return Result(place, outcome.exit_code)
+        if outcome.already:
+            say(f"finished already, after step {outcome.steps}")
+    say("4. The same questions for the pretrained and the tuned model")
+    result = _compare(place)
+    write_durably(place.answers, _as_json(result).encode())
+    return result
+
+
+# -- the folder -------------------------------------------------------------------------------------------------------
+
+
+def _begin(place: Place, size: Size) -> Size:
+    """Marks the folder as the demo's, or finds it marked; the size it has then."""
+    mark = place.folder / MARK
+    try:
+        place.folder.mkdir(parents=True, exist_ok=True)
+        if mark.is_file():
+            return Size(**json.loads(mark.read_text(encoding="utf-8"))["size"])
+        strangers = sorted(entry.name for entry in place.folder.iterdir() if entry.name != f"{MARK}.tmp")
+        if strangers:
+            more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+            raise ResourceError(
+                f"{place.folder}: the folder holds other things ({', '.join(strangers[:5])}{more}). "
+                "Name an empty or new one with --output."
+            )
+        write_durably(mark, json.dumps({"danlu": __version__, "size": asdict(size)}, indent=2).encode())
+    except OSError as error:
+        raise ResourceError(
+            f"{place.folder}: cannot be written: {error.strerror}. Name another folder with --output."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ResourceError(
+            f"{mark}: not what the demo wrote ({error}). Name another folder with --output, or delete this one."
+        ) from error
+    return size
+
+
+def _write_missing(place: Place, size: Size) -> None:
+    """Whatever is there stays as it is: the user may have edited it."""
+    files: list[tuple[Path, Callable[[], str]]] = [
+        (place.documents, lambda: _lines({"text": text} for text in _documents(size.documents))),
+        (place.conversations, lambda: _lines(conversations(0, size.conversations))),
+        (place.recipe("pretrain"), lambda: _pretrain_recipe(place, size)),
+        (place.recipe("sft"), lambda: _sft_recipe(place, size)),
+    ]
+    try:
+        for path, content in files:
+            if not path.exists():
+                path.parent.mkdir(exist_ok=True)
+                write_durably(path, content().encode())
+    except OSError as error:
+        raise ResourceError(f"{path}: cannot be written: {error.strerror}. Free some space and try again.") from error
+    # The template is written last of the three files, so it says that the other two are there.
+    if not (place.tokenizer / "chat_template.jinja").exists():
+        train_vocabulary(_texts(size), size.vocabulary, place.tokenizer)
+
+
+def _lines(rows: Iterable[object]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _documents(count: int) -> Iterator[str]:
+    """Pages of three to five passages: attention costs less in one text of 100 tokens than in four of 25."""
+    passages = pretraining_documents(0, 5 * count)
+    for number in range(count):
+        yield "\n".join(islice(passages, random.Random(f"page {number}").choice((3, 4, 5))))
+
+
+def _texts(size: Size) -> Iterator[str]:
+    yield from _documents(min(size.documents, 2000))
+    for row in conversations(0, min(size.conversations, 2000)):
+        yield from (message["content"] for message in row["messages"])
+
+
+# -- the recipes ------------------------------------------------------------------------------------------------------
+
+
+def _pretrain_recipe(place: Place, size: Size) -> str:
+    return f"""\
+# Pretraining, as `danlu demo` does it: a small model reads about a small world.
+# Edit what you like. Paths are those of the folder that danlu is started in.
+#
+#   danlu train {place.recipe("pretrain")}    goes on where it stopped, or says that it is finished
+#   danlu explain KEY --recipe {place.recipe("pretrain")}    what a key means, and its value here
+
+stage: pretrain
+
+model:
+  config:                         # from scratch, as a Hugging Face config.json would say it
+    model_type: llama
+    hidden_size: {size.hidden_size}
+    intermediate_size: {3 * size.hidden_size}
+    num_hidden_layers: {size.layers}
+    num_attention_heads: {size.heads}
+    num_key_value_heads: {size.heads // 2}
+    max_position_embeddings: 512
+    tie_word_embeddings: true
+  tokenizer: {_quoted(place.tokenizer)}
+
+data:
+  train: {_quoted(place.documents)}
+  eval: 0.02                      # a share is set aside, to see how well it predicts what it has not read
+  max_length: 256                 # tokens of a sequence
+  packing: concatenate            # documents end to end; attention never crosses from one to the next
+  cache: {_quoted(place.cache)}
+
+optimizer: {{kind: adamw, learning_rate: 3e-3, weight_decay: 0.1}}    # a model this small likes a high rate
+schedule: {{kind: cosine, warmup: 0.05, floor: 0.1}}
+batch: {{tokens: 4096}}             # of one optimizer step
+epochs: 1
+
+precision: bf16
+evaluation: {{every: 50, samples: {{prompts: ["One day,"], max_new_tokens: {LONGEST_ANSWER}}}}}
+checkpoint: {{every: 50, keep: 2}}
+seed: 0
+output: {_quoted(place.run("pretrain"))}
+"""
+
+
+def _sft_recipe(place: Place, size: Size) -> str:
+    return f"""\
+# Instruction tuning, as `danlu demo` does it: the pretrained model learns to answer.
+# Edit what you like. Paths are those of the folder that danlu is started in.
+#
+#   danlu preview {place.recipe("sft")}       every token in colour: trained or only read, and why
+#   danlu train {place.recipe("sft")}         goes on where it stopped, or says that it is finished
+#   danlu train {place.recipe("sft")} output={place.folder / "again"} optimizer.learning_rate=3e-4
+
+stage: sft
+
+model: {_quoted(place.run("pretrain"))}  # the run before, or any folder in Hugging Face form
+
+data:
+  train: {_quoted(place.conversations)}
+  eval: 0.02                      # a share is set aside
+  max_length: 256
+  train_on: assistant             # the answers are trained, the questions only read
+  packing: true                   # conversations share a sequence without seeing each other
+  cache: {_quoted(place.cache)}
+
+optimizer: {{kind: adamw, learning_rate: 1e-3, weight_decay: 0.1}}
+schedule: {{kind: cosine, warmup: 0.05, floor: 0.1}}
+batch: {{sequences: 8}}             # packs of max_length in one optimizer step
+epochs: {size.sft_epochs}
+
+precision: bf16
+evaluation: {{every: 50, samples: {{prompts: ["What does the owl eat?"], max_new_tokens: {LONGEST_ANSWER}}}}}
+checkpoint: {{every: 50, keep: 2}}
+seed: 0
+output: {_quoted(place.run("sft"))}
+"""
+
+
+def _quoted(path: Path) -> str:
+    """A path as YAML reads it back, whatever characters it has."""
+    text = str(path)
+    plain = text.replace("/", "").replace(".", "").replace("-", "").replace("_", "")
+    if plain.isascii() and plain.isalnum() and plain[0].isalpha():
+        return text
+    return json.dumps(text.replace("${", "$${"), ensure_ascii=False)
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+
+
+def _compare(place: Place) -> Result:
+    asked = {"shown": questions(), "asked": every_question(held_out=False), "held_out": every_question(held_out=True)}
+    every = [question for group in asked.values() for question in group]
+    before, after = (_answers(place.run(stage), every) for stage in ("pretrain", "sft"))
+    answered = [Answered(*one) for one in zip(every, before, after, strict=True)]
+    first = len(asked["shown"])
+    second = first + len(asked["asked"])
+    return Result(
+        place, 0, tuple(answered[:first]), asked=_tally(answered[first:second]), held_out=_tally(answered[second:])
+    )
+
+
+def _answers(run_folder: Path, asked: list[Question]) -> list[str]:
+    """The likeliest answer to each question, by the tokenizer's chat template."""
+    opened = _open(run_folder)
+    prompts = [opened.wording.encode_chat(question.messages) for question in asked]
+    completions = generate(
+        opened.model,
+        prompts,
+        SamplingOptions(temperature=0.0),
+        LONGEST_ANSWER,
+        sorted(opened.stop_ids),
+        decode=opened.wording.decode,
+    )
+    return [completion.text.strip() for completion in completions]
+
+
+def _open(run_folder: Path) -> OpenModel:
+    folder = find_model(str(run_folder))
+    return open_model(folder, open_wording(folder))
+
+
+def _tally(answered: list[Answered]) -> Tally:
+    return Tally(
+        len(answered),
+        sum(one.before == one.question.answer for one in answered),
+        sum(one.after == one.question.answer for one in answered),
+    )
+
+
+def _as_json(result: Result) -> str:
+    shown = [
+        {**asdict(one.question), "before": one.before, "after": one.after, "right": one.after == one.question.answer}
+        for one in result.shown
+    ]
+    content = {"right": {"asked": asdict(result.asked), "held_out": asdict(result.held_out)}, "shown": shown}
+    return json.dumps(content, ensure_ascii=False, indent=2) + "\n"

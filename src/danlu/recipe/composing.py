@@ -1,0 +1,59 @@
+"""A recipe that a verb makes of its own arguments, with the user's `section.key=value` laid over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from danlu.errors import RecipeError
+from danlu.recipe import overrides as overriding
+from danlu.recipe.check import check
+from danlu.recipe.forms import full
+from danlu.recipe.sections import Recipe
+from danlu.recipe.tree import Node, Origin, Problem
+from danlu.recipe.words import nearest
+
+
+def compose(values: Mapping[str, Any], overrides: Sequence[str], *, verb: str, open_keys: Sequence[str]) -> Recipe:
+    """The recipe that `values` (as YAML would give them) and the overrides say.
+
+    Args:
+        verb: what made it, for messages.
+        open_keys: dotted keys that an override may set; the verb reads no others, so they are refused.
+
+    Raises RecipeError with one line for each problem. Rules between keys and files that are not there are left to the
+    verb, which knows what it needs.
+    """
+    tree = full(_node(values, Origin(verb)), Recipe)
+    problems = [
+        Problem("", _refused(key, verb, open_keys), Origin(f"override {text!r}", (1, index, 0)))
+        for index, text in enumerate(overrides)
+        if (key := text.partition("=")[0].strip()) not in open_keys
+    ]
+    allowed = [text for text in overrides if text.partition("=")[0].strip() in open_keys]
+    overriding.apply(tree, allowed, problems)
+    broken = {problem.key for problem in problems}
+    recipe, found = check(full(tree, Recipe))
+    problems += [problem for problem in found if problem.key not in broken]
+    if problems or recipe is None:
+        raise RecipeError([str(_line(problem, verb)) for problem in problems])
+    return recipe
+
+
+def _node(value: Any, origin: Origin) -> Node:
+    if isinstance(value, Mapping):
+        return Node({key: _node(one, origin) for key, one in value.items()}, origin)
+    if isinstance(value, list):
+        return Node([_node(one, origin) for one in value], origin)
+    return Node(value, origin)
+
+
+def _refused(key: str, verb: str, open_keys: Sequence[str]) -> str:
+    guess = nearest(key, list(open_keys))
+    hint = f" Did you mean {guess!r}?" if guess is not None else ""
+    return f"{verb} takes no {key!r}.{hint} It takes {', '.join(open_keys)}"
+
+
+def _line(problem: Problem, verb: str) -> str:
+    place = problem.origin.place if problem.origin is not None else verb
+    return f"{place} {problem.key}: {problem.message}" if problem.key else f"{place}: {problem.message}"

@@ -1,0 +1,266 @@
+"""A preview as one HTML page that needs nothing from outside: no script, no font, no image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from danlu import __version__
+from danlu.data.preview import Overview, ShownRow, ShownSample
+from danlu.errors import RecipeError, ResourceError
+from danlu.recipe.sections import Data, Recipe
+from danlu.report import preview_words as words
+from danlu.types import Pack
+
+MARK = "<!-- danlu preview -->"
+START = f"<!doctype html>\n{MARK}\n"
+
+
+def check_target(file: Path) -> None:
+    """Refuse to write over anything but an earlier preview.
+
+    Raises:
+        RecipeError: the file is something else, or its folder is missing.
+    """
+    if not file.parent.is_dir():
+        raise RecipeError(f"--html {file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise RecipeError(f"--html {file}: this is a folder; name a file in it")
+    try:
+        is_other = file.exists() and not file.read_bytes().startswith(START.encode())
+    except OSError as error:
+        raise ResourceError(f"--html {file}: cannot be read: {error.strerror}") from None
+    if is_other:
+        raise RecipeError(f"--html {file}: exists and is no danlu preview, so it stays as it is. Choose another name")
+
+
+def page(
+    name: str, recipe: Recipe, rows: Sequence[ShownRow], overview: Overview, most: int | None, refusal: str | None
+) -> str:
+    """The whole page.
+
+    Args:
+        name: of the recipe.
+        most: tokens shown of a sample; None for all.
+        refusal: why a run would not begin; None if it would.
+    """
+    return START + "\n".join(
+        [
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            # What the text of a row could smuggle past the escaping, the browser still would not load or run.
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            f"<title>danlu preview of {escape(name)}</title>",
+            f"<style>{STYLE}</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            f"<h1>Preview of {escape(name)}</h1>",
+            f"<p>{escape(_settings(recipe))}</p>",
+            *_refusal(refusal),
+            *_rows(rows, recipe.data, most),
+            *_packs(overview, recipe),
+            *_counts(overview, recipe),
+            "</main>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def _settings(recipe: Recipe) -> str:
+    data = recipe.data
+    said = [
+        f"stage {recipe.stage}",
+        f"tokenizer {recipe.model.tokenizer or recipe.model.path}",
+        f"max_length {words.count(data.max_length)}",
+        f"overlong {data.overlong}",
+        f"packing {data.packing.kind}",
+    ]
+    if recipe.stage == "sft":
+        said.append(f"train_on {data.train_on}")
+    return f"{' · '.join(said)} · danlu {__version__}"
+
+
+def _refusal(refusal: str | None) -> Iterator[str]:
+    if refusal is not None:
+        yield '<section class="refused"><h2>A run refuses this data</h2>'
+        yield f"<p>{_lines(refusal)}</p>"
+        yield "<p>The counts below are of all rows, as far as they can be read.</p></section>"
+
+
+def _rows(rows: Sequence[ShownRow], data: Data, most: int | None) -> Iterator[str]:
+    if not rows:
+        return
+    yield "<section><h2>Rows</h2>"
+    yield '<ul class="legend"><li><span class="run trained"><span>trained</span></span> carries loss</li>'
+    yield '<li><span class="run"><span>context</span></span> only read</li>'
+    for reason in words.reasons_in(rows):
+        tag = words.name(reason)
+        yield f'<li><b class="tag r-{tag}">{tag}</b> {escape(words.ABOUT[reason])}</li>'
+    for sign, meaning in words.SIGNS.items():
+        yield f"<li><code>{sign}</code> {escape(meaning)}</li>"
+    yield f"</ul><p>{words.FIRST_TOKEN[0].upper()}{words.FIRST_TOKEN[1:]}.</p>"
+    for row in rows:
+        yield f"<article><h3>{escape(words.title(row, data))}</h3>"
+        for remark in words.remarks(row, data):
+            yield f'<p class="remark">{_lines(remark)}</p>'
+        samples = words.samples_of(row, most)
+        for number, sample in enumerate(samples, 1):
+            yield f"<p>{words.measure_of(sample, number, len(row.samples))}</p>"
+            yield f'<div class="tokens">{"".join(_tokens(sample, most))}</div>'
+        if more := len(row.samples) - len(samples):
+            yield f"<p>… {words.many(more, 'sample')} of this row not shown</p>"
+        yield "</article>"
+    yield "</section>"
+
+
+def _tokens(sample: ShownSample, most: int | None) -> Iterator[str]:
+    for run in words.runs_of(sample, most):
+        if run.omitted:
+            yield f'<span class="omitted">… {words.tokens(run.omitted)} not shown</span>'
+        reason = words.name(run.reason)
+        trained = " trained" if run.weight else ""
+        shown = reason if run.weight in (0, 1) else f"{reason} x{run.weight:g}"
+        yield f'<span class="run r-{reason}{trained}"><b class="tag">{shown}{" · trained" if trained else ""}</b>'
+        for place in range(run.start, run.stop):
+            text = sample.texts[place]
+            about = f"{reason}, {run.state}, token {place} of the sample, id {sample.tokens[place]}"
+            special = ' class="special"' if sample.special[place] else ""
+            yield f'<span{special} title="{about}">{escape(words.visible(text))}</span>'
+            if "\n" in text:
+                yield "<br>"
+        yield "</span>"
+
+
+def _packs(overview: Overview, recipe: Recipe) -> Iterator[str]:
+    packed = overview.train.packed
+    if packed is None:
+        return
+    yield f"<section><h2>Packs</h2><p>{escape(words.packs_title(packed, recipe.data))}</p>"
+    if packed.first:
+        yield "<table><thead><tr><th>pack</th><th>filled</th><th>documents (tokens, row)</th></tr></thead><tbody>"
+        for number, pack in enumerate(packed.first):
+            yield f"<tr><th>{number}</th><td>{_bar(pack, recipe.data)}</td><td>{_documents(pack)}</td></tr>"
+        yield "</tbody></table>"
+    if (said := words.steps(recipe, overview)) is not None:
+        yield f"<p>{escape(said)}</p>"
+    yield "</section>"
+
+
+def _bar(pack: Pack, data: Data) -> str:
+    share = f"{pack.tokens / data.max_length:.1%}"
+    parts = "".join(
+        f'<i style="width:{len(sample.tokens) / data.max_length:.2%}" title="{escape(words.document(sample))}"></i>'
+        for sample in pack.samples
+    )
+    return f'<span class="pack" role="img" aria-label="{share} full">{parts}</span> {share}'
+
+
+def _documents(pack: Pack) -> str:
+    named = [escape(words.document(sample)) for sample in pack.samples[: words.MOST_DOCUMENTS]]
+    if more := len(pack.samples) - len(named):
+        rest = "".join(f"<li>{escape(words.document(sample))}</li>" for sample in pack.samples[-more:])
+        return f"{' · '.join(named)}<details><summary>{more} more</summary><ul>{rest}</ul></details>"
+    return " · ".join(named)
+
+
+def _counts(overview: Overview, recipe: Recipe) -> Iterator[str]:
+    if (warning := words.changed(overview)) is not None:
+        yield f'<p class="remark">{escape(warning)}</p>'
+    for heading, side in words.sides(overview, recipe.data):
+        yield f"<section><h2>{escape(heading[0].upper() + heading[1:])}</h2><table><tbody>"
+        if overview.eval is not None and side is overview.eval and side.packed is not None:
+            yield f"<tr><th>packs</th><td>{escape(words.packs_title(side.packed, recipe.data))}</td></tr>"
+        for fact in words.facts(side, recipe.data):
+            yield f"<tr><th>{escape(fact.label)}</th><td>{escape(fact.value)}{_below(fact)}</td></tr>"
+        yield "</tbody></table></section>"
+
+
+def _below(fact: words.Fact) -> str:
+    examples = "".join(f"<li>{_lines(example)}</li>" for example in fact.examples)
+    most = max((share for _, _, share in fact.bars), default=1.0)
+    bars = "".join(
+        f"<tr><th>{escape(name)}</th><td>{words.count(number)}</td><td>{share:.1%}</td>"
+        f'<td><span class="bar" style="width:{12 * share / most:.2f}em"></span></td></tr>'
+        for name, number, share in fact.bars
+    )
+    return (f"<ul>{examples}</ul>" if examples else "") + (
+        f'<table class="bars"><tbody>{bars}</tbody></table>' if bars else ""
+    )
+
+
+def _lines(text: str) -> str:
+    return "<br>".join(map(escape, text.splitlines()))
+
+
+_COLOURS = {  # on a light ground, on a dark one; each with a contrast of 4.5 or more
+    "template": ("#57606a", "#9198a1"),
+    "system": ("#a21caf", "#e879f9"),
+    "user": ("#0e7490", "#22d3ee"),
+    "assistant": ("#15803d", "#4ade80"),
+    "reasoning": ("#a16207", "#facc15"),
+    "tool": ("#1d4ed8", "#60a5fa"),
+    "terminator": ("#b91c1c", "#f87171"),
+    "bos": ("#be185d", "#f472b6"),
+    "eos": ("#b91c1c", "#f87171"),
+    "text": ("#15803d", "#4ade80"),
+    "prompt": ("#0e7490", "#22d3ee"),
+    "completion": ("#15803d", "#4ade80"),
+}
+
+
+def _rules(dark: bool) -> str:
+    return "\n".join(f".r-{name} {{ --c: {values[dark]} }}" for name, values in _COLOURS.items())
+
+
+STYLE = f"""
+:root {{
+  color-scheme: light dark;
+  --ground: #fff; --ink: #1f2328; --quiet: #57606a; --line: #d0d7de; --wrong: #cf222e; --c: #57606a;
+  --one: #15803d; --other: #0e7490;
+}}
+{_rules(dark=False)}
+@media (prefers-color-scheme: dark) {{
+:root {{
+  --ground: #0d1117; --ink: #e6edf3; --quiet: #9198a1; --line: #3d444d; --wrong: #f85149; --c: #9198a1;
+  --one: #4ade80; --other: #22d3ee;
+}}
+{_rules(dark=True)}
+}}
+body {{ margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }}
+main {{ max-width: 72rem; margin: auto; padding: 1rem }}
+h3 {{ margin: 1.5rem 0 0; font-family: ui-monospace, monospace }}
+article > p {{ margin: .3rem 0; color: var(--quiet) }}
+p.remark {{ color: var(--ink); border-left: 4px solid var(--quiet); padding-left: .6rem; overflow-wrap: anywhere }}
+.refused {{ border: 2px solid var(--wrong); border-radius: 6px; padding: 0 1rem }}
+.legend {{ display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: 0; list-style: none; color: var(--quiet) }}
+.tokens {{
+  font: 14px/2 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
+  border: 1px solid var(--line); border-radius: 6px; padding: .5rem;
+}}
+.omitted {{ display: block; color: var(--quiet) }}
+.run > span {{ box-shadow: inset -1px 0 0 var(--line); padding: .15em 0; unicode-bidi: isolate }}
+.run.trained > span {{
+  background: color-mix(in srgb, var(--c) 22%, transparent);
+  text-decoration: underline 2px var(--c); text-underline-offset: 3px;
+}}
+.run > .special {{ font-weight: 700 }}
+.tag {{
+  font: 700 10px/1 system-ui, sans-serif; color: var(--c); border: 1px solid var(--c); border-radius: 3px;
+  padding: 1px 3px; margin: 0 3px; vertical-align: 2px; user-select: none;
+}}
+table {{ border-collapse: collapse }}
+th {{ text-align: left; vertical-align: top; padding: .15rem 1rem .15rem 0; font-weight: 600; white-space: nowrap }}
+td {{ vertical-align: top; padding: .15rem 1rem .15rem 0; overflow-wrap: anywhere }}
+.bars td {{ text-align: right; font-variant-numeric: tabular-nums }}
+.bars td:last-child {{ text-align: left }}
+.bar {{ display: inline-block; height: .7em; background: var(--one) }}
+.pack {{ display: inline-flex; width: 14rem; height: .8em; border: 1px solid var(--line) }}
+.pack i {{ background: var(--one) }}
+.pack i:nth-child(even) {{ background: var(--other) }}
+"""

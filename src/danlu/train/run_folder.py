@@ -1,0 +1,128 @@
+"""The run folder: what belongs into it, whose it is, and where in it a run begins or goes on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from danlu.errors import CheckpointError, RecipeError, ResourceError
+from danlu.recipe import Change, Recipe, changes
+from danlu.recipe import load as load_recipe
+from danlu.train.checkpoint import CheckpointStore, read_state
+from danlu.train.lock import LOCK_FILE
+from danlu.train.manifest import MARK, CheckpointInfo, is_checkpoint_folder, list_checkpoints, step_folder_name
+from danlu.train.trackers import WANDB_ID_FILE
+
+RECIPE = "recipe.yaml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+MODEL_EMA = "model-ema"
+
+_OWN_FILES = re.compile(  # .tmp: a kill in write_durably; a dot: one in saving the model
+    rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)})(\.tmp)?|{re.escape(METRICS)}|tensorboard|{CHECKPOINTS}"
+    rf"|\.?({MODEL_EMA}|{MODEL})(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}|wandb|{re.escape(WANDB_ID_FILE)}"
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint a run goes on from, and what its recipe has that the run's had not (nothing that matters)."""
+
+    path: Path
+    changes: Sequence[Change]
+
+
+def starting_point(folder: Path, recipe: Recipe, resume: str, say: Callable[[str], None]) -> Start | None:
+    """The checkpoint to go on from, None to start afresh. Raises CheckpointError if the folder is not this run's."""
+    store = CheckpointStore(folder / CHECKPOINTS)
+    latest = store.latest()
+    if resume not in ("auto", "never"):
+        return _given_point(Path(resume).expanduser().resolve(), folder, recipe, latest)
+    for info in store.checkpoints():
+        if latest is None or info.step > latest.step:
+            say(f"{info.path.name} is half-written (the run was stopped while saving it) and is not used")
+    if latest is None:
+        return None
+    if resume == "never":
+        raise CheckpointError(
+            f"{folder}: holds a run (step {latest.step}). Choose another `output`, or leave out --resume never."
+        )
+    return Start(latest.path, _harmless_changes(folder / RECIPE, recipe))
+
+
+def _given_point(path: Path, folder: Path, recipe: Recipe, latest: CheckpointInfo | None) -> Start:
+    """A checkpoint named by the user: of this folder, or of another that this one, still empty, branches off."""
+    if not is_checkpoint_folder(path):
+        raise CheckpointError(
+            f"{path}: no checkpoint. --resume takes auto, never, or a folder such as "
+            f"{folder / CHECKPOINTS / step_folder_name(100)}."
+        )
+    run = path.parent.parent
+    start = Start(path, _harmless_changes(run / RECIPE, recipe))
+    if run == folder.resolve():
+        return start
+    if latest is not None:
+        raise CheckpointError(
+            f"{folder}: holds a run of its own (step {latest.step}), and {path} is of another. Choose a new `output`."
+        )
+    if (run / METRICS).is_file():
+        shutil.copyfile(run / METRICS, folder / METRICS)
+    return start
+
+
+def refuse_strangers(folder: Path) -> None:
+    """Raises ResourceError if a run would begin among things that are not a run's, or over a result."""
+    if not folder.is_dir() or list_checkpoints(folder / CHECKPOINTS):
+        return
+    names = sorted(entry.name for entry in folder.iterdir())
+    strangers = [name for name in names if not _OWN_FILES.fullmatch(name)]
+    if strangers:
+        more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+        raise ResourceError(
+            f"{folder}: the output folder holds other things ({', '.join(strangers[:5])}{more}). "
+            "Choose an empty or new `output`."
+        )
+    if MODEL in names:
+        raise ResourceError(
+            f"{folder}: the output folder holds a trained model but no checkpoint to go on from, and a new run would "
+            "replace it. Choose another `output`, or move the folder away."
+        )
+
+
+def _harmless_changes(written: Path, recipe: Recipe) -> list[Change]:
+    """What differs from the run's recipe without mattering to its result.
+
+    Raises CheckpointError if something differs that matters, or the run's recipe cannot be read.
+    """
+    run = written.parent
+    if not written.is_file():
+        raise CheckpointError(
+            f"{written}: missing; without it nobody can tell whether the checkpoints are this recipe's."
+        )
+    try:
+        found = changes(load_recipe(written).recipe, recipe)
+    except RecipeError as error:
+        lines = "\n  ".join(error.problems)
+        raise CheckpointError(f"{run}: the recipe of the run there does not hold any more:\n  {lines}") from error
+    different = [change for change in found if change.matters]
+    if not different:
+        return [change for change in found if change.key != "output"]
+    lines = "\n  ".join(str(change) for change in different)
+    advice = "To start anew, choose another `output`; to go on, undo the change."
+    if any(change.key in ("steps", "epochs") for change in different):
+        advice += f" To train a finished run further, start a new one from its result (model.path: {run / MODEL})."
+    raise CheckpointError(f"{run} holds a run of another recipe; what differs (there -> here):\n  {lines}\n{advice}")
+
+
+def finished(start: Path, recipe: Recipe, folder: Path) -> tuple[Path, ...]:
+    """The model folders of a run that has nothing left to do; none where training or the export is not through."""
+    wanted = (folder / MODEL,) if recipe.ema is None else (folder / MODEL, folder / MODEL_EMA)
+    if not read_state(start)["finished"]:
+        return ()
+    saved = (start / MARK).stat().st_mtime  # an export that is older is that of an earlier pass over these steps
+    return wanted if all(one.is_dir() and one.stat().st_mtime >= saved for one in wanted) else ()

@@ -1,0 +1,210 @@
+"""`danlu preview`: from a recipe to what is printed and written, and the exit codes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made.here import Here
+from made.tiny_world import World, danlu, write_rows
+
+from danlu.data.prepare import prepare
+from danlu.data.vocabulary import SMALLEST_SIZE, train_vocabulary
+from danlu.errors import DataError
+from danlu.recipe import load
+
+HELLO = {"messages": [{"role": "user", "content": "龘?"}, {"role": "assistant", "content": "ok <b>", "weight": 2}]}
+UNTRAINED = {"messages": [HELLO["messages"][0], {"role": "assistant", "content": "ok", "train": False}]}
+TWO_QUESTIONS = {"messages": [HELLO["messages"][0], HELLO["messages"][0]]}
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer without merges: each byte is a token, whatever the library's version."""
+    folder = tmp_path_factory.mktemp("letters")
+    train_vocabulary(["ab"], SMALLEST_SIZE, folder)
+    return folder
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("preview", "prepare", "stream"):
+        monkeypatch.setattr(f"danlu.data.{module}.Workers", Here)
+
+
+@pytest.fixture
+def recipe(tiny_world: World, letters: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A recipe over rows, tokenised byte by byte."""
+
+    def recipe(*rows: Any, **data: Any) -> Path:
+        path = write_rows(tmp_path / "rows.jsonl", rows)
+        model = {"tokenizer": str(letters)}
+        section = {"train": str(path), "cache": str(tmp_path / "cache"), "max_length": 128, **data}
+        return tiny_world.recipe(tmp_path / "run", model=model, data=section)
+
+    return recipe
+
+
+def test_everything_is_printed(recipe: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert danlu("preview", recipe(HELLO, HELLO), "--rows", 1, "--html", page) == 0
+    out = capsys.readouterr()
+    assert out.err == ""
+    assert "\x1b" not in out.out
+    lines = out.out.splitlines()
+    start = lines.index("rows.jsonl:1")
+    assert lines[start + 1 : start + 16] == [
+        "  31 tokens, 7 trained",
+        "    context     [template]    <|im_start|>│u│s│e│r│↵",
+        "    context     [user]        龘│‥│‥│?",
+        "    context     [template]    <|im_end|>│↵",
+        "    context     [template]    <|im_start|>│a│s│s│i│s│t│a│n│t│↵",
+        "    trained x2  [assistant]   o│k│␣│<│b│>",
+        "    trained x2  [terminator]  <|im_end|>",
+        "    context     [template]    ↵",
+        "",
+        "== 1 pack of 128 tokens (best-fit), 48.4% full: 2 samples, 62 tokens",
+        "  pack 0         ██████████▓▓▓▓▓▓▓▓▓░░░░░░░░░░░░░░░░░░░░░  48.4%  31 rows.jsonl:2 · 31 rows.jsonl:1",
+        "  4 packs a step: 1 step an epoch; this run has 12, 48 epochs",
+        "",
+        "== training rows",
+        "  rows           2",
+    ]
+    assert "rows.jsonl:2" not in lines
+    assert "  tokens         62, 14 trained (22.6%)" in lines
+    assert lines[-1] == f"written to {page}"
+    text = page.read_text(encoding="utf-8")
+    assert "<h3>rows.jsonl:1</h3>" in text and "62, 14 trained (22.6%)" in text and "Preview of " in text
+    assert "id " in text and "<b>" not in re.sub(r"<b class=.tag[^>]*>", "", text)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_data_that_trains_nothing_is_shown_and_then_refused(
+    recipe: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    path = recipe(UNTRAINED, UNTRAINED)
+    assert danlu("preview", path, "--html", page) == 3
+    out = capsys.readouterr()
+    assert "  dropped: no token would be trained. It would have been:" in out.out
+    assert "    context  [assistant]   o│k" in out.out
+    assert "== a run refuses this data" in out.out
+    assert "  dropped        2 rows: no token would be trained" in out.out
+    assert "rows.jsonl: none of 2 rows is left to train on (2 no token would be trained)" in out.err
+    assert "none of 2 rows is left to train on" in page.read_text(encoding="utf-8")
+    chosen = load(path).recipe
+    with pytest.raises(DataError) as said:  # what stops a run
+        prepare(
+            chosen.data, stage="sft", tokenizer_path=chosen.model.tokenizer or "", chat_template=None, seed=chosen.seed
+        )
+    assert out.err == f"error: {said.value}\n"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_answers_without_an_end_are_shown_and_then_refused(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe({"prompt": "2+2=", "completion": "4"}, append_eos=False)
+    assert danlu("preview", path) == 3
+    out = capsys.readouterr()
+    assert "    trained  [completion]  4" in out.out
+    assert "  without end    1 of 1 samples train an answer but not the token that ends it" in out.out
+    assert out.err.startswith("error: rows.jsonl:1: answers are trained, but not the token that ends them")
+    assert danlu("preview", path, "data.append_eos=true") == 0
+    assert "    trained  [eos]         <|im_end|>" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_bad_rows_are_all_counted_before_the_first_is_an_error(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(HELLO, TWO_QUESTIONS, "{broken")
+    assert danlu("preview", path, "--row", "rows.jsonl:2") == 3
+    out = capsys.readouterr()
+    assert "\nrows.jsonl:2\n  cannot be used: rows.jsonl:2 message 2: two user turns in a row" in out.out
+    assert '  its columns: {"messages": [{"role": "user", "content": "龘?"},' in out.out
+    assert "  bad rows       2 (data.on_bad_row is error: a run stops at the first)" in out.out
+    assert out.err.startswith("error: rows.jsonl:2 message 2: two user turns in a row")
+    assert "Set data.on_bad_row: skip" in out.err
+    assert danlu("preview", path, "data.on_bad_row=skip", "--rows", 0) == 0
+    assert "  bad rows       2 (skipped)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_plain_text_and_streams(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe({"text": "abc"}, {"text": "defghi"})
+    words = ["stage=pretrain", "data.packing=concatenate", "data.max_length=4", "batch.micro=auto"]
+    assert danlu("preview", path, *words, "--rows", 1) == 0
+    out = capsys.readouterr().out
+    assert (
+        "    context  [text]        a\n    trained  [text]        b│c\n    trained  [eos]         <|im_end|>\n" in out
+    )
+    assert "== 3 packs of 4 tokens (concatenate), 91.7% full: 2 documents, 11 tokens" in out
+    assert danlu("preview", path, *words, "data.streaming=true", "--rows", 0, "--packs", 0) == 0
+    out = capsys.readouterr().out
+    assert "== training rows: the first block of the stream\n  rows           2\n" in out
+    assert "4 packs a step, 12 steps in this run; these are the packs of the stream's first block" in out
+
+
+def test_wrong_arguments_are_told_at_once(
+    recipe: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = recipe(HELLO)
+    notes = tmp_path / "notes.html"
+    notes.write_text("mine")
+    monkeypatch.setattr("danlu.data.preview.Workers", None)  # so nothing can be rendered
+    assert danlu("preview", path, "--html", notes) == 2
+    assert "notes.html: exists and is no danlu preview" in capsys.readouterr().err
+    assert danlu("preview", path, "--row", "rows.jsonl:7") == 2
+    assert "error: --row rows.jsonl:7: there is no such row in " in capsys.readouterr().err
+    assert danlu("preview", path, "data.max_lenght=3") == 2
+    assert "max_length" in capsys.readouterr().err
+    assert danlu("preview", path, "--rows", -1) == 2
+    assert notes.read_text() == "mine"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_page_that_cannot_be_written_is_said(
+    recipe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("danlu.train.durable.write_durably", full)
+    page = tmp_path / "page.html"
+    assert danlu("preview", recipe(HELLO), "--rows", 0, "--html", page) == 6
+    assert capsys.readouterr().err == f"error: --html {page}: cannot be written: No space left on device\n"
+
+
+def test_a_tokenizer_without_a_chat_template_is_the_runs_own_error(
+    recipe: Any, letters: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bare = Path(shutil.copytree(letters, tmp_path / "bare"))
+    (bare / "chat_template.jinja").unlink()
+    assert danlu("preview", recipe(HELLO), f"model.tokenizer={bare}") == 3
+    out = capsys.readouterr()
+    assert out.out == "" and "this tokenizer has no chat template" in out.err
+
+
+def test_real_rows(shared_data: Path, tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("alpaca_en_demo", "alpaca_zh_demo", "glaive_toolcall_en_demo", "fastchat_dummy_conversation")
+    data = {
+        "train": [f"{shared_data}/instruct/{name}.json#20" for name in names],
+        "eval": 0.1,
+        "max_length": 512,
+        "overlong": "split",
+        "cache": str(tmp_path / "cache"),
+    }
+    model = {"tokenizer": str(shared_data / "tokenizers" / "minimind")}
+    assert danlu("preview", tiny_world.recipe(tmp_path / "run", model=model, data=data), "--rows", 1) == 0
+    out = capsys.readouterr().out
+    for said in (
+        "\nalpaca_zh_demo.json:2\n",
+        "识别│并│解释",
+        "[tool] ",
+        "    trained  [terminator]  <|im_end|>",
+        "== training rows, with those held out\n  rows           80\n",
+        "== evaluation rows",
+    ):
+        assert said in out
+    assert "cache holds other tokens" not in out

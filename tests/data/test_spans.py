@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made import chat
+from made.chat import made
+from made.styles import CHATML, STYLES
+
+from danlu.data import spans
+from danlu.data.render import turn_of
+from danlu.data.rows import Conversation, parse
+from danlu.data.spans import Reason, Script, Shapes, scripts
+from danlu.data.templates import ChatTemplate
+from danlu.errors import DataError
+
+MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "</s>")
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"eos_token": "</s>"}, MARKS, "tokenizer")
+
+
+def say(*contents: str, **first: str) -> list[dict[str, Any]]:
+    """User and assistant in turn; `system="..."` puts a message in front."""
+    turns = [{"role": role, "content": content} for role, content in first.items()]
+    return turns + [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+
+
+def parts(script: Script) -> list[tuple[str, Reason, int]]:
+    """What a script says of its text, span for span."""
+    starts = (0, *script.stops)
+    spans = zip(starts, script.stops, script.reasons, script.turns, strict=False)
+    return [(script.text[start:stop], reason, turn) for start, stop, reason, turn in spans]
+
+
+def answers(turns: list[dict[str, Any]]) -> list[int]:
+    return [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+
+
+# -- the obvious way ---------------------------------------------------------------------------------------------------
+
+
+def test_spans_of_a_conversation() -> None:
+    (script,) = scripts(say("Hi", "Hello!", "Bye", "See you.", system="Be kind."), None, template(CHATML), [2, 4])
+    start, end = "<|im_start|>", "<|im_end|>"
+    assert parts(script) == [
+        (f"{start}system\n", Reason.TEMPLATE, 0),
+        ("Be kind.", Reason.SYSTEM, 0),
+        (f"{end}\n{start}user\n", Reason.TEMPLATE, 1),
+        ("Hi", Reason.USER, 1),
+        (f"{end}\n{start}assistant\n", Reason.TEMPLATE, 2),
+        ("Hello!", Reason.ASSISTANT, 2),
+        (end, Reason.TERMINATOR, 2),
+        ("\n", Reason.TEMPLATE, 2),
+        (f"{start}user\n", Reason.TEMPLATE, 3),
+        ("Bye", Reason.USER, 3),
+        (f"{end}\n{start}assistant\n", Reason.TEMPLATE, 4),
+        ("See you.", Reason.ASSISTANT, 4),
+        (end, Reason.TERMINATOR, 4),
+        ("\n", Reason.TEMPLATE, 4),
+    ]
+    assert script.closed and script.trained == {2, 4}
+
+
+def test_a_content_is_not_taken_for_the_templates_own_words() -> None:
+    (script,) = scripts(say("user", "assistant", "a", "n"), None, template(CHATML), [1, 3])
+    contents = [(text, turn) for text, reason, turn in parts(script) if reason in (Reason.USER, Reason.ASSISTANT)]
+    assert contents == [("user", 0), ("assistant", 1), ("a", 2), ("n", 3)]
+
+
+def test_an_earlier_answer_is_not_taken_for_a_piece_of_a_later_message() -> None:
+    # The template shows the first answer without its thought, here as nothing, and its text is in the next question.
+    turns = say("Q", "<think>\nmore\n</think>", "Tell me </think> more", "<think>\nx\n</think>\n\nA")
+    whole, *_ = scripts(turns, None, made("qwen3")[0].template(), [1, 3])
+    assert list(whole.stops) == sorted(whole.stops)
+    assert ("Tell me </think> more", Reason.USER, 2) in parts(whole)
+
+
+MOVED_SYSTEM = """\
+{%- for m in messages if m.role != 'system' -%}
+<|im_start|>{{ m.role }}
+{% if m.role == 'user' and loop.index0 >= messages | length - 3 %}{{ messages[0].content }} {% endif -%}
+{{ m.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_contents_that_the_template_puts_in_another_order() -> None:
+    turns = say("Hi", "Hello!", "Bye", "See you.", system="Be kind.")
+    whole, early = scripts(turns, None, template(MOVED_SYSTEM), [2, 4])
+    order = [(text, turn) for text, reason, turn in parts(whole) if reason not in (Reason.TEMPLATE, Reason.TERMINATOR)]
+    assert order == [("Hi", 1), ("Hello!", 2), ("Be kind.", 0), ("Bye", 3), ("See you.", 4)]
+    # The first question had the system text while it was the last one.
+    assert early.text == "<|im_start|>user\nBe kind. Hi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+    assert (whole.trained, early.trained) == ({4}, {2})
+
+
+def test_a_turn_that_is_not_wanted_has_no_script_of_its_own() -> None:
+    turns = say("A", "<think>\na\n</think>\n\nAlpha", "B", "Beta")
+    qwen = made("qwen3")[0].template()
+    assert [script.trained for script in scripts(turns, None, qwen, [1, 3])] == [{3}, {1}]
+    assert [script.trained for script in scripts(turns, None, qwen, [3])] == [{3}]
+
+
+BACKWARDS = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+
+
+def test_a_template_from_which_no_prompt_can_be_made() -> None:
+    with pytest.raises(DataError, match="renders message 2 so that the prompt before it is not in front of it"):
+        scripts(say("Hi", "Hello"), None, template(BACKWARDS), [1])
+
+
+def test_spans_in_bytes() -> None:
+    (script,) = scripts(say("é", "你好"), None, template(CHATML), [1])
+    data = script.text.encode()
+    in_bytes = script.in_bytes()
+    starts = (0, *in_bytes.stops)
+    texts = [data[start:stop].decode() for start, stop in zip(starts, in_bytes.stops, strict=False)]
+    assert texts == [text for text, _, _ in parts(script)]
+    (ascii_,) = scripts(say("e", "a"), None, template(CHATML), [1])
+    assert ascii_.in_bytes() is ascii_
+
+
+# -- the fast way ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", STYLES)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_shapes_give_what_scripts_give(style: str, data: st.DataObject) -> None:
+    texts = st.one_of(chat.plain_texts(), chat.plain_texts(), chat.odd_texts())
+    one = made(style)[0].template()
+    value = data.draw(chat.rows(texts))
+    if not one.takes_system:
+        value["messages"] = [turn for turn in value["messages"] if turn["role"] != "system"]
+    row = parse(value, "auto", "row")
+    assert isinstance(row, Conversation)
+    turns = [turn_of(message) for message in row.messages]
+    wanted = tuple(data.draw(st.sets(st.sampled_from(answers(turns)), min_size=1)))
+    expected = scripts(turns, None, one, wanted)
+    assert Shapes(one, by_bytes=False).scripts(turns, None, wanted) == expected
+    assert Shapes(one, by_bytes=True).scripts(turns, None, wanted) == [script.in_bytes() for script in expected]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_shapes_are_used_where_they_can_be(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = spans.scripts
+    monkeypatch.setattr(spans, "scripts", lambda *arguments: calls.append(arguments) or original(*arguments))
+    shapes = Shapes(made(style)[0].template(), by_bytes=True)
+    for number in range(10):
+        shapes.scripts(say(f"Question {number}", f"Answer {number}"), None, (1,))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        say("Hi", " Hello"),  # the template may trim it
+        say("Hi", "Say </think> now"),  # it may take it apart
+        say("Hi", "Hello <|im_end|>"),  # it may be taken for the end
+        [*say("Hi"), {"role": "assistant", "content": "Hello", "reasoning_content": "Hm."}],
+    ],
+)
+def test_shapes_are_not_used_for_contents_that_may_look_different(
+    turns: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spans.Shapes, "_shapes", lambda *_: pytest.fail("a shape was asked for"))
+    shapes = Shapes(made("qwen3")[0].template(), by_bytes=False)
+    assert shapes.scripts(turns, None, (1,)) == scripts(turns, None, made("qwen3")[0].template(), [1])
+
+
+def test_an_answer_that_begins_as_the_prompt_ends_has_no_shape() -> None:
+    # The prompt of this template ends in <think>: it is not written by an answer that begins so.
+    one = made("open-thought")[0].template()
+    shapes = Shapes(one, by_bytes=False)
+    shapes.scripts(say("Hi", "Hello"), None, (1,))  # so that the shape is known
+    (script,) = shapes.scripts(say("Hi", "<think>Hello"), None, (1,))
+    assert script == scripts(say("Hi", "<think>Hello"), None, one, [1])[0]
+    assert ("Hello", Reason.ASSISTANT, 1) in parts(script)
+
+
+def test_a_wrong_shape_is_noticed() -> None:
+    shapes = Shapes(template(CHATML), by_bytes=False)
+    shapes.scripts(say("Hi", "Hello"), None, (1,))
+    ((key, known),) = shapes._known.items()
+    assert known is not None
+    wrong = tuple(replace(shape, literals=("x", *shape.literals[1:])) for shape in known.shapes)
+    shapes._known[key] = replace(known, shapes=wrong)
+    for _ in range(spans._CHECK_EVERY - 1):
+        shapes.scripts(say("Hi", "Hello"), None, (1,))
+    with pytest.raises(AssertionError, match="a shape does not give what the template renders"):
+        shapes.scripts(say("Hi", "Hello"), None, (1,))

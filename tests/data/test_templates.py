@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made import chat
+from made.chat import made
+from made.styles import CHATML, GEMMA, LLAMA3, MISTRAL, NO_TERMINATOR, PHI3, QWEN3, RAISES, STYLES, TERMINATORS
+
+from danlu.data.render import turn_of
+from danlu.data.rows import Conversation, parse
+from danlu.data.templates import ChatTemplate
+from danlu.errors import DataError
+
+MARKS = ("<|im_start|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<end_of_turn>", "</s>")
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def template(source: str, name: str = "tokenizer") -> ChatTemplate:
+    return ChatTemplate(source, SPECIALS, MARKS, name)
+
+
+# -- rendering ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", STYLES)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_texts_are_those_of_transformers(style: str, data: st.DataObject) -> None:
+    row = parse(data.draw(chat.rows(tools=style == "qwen3")), "auto", "row")
+    assert isinstance(row, Conversation)
+    turns = [turn_of(message) for message in row.messages]
+    tokenizer, oracle = made(style)
+    for prompt in (False, True):
+
+        def expected(prompt: bool = prompt) -> Any:
+            return oracle.apply_chat_template(turns, row.tools, tokenize=False, add_generation_prompt=prompt)
+
+        if style == "gemma" and turns[0]["role"] == "system":
+            with pytest.raises(DataError, match="System role not supported"):
+                tokenizer.apply_template(turns, row.tools, prompt)
+        else:
+            assert tokenizer.apply_template(turns, row.tools, prompt) == expected()
+
+
+LANGUAGE = {
+    "json": "{{ messages | tojson }}{{ {'b': '<é>', 'a': 1} | tojson(indent=2, sort_keys=true) }}",
+    "separators": "{{ [1, 2] | tojson(separators=(',', ':')) }}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "namespace of a dict": "{% set ns = namespace({'self': 1}, b=2) %}{{ ns.self + ns.b }}",
+    "white space": "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}\n",
+    "special tokens": "{{ bos_token }}{{ eos_token }}{{ unk_token }}",
+    "nothing given": "{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}",
+    "date": "{{ strftime_now('%Y-%m') }}",
+    "generation": "{% for m in messages %}{% generation %}\n{{ m.content }}\n{% endgeneration %}{% endfor %}",
+    "unknown names": "{{ enable_thinking is defined }}{{ something }}{{ dict(a=1).a }}",
+}
+
+
+@pytest.mark.parametrize("what", LANGUAGE)
+def test_the_language_is_that_of_transformers(what: str) -> None:
+    _, oracle = made("chatml")
+    expected = oracle.apply_chat_template(TURNS, chat_template=LANGUAGE[what], tokenize=False)
+    specials = oracle.special_tokens_map
+    assert ChatTemplate(LANGUAGE[what], specials, MARKS, "tokenizer").render(TURNS) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", "SecurityError: a namespace has no attribute _x"),
+        ("{% set ns = namespace(__x=1) %}", "SecurityError"),
+        ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
+        ("{{ messages[7].content }}", "UndefinedError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{% include 'other' %}", "TypeError"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out(source: str, problem: str) -> None:
+    with pytest.raises(DataError, match=rf"^the chat template refuses this conversation: {problem}"):
+        template(source).render(TURNS)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{% if %}", "line 1: Expected an expression, got 'end of statement block'"),
+        ("ok\n{% for m in messages %}", "line 2: Unexpected end of template.*'endfor'"),
+        ("{{ messages | nonsense }}", "line 1: No filter named 'nonsense'"),
+        ("{% generation %}", "line 1: .*endgeneration"),
+    ],
+)
+def test_a_template_that_does_not_compile(source: str, problem: str) -> None:
+    with pytest.raises(DataError, match=rf"^chat\.jinja: the chat template does not compile: {problem}.*model\.chat_"):
+        template(source, "chat.jinja")
+
+
+# -- what a template can express ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_terminators(style: str) -> None:
+    found = made(style)[0].template().terminators
+    end = TERMINATORS.get(style)
+    assert found == (("<|end|>", "</s>") if style == "phi3" else (end,) if end else ())
+
+
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + CHATML
+
+
+def test_terminators_of_a_template_that_needs_a_system_message() -> None:
+    assert template(NEEDS_SYSTEM).terminators == ("<|im_end|>",)
+
+
+def test_a_template_that_takes_nothing_says_so() -> None:
+    problem = r"^a/tokenizer: not even a question and its answer can be rendered: .*this template takes nothing"
+    with pytest.raises(DataError, match=problem):
+        _ = template(RAISES, "a/tokenizer").terminators
+
+
+@pytest.mark.parametrize(
+    ("source", "system", "tools", "calls"),
+    [
+        (CHATML, True, False, False),
+        (GEMMA, False, False, False),
+        (LLAMA3, True, False, False),
+        (MISTRAL, False, False, False),  # it shows one only while no answer follows the question
+        (NO_TERMINATOR, True, False, False),
+        (QWEN3, True, True, True),
+        ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", False, False, False),
+    ],
+)
+def test_what_it_has_a_place_for(source: str, system: bool, tools: bool, calls: bool) -> None:
+    one = template(source)
+    assert (one.takes_system, one.takes_tools, one.takes_calls) == (system, tools, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "closes"),
+    [("", True), ("<|im_end|>\n", True), (" \n", True), ("<|im_end|> x", False), ("<|im_start|>", False)],
+)
+def test_closing_text(text: str, closes: bool) -> None:
+    assert bool(template(CHATML).closing.fullmatch(text)) == closes
+
+
+def each(inner: str) -> str:
+    return f"{{% for message in messages %}}{inner}{{{{ message.content }}}}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("source", "transparent"),
+    [
+        *((source, True) for source in STYLES.values()),
+        (each("{% if messages | length > 2 %}{% endif %}"), True),
+        (each("{% if '<x>' in message.content %}{% endif %}"), True),
+        (each("{% if message.content.startswith('<x>') %}{% endif %}"), True),
+        (each("{{ message.content.split('</think>')[-1] }}"), True),
+        (each("{% if message.content is string %}{% endif %}"), True),
+        (each("{% if message.content | length > 9 %}{% endif %}"), False),
+        (each("{% if message.content.isdigit() %}{% endif %}"), False),
+        (each("{% if message.content is upper %}{% endif %}"), False),
+        (each("{{ message.content[0] }}"), False),
+        (each("{{ message.content[:5] }}"), False),
+        (each("{{ message.content | upper }}"), False),
+        (each("{{ message.content.split(' ') | join }}"), False),
+        (each("{{ message.content.split() | join }}"), False),
+        (each("{{ message.content.replace('\n', '') }}"), False),
+        (each("{{ strftime_now('%d %b') }}"), False),
+    ],
+)
+def test_templates_that_tell_contents_apart_by_more_than_constants_are_known(source: str, transparent: bool) -> None:
+    assert template(source).is_transparent is transparent
+
+
+def test_the_constants_it_looks_for() -> None:
+    equal, searched = template(
+        each("{% if message.content == 'go' and '<x>' in message.content %}{% endif %}")
+    ).looks_for
+    assert "go" in equal and "<x>" in searched and "<x>" not in equal
+
+
+# -- common beginnings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "length"),
+    [
+        ("", "", 0),
+        ("abc", "abc", 3),
+        ("abc", "abd", 2),
+        ("abc", "ab", 2),
+        ("a<|im_end|>", "a<|im_start|>", 1),  # <|im_ is common, but is part of either mark
+        ("a<|im_end|>b", "a<|im_end|>c", 11),
+        ("a</s>", "a<b", 1),
+        ("a<b", "a<c", 2),
+    ],
+)
+def test_common_cuts_no_mark(one: str, other: str, length: int) -> None:
+    assert template(PHI3).common(one, other) == template(PHI3).common(other, one) == length
+
+
+@given(st.lists(st.sampled_from(["a", "b", "<", *MARKS])), st.lists(st.sampled_from(["a", "b", "<", *MARKS])))
+def test_common_is_the_longest_that_cuts_no_mark(one: list[str], other: list[str]) -> None:
+    common = template(CHATML).common("".join(one), "".join(other))
+    # The slow way: piece by piece.
+    expected = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        expected += len(a)
+    assert common == expected

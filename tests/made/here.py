@@ -1,0 +1,27 @@
+"""Work that has processes of its own, done in this one: a process takes a second to load the tokenizer library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from danlu.data.workers import Job
+
+
+class Here:
+    """In the place of `danlu.data.workers.Workers`, for tests of what is done rather than of where."""
+
+    def __init__(self, job: Job[Any, Any], count: int) -> None:
+        self._job = job
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def map(self, tasks: Iterable[Any]) -> Iterator[Any]:
+        return map(self._job.start(), tasks)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,216 @@
+"""A whole world for `danlu train` on a temporary folder: tokenizer, data, recipe; runs in this process or a forked one.
+
+Nothing here waits for a machine: rows are tokenised once a test process into a cache that the runs share, and processes
+to be killed are forked from a server that has torch loaded already.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from danlu.data.synthesis import conversations, pretraining_documents
+from danlu.data.vocabulary import train_vocabulary
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """Where the tokenizer and the rows are, and recipes over them."""
+
+    folder: Path
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder / "tokenizer"
+
+    @property
+    def chat(self) -> Path:
+        return self.folder / "chat.jsonl"
+
+    @property
+    def text(self) -> Path:
+        return self.folder / "text.jsonl"
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    def values(self, output: Path, **changes: Any) -> dict[str, Any]:
+        """A recipe of 12 steps in 4 x 64 tokens, two micro-batches each, as YAML would give it.
+
+        A change is laid over the section of its name where both are mappings, and takes its place where not; None
+        leaves it out.
+        """
+        values: dict[str, Any] = {
+            "stage": "sft",
+            "model": {"tokenizer": str(self.tokenizer), "config": CONFIG},
+            "data": {"train": str(self.chat), "max_length": 64, "cache": str(self.cache), "workers": 1},
+            "batch": {"sequences": 4, "micro": 2},
+            "optimizer": {"kind": "adamw", "learning_rate": 1e-2},
+            "schedule": {"kind": "cosine", "warmup": 2},
+            "steps": 12,
+            "precision": "fp32",
+            "threads": 1,
+            "checkpoint": {"every": 4},
+            "log": {"tensorboard": False},
+            "output": str(output),
+        }
+        for name, change in changes.items():
+            both = isinstance(change, Mapping) and isinstance(values.get(name), Mapping)
+            values[name] = {**values[name], **change} if both else change
+        return {name: value for name, value in values.items() if value is not None}
+
+    def recipe(self, output: Path, file: Path | None = None, **changes: Any) -> Path:
+        """The file of that recipe, beside `output` when no place is given."""
+        file = file or output.with_name(f"{output.name}.yaml")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump(self.values(output, **changes), allow_unicode=True), encoding="utf-8")
+        return file
+
+
+@functools.cache
+def tiny_world() -> World:
+    """One for this test process; its folder goes when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="danlu-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    world = World(folder)
+    documents = list(pretraining_documents(0, 400))
+    train_vocabulary(documents, 400, world.tokenizer)
+    write_rows(world.text, [{"text": text} for text in documents[:100]])
+    write_rows(world.chat, list(conversations(0, 100)))
+    return world
+
+
+def write_rows(file: Path, rows: Sequence[object]) -> Path:
+    """JSON lines; a string is written as it is, so that a line can be broken."""
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return file
+
+
+class InThisProcess:
+    """Stands in for the tokenising processes: loading a tokenizer once is enough for all the rows of these tests."""
+
+    def __init__(self, job: Any, count: int) -> None:
+        self._job = job
+
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+    def map(self, tasks: Iterable[Any]) -> Iterator[Any]:
+        work = self._job.start()
+        return (work(task) for task in tasks)
+
+    def close(self) -> None:
+        return None
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def danlu(*arguments: object) -> int:
+    """One command line in this process; its exit code. What it prints is for pytest's capture."""
+    from danlu.cli.main import main
+
+    return main([str(argument) for argument in arguments])
+
+
+@functools.cache
+def _server() -> Any:
+    """Forks processes that have everything imported; itself it never runs a backward, after which torch cannot fork."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["danlu.run", "danlu.cli.train", "made.tiny_world", "tensorboard.summary.writer"])
+    return context
+
+
+def start(arguments: Sequence[object], output: Path, before: Callable[[], None] | None = None) -> BaseProcess:
+    """`danlu ARGUMENTS` in a forked process that writes to `output`; `before` (picklable) runs in it first."""
+    child = _server().Process(target=_child, args=([str(argument) for argument in arguments], output, before))
+    child.start()
+    return child
+
+
+def _child(arguments: list[str], output: Path, before: Callable[[], None] | None) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if before is not None:
+        before()
+    from danlu.cli.main import main
+
+    sys.exit(main(arguments))
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+def last_state(run: Path) -> tuple[Path, dict[str, str], dict[str, Any]]:
+    """The newest checkpoint of a run: where, the hash of every tensor by `group.name`, and the rest of its state."""
+    from danlu.train.manifest import list_checkpoints, read_manifest
+
+    path = [info.path for info in list_checkpoints(run / "checkpoints") if info.complete][-1]
+    manifest = read_manifest(path)
+    hashes = {
+        f"{group}.{name}": entry.sha256
+        for group in manifest.groups
+        for name, (_, entry) in manifest.tensors(group).items()
+    }
+    return path, hashes, json.loads((path / "state.json").read_text())
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the machine and the moment; "nan" stays a string, which equals itself."""
+    from danlu.train.metrics import deterministic
+
+    return [deterministic(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    """Lines of events, of all or of those named."""
+    return [line for line in metrics(run) if "event" in line and (not names or line["event"] in names)]
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What two finished runs do not have bit for bit in common: tensors, state, metrics, exported files."""
+    (_, ours, our_state), (_, theirs, their_state) = last_state(one), last_state(other)
+    found = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    found += [
+        f"state.{name}" for name in our_state.keys() | their_state if our_state.get(name) != their_state.get(name)
+    ]
+    found += ["metrics.jsonl"] if metrics(one) != metrics(other) else []
+    for name in ("model", "model-ema"):
+        files = {file.name for run in (one, other) for file in (run / name).glob("*")}
+        found += [
+            f"{name}/{file}"
+            for file in sorted(files)
+            if not all((run / name / file).is_file() for run in (one, other))
+            or (one / name / file).read_bytes() != (other / name / file).read_bytes()
+        ]
+    return found

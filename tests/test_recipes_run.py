@@ -1,0 +1,91 @@
+"""Each recipe that comes with danlu trains as it is, but for its size; transformers reads what it leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from made.tiny_world import CONFIG, World, danlu
+
+from danlu.data.synthesis import conversations, pretraining_documents
+from danlu.data.tokenizer import load_tokenizer
+from danlu.models.attend import PackedAttention
+from danlu.models.initialize import initialize
+from danlu.models.loading import build, load
+from danlu.models.presets import from_scratch
+from danlu.models.saving import save
+from danlu.recipe import library
+from danlu.recipe.sections import Model
+from danlu.rollout.opening import open_wording
+
+PROMPT = "The fox lives in"
+SIZE = ["steps=4", "data.max_length=64", "data.cache=cache", "checkpoint.every=2"]
+
+
+@pytest.fixture
+def here(tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenising_here: None) -> Path:
+    """The working directory, with every file that the recipes name."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_world.tokenizer, tmp_path / "tokenizer")
+    for name in ("corpus.txt", "new-domain.txt", "general.txt", "held-out.txt"):
+        documents = pretraining_documents(len(name), 120)
+        (tmp_path / name).write_text("\n<|endoftext|>\n".join(documents), encoding="utf-8")
+    (tmp_path / "instructions.json").write_text(json.dumps(list(conversations(0, 120))), encoding="utf-8")
+    tokenizer = load_tokenizer("tokenizer")
+    model = build(from_scratch(Model(config=CONFIG, tokenizer="tokenizer"), tokenizer.size, None, tokenizer.eos_id))
+    initialize(model, seed=0)
+    save(model, tmp_path / "base-model", tokenizer_from=tmp_path / "tokenizer")
+    return tmp_path
+
+
+def logits(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of danlu and of transformers, [T, V] in float32."""
+    from transformers import AutoModelForCausalLM
+
+    ours = load(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor(tokens)
+    with torch.no_grad():
+        hidden = ours(ids, torch.arange(len(tokens)), PackedAttention((0, len(tokens))))
+        return ours.logits(hidden), theirs(ids[None]).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("pretrain", ["batch.tokens=256", "evaluation.every=2", "evaluation.samples.max_new_tokens=8"]),
+        ("sft", ["batch.sequences=2", "evaluation.every=2"]),
+        ("continue", ["batch.tokens=256", "evaluation.every=2"]),
+    ],
+)
+def test_a_shipped_recipe_trains(
+    name: str, overrides: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    recipe = library.folder() / f"{name}.yaml"
+    assert danlu("train", recipe, *SIZE, *overrides) == 0
+    run = here / "runs" / name
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    capsys.readouterr()
+    assert danlu("generate", run, "--prompt", PROMPT, "--max-new-tokens", 8, "--temperature", 0) == 0
+    assert capsys.readouterr().out.strip()
+
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    tokens = tokenizer(PROMPT)["input_ids"]
+    assert tokens == open_wording(run / "model").encode_prompt(PROMPT)
+    assert tokenizer.decode(tokens) == PROMPT
+    ours, theirs = logits(run / "model", tokens)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        torch.testing.assert_close(ours[:-1], theirs[1:], atol=1e-4, rtol=1e-4)
+
+
+def test_every_shipped_recipe_is_tried() -> None:
+    tried = {case[0] for mark in test_a_shipped_recipe_trains.pytestmark for case in mark.args[1]}
+    assert tried == set(library.shipped())

@@ -1,0 +1,381 @@
+"""Interrupted and resumed equals uninterrupted, bit for bit: weights, optimizer, metrics, order of the data, export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made.tiny_world import World, danlu, differences, events, last_state, metrics, write_rows
+
+from danlu import run
+from danlu.data.synthesis import conversations
+from danlu.numerics.loss_scaling import LossScaler
+from danlu.train import loop
+
+pytestmark = pytest.mark.usefixtures("tokenising_here")
+
+
+class Killed(BaseException):
+    """What a kill is to the process it ends: nothing below catches it, and nothing more is saved."""
+
+
+Hook = Callable[[int], None]
+
+
+@pytest.fixture
+def in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Hook], None]:
+    """Calls a hook in the middle of a step, before its gradients are used; once."""
+
+    def install(step: int, hook: Hook) -> None:
+        real = loop.accumulate
+
+        def accumulate(*arguments: Any, **options: Any) -> Any:
+            if options["step"] == step:
+                monkeypatch.setattr(loop, "accumulate", real)
+                hook(step)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(loop, "accumulate", accumulate)
+
+    return install
+
+
+def kill(step: int) -> None:
+    raise Killed
+
+
+def send(number: signal.Signals) -> Hook:
+    return lambda step: signal.raise_signal(number)
+
+
+EVALUATED = {"data": {"eval": 10}, "evaluation": {"every": 3}}
+PATIENCE = {"every": 3, "early_stop": {"patience": 3, "min_delta": 99.0}}  # the first evaluation stays the best
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulation": {},
+    "everything beside the weights": {
+        **EVALUATED,
+        "ema": 0.9,
+        "precision": "bf16",
+        "checkpoint": {"every": 4, "keep": 1, "keep_best": True},
+    },
+    "fp16 loss scaling": {"precision": "fp16", "gradient_clipping": None},
+    "early stop": {**EVALUATED, "steps": 30, "evaluation": PATIENCE},
+    "skipped updates": {
+        "watch": {"policy": "skip", "gradient_norm": 1.1, "loss_spike": 0.5, "window": 6},
+        "optimizer": {"kind": "lion", "learning_rate": 1e-3},
+    },
+    "going back after spikes": {  # from step 10 to 5, where the interrupted run has a checkpoint of 6 too
+        "watch": {"policy": "rewind", "gradient_norm": 1.2, "rewinds": 9},
+        "checkpoint": {"every": 5},
+    },
+    "documents cut by packs": {
+        "stage": "pretrain",
+        "data": {"packing": "concatenate"},
+        "optimizer": {"kind": "muon", "learning_rate": 1e-2},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interrupted_and_resumed_equals_uninterrupted(
+    tiny_world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_step: Callable[[int, Hook], None],
+    case: str,
+) -> None:
+    changes = dict(CASES[case])
+    # Overflows in the first steps, and growth before and after each interruption.
+    monkeypatch.setattr(run, "_scaler", lambda tokens: LossScaler(initial=2.0**16, growth_interval=2))
+    if changes.get("stage") == "pretrain":
+        changes["data"] = {**changes["data"], "train": str(tiny_world.text)}
+    assert danlu("train", tiny_world.recipe(tmp_path / "whole", **changes)) == 0
+
+    recipe = tiny_world.recipe(tmp_path / "parts", **changes)
+    in_step(6, send(signal.SIGTERM))  # 6 is evaluated, where anything is
+    assert danlu("train", recipe) == 143
+    assert last_state(tmp_path / "parts")[0].name == "step-00000006"
+    in_step(8, kill)
+    with pytest.raises(Killed):
+        danlu("train", recipe)
+    assert last_state(tmp_path / "parts")[0].name == "step-00000006"
+    assert danlu("train", recipe) == 0
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+    if "watch" in changes:
+        assert 1 < len(events(tmp_path / "whole", "spike")) < 11
+    if case == "going back after spikes":
+        assert events(tmp_path / "parts", "rewind")[0]["back_to"] == 5
+    if changes.get("precision") == "fp16":
+        assert {event["event"] for event in events(tmp_path / "whole")} == {"overflow", "loss_scale"}
+    if case == "early stop":
+        assert last_state(tmp_path / "whole")[0].name == "step-00000012"
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 2.0)])
+def test_a_stream_is_resumed_where_it_was(
+    tiny_world: World,
+    tmp_path: Path,
+    in_step: Callable[[int, Hook], None],
+    capsys: pytest.CaptureFixture[str],
+    weights: tuple[float, float] | None,
+) -> None:
+    rows = tmp_path / "more.jsonl"
+    write_rows(rows, list(conversations(1, 30)))
+    sources = [{"path": str(path)} for path in (tiny_world.chat, rows)]
+    if weights is not None:
+        sources = [{**source, "weight": weight} for source, weight in zip(sources, weights, strict=True)]  # type: ignore[dict-item]
+    changes = {"data": {"train": sources, "streaming": True, "shuffle_buffer": 25}}
+    assert danlu("train", tiny_world.recipe(tmp_path / "whole", **changes)) == 0
+    recipe = tiny_world.recipe(tmp_path / "parts", **changes)
+    in_step(5, send(signal.SIGINT))
+    assert danlu("train", recipe) == 130
+    in_step(10, kill)
+    with pytest.raises(Killed):
+        danlu("train", recipe)
+    assert last_state(tmp_path / "parts")[0].name == "step-00000008"
+    assert danlu("train", recipe) == 0
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+    said = capsys.readouterr().err
+    assert "data, as far as it was read: " in said
+    assert " rows are longer than data.max_length: " in said
+
+
+def test_another_seed_is_seen_everywhere(tiny_world: World, tmp_path: Path) -> None:
+    for name, seed in (("one", 0), ("other", 1)):
+        assert danlu("train", tiny_world.recipe(tmp_path / name, seed=seed, steps=2, ema=0.9)) == 0
+    found = differences(tmp_path / "one", tmp_path / "other")
+    for name in ("model.norm.weight", "optimizer.exp_avg.norm.weight", "ema.norm.weight", "state.feed"):
+        assert name in found
+    assert {"metrics.jsonl", "model/model.safetensors", "model-ema/model.safetensors"} <= set(found)
+    assert "model/config.json" not in found
+    assert metrics(tmp_path / "one") != metrics(tmp_path / "other")
+
+
+# -- which run goes on, and which does not ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(tiny_world: World, tmp_path: Path, in_step: Callable[[int, Hook], None]) -> Path:
+    """A run folder stopped after step 6 of 12, with a checkpoint of step 4 too."""
+    in_step(6, send(signal.SIGINT))
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", data={"eval": 10})) == 130
+    return tmp_path / "run"
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(entry.name for entry in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "listed"),
+    [
+        ({"optimizer": {"learning_rate": 2e-2}}, ["optimizer.learning_rate: 0.01 -> 0.02"]),
+        ({"seed": 1, "data": {"eval": 12}}, ["data.eval: 10 -> 12", "seed: 0 -> 1"]),
+        ({"steps": 24}, ["steps: 12 -> 24"]),
+    ],
+)
+def test_a_change_that_matters_is_refused(
+    tiny_world: World,
+    stopped: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    listed: list[str],
+) -> None:
+    before = checkpoints(stopped)
+    assert danlu("train", tiny_world.recipe(stopped, **{"data": {"eval": 10}, **changes})) == 5
+    said = capsys.readouterr().err
+    assert f"error: {stopped} holds a run of another recipe; what differs (there -> here):\n" in said
+    assert said.split("here):\n")[1].split("To start anew")[0] == "".join(f"  {line}\n" for line in listed)
+    assert "To start anew, choose another `output`; to go on, undo the change." in said
+    assert (f"start a new one from its result (model.path: {stopped}/model)" in said) == ("steps" in changes)
+    assert checkpoints(stopped) == before
+
+
+def test_changes_that_do_not_matter_are_said_and_allowed(
+    tiny_world: World, stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = stopped.rename(stopped.with_name("moved"))
+    changes = {
+        "data": {"eval": 10, "workers": 2},
+        "log": {"every": 3, "tensorboard": True},
+        "checkpoint": {"every": 3, "keep": 1},
+        "batch": {"micro": 4},
+    }
+    assert danlu("train", tiny_world.recipe(moved, **changes)) == 0
+    said = capsys.readouterr().err
+    assert f"resuming {moved} from step-00000006" in said
+    for change in ("log.every: 1 -> 3", "checkpoint.keep: 2 -> 1", "batch.micro: 2 -> 4"):
+        assert f"changed since then: {change}\n" in said
+    assert "output:" not in said
+    assert "(micro-batches of 4)" in said
+    assert checkpoints(moved) == ["step-00000012"]
+    assert [line["step"] for line in metrics(moved) if "loss" in line] == [1, 2, 3, 4, 5, 6, 9, 12]
+
+
+def test_the_size_of_micro_batches_is_kept_when_it_was_found(
+    tiny_world: World,
+    tmp_path: Path,
+    in_step: Callable[[int, Hook], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = tiny_world.recipe(tmp_path / "run", batch={"micro": "auto"})
+    monkeypatch.setattr(run, "MOST_CPU_TOKENS", 128)
+    in_step(3, send(signal.SIGINT))
+    assert danlu("train", recipe) == 130
+    assert last_state(tmp_path / "run")[2]["micro"] == 2
+    monkeypatch.setattr(run, "MOST_CPU_TOKENS", 256)  # as if more memory were free now
+    assert danlu("train", recipe) == 0
+    assert last_state(tmp_path / "run")[2]["micro"] == 2
+    assert danlu("train", tiny_world.recipe(tmp_path / "new", batch={"micro": "auto"})) == 0
+    assert last_state(tmp_path / "new")[2]["micro"] == 4
+
+
+def test_never_does_not_touch_a_run(tiny_world: World, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny_world.recipe(stopped, data={"eval": 10})
+    assert danlu("train", recipe, "--resume", "never") == 5
+    assert f"{stopped}: holds a run (step 6). Choose another `output`, or leave out" in capsys.readouterr().err
+    fresh = tiny_world.recipe(stopped.with_name("fresh"), data={"eval": 10})
+    assert danlu("train", fresh, "--resume", "never") == 0
+
+
+def test_an_earlier_checkpoint_can_be_gone_back_to(
+    tiny_world: World, stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"data": {"eval": 10}}
+    recipe = tiny_world.recipe(stopped, **changes)
+    assert danlu("train", recipe, "--resume", stopped / "checkpoints" / "step-00000004") == 0
+    said = capsys.readouterr().err
+    assert f"resuming {stopped} from step-00000004" in said
+    assert "deleted step-00000006: checkpoints after step-00000004" in said
+    whole = stopped.with_name("whole")
+    assert danlu("train", tiny_world.recipe(whole, **changes)) == 0
+    assert differences(whole, stopped) == []
+
+
+def test_a_run_can_branch_off_into_a_new_folder(
+    tiny_world: World, stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    branch = stopped.with_name("branch")
+    recipe = tiny_world.recipe(branch, data={"eval": 10})
+    earlier = stopped / "checkpoints" / "step-00000006"
+    assert danlu("train", recipe, "--resume", earlier) == 0
+    assert checkpoints(stopped) == ["step-00000004", "step-00000006"]
+    assert danlu("train", tiny_world.recipe(stopped, data={"eval": 10})) == 0
+    assert differences(branch, stopped) == []
+    capsys.readouterr()
+    earlier = stopped / "checkpoints" / "step-00000012"
+    assert danlu("train", recipe, "--resume", earlier) == 5
+    said = capsys.readouterr().err
+    assert f"{branch}: holds a run of its own (step 12), and {earlier} is of another. Choose a new `output`." in said
+
+
+def test_a_machine_that_may_round_otherwise_is_said(
+    tiny_world: World, stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = stopped / "environment.json"
+    environment = json.loads(file.read_text())
+    environment["packages"]["torch"] = "1.0"
+    file.write_text(json.dumps(environment))
+    assert danlu("train", tiny_world.recipe(stopped, data={"eval": 10})) == 0
+    said = capsys.readouterr().err
+    assert "the last bits of numbers may differ from an uninterrupted run: packages.torch: '1.0' before, '" in said
+
+
+@pytest.mark.parametrize("name", ["step-00000005", "recipe.yaml", "."])
+def test_a_checkpoint_that_is_none(
+    tiny_world: World, stopped: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    given = stopped / "checkpoints" / name
+    assert danlu("train", tiny_world.recipe(stopped, data={"eval": 10}), "--resume", given) == 5
+    said = capsys.readouterr().err
+    assert f"{given}: no checkpoint. --resume takes auto, never, or a folder such as" in said.replace("/.:", "/.:")
+    assert f"{stopped}/checkpoints/step-00000100." in said
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_world.recipe(tmp_path / "run", steps=2)
+    assert danlu("train", recipe) == 0
+    weights = tmp_path / "run" / "model" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    capsys.readouterr()
+    monkeypatch.setattr(run, "prepare", lambda *arguments, **options: pytest.fail("the data was read again"))
+    assert danlu("train", recipe) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"was finished already, after step 2: {tmp_path}/run\n")
+    assert f"danlu chat {tmp_path}/run/model" in said
+    assert weights.stat().st_mtime_ns == written
+    assert danlu("train", recipe, "steps=4") == 5  # and does not grow
+    assert "steps: 2 -> 4" in capsys.readouterr().err
+
+
+def test_the_resolved_recipe_trains_the_same_again(tiny_world: World, tmp_path: Path) -> None:
+    changes = {"data": {"eval": 0.1}, "batch": {"micro": "auto"}, "ema": 0.9, "steps": None, "epochs": 0.2}
+    assert danlu("train", tiny_world.recipe(tmp_path / "one", **changes)) == 0
+    again = tmp_path / "one" / "recipe.yaml"
+    assert danlu("train", again, f"output={tmp_path / 'again'}") == 0
+    assert differences(tmp_path / "one", tmp_path / "again") == []
+
+
+# -- folders that are not this run's ----------------------------------------------------------------------------------
+
+
+def test_an_output_folder_with_other_things_is_refused_and_left_alone(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    for name in ("photo.jpg", "thesis.tex", "a", "b", "c", "d"):
+        (output / name).write_text("mine")
+    assert danlu("train", tiny_world.recipe(output)) == 6
+    said = capsys.readouterr().err
+    assert f"{output}: the output folder holds other things (a, b, c, d, photo.jpg and 1 more)." in said
+    assert "Choose an empty or new `output`." in said
+    assert len(list(output.iterdir())) == 6
+
+
+def test_a_model_without_checkpoints_is_not_replaced(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_world.recipe(tmp_path / "run", steps=2)
+    assert danlu("train", recipe) == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert danlu("train", recipe) == 6
+    assert "holds a trained model but no checkpoint to go on from" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_a_kill_leaves_before_the_first_checkpoint_is_no_stranger(tiny_world: World, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    (output / "checkpoints" / ".step-00000004.99999999.tmp").mkdir(parents=True)
+    for name in ("recipe.yaml.tmp", "environment.json.tmp", ".lock"):
+        (output / name).write_text("half")
+    (output / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"st')
+    assert danlu("train", tiny_world.recipe(output, steps=2)) == 0
+    assert [line["step"] for line in metrics(output)] == [1, 2]
+    assert checkpoints(output) == ["step-00000002"]
+
+
+def test_the_data_may_not_change_behind_the_recipe(
+    tiny_world: World, tmp_path: Path, in_step: Callable[[int, Hook], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", list(conversations(1, 40)))
+    recipe = tiny_world.recipe(tmp_path / "run", data={"train": str(rows)})
+    in_step(3, send(signal.SIGINT))
+    assert danlu("train", recipe) == 130
+    write_rows(rows, list(conversations(2, 40)))
+    assert danlu("train", recipe) == 5
+    assert "the training data is not what the checkpoint was made with" in capsys.readouterr().err
+    rows.unlink()
+    assert danlu("train", recipe, f"data.train={tiny_world.chat}") == 5
+    said = capsys.readouterr().err
+    assert "the recipe of the run there does not hold any more:" in said
+    assert f"no file or folder '{rows}'" in said
