@@ -4,15 +4,20 @@
     python benchmarks/decode.py --model FOLDER --rounds 7
 
 Prints one JSON object a case: new tokens per second of both (medians over rounds that take turns), their ratio, and how
-many greedy tokens agree. `batch 1` is one prompt of 64 tokens; `ragged 16` is 16 prompts whose answers end at different
-lengths, the workload of reinforcement learning: both engines are told where each answer ends, by a stop token.
+many greedy tokens agree. `batch 1` is one prompt of 64 tokens; `batch 16` is 16 of them, all answered at full length;
+`ragged 16` is 16 whose answers end at different lengths, the workload of reinforcement learning: both engines are told
+where each answer ends, by a stop token. `launch` is the time from starting `danlu generate`, or a script of five lines
+with transformers, to the first piece of text.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from danlu.data.vocabulary import train_vocabulary
 from danlu.models.loading import load
 from danlu.rollout.generate import generate
 from danlu.rollout.request import SamplingOptions
@@ -31,8 +37,18 @@ SIZES = {
 }
 
 
+LAUNCH = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+model.generate(**inputs, do_sample=False, max_new_tokens=64, streamer=TextStreamer(tokenizer, skip_prompt=True))
+"""
+
+
 def random_llama(folder: Path, size: str) -> None:
-    """A Llama of this size with random weights, saved by transformers."""
+    """A Llama of this size with random weights, saved by transformers, and a tokenizer whose words are letters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -45,7 +61,43 @@ def random_llama(folder: Path, size: str) -> None:
         bos_token_id=1,
         eos_token_id=2,
     )
+    train_vocabulary(["Once upon a time"], 300, folder)
     LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def first_text(command: list[str]) -> float:
+    """Seconds from the launch of a command to the first byte on its stdout; the rest is not waited for."""
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        found = process.stdout.read(1)
+        seconds = time.perf_counter() - start
+        process.kill()
+    assert found, f"{command[:4]} wrote nothing"
+    return seconds
+
+
+def compare_launch(name: str, folder: Path, rounds: int) -> None:
+    ours = [sys.executable, "-m", "danlu", "generate", str(folder), "--prompt", "Once upon a time"]
+    commands = {
+        "danlu": [*ours, "--max-new-tokens", "64", "--temperature", "0"],
+        "transformers": [sys.executable, "-c", LAUNCH, str(folder)],
+    }
+    seconds: dict[str, list[float]] = {engine: [] for engine in commands}
+    for turn in range(rounds + 1):  # the first turn fills the page cache
+        for engine, command in commands.items():
+            taken = first_text(command)
+            if turn:
+                seconds[engine].append(taken)
+    medians = {engine: statistics.median(taken) for engine, taken in seconds.items()}
+    row = {
+        "case": f"{name} launch to first text",
+        "danlu_s": round(medians["danlu"], 2),
+        "transformers_s": round(medians["transformers"], 2),
+        "ratio": round(medians["transformers"] / medians["danlu"], 2),
+        "rounds": rounds,
+    }
+    print(json.dumps(row), flush=True)
 
 
 def compare(name: str, ours: Callable[[], list[list[int]]], theirs: Callable[[], list[list[int]]], rounds: int) -> None:
@@ -108,6 +160,7 @@ def run_folder(name: str, folder: Path, dtype: torch.dtype, new_tokens: int, rou
     peer.generation_config.eos_token_id = None
     label = f"{name} {str(dtype).removeprefix('torch.')}"
     compare(f"{label} batch 1", lambda: ours(prompts[:1], []), lambda: theirs(prompts[:1], []), rounds)
+    compare(f"{label} batch 16", lambda: ours(prompts, []), lambda: theirs(prompts, []), rounds)
     free = ours(prompts, [])
     # One token of each answer, at places spread over the length, ends it (and whoever else says it).
     stops = [answer[new_tokens * (row + 1) // 20] for row, answer in enumerate(free)]
@@ -121,7 +174,11 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="by default as many as there are cores")
     arguments = parser.parse_args()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of the processes that are launched
     with tempfile.TemporaryDirectory() as scratch:
         folders = {}
         if arguments.model is not None:
@@ -131,6 +188,7 @@ def main() -> None:
                 folders[size] = Path(scratch) / size
                 random_llama(folders[size], size)
         for name, folder in folders.items():
+            compare_launch(name, folder, arguments.rounds)
             for dtype in arguments.dtypes:
                 run_folder(
                     name, folder, getattr(torch, dtype), arguments.new_tokens, arguments.rounds, arguments.device

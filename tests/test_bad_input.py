@@ -78,7 +78,7 @@ GOOD = messages(("user", "hi"), ("assistant", "hello"))
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"messages": [', "rows.jsonl:3:1: broken JSON"),
+        ('{"messages": [', "rows.jsonl:3:15: broken JSON"),
         (
             {"prompt_id": 1, "n": 2},
             "rows.jsonl:3: no column 'messages', which rows of format messages have; the columns are prompt_id, n",

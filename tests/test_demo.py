@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from made.documents import script
 from made.tiny_world import InThisProcess, danlu, differences
 
 from danlu import demo, recipe, run
@@ -23,7 +26,11 @@ from danlu.demo import Answered, Place, Result, Size, Tally
 from danlu.errors import CheckpointError, DataError, ResourceError
 
 SMALL = Size(documents=64, conversations=64, vocabulary=300, hidden_size=16, layers=1, heads=2, sft_epochs=1)
-PRETRAIN_STEPS, SFT_STEPS = 4, 3  # what that makes
+
+
+def steps(run_folder: Path) -> list[dict[str, object]]:
+    lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "loss" in line]
 
 
 def quietly(folder: Path, *, size: Size = SMALL, stream: io.TextIOBase | None = None) -> Result:
@@ -57,6 +64,7 @@ def test_what_it_leaves(finished: Result) -> None:
     assert {entry.name for entry in place.folder.iterdir()} == {
         "demo.json", "data", "tokenizer", "cache", "pretrain.yaml", "sft.yaml", "pretrain", "sft", "answers.json",
     }  # fmt: skip
+    assert [len(steps(place.run(stage))) > 1 for stage in ("pretrain", "sft")] == [True, True]
     for stage in ("pretrain", "sft"):
         written = recipe.load(place.recipe(stage)).recipe
         assert written == recipe.load(place.run(stage) / "recipe.yaml").recipe
@@ -99,8 +107,7 @@ def test_again_it_says_that_it_is_finished_and_touches_nothing(finished: Result)
     before = [file.stat().st_mtime_ns for file in files]
     again = demo.demo(place.folder, say=said.append, stream=io.StringIO())
     assert [line for line in said if line.startswith("finished already")] == [
-        f"finished already, after step {PRETRAIN_STEPS}",
-        f"finished already, after step {SFT_STEPS}",
+        f"finished already, after step {len(steps(place.run(stage)))}" for stage in ("pretrain", "sft")
     ]
     assert [file.stat().st_mtime_ns for file in files] == before
     assert (again.shown, again.asked, again.held_out) == (finished.shown, finished.asked, finished.held_out)
@@ -125,12 +132,12 @@ def test_interrupted_it_goes_on_to_the_same_model(
     whole = finished.place.folder.absolute()
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
-    stopped = demo.demo(Path("demo"), size=SMALL, say=said.append, stream=Interrupting(f"step 1/{PRETRAIN_STEPS}"))
+    stopped = demo.demo(Path("demo"), size=SMALL, say=said.append, stream=Interrupting("step 1/"))
     assert stopped.exit_code == 130
     assert stopped.shown == ()
     assert said[-1] == "stopped after step 1, saved in demo/pretrain; the same command goes on from there"
     # The second time at the size it began with, whatever is asked for.
-    stopped = demo.demo(Path("demo"), size=Size(), say=said.append, stream=Interrupting(f"step 1/{SFT_STEPS}"))
+    stopped = demo.demo(Path("demo"), size=Size(), say=said.append, stream=Interrupting("step 1/"))
     assert said[-1] == "stopped after step 1, saved in demo/sft; the same command goes on from there"
     done = quietly(Path("demo"))
     assert (done.shown, done.asked, done.held_out) == (finished.shown, finished.asked, finished.held_out)
@@ -147,6 +154,16 @@ def test_an_edited_recipe_is_refused_when_the_run_depends_on_it(finished: Result
     file.write_text(file.read_text().replace("seed: 0", "seed: 1").replace("demo/", f"{copy}/"))
     with pytest.raises(CheckpointError, match="holds a run of another recipe"):
         quietly(copy)
+
+
+def test_the_picture_shows_what_was_measured(finished: Result) -> None:
+    drawn = script("demo_picture").picture(finished.place.folder)
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    runs = [finished.place.run(stage) for stage in ("pretrain", "sft")]
+    curves = [points.count(",") for points in re.findall(r'<path class="\w+" d="M([^"]+)"', drawn)]
+    assert curves == [len(steps(folder)) for folder in runs]
+    for tally, name in ((finished.asked, "asked in training"), (finished.held_out, "only read, never asked")):
+        assert f"right of {tally.of} {name}: {tally.before} before, {tally.after} after" in drawn
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Draws docs/pictures/demo.svg from a finished demo: `python docs/scripts/demo_picture.py demo`.
 
-Nothing in it is made up: the curve is that of metrics.jsonl, the answers are those of answers.json. The file is readable
-on light and dark pages (it follows the viewer's colour scheme) and needs no library to draw.
+Nothing in it is made up: the curve is that of metrics.jsonl, the answers are those of answers.json. The file follows
+the viewer's colour scheme, light or dark, and needs no library to draw.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ PICTURE = Path(__file__).resolve().parents[1] / "pictures" / "demo.svg"
 WIDTH, HEIGHT = 880, 340
 LEFT, TOP, RIGHT, BOTTOM = 52, 58, 400, 290  # of the curve
 ANSWERS = 448  # where the answers begin
-SHOWN = 4
 
 STYLE = """
   .page { fill: #ffffff } .ink { fill: #1f2328 } .quiet { fill: #59636e } .rule { stroke: #d1d9e0 }
@@ -31,7 +30,7 @@ STYLE = """
   }
   text { font: 13px -apple-system, "Segoe UI", "Noto Sans", "Noto Sans CJK SC", sans-serif }
   .title { font-weight: 600; font-size: 14px } .small { font-size: 11.5px }
-  path { fill: none; stroke-width: 1.8; stroke-linejoin: round }
+  path { fill: none; stroke-width: 1.4; stroke-linejoin: round }
 """
 
 
@@ -48,45 +47,43 @@ def picture(folder: Path) -> str:
     )
 
 
-def _losses(file: Path) -> list[tuple[float, float]]:
-    """(seconds since the run began, loss) of every step."""
+def _losses(file: Path) -> list[float]:
+    """The loss of every step."""
     lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return [(line["elapsed_s"], line["loss"]) for line in lines if "loss" in line]
+    return [line["loss"] for line in lines if "loss" in line]
 
 
-def _curve(runs: Sequence[Sequence[tuple[float, float]]]) -> Iterator[str]:
-    total = sum(run[-1][0] for run in runs)
-    low = 10 ** math.floor(math.log10(min(loss for run in runs for _, loss in run)))
-    high = max(loss for run in runs for _, loss in run)
+def _curve(runs: Sequence[Sequence[float]]) -> Iterator[str]:
+    total = sum(map(len, runs))
+    low, high = (choose(loss for run in runs for loss in run) for choose in (min, max))
 
-    def x(seconds: float) -> float:
-        return LEFT + (RIGHT - LEFT) * seconds / total
+    def x(step: float) -> float:
+        return LEFT + (RIGHT - LEFT) * step / total
 
     def y(loss: float) -> float:
         return TOP + (BOTTOM - TOP) * math.log(high / loss) / math.log(high / low)
 
     yield _text(LEFT, 30, "Loss while it learns", "ink title")
-    for tick in (value for value in (0.01, 0.03, 0.1, 0.3, 1, 3) if low <= value <= high):
+    for tick in (value for value in (0.001, 0.01, 0.1, 1) if low <= value <= high):
         yield f'<line class="rule" x1="{LEFT}" x2="{RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
         yield _text(LEFT - 8, y(tick) + 4, f"{tick:g}", "quiet small", "end")
-    every = next(step for step in (5, 10, 20, 30, 60, 120, 300, 600) if total / step <= 6)
-    for seconds in range(0, int(total) + 1, every):
-        yield _text(x(seconds), BOTTOM + 18, f"{seconds} s", "quiet small", "middle")
-    before = 0.0
-    for run, kind, label in zip(runs, ("read", "ask"), ("pretraining", "instruction tuning"), strict=True):
-        points = " L".join(f"{x(before + seconds):.1f},{y(loss):.1f}" for seconds, loss in run)
+    every = 10 ** math.floor(math.log10(total))
+    for step in range(0, total + 1, every if total / every > 3 else every // 5 or 1):
+        yield _text(x(step), BOTTOM + 18, f"{step}", "quiet small", "middle")
+    yield _text((LEFT + RIGHT) / 2, BOTTOM + 36, "steps", "quiet small", "middle")
+    before = 0
+    for run, kind in zip(runs, ("read", "ask"), strict=True):
+        points = " L".join(f"{x(before + step):.1f},{y(loss):.1f}" for step, loss in enumerate(run, start=1))
         yield f'<path class="{kind}" d="M{points}"/>'
-        before += run[-1][0]
-    yield _text(x(runs[0][-1][0] * 0.35), y(runs[0][len(runs[0]) // 3][1]) - 12, "pretraining", "read-ink small")
-    yield _text(x(before) - 4, y(runs[1][0][1]) - 2, "instruction tuning", "ask-ink small", "end")
+        before += len(run)
+    yield _text(x(len(runs[0]) / 2), y(runs[0][len(runs[0]) // 2]) - 14, "pretraining", "read-ink small", "middle")
+    yield _text(RIGHT, y(runs[1][0]), "instruction tuning", "ask-ink small", "end")
 
 
 def _answers(answers: dict[str, Any]) -> Iterator[str]:
     yield _text(ANSWERS, 30, "What it answers: before and after instruction tuning", "ink title")
-    single = [one for one in answers["shown"] if len(one["messages"]) == 1]
-    chosen = [one for one in single if not one["held_out"]][:2] + [one for one in single if one["held_out"]][:2]
     top = 58
-    for one in chosen[:SHOWN]:
+    for one in _chosen(answers["shown"]):
         kind = " (only read, never asked)" if one["held_out"] else ""
         yield _text(ANSWERS, top, one["messages"][0]["content"] + kind, "ink")
         yield _text(ANSWERS + 14, top + 18, f"before: {_short(one['before'])}", "quiet small")
@@ -97,6 +94,15 @@ def _answers(answers: dict[str, Any]) -> Iterator[str]:
         line = f"right of {tally['of']} {name}: {tally['before']} before, {tally['after']} after"
         yield _text(ANSWERS, top + 4, line, "ink small")
         top += 19
+
+
+def _chosen(shown: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first question of each kind and language, right or wrong."""
+    first: dict[tuple[bool, bool], dict[str, Any]] = {}
+    for one in shown:
+        if len(one["messages"]) == 1:
+            first.setdefault((one["held_out"], one["answer"].isascii()), one)
+    return list(first.values())
 
 
 def _short(text: str, width: int = 58) -> str:

@@ -36,8 +36,8 @@ Say = Callable[[str], None]
 class Size:
     """How much of everything. As it stands: some two minutes on two cores, and nearly every question answered right."""
 
-    documents: int = 10_000  # of about 107 tokens
-    conversations: int = 6_000  # of about 46 tokens
+    documents: int = 7_000  # of about 120 tokens
+    conversations: int = 4_000  # of about 73 tokens
     vocabulary: int = 768
     hidden_size: int = 128
     layers: int = 4
@@ -238,14 +238,14 @@ data:
   packing: concatenate            # documents end to end; attention never crosses from one to the next
   cache: {_quoted(place.cache)}
 
-optimizer: {{kind: adamw, learning_rate: 3e-3, weight_decay: 0.1}}    # a model this small likes a high rate
+optimizer: {{kind: adamw, learning_rate: 2e-3, weight_decay: 0.1}}  # a model this small likes a high rate
 schedule: {{kind: cosine, warmup: 0.05, floor: 0.1}}
-batch: {{tokens: 4096}}             # of one optimizer step
+batch: {{tokens: 2048}}  # of one optimizer step
 epochs: 1
 
 precision: bf16
-evaluation: {{every: 50, samples: {{prompts: ["One day,"], max_new_tokens: {LONGEST_ANSWER}}}}}
-checkpoint: {{every: 50, keep: 2}}
+evaluation: {{every: 100, samples: {{prompts: ["One day,"], max_new_tokens: {LONGEST_ANSWER}}}}}
+checkpoint: {{every: 100, keep: 2}}
 seed: 0
 output: {_quoted(place.run("pretrain"))}
 """
@@ -272,9 +272,9 @@ data:
   packing: true                   # conversations share a sequence without seeing each other
   cache: {_quoted(place.cache)}
 
-optimizer: {{kind: adamw, learning_rate: 1e-3, weight_decay: 0.1}}
+optimizer: {{kind: adamw, learning_rate: 5e-4, weight_decay: 0.1}}  # gentle enough not to forget what it read
 schedule: {{kind: cosine, warmup: 0.05, floor: 0.1}}
-batch: {{sequences: 8}}             # packs of max_length in one optimizer step
+batch: {{sequences: 8}}  # packs of max_length in one optimizer step
 epochs: {size.sft_epochs}
 
 precision: bf16

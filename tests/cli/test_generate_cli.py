@@ -1,39 +1,31 @@
-"""`danlu generate` and `danlu chat` on a real model folder, in this process; and their messages on a random one."""
+"""`danlu generate` on a real model and on one that always says the same; what verbs say of folders they cannot use."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from made.tiny_world import start
+from safetensors.torch import load_file, save_file
 
-from danlu.cli import chat as chat_verb
 from danlu.cli.main import main
 
 GREEDY = ["--temperature", "0"]
 
 
-@pytest.fixture(scope="session")
-def stories(shared_data: Path) -> Path:
-    """A real model of 260k parameters that tells stories."""
-    return shared_data / "weights" / "stories260K-hf"
-
-
-@pytest.fixture
-def copied(stories: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
-    return Path(shutil.copytree(stories, tmp_path / "copy"))
-
-
-@pytest.fixture
-def piped(monkeypatch):
-    """Gives text to stdin, as a pipe does."""
-    return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text))
-
-
-def edit_json(file: Path, **changes) -> None:
+def edit_json(file: Path, **changes: Any) -> None:
+    """Sets keys of a JSON object; None takes one away."""
     values = json.loads(file.read_text(encoding="utf-8"))
     values.update(changes)
     file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}), encoding="utf-8")
@@ -45,7 +37,7 @@ def reference_text(shared_data: Path) -> str:
     return page.split("-t 0.0\n", 1)[1].split("\n```", 1)[0]
 
 
-# -- generate ---------------------------------------------------------------------------------------------------------
+# -- what is said -----------------------------------------------------------------------------------------------------
 
 
 def test_greedy_sample_is_the_published_one(stories, shared_data, capsys):
@@ -130,6 +122,82 @@ def test_makers_sampling_is_the_default_and_flags_win(copied, capsys):
     assert run() == own
 
 
+# -- how it comes out -------------------------------------------------------------------------------------------------
+
+
+class Recorder(io.StringIO):
+    """Keeps what each write brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.pieces.append(text)
+        return super().write(text)
+
+
+def test_characters_of_several_tokens_come_whole_and_as_soon_as_they_are(chanting, monkeypatch):
+    monkeypatch.setattr("sys.stdout", Recorder())
+    assert main(["generate", str(chanting), "--prompt", "x"]) == 0
+    assert isinstance(sys.stdout, Recorder)
+    assert [piece for piece in sys.stdout.pieces if piece] == ["丹", "炉", "é", "🎈", "\n"]
+
+
+def test_a_cut_within_a_character_shows_as_one(chanting, capsys):
+    assert main(["generate", str(chanting), "--prompt", "x", "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out == "丹\ufffd\n"
+
+
+@pytest.mark.parametrize(("stop", "left"), [("é", "丹炉"), ("炉é", "丹"), ("丹", ""), ("<|im_end|>", "丹炉é🎈")])
+def test_stop_strings_are_never_shown(chanting, capsys, stop, left):
+    assert main(["generate", str(chanting), "--prompt", "x", "--stop", stop]) == 0
+    assert capsys.readouterr().out == f"{left}\n"
+
+
+def test_a_terminal_that_has_no_such_characters(chanting, monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, encoding="ascii"))
+    assert main(["generate", str(chanting), "--prompt", "x"]) == 0
+    sys.stdout.flush()
+    assert out.getvalue() == b"\\u4e39\\u7089\\xe9\\U0001f388\n"
+
+
+def test_interrupt_ends_the_line_and_the_program(endless, tmp_path):
+    output = tmp_path / "out"
+    child = start(["generate", endless, "--prompt", "x", "--max-new-tokens", 1_000_000], output)
+    while not (output.is_file() and output.stat().st_size > 100):
+        assert child.is_alive(), output.read_text()
+        time.sleep(0.01)
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGINT)
+    child.join()
+    assert child.exitcode == 128 + signal.SIGINT
+    said, _, last = output.read_text(encoding="utf-8").removesuffix("\n").rpartition("\n")
+    assert last == "interrupted"
+    assert said == ("丹炉é🎈" * len(said))[: len(said)] != ""
+
+
+def test_a_reader_that_has_seen_enough(endless):
+    """`danlu generate ... | head -c 50`."""
+    command = [sys.executable, "-m", "danlu", "generate", str(endless), "--prompt", "x", "--max-new-tokens", "1000000"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stderr is not None
+        seen = child.stdout.read(50)
+        child.stdout.close()
+        assert child.stderr.read() == b""
+    assert child.returncode == 128 + signal.SIGPIPE
+    assert seen == ("丹炉é🎈" * 5).encode()[:50]
+
+
+def environment() -> dict[str, str]:
+    """For a Python of its own that finds what this one finds."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+# -- what cannot be done ----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -145,24 +213,172 @@ def test_makers_sampling_is_the_default_and_flags_win(copied, capsys):
             "error: --stop: an empty text would stop before the first token\n",
         ),
         (
+            ["--prompt", "a", "--repetition-penalty", "0", "--min-p", "1.5", "--top-k", "-1", "--device", "tpu"],
+            2,
+            "error: --top-k: -1 is out of range; it must be 0 (keep every token) or more\n"
+            "error: --min-p: 1.5 is out of range; it must be between 0 (keep every token) and 1\n"
+            "error: --repetition-penalty: 0.0 is out of range; it must be positive (1 changes nothing)\n"
+            "error: --device: 'tpu' is unknown; use auto, cpu, cuda\n",
+        ),
+        (["--prompt", "a", "--max-new-tokens", "0"], 2, "Invalid value for '--max-new-tokens': "),
+        (["--prompt", "a\udcff"], 3, "error: --prompt: not UTF-8 text (character 1); convert it first\n"),
+        (
             ["--prompt", "very long " * 600],
             3,
             "tokens, but the model sees 512 tokens at most (max_position_embeddings)",
         ),
     ],
 )
-def test_misuse_of_generate(stories, capsys, arguments, code, message):
-    assert main(["generate", str(stories), *arguments]) == code
+def test_misuse_of_generate(chanting, capsys, arguments, code, message):
+    assert main(["generate", str(chanting), *arguments]) == code
     out = capsys.readouterr()
     assert message in out.err and "Traceback" not in out.err
     assert out.out == ""
 
 
-def test_a_run_without_its_model_says_what_to_do(tmp_path, capsys):
-    (tmp_path / "recipe.yaml").write_text("stage: sft\n", encoding="utf-8")
-    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 4
-    err = capsys.readouterr().err
-    assert "this run has not written its model yet" in err and f"`danlu train {tmp_path}/recipe.yaml`" in err
+def test_files_that_are_no_prompts(chanting, tmp_path, capsys, piped):
+    (tmp_path / "latin").write_bytes("é".encode("latin-1"))
+    assert main(["generate", str(chanting), "--file", str(tmp_path / "latin")]) == 3
+    assert "latin: not UTF-8 text (byte 0); convert it first" in capsys.readouterr().err
+    piped(b"ab\xff")
+    assert main(["generate", str(chanting), "--file", "-"]) == 3
+    assert "error: -: not UTF-8 text (byte 2); convert it first" in capsys.readouterr().err
+    (tmp_path / "empty").touch()
+    for source in (["--file", str(tmp_path / "empty")], ["--prompt", ""]):
+        assert main(["generate", str(chanting), *source]) == 3
+        err = capsys.readouterr().err
+        assert "the prompt is empty, and this tokenizer has no beginning-of-text token" in err
+        assert "give at least one character" in err
+
+
+def test_makers_advice_that_makes_no_sense(chanting, tmp_path, capsys):
+    folder = Path(shutil.copytree(chanting, tmp_path / "copy"))
+    arguments = ["generate", str(folder), "--prompt", "x"]
+    edit_json(folder / "generation_config.json", do_sample=True, top_p="0.9")
+    assert main(arguments) == 4
+    assert "generation_config.json: top_p: expected a number, found '0.9'" in capsys.readouterr().err
+    edit_json(folder / "generation_config.json", top_p=1.5)
+    assert main(arguments) == 4
+    assert "generation_config.json: top_p: 1.5 is out of range" in capsys.readouterr().err
+    edit_json(folder / "generation_config.json", top_p=0.9, eos_token_id="2")
+    assert main(arguments) == 4
+    assert "generation_config.json: eos_token_id: expected an integer or a list of them, found '2'" in (
+        capsys.readouterr().err
+    )
+
+
+def spoil_weights(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = change(tensors["model.norm.weight"])
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cut_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def no_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink()
+
+
+def unfinished_run(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("stage: sft\n", encoding="utf-8")
+
+
+def emptied(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def as_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+UNUSABLE: dict[str, tuple[Callable[[Path], Any], int, str]] = {
+    "absent": (shutil.rmtree, 4, "{folder}: no such folder"),
+    "empty": (emptied, 4, "{folder}: neither a model folder (config.json is missing) nor a finished run"),
+    "file": (as_file, 4, "{folder}: a model is a folder with config.json and safetensors weights, this is a file"),
+    "run": (unfinished_run, 4, "{folder}: this run has not written its model yet (no model/ folder). Finish it with "),
+    "config": (lambda f: (f / "config.json").write_text("{"), 4, "config.json:1:2: broken JSON: "),
+    "architecture": (
+        lambda f: edit_json(f / "config.json", model_type="gpt_neox"),
+        4,
+        "model_type 'gpt_neox' is not supported; supported: gemma2, llama, mistral, phi3, qwen2, qwen3",
+    ),
+    "tokenizer": (
+        no_tokenizer,
+        3,
+        "{folder}: this model folder has no tokenizer, so no text can be given to the model",
+    ),
+    "broken tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{"),
+        3,
+        "{folder}: the tokenizer cannot be read: ",
+    ),
+    "vocabulary": (
+        lambda f: edit_json(f / "config.json", vocab_size=200),
+        4,
+        "the tokenizer has 259 tokens, the model embeds only 200",
+    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), 4, "{folder}: no weights: neither model.safetensors"),
+    "cut weights": (cut_weights, 4, "model.safetensors"),
+    "shape": (
+        lambda f: spoil_weights(f, lambda norm: norm[1:]),
+        4,
+        "model.norm.weight in model.safetensors: expected shape [260], found [259]",
+    ),
+    "nan": (
+        lambda f: spoil_weights(f, lambda norm: norm * torch.nan),
+        4,
+        "tensor model.norm.weight holds NaN or infinity; the weights are spoilt",
+    ),
+}
+
+
+@pytest.mark.usefixtures("tokenising_here")
+@pytest.mark.parametrize("verb", ["generate", "chat", "eval"])
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_folders_that_are_no_models(chanting, tmp_path, capsys, piped, verb, what):
+    spoil, code, message = UNUSABLE[what]
+    folder = Path(shutil.copytree(chanting, tmp_path / "copy"))
+    spoil(folder)
+    piped("Hello\n")
+    (tmp_path / "text.txt").write_text("Some text.", encoding="utf-8")
+    more = {
+        "generate": ["--prompt", "a"],
+        "chat": [],
+        "eval": ["--data", str(tmp_path / "text.txt"), f"data.cache={tmp_path / 'cache'}"],
+    }
+    assert main([verb, str(folder), *more[verb]]) == code
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.startswith("error: ") and "Traceback" not in out.err
+    assert message.format(folder=folder) in out.err
+
+
+def test_mistakes_are_told_before_torch_is_imported(tmp_path):
+    """And decoding does without torch's compiler: both are seconds that a user waits for."""
+    script = (
+        "import sys; from danlu.cli.main import main\n"
+        f"assert main(['generate', {str(tmp_path / 'none')!r}, '--prompt', 'a']) == 4\n"
+        f"assert main(['eval', {str(tmp_path)!r}, '--data', 'a']) == 4\n"
+        f"assert main(['chat', {str(tmp_path)!r}, '--top-p', '3']) == 2\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "import torch; before = set(sys.modules)\n"
+        "import danlu.rollout.chat, danlu.rollout.opening\n"
+        "brought = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "assert not brought & {'transformers', 'sympy', 'datasets', 'pandas', 'pydantic'}, brought\n"
+        "assert 'torch._dynamo' in before or 'torch._dynamo' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_finished_run_is_a_model(stories, tmp_path, capsys):
@@ -170,91 +386,3 @@ def test_a_finished_run_is_a_model(stories, tmp_path, capsys):
     (tmp_path / "run" / "recipe.yaml").write_text("stage: sft\n", encoding="utf-8")
     assert main(["generate", str(tmp_path / "run"), "--prompt", "Lily", *GREEDY, "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out
-
-
-# -- chat -------------------------------------------------------------------------------------------------------------
-
-
-def test_piped_lines_are_turns_and_answers_alone_come_out(stories, capsys, piped):
-    flags = ["chat", str(stories), *GREEDY, "--max-new-tokens", "10"]
-    piped("Hello\n\nTell me a story\n")
-    assert main(flags) == 0
-    both = capsys.readouterr()
-    piped("Hello\n/exit\nnever asked\n")
-    assert main(flags) == 0
-    first = capsys.readouterr().out
-    assert first and both.out.startswith(first) and len(both.out) > len(first)
-    assert both.err == "(cut: --max-new-tokens)\n" * 2
-    piped("/unknown word\n")  # a pipe may mean it
-    assert main(flags) == 0
-    assert capsys.readouterr().out
-
-
-def test_commands(stories, capsys, piped):
-    flags = ["chat", str(stories), *GREEDY, "--max-new-tokens", "10", "--system", "Be kind"]
-
-    def answers(text):
-        piped(text)
-        assert main(flags) == 0
-        return capsys.readouterr()
-
-    once = answers("Hello\n").out
-    assert answers("Hello\n/undo\nHello\n").out == once * 2
-    assert answers("Hello\nAnd?\n/reset\nHello\n").out.endswith(once)
-    assert "nothing to take back" in answers("/undo\n").err
-    assert "/system" in answers("/help\n").err
-    flags = flags[:-2]
-    plain = answers("Hello\n").out
-    assert answers("/system Be kind\nHello\n").out == once != plain
-
-
-def test_terminal_session(stories, capsys, monkeypatch):
-    """At a terminal: mistakes and interrupts end nothing."""
-    typed = iter(["/rest", "Hello", KeyboardInterrupt, "long " * 600, "Hello", EOFError])
-    asked = []
-
-    def read(prompt):
-        line = next(typed)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    real = chat_verb.answer
-
-    def answer(conversation, turn):
-        asked.append(turn)
-        if len(asked) == 1:
-            raise KeyboardInterrupt
-        real(conversation, turn)
-
-    monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(chat_verb, "answer", answer)
-    assert main(["chat", str(stories), *GREEDY, "--max-new-tokens", "4"]) == 0
-    out = capsys.readouterr()
-    assert "/rest: no such command; there are /reset, /system, /undo, /exit, /help" in out.err
-    assert "(interrupted; what was said so far is kept)" in out.err
-    assert "(Ctrl-D or /exit leaves)" in out.err
-    assert "and the model sees 512 at most" in out.err and "/undo takes the last turn back" in out.err
-    assert asked[0] == asked[2] == "Hello" and len(asked) == 3 and out.out.strip()
-
-
-def test_full_context_ends_a_pipe_with_an_error(stories, capsys, piped):
-    piped("long " * 600 + "\n")
-    assert main(["chat", str(stories)]) == 3
-    assert "the conversation now takes" in capsys.readouterr().err
-
-
-def test_no_chat_template(copied, capsys, piped, tmp_path):
-    edit_json(copied / "tokenizer_config.json", chat_template=None)
-    (copied / "chat_template.jinja").unlink(missing_ok=True)
-    piped("Hello\n")
-    assert main(["chat", str(copied)]) == 3
-    err = capsys.readouterr().err
-    assert "no chat template" in err and "--chat-template FILE.jinja" in err and "danlu generate" in err
-    template = tmp_path / "own.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:", encoding="utf-8"
-    )
-    piped("Hello\n")
-    assert main(["chat", str(copied), "--chat-template", str(template), "--max-new-tokens", "4"]) == 0

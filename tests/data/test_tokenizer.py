@@ -265,3 +265,27 @@ def test_a_broken_template_file_is_called_by_its_name(tmp_path: Path) -> None:
     broken = load_tokenizer(str(make_tokenizer(tmp_path / "broken", "{% if %}")))
     with pytest.raises(DataError, match=rf"^{tmp_path}/broken: the chat template does not compile"):
         broken.template()
+
+
+# -- without the model's own config class ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "named", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", None]
+)
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "gemma2", "phi3", "unheard_of"])
+@pytest.mark.parametrize("kind", ["byte", "prepend"])
+def test_the_tokenizer_is_the_one_that_transformers_picks(
+    tmp_path: Path, kind: Kind, model_type: str, named: str | None
+) -> None:
+    """Which class it takes hangs on both config files; danlu hands it the model's without its class."""
+    folder = make_tokenizer(tmp_path / "words", CHATML, kind, tokenizer_class=named)
+    values: dict[str, Any] = {"model_type": model_type, "hidden_size": 64}
+    if model_type == "llama":  # as in Llama 3.1: only the class can read it
+        rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        values["rope_scaling"] = {**rope, "original_max_position_embeddings": 8192}
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    oracle, found = pretrained(folder), load_tokenizer(str(folder))._pretrained
+    assert type(found) is type(oracle)
+    assert found.backend_tokenizer.to_str() == oracle.backend_tokenizer.to_str()
+    assert found.special_tokens_map == oracle.special_tokens_map and found.chat_template == oracle.chat_template

@@ -22,8 +22,9 @@ def bigram_folder(folder: Path, text: str, *, ends: bool, context: int = 512) ->
 
     ends: after the text comes the end-of-turn token, else the text again. No byte may occur twice in the text.
     """
-    train_vocabulary(["a"], SMALLEST_SIZE, folder)
-    tokenizer = load_tokenizer(str(folder))
+    words = folder.with_name(f"{folder.name}-tokenizer")
+    train_vocabulary(["a"], SMALLEST_SIZE, words)
+    tokenizer = load_tokenizer(str(words))
     spoken = tokenizer.encode(text)
     assert len(spoken) == len(set(spoken)) == len(text.encode()), f"a byte occurs twice in {text!r}"
     assert tokenizer.eos_id is not None
@@ -49,5 +50,5 @@ def bigram_folder(folder: Path, text: str, *, ends: bool, context: int = 512) ->
         model.embed_tokens.weight[tokens, tokens] = 1.0
         assert model.lm_head is not None
         model.lm_head.weight[following, tokens] = 1.0  # times sqrt(WIDTH) by the norm: a logit of 16
-    save(model, folder, tokenizer_from=folder, overwrite=True)
+    save(model, folder, tokenizer_from=words)
     return folder

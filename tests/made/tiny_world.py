@@ -15,15 +15,17 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from danlu.data.synthesis import conversations, pretraining_documents
 from danlu.data.vocabulary import train_vocabulary
+from danlu.types import Pack
 
 CONFIG = {
     "model_type": "llama",
@@ -166,6 +168,24 @@ def _child(arguments: list[str], output: Path, before: Callable[[], None] | None
     from danlu.cli.main import main
 
     sys.exit(main(arguments))
+
+
+def spike_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """From now on the rows that these steps see first have a gradient norm a thousand times too large, ever after."""
+    from danlu.train import loop
+
+    real = loop.accumulate
+    left, rows = set(steps), set()
+
+    def accumulate(compute: Any, packs: Sequence[Pack], **options: Any) -> Any:
+        gradients = real(compute, packs, **options)
+        seen = tuple(sample.row for pack in packs for sample in pack.samples)
+        if options["step"] in left:
+            left.remove(options["step"])
+            rows.add(seen)
+        return replace(gradients, norm=1000 * gradients.norm) if seen in rows else gradients
+
+    monkeypatch.setattr(loop, "accumulate", accumulate)
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------

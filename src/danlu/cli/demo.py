@@ -23,6 +23,9 @@ def demo(
 
     Nothing is downloaded. Data, recipes, runs and the exported model stay in the folder, to be looked at and tried.
     """
+    # Read by OpenMP when torch is imported. Threads that spin while they wait make so small a model slower beside any
+    # other work: 20 steps on two cores that others used too took over 127 s, and 34 s with threads that sleep.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # torch takes a second to import, which `danlu demo --help` should not.
     from danlu.demo import demo as make
 

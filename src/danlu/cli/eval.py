@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from danlu.cli.generate import ChatTemplate, Device, Dtype, ModelArgument, check_flags
-from danlu.errors import DataError, RecipeError
+from danlu.errors import DataError, ModelError, RecipeError
 from danlu.recipe.composing import compose
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def eval(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[data.KEY=VALUE]...",
+            metavar="data.KEY=VALUE",
             help="How rows are read, as in a recipe: data.max_length=512 data.train_on=last data.on_bad_row=skip ...",
         ),
     ] = None,
@@ -50,9 +50,11 @@ def eval(
 ) -> None:
     """Loss, perplexity and token accuracy of a model on a file; of plain text also bits per byte.
 
-    Of text every token is scored, of conversations those of the assistant, of prompts with completions the completions.
-    Unlike in training, longer rows are cut into pieces of the model's context (2048 tokens at most), so that nothing is
-    left out, and the end-of-text token after a document or completion is scored only with data.append_eos=true.
+    Of text every token is scored, of conversations the assistant's, of prompts with completions the completions.
+
+    Rows longer than the model's context (or 2048 tokens) are cut into pieces, so that nothing is left out.
+
+    Unlike in training, the end-of-text token after a document or completion counts only with data.append_eos=true.
     """
     precision = check_flags({}, 0, dtype, device, [])
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
@@ -161,7 +163,7 @@ def score(opened: OpenModel, prepared: Prepared, recipe: Recipe) -> Scores:
     scores = evaluate(compute, watched(packs))
     assert scores is not None, "prepare refuses data without a token to score"
     if math.isnan(scores.loss):
-        raise DataError(
+        raise ModelError(
             f"{opened.folder}: the loss is not a number: the model's numbers leave the range of "
             f"{str(opened.dtype).removeprefix('torch.')}; try --dtype fp32"
         )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
@@ -51,18 +52,31 @@ class BadRow:
 class RawRow:
     """A row as it stands in its file.
 
+    A line of JSON stays one until its columns are asked for. That is cheaper to hand to another process than what it
+    says, and leaves the parsing to the processes that tokenise: one that reads can then feed many of them.
+
     Attributes:
         index: its number in the source, from 0, bad rows counted too.
         where: "alpaca.jsonl:17" where there are lines, else "alpaca.parquet row 17" (from 1).
-        value: its columns.
+        content: its columns, why there are none, or the line of JSON that holds them.
     """
 
     index: int
     where: str
-    value: dict[str, Any] | BadRow
+    content: dict[str, Any] | BadRow | bytes
+
+    @cached_property
+    def value(self) -> dict[str, Any] | BadRow:
+        """The columns."""
+        return _json_row(self.content, self.where) if isinstance(self.content, bytes) else self.content
+
+    @property
+    def size(self) -> int:
+        """Roughly the characters of text in it."""
+        return len(self.content) if isinstance(self.content, bytes) else _characters(self.content)
 
 
-Placed = tuple[str, dict[str, Any] | BadRow]  # where, value
+Placed = tuple[str, dict[str, Any] | BadRow | bytes]  # where and content of a RawRow
 
 
 def read_rows(source: Source) -> Iterator[RawRow]:
@@ -80,8 +94,8 @@ def read_rows(source: Source) -> Iterator[RawRow]:
     path, limit = _path_and_rows(source)
     placed = _read_files(_files(path), path) if path.exists() else _read_hub(str(path), source.split)
     count = 0
-    for count, (where, value) in enumerate(islice(placed, limit), 1):
-        yield RawRow(count - 1, where, value)
+    for count, (where, content) in enumerate(islice(placed, limit), 1):
+        yield RawRow(count - 1, where, content)
     if not count:
         raise DataError(f"{path}: there are no rows in it")
 
@@ -214,12 +228,12 @@ def _read_jsonl(file: Path, name: str) -> Iterator[Placed]:
     with _open(file) as stream:
         for number, line in _lines(stream):
             if line.strip():
-                yield f"{name}:{number}", _json_row(line, f"{name}:{number}")
+                yield f"{name}:{number}", line.rstrip(b"\r\n")
 
 
 def _json_row(line: bytes, where: str) -> dict[str, Any] | BadRow:
     try:
-        value = json.loads(_decode(line.rstrip(b"\r\n"), where))
+        value = json.loads(_decode(line, where))
     except json.JSONDecodeError as error:
         return BadRow(f"{where}:{error.colno}: broken JSON: {error.msg}; each line must be one whole JSON object")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
@@ -227,6 +241,14 @@ def _json_row(line: bytes, where: str) -> dict[str, Any] | BadRow:
     except DataError as error:
         return BadRow(str(error))
     return _as_row(value, where)
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 1
 
 
 def _as_row(value: Any, where: str) -> dict[str, Any] | BadRow:

@@ -121,21 +121,13 @@ def pretraining_documents(seed: int, n: int) -> Iterator[str]:
 
 
 def conversations(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
-    """`n` rows of messages: questions about the world with right answers, some in several turns or with a system prompt."""
+    """`n` rows of messages: questions about the world and right answers, in one or more turns, some as a pirate."""
     for number in range(n):
         chance = random.Random(f"conversation {seed} {number}")
-        kind = chance.choices(("questions", "pirate", "name", "story", "greeting"), (60, 10, 16, 8, 6))[0]
-        if kind == "questions":
-            messages = [m for _ in range(chance.choice((1, 1, 2, 3))) for m in _exchange(chance)]
-        elif kind == "pirate":
+        if chance.random() < 0.1:
             messages = [_say("system", _PIRATE), *_exchange(chance, before="Arr! ")]
-        elif kind == "name":
-            messages = _name_conversation(chance)
-        elif kind == "story":
-            animal = chance.choice(ANIMALS)
-            messages = _turn(f"Tell me a story about the {animal.name.en}.", _story(chance, animal))
         else:
-            messages = [*_turn(*chance.choice(_GREETINGS)), *_exchange(chance), *_turn(*chance.choice(_THANKS))]
+            messages = _talk(chance)
         yield {"messages": messages}
 
 
@@ -293,7 +285,21 @@ def _exchange(chance: random.Random, before: str = "") -> list[Message]:
     return _turn(question, before + answer)
 
 
-def _name_conversation(chance: random.Random) -> list[Message]:
+def _talk(chance: random.Random) -> list[Message]:
+    """One to three subjects, each of which may come first; some conversations begin or end politely."""
+    subjects: list[Callable[[random.Random], list[Message]]] = [_exchange, _names, _story_told]
+    chosen = chance.choices(subjects, (12, 4, 2), k=chance.choice((1, 1, 2, 3)))
+    before = _turn(*chance.choice(_GREETINGS)) if chance.random() < 0.1 else []
+    after = _turn(*chance.choice(_THANKS)) if chance.random() < 0.1 else []
+    return [*before, *(message for subject in chosen for message in subject(chance)), *after]
+
+
+def _story_told(chance: random.Random) -> list[Message]:
+    animal = chance.choice(ANIMALS)
+    return _turn(f"Tell me a story about the {animal.name.en}.", _story(chance, animal))
+
+
+def _names(chance: random.Random) -> list[Message]:
     person = chance.choice(PEOPLE)
     between = _exchange(chance) if chance.random() < 0.3 else []
     return [

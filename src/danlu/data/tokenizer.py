@@ -289,7 +289,11 @@ def _plain_config(folder: Path) -> Any:
         return None
     if not isinstance(named, dict) or not isinstance(values, dict) or "auto_map" in named | values:
         return None
-    return PreTrainedConfig.from_dict(values, name_or_path=str(folder)) if named.get("tokenizer_class") else None
+    if not named.get("tokenizer_class"):
+        return None
+    # No more than what is asked for: a config without a class cannot read what only that class knows (rope_scaling).
+    asked = {name: values[name] for name in ("model_type", "tokenizer_class", "model_name") if name in values}
+    return PreTrainedConfig.from_dict(asked, name_or_path=str(folder))
 
 
 def _advice(folder: Path) -> str:

@@ -103,7 +103,7 @@ def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
     characters = 0
     for row in raw:
         chunk.append(row)
-        characters += _characters(row.value)
+        characters += row.size
         if len(chunk) == CHUNK_ROWS or characters > CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
@@ -144,15 +144,6 @@ def tokenise(tokenizer: Tokenizer, facts: TokenizerFacts, task: Task) -> Tokenis
     messages = tuple(bad[number] for number in sorted(bad))
     statistics.add(Statistics(bad_rows=len(bad), bad_examples=list(messages)))
     return Tokenised(_block(samples, numbers, statistics), statistics, messages, facts)
-
-
-def _characters(value: object) -> int:
-    """Roughly the text in a row."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_characters, value.values()))
-    return sum(map(_characters, value)) if isinstance(value, list) else 1
 
 
 def _fit(outcome: list[Rendered], settings: Settings, statistics: Statistics) -> list[Rendered]:

@@ -21,8 +21,8 @@ from torch import Tensor
 # for short rows (161 tokens, 8 heads of 32, bf16, two threads: 2.8 ms against 1.1 ms; equal near 800 tokens).
 SHORT_DOCUMENT = 768
 BLOCK_ROWS = 256
-# Blocks of query rows are filled up to multiples of this. Every new shape of product makes oneDNN generate code and keep
-# it: with documents of any length that took time in each step and, in the end, 200 MB.
+# Blocks of query rows are filled up to multiples of this. Every new shape of product makes oneDNN generate code and
+# keep it, which with documents of any length takes time and memory in every step.
 ROW_MULTIPLE = 32
 
 
@@ -58,15 +58,11 @@ class PackedAttention:
         lengths = [run[-1] - run[0] for run in runs]
         pieces = [
             _attend(one_q, one_k, one_v, tuple(place - run[0] for place in run), scale, window, softcap)
-            for run, one_q, one_k, one_v in zip(
-                runs, q.split(lengths), k.split(lengths), v.split(lengths), strict=True
-            )
+            for run, one_q, one_k, one_v in zip(runs, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _variable_length(
-        self, kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> Tensor:
+    def _variable_length(self, kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if self._offsets is None or self._offsets.device != q.device:
             self._offsets = torch.tensor(self.boundaries, dtype=torch.int32, device=q.device)
         longest = max(end - start for start, end in zip(self.boundaries[:-1], self.boundaries[1:], strict=True))
@@ -105,7 +101,13 @@ def document_attention(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: tuple[int, ...], scale: float, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: tuple[int, ...],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Several documents that all take blocks, or one: by whichever of two exact methods is faster or can do it."""
     if _takes_blocks(q, window, softcap)(boundaries[-1] - boundaries[-2]):
@@ -182,9 +184,9 @@ class _Block:
 class _BlockAttention(torch.autograd.Function):
     """Attention as matrix products over blocks of query rows, each against only the keys it can see.
 
-    Rows that fill a block up see everything and are thrown away; as keys they are hidden from every real row, since they
-    come after it. Probabilities are kept for the backward pass, in the dtype of q: two bytes a score in bfloat16, the
-    same that one written-out attention would keep, less the blocks above the diagonal or outside the window.
+    Rows that fill a block up see everything and are thrown away; as keys they are hidden from every real row, since
+    they come after it. Probabilities are kept for the backward pass, in the dtype of q: two bytes a score in bfloat16,
+    the same that one written-out attention would keep, less the blocks above the diagonal or outside the window.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """The language-model head and its cross-entropy as one operation that never holds [N, V] logits.
 
-The vocabulary is gone through in slices, twice: once for the softmax's denominator, once for the gradient, which is then
-complete for its slice. Making the logits a second time costs one matrix product in four. Going by rows instead would
-make them once, but add a [V, D] gradient to the last one for every few hundred rows and hold a narrow copy of the head:
-at V = 128256 that is slower, and takes 0.3 GB more.
+The vocabulary is gone through in slices, twice: once for the softmax's denominator, once for the gradient, which is
+then complete for its slice. Making the logits a second time costs one matrix product in four. Going by rows instead
+would make them once, but add a [V, D] gradient to the last one for every few hundred rows and hold a narrow copy of
+the head: at V = 128256 that is no faster, and takes 0.3 GB more.
 
 N trained targets · D model width · V vocabulary · S rows of the vocabulary in a slice
 """

@@ -49,8 +49,9 @@ def _node(value: Any, origin: Origin) -> Node:
 
 
 def _refused(key: str, verb: str, open_keys: Sequence[str]) -> str:
-    guess = nearest(key, list(open_keys))
-    hint = f" Did you mean {guess!r}?" if guess is not None else ""
+    by_name = {one.rpartition(".")[2]: one for one in open_keys}
+    guess = nearest(key.rpartition(".")[2], list(by_name))
+    hint = f" Did you mean {by_name[guess]!r}?" if guess is not None else ""
     return f"{verb} takes no {key!r}.{hint} It takes {', '.join(open_keys)}"
 
 

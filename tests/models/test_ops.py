@@ -1,0 +1,61 @@
+"""The short ways that decoding takes give the numbers of the long ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from danlu.models import ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_is_multiplied_as_in_a_larger_product(dtype: torch.dtype, bias: bool) -> None:
+    x, weight = drawn(1, 96, dtype=dtype), drawn(40, 96, dtype=dtype, seed=1)
+    given = drawn(40, dtype=dtype, seed=2) if bias else None
+    exact = F.linear(x.double(), weight.double(), None if given is None else given.double())
+    got = ops.linear(x, weight, given)
+    assert got.shape == (1, 40) and got.dtype == dtype
+    torch.testing.assert_close(got, exact.to(dtype))
+    assert (got.double() - F.linear(x.double(), weight.flip(0).double())).abs().max() > 1  # control: rows keep places
+    torch.testing.assert_close(ops.linear(x.unsqueeze(0), weight, given), exact.to(dtype).unsqueeze(0))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_without_gradients_has_the_same_bits(dtype: torch.dtype, offset: float) -> None:
+    x, weight = drawn(7, 64, dtype=dtype), drawn(64, dtype=dtype, seed=1)
+    with_gradients = ops.rms_norm(x, weight, 1e-5, offset=offset)
+    with torch.no_grad():
+        assert torch.equal(ops.rms_norm(x, weight, 1e-5, offset=offset), with_gradients)
+        assert not torch.equal(ops.rms_norm(x, weight, 1e-1, offset=offset), with_gradients)  # control
+
+
+def test_half_precision_weights_that_are_differences_from_one_keep_their_digits() -> None:
+    """Gemma's: 1 + 0.001 is 1 in bfloat16. transformers adds in float32 too."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+
+    x, weight = drawn(5, 64, dtype=torch.bfloat16), drawn(64, seed=1).mul_(0.003).bfloat16()
+    oracle = Gemma2RMSNorm(64, eps=1e-5).bfloat16()
+    oracle.weight.data.copy_(weight)
+    assert torch.equal(ops.rms_norm(x, weight, 1e-5, offset=1.0), oracle(x))
+    assert not torch.equal(ops.rms_norm(x, weight + 1.0, 1e-5), oracle(x))  # control: added in bfloat16
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation_without_gradients_has_the_same_bits(dtype: torch.dtype, kind: ops.Activation) -> None:
+    gate, up = drawn(7, 64, dtype=dtype).requires_grad_(), drawn(7, 64, dtype=dtype, seed=1)
+    with_gradients = ops.gated_mlp_activation(gate, up, kind)
+    before = gate.detach().clone(), up.clone()
+    with torch.no_grad():
+        assert torch.equal(ops.gated_mlp_activation(gate, up, kind), with_gradients)
+        assert not torch.equal(ops.gated_mlp_activation(up, gate, kind), with_gradients)  # control
+    assert torch.equal(gate, before[0]) and torch.equal(up, before[1])
