@@ -58,7 +58,7 @@ def evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..
     def run(model: Path, data: Path, *overrides: str) -> dict[str, Any]:
         assert danlu("eval", model, "--data", data, "--json", *overrides, f"data.cache={tmp_path / 'cache'}") == 0
         out = capsys.readouterr()
-        assert out.err == ""
+        assert [line for line in out.err.splitlines() if not line.startswith("tokenising")] == []
         row: dict[str, Any] = json.loads(out.out)
         return row
 
@@ -220,7 +220,7 @@ def test_long_rows_are_cut_and_every_token_scored(folder, tmp_path, capsys):
     assert danlu("eval", folder, "--data", file, "data.max_length=20", "data.overlong=truncate", cache) == 0
     out = capsys.readouterr()
     assert "scored         19 of 20 tokens in 1 rows\n" in out.out
-    assert out.err == "note: 1 rows truncated (data.max_length 20)\n"
+    assert out.err.endswith("note: 1 rows truncated (data.max_length 20)\n")
 
 
 def test_a_tokenizer_that_begins_with_a_token_and_a_space(stories, tmp_path, evaluated):
@@ -284,7 +284,7 @@ def test_what_people_read(folder, tmp_path, capsys):
         r"scored         \d+ of \d+ tokens in 4 rows\n",
         out.out,
     )
-    assert out.err.startswith("note: 1 rows could not be read and were skipped; the first: text.jsonl:4:2: broken")
+    assert "note: 1 rows could not be read and were skipped; the first: text.jsonl:4:2: broken" in out.err
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from danlu.train.progress import BarProgress, Eta, LineProgress, event_line, progress_on
+from danlu.train.progress import BarProgress, Eta, LineProgress, event_line, numbers, progress_on
 from danlu.train.units import format_bytes, format_duration
 from danlu.types import StepMetrics
 
@@ -100,6 +100,16 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines() -> None:
     bar.close()
     assert "step 3: spike: loss 9.5 is high; watch.policy: warn" in stream.getvalue()
     assert "3/5" in stream.getvalue()
+
+
+def test_on_80_columns_the_count_and_the_numbers_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    bar = BarProgress(stream, total=1291)
+    bar.step(metrics(99))
+    bar.close()
+    assert "99/1291" in stream.getvalue() and "…" not in stream.getvalue()
+    assert numbers(metrics(99)) in stream.getvalue()
 
 
 @pytest.mark.parametrize(

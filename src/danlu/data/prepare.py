@@ -153,7 +153,7 @@ class _Cached:
 
     def store(self, source: Source, workers: Workers[Task, Tokenised]) -> TokenStore:
         parts = {
-            "source": sources.fingerprint(source),
+            "source": sources.fingerprint(source, self._cache.folder / "files"),
             "tokenizer": self._tokenizer,
             "settings": asdict(Settings.of(self._data, source.format)),
             # A store made while skipping bad rows must not serve a run that would have stopped at one.

@@ -92,6 +92,7 @@ class BarProgress:
         # Here, not above: a run whose output goes to a file need not load it.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
 
         self._total = total
         self._clock = clock
@@ -99,7 +100,7 @@ class BarProgress:
         self._drawn_at = -math.inf
         self._bar = Progress(
             TextColumn("step"),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[numbers]}", markup=False),
             console=Console(file=stream),
