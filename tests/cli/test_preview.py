@@ -53,7 +53,8 @@ def test_everything_is_printed(recipe: Any, capsys: pytest.CaptureFixture[str], 
     page = tmp_path / "page.html"
     assert danlu("preview", recipe(HELLO, HELLO), "--rows", 1, "--html", page) == 0
     out = capsys.readouterr()
-    assert out.err == ""
+    # On a busy machine tokenising takes long enough to say how far it is.
+    assert [line for line in out.err.splitlines() if not line.startswith("tokenising: ")] == []
     assert "\x1b" not in out.out
     lines = out.out.splitlines()
     start = lines.index("rows.jsonl:1")

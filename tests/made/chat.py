@@ -129,7 +129,7 @@ def odd_texts() -> st.SearchStrategy[str]:
 @st.composite
 def rows(draw: st.DrawFn, texts: st.SearchStrategy[str] | None = None, tools: bool = False) -> dict[str, Any]:
     """Rows of messages, in an order that makes sense."""
-    texts = texts or st.one_of(plain_texts(), odd_texts())
+    texts = st.one_of(plain_texts(), odd_texts()) if texts is None else texts
     messages = [{"role": "system", "content": draw(texts)}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         messages.append({"role": "user", "content": draw(texts)})
