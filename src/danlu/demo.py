@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything. As it stands: some two minutes on two cores, and nearly every question answered right."""
+    """How much of everything. As it stands: a few minutes on two cores, and nearly every question answered right."""
 
     documents: int = 7_000  # of about 120 tokens
     conversations: int = 4_000  # of about 73 tokens

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for everything; the same one again goes on.")] = Path("demo"),
 ) -> None:
-    """Train a tokenizer and a small model, teach it to answer, and compare: some two minutes on two cores.
+    """Train a tokenizer and a small model, teach it to answer, and compare: a few minutes on two cores.
 
     Nothing is downloaded. Data, recipes, runs and the exported model stay in the folder, to be looked at and tried.
     """
