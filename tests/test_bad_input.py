@@ -134,9 +134,7 @@ def test_an_empty_file(tmp_path: Path, refused: Train) -> None:
 def test_rows_too_long_for_anything_to_be_trained(tmp_path: Path, refused: Train) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [messages(("user", "hi there " * 100), ("assistant", "yes"))] * 2)
     said = refused(3, data={"train": str(rows)})
-    assert (
-        "none of 2 rows is left to train on (2 longer than max_length, with no trained token in what was left)" in said
-    )
+    assert "no row is left to train on, of 2 (2 longer than max_length, with no trained token in what was left)" in said
     assert "Check data.train_on, data.max_length, data.overlong" in said
 
 

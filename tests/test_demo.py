@@ -317,7 +317,7 @@ def test_the_verb(finished: Result, capsys: pytest.CaptureFixture[str], at_small
     assert danlu("demo", "--output", "stopped") == 130
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.splitlines()[-1].startswith("stopped after step 0, saved in stopped/pretrain")
+    assert told.err.splitlines()[-1].startswith("stopped before the first step, with nothing to save")
 
 
 def test_the_verb_shows_answers_on_stdout_and_progress_on_stderr(

@@ -428,3 +428,53 @@ def test_a_compiled_model_trains_the_same_without_compiling_again(
     assert graphs[5:] == [2 * graphs[0]] * 15  # the first evaluation compiles the same without gradients
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
     assert losses(tmp_path / "compiled") != losses(tmp_path / "eager")  # it was compiled
+
+
+# -- a checkpoint as a model ------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_can_be_exported(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "run"
+    assert danlu("train", tiny_world.recipe(output, precision="bf16", ema=0.5)) == 0
+    for source, target, options in (
+        (output, "newest", ()),
+        (output, "average", ("--average",)),
+        (output / "checkpoints" / "step-00000008", "earlier", ()),
+    ):
+        assert danlu("checkpoint", "export", source, tmp_path / target, *options) == 0
+    assert "step-00000008 written: try `danlu generate" in capsys.readouterr().out
+    files = {path.name for path in (output / "model").iterdir()}
+    for one, other in (("model", "newest"), ("model-ema", "average")):
+        assert {path.name for path in (tmp_path / other).iterdir()} == files
+        for name in files:
+            assert (output / one / name).read_bytes() == (tmp_path / other / name).read_bytes(), name
+    saved = read_group(output / "checkpoints" / "step-00000008", "model")
+    written = load(tmp_path / "earlier", dtype=torch.bfloat16)
+    for name, parameter in written.named_parameters():
+        assert torch.equal(parameter, saved[name].bfloat16())
+    newest = load(tmp_path / "newest", dtype=torch.bfloat16).embed_tokens.weight
+    assert not torch.equal(newest, written.embed_tokens.weight)  # what was compared does change from step to step
+
+
+def test_what_cannot_be_exported_says_why(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    assert danlu("train", tiny_world.recipe(output, steps=3)) == 0
+
+    def refused(*arguments: object) -> tuple[int, str]:
+        capsys.readouterr()
+        return danlu("checkpoint", "export", *arguments), capsys.readouterr().err
+
+    code, said = refused(output, output / "model")
+    assert code == 6 and f"{output}/model: is there already. Choose an empty or new folder" in said
+    code, said = refused(tmp_path, tmp_path / "new")
+    assert code == 5 and f"{tmp_path}: neither a run with a checkpoint nor a checkpoint" in said
+    code, said = refused(output, tmp_path / "new", "--average")
+    assert code == 5 and "the run keeps no averaged weights" in said
+    (output / "recipe.yaml").unlink()
+    code, said = refused(output, tmp_path / "new")
+    assert code == 5 and f"{output}/recipe.yaml: missing" in said
+    assert not (tmp_path / "new").exists()

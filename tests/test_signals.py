@@ -106,6 +106,18 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
     assert danlu("train", recipe) == 0
 
 
+def test_a_stop_that_comes_just_before_the_first_step(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_world.recipe(tmp_path / "run", steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "fit", before(run.fit, ctrl_c))
+        assert danlu("train", recipe) == 130
+    said = capsys.readouterr().err
+    assert said.endswith("stopped before the first step, with nothing to save; the same command starts again\n")
+    assert danlu("train", recipe) == 0
+
+
 def test_while_exporting_the_training_is_safe_and_the_export_is_done_again(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,7 +130,7 @@ def demo(folder: Path, *, size: Size | None = None, say: Say, stream: TextIO | N
         say(f"{number}. {what} ({place.recipe(stage)})")
         outcome = run.train(recipe.load(place.recipe(stage)), say=say, stream=stream)
         if outcome.exit_code:
-            say(f"stopped after step {outcome.steps}, saved in {outcome.folder}; the same command goes on from there")
+            say(outcome.stopped)
             return Result(place, outcome.exit_code)
         if outcome.already:
             say(f"finished already, after step {outcome.steps}")

@@ -21,7 +21,7 @@ class Verb(NamedTuple):
 VERBS: dict[str, Verb] = {
     "bench": Verb("danlu.cli.bench:app", "Look", "measure this machine: its GEMM peak, which every MFU is a share of"),
     "chat": Verb("danlu.cli.chat:chat", "Use", "talk with a model folder or a finished run"),
-    "checkpoint": Verb("danlu.cli.checkpoint:app", "Look", "list, verify and prune the checkpoints of a run"),
+    "checkpoint": Verb("danlu.cli.checkpoint:app", "Look", "list, verify, prune and export the checkpoints of a run"),
     "demo": Verb("danlu.cli.demo:demo", "Begin", "from nothing to a model that answers, in minutes, on built-in data"),
     "eval": Verb("danlu.cli.eval:eval", "Use", "loss, perplexity and token accuracy of a model on a file"),
     "explain": Verb("danlu.cli.explain:explain", "Look", "what a key of the recipe means, takes and defaults to"),

@@ -25,7 +25,7 @@ from danlu.data.statistics import Statistics
 from danlu.data.stream import Stream
 from danlu.data.tokenizer import load_tokenizer, tokenizer_folder
 from danlu.data.tokenizing import TokenizerFacts, facts_of
-from danlu.errors import RecipeError, ResourceError, Stopped
+from danlu.errors import CheckpointError, RecipeError, ResourceError, Stopped
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.folder import check_vocabulary, read_config, resolve_folder
@@ -52,7 +52,7 @@ from danlu.train.environment import changes_that_matter, describe_environment, w
 from danlu.train.faults import StopRequest
 from danlu.train.lock import RunLock
 from danlu.train.loop import Cadence, Generate, Run, fit
-from danlu.train.manifest import step_of
+from danlu.train.manifest import is_checkpoint_folder, step_of
 from danlu.train.metrics import MetricsLog, Recorder
 from danlu.train.position import Feed
 from danlu.train.progress import RowProgress, progress_on
@@ -66,6 +66,7 @@ from danlu.train.run_folder import (
     Start,
     finished,
     refuse_strangers,
+    run_recipe,
     starting_point,
 )
 from danlu.train.state import restore
@@ -90,6 +91,13 @@ class Outcome:
     exit_code: int  # 0, or 128 + the number of the signal that stopped it
     exported: tuple[Path, ...]  # model folders; empty when stopped before the end
     already: bool = False  # it had ended before, and nothing was done now
+
+    @property
+    def stopped(self) -> str:
+        """What to tell of a run that a signal ended."""
+        if not self.steps:
+            return "stopped before the first step, with nothing to save; the same command starts again"
+        return f"stopped after step {self.steps}, saved in {self.folder}; the same command goes on from there"
 
 
 def train(loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO | None = None) -> Outcome:
@@ -462,17 +470,45 @@ def _export(run: Run, recipe: Recipe, folder: Path, say: Say) -> tuple[Path, ...
         if run.ema is not None:
             into["ema"] = run.ema.state_tensors()
         load_checkpoint(best.path, into)
-    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-    tokenizer = tokenizer_folder(_tokenizer_path(recipe))
-    given = recipe.model.chat_template
-    template = None if given is None else Path(given).expanduser().read_text(encoding="utf-8")
-
-    def write(name: str) -> Path:
-        save_model(run.compute.model, folder / name, dtype=dtype, tokenizer_from=tokenizer, chat_template=template)
-        return folder / name
-
     if run.ema is None:
-        return (write(MODEL),)
+        return (_write(run.compute.model, recipe, folder / MODEL),)
     with run.averaged():
-        averaged = write(MODEL_EMA)
-    return write(MODEL), averaged
+        averaged = _write(run.compute.model, recipe, folder / MODEL_EMA)
+    return _write(run.compute.model, recipe, folder / MODEL), averaged
+
+
+def _write(model: Decoder, recipe: Recipe, target: Path) -> Path:
+    given = recipe.model.chat_template
+    save_model(
+        model,
+        target,
+        dtype=torch.bfloat16 if recipe.precision == "bf16" else torch.float32,
+        tokenizer_from=tokenizer_folder(_tokenizer_path(recipe)),
+        chat_template=None if given is None else Path(given).expanduser().read_text(encoding="utf-8"),
+    )
+    return target
+
+
+def export(path: Path, target: Path, *, average: bool = False) -> Path:
+    """Writes a checkpoint as the Hugging Face folder that the run would have ended with had it ended there.
+
+    path: a run, for its newest checkpoint, or one of its checkpoints; the run may be training meanwhile.
+    average: the averaged weights instead, of a recipe that keeps an average.
+    Returns the checkpoint's folder. Raises CheckpointError if there is none, or it is damaged or has no average;
+    ResourceError if `target` holds anything.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ResourceError(f"{target}: is there already. Choose an empty or new folder")
+    if not is_checkpoint_folder(path):
+        latest = CheckpointStore(path / CHECKPOINTS).latest()
+        if latest is None:
+            raise CheckpointError(f"{path}: neither a run with a checkpoint nor a checkpoint")
+        path = latest.path
+    recipe = run_recipe(path.resolve().parent.parent)
+    if average and recipe.ema is None:
+        raise CheckpointError(f"{path}: the run keeps no averaged weights (its recipe has no `ema`)")
+    model = build(_model_config(recipe, _tokenizer_facts(recipe)))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    load_checkpoint(path, {"ema" if average else "model": weights})
+    _write(model, recipe, target)
+    return path

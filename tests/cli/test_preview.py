@@ -95,8 +95,8 @@ def test_data_that_trains_nothing_is_shown_and_then_refused(
     assert "    context  [assistant]   o│k" in out.out
     assert "== a run refuses this data" in out.out
     assert "  dropped        2 rows: no token would be trained" in out.out
-    assert "rows.jsonl: none of 2 rows is left to train on (2 no token would be trained)" in out.err
-    assert "none of 2 rows is left to train on" in page.read_text(encoding="utf-8")
+    assert "rows.jsonl: no row is left to train on, of 2 (2 no token would be trained)" in out.err
+    assert "no row is left to train on, of 2" in page.read_text(encoding="utf-8")
     chosen = load(path).recipe
     with pytest.raises(DataError) as said:  # what stops a run
         prepare(

@@ -186,6 +186,19 @@ def test_a_bad_row_stops_with_its_place_or_is_counted(tokenizer: Path, cache: Pa
         ready(tokenizer, cache, path, on_bad_row="skip", bad_row_limit=1)
 
 
+def test_rows_without_known_columns_in_front_are_bad_rows_like_others(
+    tokenizer: Path, cache: Path, tmp_path: Path
+) -> None:
+    strange: list[Any] = [{"title": "a table of contents"}] * 2
+    path = write(tmp_path / "front.jsonl", [*strange, *conversations(0, 5)])
+    with pytest.raises(DataError, match=r"front\.jsonl:1: no known row format has the columns title"):
+        ready(tokenizer, cache, path)
+    prepared = ready(tokenizer, cache, path, on_bad_row="skip")
+    assert (prepared.statistics.bad_rows, prepared.statistics.samples) == (2, 5)
+    with pytest.raises(DataError, match=r"front\.jsonl:2: no known row format has the columns title"):
+        ready(tokenizer, cache, path, on_bad_row="skip", bad_row_limit=1)
+
+
 def test_a_run_that_would_train_nothing_is_refused(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "train": False}]
     path = write(tmp_path / "untrained.jsonl", [{"messages": messages}])

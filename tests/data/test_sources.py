@@ -332,9 +332,9 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 LINES: list[tuple[str, str]] = [
     ('{"text": "x"', r"a\.jsonl:2:13: broken JSON: Expecting ',' delimiter; each line must be one whole JSON object"),
-    ("[1, 2]", r"a\.jsonl:2: a row must be an object with named columns, this is a list"),
-    ('"x"', r"a\.jsonl:2: a row must be an object with named columns, this is a str"),
-    ("null", r"a\.jsonl:2: a row must be an object with named columns, this is a NoneType"),
+    ("[1, 2]", r"a\.jsonl:2: a row must be an object with named columns, this is of type list"),
+    ('"x"', r"a\.jsonl:2: a row must be an object with named columns, this is of type str"),
+    ("null", r"a\.jsonl:2: a row must be an object with named columns, this is of type NoneType"),
     ("text", r"a\.jsonl:2:1: broken JSON: Expecting value"),
     ('{"n": ' + "9" * 5000 + "}", r"a\.jsonl:2: unreadable JSON: Exceeds the limit"),
     ('{"n": ' + "[" * 100_000, r"a\.jsonl:2: unreadable JSON: .*recursion"),
@@ -372,7 +372,7 @@ def test_a_broken_array_of_json(text: str, problem: str, tmp_path: Path) -> None
 
 def test_a_value_in_an_array_that_is_no_row(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"a": 1},\n"x", {"a": 2}]')
-    assert bad(tmp_path / "a.json") == ["a.json:2: a row must be an object with named columns, this is a str"]
+    assert bad(tmp_path / "a.json") == ["a.json:2: a row must be an object with named columns, this is of type str"]
     assert [row.value for row in read(tmp_path / "a.json")][::2] == [{"a": 1}, {"a": 2}]
 
 

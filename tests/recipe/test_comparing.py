@@ -5,7 +5,7 @@ from __future__ import annotations
 from danlu.recipe import Recipe, changes
 from danlu.recipe.comparing import HARMLESS, matters
 from danlu.recipe.explanation import keys
-from danlu.recipe.sections import AdamW, BatchSize, Data, Lion, Model, Source
+from danlu.recipe.sections import AdamW, BatchSize, Data, EarlyStop, Evaluation, Lion, Model, Source, Watch
 
 OLD = Recipe(
     stage="sft",
@@ -48,7 +48,7 @@ def test_the_table_names_keys_that_exist() -> None:
         "batch.tokens",
         "epochs",
     ):
-        assert matters(key)
+        assert matters(key, OLD)
     for key in (
         "precision",
         "loss.z_loss",
@@ -57,7 +57,17 @@ def test_the_table_names_keys_that_exist() -> None:
         "gradient_clipping",
         "watch.policy",
     ):
-        assert matters(key)
+        assert matters(key, OLD)
     for key in ("log.every", "checkpoint.keep_best", "device", "threads", "data.cache", "evaluation.samples.prompts"):
-        assert not matters(key)
-    assert matters("data.cached")  # a name that only begins like a harmless one
+        assert not matters(key, OLD)
+    assert matters("data.cached", OLD)  # a name that only begins like a harmless one
+
+
+def test_when_to_save_and_judge_matters_where_the_run_hangs_on_it() -> None:
+    for key, changed in (
+        ("evaluation.every", OLD.model_copy(update={"evaluation": Evaluation(early_stop=EarlyStop())})),
+        ("checkpoint.every", OLD.model_copy(update={"watch": Watch(policy="rewind")})),
+    ):
+        assert not matters(key, OLD)
+        assert matters(key, changed)
+    assert not matters("checkpoint.keep", OLD.model_copy(update={"watch": Watch(policy="rewind")}))

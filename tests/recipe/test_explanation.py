@@ -35,6 +35,14 @@ def test_a_key_of_several_kinds() -> None:
     assert explain("optimizer.betas").defaults == {"adamw": "[0.9, 0.95]", "lion": "[0.9, 0.99]"}
 
 
+def test_the_words_of_all_kinds() -> None:
+    found = explain("optimizer.kind")
+    assert found.takes == "one of adamw, sgd, adafactor, lion, muon"
+    assert found.allowed == ("adamw", "sgd", "adafactor", "lion", "muon")
+    assert found.defaults == {kind: kind for kind in found.allowed}
+    assert explain("optimizer.decay").takes == "one of matrices, all"
+
+
 def test_where_a_value_came_from(write: Write) -> None:
     loaded = load(write("stage: sft\nmodel: base\ndata: rows.json\noutput: runs/x\nema: 0.9\n"), ["seed=3"])
     asked = {key: explain(key, loaded) for key in ("seed", "ema.decay", "precision", "data.train.0.path", "data.eval")}

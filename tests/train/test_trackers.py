@@ -53,7 +53,9 @@ def test_a_resumed_run_hides_points_after_its_checkpoint(tmp_path: Path) -> None
     for step in (1, 2, 3, 4):
         first.step(metrics(step, float(step)))
     first.close()
-    # TensorBoard reads files by name: the second of creation, then host and pid and a counter.
+    # TensorBoard reads files by name, which begins with the second of their creation: the first process was earlier.
+    (file,) = tmp_path.iterdir()
+    file.rename(tmp_path / "events.out.tfevents.1000000000.host.1.0")
     second = TensorBoard(tmp_path, after_step=2)
     second.step(metrics(3, 30.0))
     second.close()

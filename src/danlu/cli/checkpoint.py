@@ -1,4 +1,4 @@
-"""`danlu checkpoint list|verify|prune`: look after the checkpoints of a run, without loading torch."""
+"""`danlu checkpoint list|verify|prune|export`: look after the checkpoints of a run; only export loads torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from danlu.train.manifest import (
 )
 from danlu.train.units import format_bytes
 
-app = typer.Typer(name="checkpoint", help="List, verify and prune the checkpoints of a run.", no_args_is_help=True)
+ABOUT = "List, verify, prune and export the checkpoints of a run."
+app = typer.Typer(name="checkpoint", help=ABOUT, no_args_is_help=True)
 
 Where = Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or one checkpoint in it.")]
 
@@ -81,6 +82,19 @@ def prune_command(
         return
     with RunLock(folder.parent):
         _prune(folder, keep, keep_every, keep_best, delete=True)
+
+
+@app.command("export")
+def export_command(
+    path: Where,
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it; empty or new.")],
+    average: Annotated[bool, typer.Option("--average", help="The averaged weights, of a recipe with `ema`.")] = False,
+) -> None:
+    """Write a checkpoint (of a run: its newest) as a Hugging Face model folder, with tokenizer and chat template."""
+    from danlu import run
+
+    checkpoint = run.export(path, target, average=average)
+    typer.echo(f"{checkpoint.name} written: try `danlu generate {target} --prompt ...` or `danlu chat {target}`")
 
 
 def _prune(folder: Path, keep: int, keep_every: int | None, keep_best: bool, *, delete: bool) -> None:

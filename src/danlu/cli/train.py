@@ -27,7 +27,7 @@ def train(
 
     outcome = run.train(loaded, resume=resume, say=_say)
     if outcome.exit_code:
-        _say(f"stopped after step {outcome.steps}, saved in {outcome.folder}; the same command goes on from there")
+        _say(outcome.stopped)
         raise typer.Exit(outcome.exit_code)
     already = "was finished already, " if outcome.already else "finished "
     _say(f"{already}after step {outcome.steps}: {outcome.folder}")

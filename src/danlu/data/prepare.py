@@ -102,7 +102,7 @@ def check_trained(statistics: Statistics, where: str, *, require_ends: bool = Tr
     if not statistics.samples:
         reasons = ", ".join(f"{count} {reason}" for reason, count in statistics.dropped.items())
         raise DataError(
-            f"{where}: none of {statistics.rows} rows is left to train on ({reasons or 'all of them bad'}). "
+            f"{where}: no row is left to train on, of {statistics.rows} ({reasons or 'all of them bad'}). "
             "Check data.train_on, data.max_length, data.overlong and the rows' own train and weight fields; "
             "`danlu preview` shows the reason of every token"
         )
@@ -191,8 +191,12 @@ def read(source: Source, data: Data, stage: Stage) -> tuple[Format | Literal["au
         seen.append(row)
         if isinstance(row.value, BadRow):
             continue
-        format = recognise(row.value, row.where) if format == "auto" else format
-        break
+        try:
+            format = recognise(row.value, row.where) if format == "auto" else format
+            break
+        except DataError:  # one such row is a bad row, but too many of them are no rows of ours
+            if data.on_bad_row == "error" or len(seen) > data.bad_row_limit:
+                raise
     plain = format in ("text", "tokenized", "auto")
     if stage == "pretrain" and not plain:
         raise DataError(

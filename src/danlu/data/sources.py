@@ -254,7 +254,7 @@ def _characters(value: object) -> int:
 def _as_row(value: Any, where: str) -> dict[str, Any] | BadRow:
     if isinstance(value, dict):
         return value
-    return BadRow(f"{where}: a row must be an object with named columns, this is a {type(value).__name__}")
+    return BadRow(f"{where}: a row must be an object with named columns, this is of type {type(value).__name__}")
 
 
 def _read_json(file: Path, name: str) -> Iterator[Placed]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from danlu.data.pieces import PRINTABLE, Pieces, pieces_of
 from danlu.data.templates import ChatTemplate, Turn
 from danlu.errors import DataError
 
@@ -111,10 +112,9 @@ class Tokenizer:
             places = np.fromiter(chain.from_iterable(chain.from_iterable(one.offsets for one in encodings)), np.int64)
             places = places.reshape(-1, 2) + np.repeat(np.cumsum(sizes) - sizes, counts)[:, None]
             return Encoded(_flat([one.ids for one in encodings]), *_rising(places), counts, sizes)
-        ids = [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+        flat, counts = self._encode_bytewise(texts)
         sizes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
-        counts = np.array([len(one) for one in ids], np.int64)
-        flat, ends = _flat(ids), np.cumsum(counts)
+        ends = np.cumsum(counts)
         lengths = self._byte_lengths[flat]
         reached = np.concatenate([[0], np.cumsum(lengths)])
         wrong = np.diff(reached[np.concatenate([[0], ends])]) != sizes
@@ -130,6 +130,18 @@ class Tokenizer:
             part = slice(ends[number] - counts[number], ends[number])
             places[part] = self._byte_places(texts[number]) + bases[number]
         return Encoded(flat, *_rising(places), counts, sizes)
+
+    def _encode_bytewise(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids end to end and how many each text has, of a byte-level tokenizer."""
+        if self._pieces is None:
+            encodings = [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+            return _flat(encodings), np.array([len(one) for one in encodings], np.int64)
+        ids = [self._pieces.encode(text) for text in texts]
+        return np.frombuffer(b"".join(ids), np.int32), np.array([len(one) // 4 for one in ids], np.int64)
+
+    @cached_property
+    def _pieces(self) -> Pieces | None:
+        return pieces_of(self._fast)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._pretrained.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -392,11 +404,4 @@ def _byte_lengths(fast: Any, vocabulary: Mapping[str, int], size: int) -> np.nda
     return lengths
 
 
-def _printable_bytes() -> dict[str, int]:
-    """The byte behind each character of a byte-level vocabulary: GPT-2's table, which moves up what does not print."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    moved = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(moved)}
-
-
-_BYTES = _printable_bytes()
+_BYTES = {character: byte for byte, character in PRINTABLE.items()}

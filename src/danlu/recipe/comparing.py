@@ -13,12 +13,12 @@ from danlu.recipe.sections import Recipe, Section
 HARMLESS: dict[str, str] = {
     "batch.memory": "decides the micro-batch only",
     "batch.micro": "the sum over a step's packs is the same up to rounding",
-    "checkpoint": "when the run is saved, not what is computed",
+    "checkpoint": "when the run is saved, not what is computed; but `every` matters with `watch: rewind`",
     "compile": "the same mathematics, rounded differently",
     "data.cache": "where tokens are kept",
     "data.workers": "how many processes tokenise",
     "device": "the same mathematics, rounded differently",
-    "evaluation.every": "when the model is judged, not how it is trained",
+    "evaluation.every": "when the model is judged, not how it is trained; but it matters with `evaluation.early_stop`",
     "evaluation.samples": "texts to read",
     "log": "what is written down",
     "output": "where the run writes; a run folder may be moved",
@@ -43,13 +43,16 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
     """Every key that differs, in the order of the sections. Resuming refuses when one of them `matters`."""
     before, after = dict(_flat("", old)), dict(_flat("", new))
     keys = list(after) + [key for key in before if key not in after]
-    return [
-        Change(key, before.get(key), after.get(key), matters(key)) for key in keys if before.get(key) != after.get(key)
-    ]
+    different = [key for key in keys if before.get(key) != after.get(key)]
+    return [Change(key, before.get(key), after.get(key), matters(key, new)) for key in different]
 
 
-def matters(key: str) -> bool:
-    """Whether a run with another value at this key computes something else."""
+def matters(key: str, recipe: Recipe) -> bool:
+    """Whether a run of `recipe` with another value at this key computes something else."""
+    if key == "evaluation.every" and recipe.evaluation.early_stop is not None:
+        return True
+    if key == "checkpoint.every" and recipe.watch.policy == "rewind":
+        return True
     return not any(key == harmless or key.startswith(f"{harmless}.") for harmless in HARMLESS)
 
 

@@ -41,14 +41,16 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
     section, name, _ = owners[0]
     hint = fields(section)[name]
     found = sections(hint) or sections(item(hint) or str)
+    words = dict.fromkeys(str(choice) for owner, _, _ in owners for choice in choices(fields(owner)[name]))
+    allowed = tuple(words) or tuple(sorted(kinds(hint)))
     value = origin = None
     if loaded is not None:
         value, origin = _value(loaded.recipe, key), loaded.origin(key)
     return Explanation(
         key=key,
-        takes=describe(hint),
+        takes=describe(hint) if len(owners) == 1 or not choices(hint) else f"one of {', '.join(allowed)}",
         defaults={variant: _default(owner, name) for owner, name, variant in owners},
-        allowed=tuple(str(choice) for choice in choices(hint)) or tuple(sorted(kinds(hint))),
+        allowed=allowed,
         about=" ".join((section.model_fields[name].description or "").split()),
         short=found[0].short if found else None,
         below=tuple((entry, first_sentence(kind, entry)) for kind in found for entry in fields(kind))

@@ -75,7 +75,8 @@ def find_model(path_or_id: str) -> Path:
     if (path / "recipe.yaml").is_file() and not (path / "model" / "config.json").is_file():
         raise ModelError(
             f"{path}: this run has not written its model yet (no model/ folder). Finish it with "
-            f"`danlu train {path / 'recipe.yaml'}`, which goes on from its last checkpoint and exports at the end"
+            f"`danlu train {path / 'recipe.yaml'}`, which goes on from its last checkpoint, or write that checkpoint "
+            f"as a model with `danlu checkpoint export {path} FOLDER`"
         )
     folder = resolve_folder(path_or_id)
     read_config(folder)

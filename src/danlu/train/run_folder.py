@@ -52,7 +52,7 @@ def starting_point(folder: Path, recipe: Recipe, resume: str, say: Callable[[str
         raise CheckpointError(
             f"{folder}: holds a run (step {latest.step}). Choose another `output`, or leave out --resume never."
         )
-    return Start(latest.path, _harmless_changes(folder / RECIPE, recipe))
+    return Start(latest.path, _harmless_changes(folder, recipe))
 
 
 def _given_point(path: Path, folder: Path, recipe: Recipe, latest: CheckpointInfo | None) -> Start:
@@ -63,7 +63,7 @@ def _given_point(path: Path, folder: Path, recipe: Recipe, latest: CheckpointInf
             f"{folder / CHECKPOINTS / step_folder_name(100)}."
         )
     run = path.parent.parent
-    start = Start(path, _harmless_changes(run / RECIPE, recipe))
+    start = Start(path, _harmless_changes(run, recipe))
     if run == folder.resolve():
         return start
     if latest is not None:
@@ -94,21 +94,24 @@ def refuse_strangers(folder: Path) -> None:
         )
 
 
-def _harmless_changes(written: Path, recipe: Recipe) -> list[Change]:
+def run_recipe(run: Path) -> Recipe:
+    """The recipe of the run in a folder. Raises CheckpointError if it is missing or cannot be read."""
+    written = run / RECIPE
+    if not written.is_file():
+        raise CheckpointError(f"{written}: missing; without it nobody can tell which recipe the checkpoints belong to.")
+    try:
+        return load_recipe(written).recipe
+    except RecipeError as error:
+        lines = "\n  ".join(error.problems)
+        raise CheckpointError(f"{run}: the recipe of the run there does not hold any more:\n  {lines}") from error
+
+
+def _harmless_changes(run: Path, recipe: Recipe) -> list[Change]:
     """What differs from the run's recipe without mattering to its result.
 
     Raises CheckpointError if something differs that matters, or the run's recipe cannot be read.
     """
-    run = written.parent
-    if not written.is_file():
-        raise CheckpointError(
-            f"{written}: missing; without it nobody can tell whether the checkpoints are this recipe's."
-        )
-    try:
-        found = changes(load_recipe(written).recipe, recipe)
-    except RecipeError as error:
-        lines = "\n  ".join(error.problems)
-        raise CheckpointError(f"{run}: the recipe of the run there does not hold any more:\n  {lines}") from error
+    found = changes(run_recipe(run), recipe)
     different = [change for change in found if change.matters]
     if not different:
         return [change for change in found if change.key != "output"]

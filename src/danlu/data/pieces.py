@@ -1,0 +1,188 @@
+"""Byte-level tokenizers by word: text is cut by the tokenizer's own patterns, and each distinct piece encoded once.
+
+Byte-level BPE never merges across the pieces that its pre-tokenizer cuts, so a text's tokens are those of its pieces,
+and most pieces have been seen before. Cutting with Python's `regex` and looking pieces up takes a fraction of the
+tokenizers library's time (which remembers pieces too, but tracks where each character came from). The ids are the same,
+or the library is asked: for a tokenizer with anything that is not known here, for characters on which the two regular
+expression engines might differ, for text that a normaliser would change.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""What ByteLevel cuts by when it is not told otherwise (the pattern of GPT-2)."""
+
+MOST_PIECES = 1 << 16
+LONGEST_PIECE = 64  # characters; longer ones seldom come again
+
+# What Oniguruma (the library's engine) and `regex` read alike. Not among it: anchors, back references, class set
+# operations and nested classes, counts that are lazy or possessive, and escapes and groups that only one of them knows.
+_ALIKE = re.compile(
+    r"(?:\\[pP]\{\^?[A-Za-z]+\}|\\[sSdDrnt]|\\[^\w\s]|\(\?(?:i?:|[=!])|[)|?+*]|\{\d*,?\d*\}(?![?+])"
+    r"|\[\^?(?:\\[pP]\{\^?[A-Za-z]+\}|\\[sSdDrnt]|\\[^\w\s]|[^\\\[\]&~|])+\]|[^\\\[\](){}^$.|?+*])+"
+)
+_CLASS = re.compile(r"\[(?:\\.|[^\\\]])+\]|\\[pP]\{\^?[A-Za-z]+\}|\\[sSdD]")
+# A lower-case letter to one engine and a letter without case to the other.
+_DISPUTED = frozenset("\u0295")
+
+Cut = Callable[[str], list[str]]
+
+
+def pieces_of(fast: Any) -> Pieces | None:
+    """The way by pieces for a `tokenizers.Tokenizer`; None where its ids might differ from the library's."""
+    model, added = fast.model, list(fast.get_added_tokens_decoder().values())
+    if type(model).__name__ != "BPE" or any(
+        (model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix, model.byte_fallback)
+    ):
+        return None
+    if fast.encode_special_tokens or any(token.lstrip or token.rstrip or token.single_word for token in added):
+        return None
+    # Added tokens that are looked for before and after normalising take turns; one kind alone needs no second look.
+    if len({token.normalized for token in added}) > 1:
+        return None
+    if _described(fast.normalizer) not in ({}, {"type": "NFC"}):
+        return None
+    cuts = _cuts(_described(fast.pre_tokenizer))
+    if cuts is None:
+        return None
+    ids = {token.content: number for number, token in fast.get_added_tokens_decoder().items()}
+    return Pieces(fast, cuts, ids, normalizes=fast.normalizer is not None)
+
+
+class Pieces:
+    """Encodes one text after another. Made by `pieces_of`."""
+
+    def __init__(self, fast: Any, cuts: Sequence[Cut], added: dict[str, int], normalizes: bool) -> None:
+        self._fast = fast
+        self._cuts = tuple(cuts)
+        self._known = _Known(fast.model)
+        self._added = {content: array("i", [token]).tobytes() for content, token in added.items()}
+        longest_first = sorted(added, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split if added else _whole
+        self._normalizes = normalizes
+        self._characters = set(map(chr, range(128)))
+
+    def encode(self, text: str) -> bytes:
+        """The ids of a text as it stands, special tokens in it recognised, as native 32-bit integers."""
+        if not text.isascii() and not self._is_settled(text):
+            return array("i", self._fast.encode(text, add_special_tokens=False).ids).tobytes()
+        found: list[bytes] = []
+        for number, part in enumerate(self._split(text)):
+            if number % 2:
+                found.append(self._added[part])
+            elif part:
+                pieces = [part]
+                for cut in self._cuts:
+                    pieces = cut(part) if len(pieces) == 1 else [piece for one in pieces for piece in cut(one)]
+                found.extend(map(self._known.__getitem__, pieces))
+        return b"".join(found)
+
+    def _is_settled(self, text: str) -> bool:
+        """Whether a normaliser leaves the text alone and both engines know what each of its characters is."""
+        if not self._characters.issuperset(text):
+            new = set(text) - self._characters
+            # A character that Python does not know is too new for an older table, and a letter in a newer one.
+            if any(unicodedata.category(one) == "Cn" for one in new) or not _DISPUTED.isdisjoint(new):
+                return False
+            self._characters |= new
+        return not self._normalizes or unicodedata.is_normalized("NFC", text)
+
+
+class _Known(dict[str, bytes]):
+    """Pieces of text and their ids; a new piece is encoded by the tokenizer's model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._tokenize = model.tokenize
+
+    def __missing__(self, piece: str) -> bytes:
+        written = piece.encode().decode("latin-1").translate(PRINTABLE)
+        ids = array("i", [token.id for token in self._tokenize(written)]).tobytes()
+        if len(self) < MOST_PIECES and len(piece) <= LONGEST_PIECE:
+            self[piece] = ids
+        return ids
+
+
+def _described(part: Any) -> dict[str, Any]:
+    """A part of a tokenizer as tokenizer.json has it; empty for one that is not there."""
+    described: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return described
+
+
+def _cuts(pre_tokenizer: dict[str, Any]) -> list[Cut] | None:
+    """How a pre-tokenizer cuts text, step by step; None for one that is not known here or not byte-level."""
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    if not steps or steps[-1].get("type") != "ByteLevel":
+        return None
+    patterns = []
+    for number, step in enumerate(steps, 1):
+        match step:
+            case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
+                patterns.append(pattern)
+            case {"type": "Digits", "individual_digits": True}:
+                patterns.append(r"\p{N}")
+            case {"type": "Digits"}:
+                patterns.append(r"\p{N}+")
+            case {"type": "ByteLevel", "add_prefix_space": False} if number == len(steps):
+                patterns += [GPT2] if step.get("use_regex", True) else []
+            case _:
+                return None
+    # Imported here: only tokenising needs it.
+    import regex
+
+    if not all(_ALIKE.fullmatch(pattern) and not regex.fullmatch(pattern, "") for pattern in patterns):
+        return None
+    return [_cut(pattern) for pattern in patterns]
+
+
+def _cut(pattern: str) -> Cut:
+    """Cuts a text into what matches and what lies between."""
+    import regex
+
+    for_ascii = _for_ascii(pattern)
+    matches_in_ascii, matches = re.compile(for_ascii).findall, regex.compile(pattern).findall
+    cut_ascii, cut_any = re.compile(f"({for_ascii})").split, regex.compile(f"({pattern})").split
+    leaves_gaps = False
+
+    def cut(text: str) -> list[str]:
+        nonlocal leaves_gaps
+        if not leaves_gaps:
+            found: list[str] = matches_in_ascii(text) if text.isascii() else matches(text)
+            if sum(map(len, found)) == len(text):
+                return found
+            leaves_gaps = True
+        return [piece for piece in (cut_ascii if text.isascii() else cut_any)(text) if piece]
+
+    return cut
+
+
+def _for_ascii(pattern: str) -> str:
+    """The pattern for `re`, which knows no classes of Unicode but is twice as fast, and for ASCII texts alone."""
+    import regex
+
+    def members(found: re.Match[str]) -> str:
+        one_of = [character for character in map(chr, range(128)) if regex.fullmatch(found[0], character)]
+        return f"[{''.join(map(re.escape, one_of))}]" if one_of else "(?!)"
+
+    return _CLASS.sub(members, pattern)
+
+
+def _whole(text: str) -> list[str]:
+    return [text]
+
+
+def _printable_bytes() -> dict[int, str]:
+    """The character that a byte-level vocabulary writes for each byte: GPT-2's table, which moves up what is blank."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    moved = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(moved)}
+
+
+PRINTABLE = _printable_bytes()
