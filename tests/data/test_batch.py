@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from danlu.data.batch import _transfer, collate
+from danlu.data.batch import _to_next_size, _transfer, collate, fill_up
 from danlu.types import Batch, Pack, Sample
 
 
@@ -100,3 +100,24 @@ def test_a_batch_on_the_gpu_equals_the_one_on_the_cpu(seed: int) -> None:
     here, there = collate(packs), collate(packs, "cuda")
     for name in ("tokens", "positions", "sources", "targets", "weights"):
         assert torch.equal(getattr(here, name), getattr(there, name).cpu())
+
+
+def test_few_sizes_for_many_lengths() -> None:
+    sizes = [count + _to_next_size(count) for count in range(5000)]
+    assert all(0 <= size - count <= count / 32 for count, size in enumerate(sizes))
+    assert len({size for size in sizes if 2048 < size <= 4096}) == 32
+    assert sizes[:64] == list(range(64))  # where a step is cheap anyway, nothing is added
+
+
+def test_filling_up_adds_a_document_and_targets_of_no_weight() -> None:
+    batch = collate([Pack((sample([*range(199)], [0.0] + [1.0] * 198),))])
+    filled = fill_up(batch)
+    assert filled.boundaries == (0, 199, 200) and len(filled.tokens) == len(filled.positions) == 200
+    assert len(filled.sources) == len(filled.targets) == len(filled.weights) == 200
+    for name in ("tokens", "positions", "sources", "targets", "weights"):
+        column, before = getattr(filled, name), getattr(batch, name)
+        assert torch.equal(column[: len(before)], before)
+        assert not column[len(before) :].any()
+    assert (filled.weight, filled.rows) == (batch.weight, batch.rows)
+    whole = collate([Pack((sample([*range(128)], [0.0] + [1.0] * 127),))])
+    assert fill_up(whole).boundaries == whole.boundaries

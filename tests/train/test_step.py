@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from made.tiny_run import MadePacks, tiny_model
 from torch import Tensor
 
+from danlu.data.batch import fill_up
 from danlu.errors import TrainingError
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.recipe.sections import LossOptions
 from danlu.train.step import Compute, Gradients, accumulate
-from danlu.types import Pack
+from danlu.types import Batch, Pack
 
 PACKS = [MadePacks().at(n) for n in range(5)]
 
@@ -48,6 +50,25 @@ def test_packed_equals_one_document_at_a_time() -> None:
     assert got.loss == pytest.approx(want.loss, rel=1e-6)
     for name, gradient in want_gradients.items():
         torch.testing.assert_close(got_gradients[name], gradient, rtol=2e-5, atol=1e-7)
+
+
+def test_filling_up_to_few_sizes_changes_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    packs = [MadePacks().at(n) for n in range(40)]
+    got, got_gradients = gradients_of(100, packs)
+    monkeypatch.setattr("danlu.train.step.fill_up", lambda batch: batch)
+    want, want_gradients = gradients_of(100, packs)
+    assert got.tokens % 16  # there was something to fill up
+    assert (got.tokens, got.trained_tokens, got.lengths) == (want.tokens, want.trained_tokens, want.lengths)
+    assert (got.loss, got.accuracy) == pytest.approx((want.loss, want.accuracy), rel=1e-6)
+    for name, gradient in want_gradients.items():
+        torch.testing.assert_close(got_gradients[name], gradient, rtol=2e-5, atol=1e-7)
+
+    def with_weight(batch: Batch) -> Batch:
+        filled = fill_up(batch)
+        return replace(filled, weights=filled.weights + 1e-3)
+
+    monkeypatch.setattr("danlu.train.step.fill_up", with_weight)
+    assert gradients_of(100, packs)[0].loss != pytest.approx(want.loss, rel=1e-6)
 
 
 def test_attention_that_crosses_documents_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

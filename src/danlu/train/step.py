@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from danlu.data.batch import collate
+from danlu.data.batch import collate, fill_up
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
@@ -52,6 +52,7 @@ class Gradients:
 
 def cross_entropy(compute: Compute, batch: Batch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
     """The weighted sum of losses of a micro-batch; the head runs on its N trained positions only."""
+    batch = fill_up(batch)
     hidden = compute.forward(batch.tokens, batch.positions, PackedAttention(batch.boundaries), compute.dtype)  # [T, D]
     return linear_cross_entropy(
         hidden.index_select(0, batch.sources),  # [N, D]
