@@ -26,7 +26,7 @@ test: lint
 	$(PYTEST)
 
 test-all: lint
-	$(PYTEST) -m "not gpu"
+	HYPOTHESIS_PROFILE=new $(PYTEST) -m "not gpu"
 
 lint: .venv/installed
 	$(BIN)/ruff format --check

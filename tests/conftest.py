@@ -7,12 +7,18 @@ from pathlib import Path
 
 import made.tiny_world
 import pytest
+from hypothesis import settings
 from made.tiny_world import InThisProcess, World
 
 from danlu.data import prepare, stream
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The same examples each time, so that no change is refused for what it did not do; `make test-all` looks for new ones.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("new", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from danlu.recipe.forms import branches, fields, origin
 from danlu.recipe.sections import Recipe, Section
 
 TEXTS = st.text(max_size=12) | st.sampled_from(
-    ["${HOME}", "$${x}", "2e-4", "no", "null", "~", "1:30", "a: b", " x ", "#"]
+    ["${HOME}", "$${x}", "2e-4", "no", "null", "~", "1:30", "a: b", " x ", "#", "\x85", "a\u2028\n"]
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
