@@ -13,9 +13,9 @@ from danlu.numerics.loss_scaling import LossScaler
 from danlu.objectives.crossentropy import linear_cross_entropy
 from danlu.rollout.generate import generate
 from danlu.rollout.request import SamplingOptions
-from danlu.train.loop import Run, fit, save, take_step
+from danlu.train.loop import fit, save, take_step
 from danlu.train.metrics import read_metrics
-from danlu.train.state import restore
+from danlu.train.state import Run, restore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

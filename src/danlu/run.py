@@ -51,7 +51,7 @@ from danlu.train.durable import write_durably
 from danlu.train.environment import changes_that_matter, describe_environment, write_environment
 from danlu.train.faults import StopRequest
 from danlu.train.lock import RunLock
-from danlu.train.loop import Cadence, Generate, Run, fit
+from danlu.train.loop import fit
 from danlu.train.manifest import is_checkpoint_folder, step_of
 from danlu.train.metrics import MetricsLog, Recorder
 from danlu.train.position import Feed
@@ -69,7 +69,7 @@ from danlu.train.run_folder import (
     run_recipe,
     starting_point,
 )
-from danlu.train.state import restore
+from danlu.train.state import Cadence, Generate, Run, restore
 from danlu.train.step import Compute
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
 from danlu.train.watch import Watch

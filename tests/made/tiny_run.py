@@ -20,9 +20,9 @@ from danlu.optim.ema import Ema
 from danlu.recipe import sections
 from danlu.train.checkpoint import CheckpointStore
 from danlu.train.faults import StopRequest
-from danlu.train.loop import Cadence, Run
 from danlu.train.metrics import MetricsLog
 from danlu.train.position import Feed
+from danlu.train.state import Cadence, Run
 from danlu.train.step import Compute
 from danlu.train.watch import Watch
 from danlu.types import Pack, Sample

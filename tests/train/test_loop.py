@@ -16,9 +16,9 @@ from danlu.errors import TrainingError
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.recipe import sections
 from danlu.train import loop
-from danlu.train.loop import Run, fit, take_step
+from danlu.train.loop import fit, take_step
 from danlu.train.metrics import deterministic, read_metrics
-from danlu.train.state import restore
+from danlu.train.state import Run, restore
 from danlu.types import Pack, Sample
 
 

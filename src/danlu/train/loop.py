@@ -4,85 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping
 
 from danlu.errors import TrainingError
-from danlu.numerics.loss_scaling import LossScaler
-from danlu.optim.build import Optimizers
-from danlu.optim.ema import Ema
 from danlu.optim.schedules import multiplier
-from danlu.recipe.sections import EarlyStop, Schedule
-from danlu.train.checkpoint import CheckpointStore
 from danlu.train.diagnosis import explain_gradient, explain_weights
 from danlu.train.evaluation import Scores, evaluate
-from danlu.train.faults import StopRequest
-from danlu.train.metrics import MetricsLog, Recorder, Value, peak_memory_bytes
-from danlu.train.position import Feed
-from danlu.train.state import RunState, restore, snapshot
-from danlu.train.step import Compute, Gradients, accumulate
-from danlu.train.watch import Watch
-from danlu.types import Pack, StepMetrics
-
-
-class Generate(Protocol):
-    """Texts that the model writes after each prompt; handed in by whoever builds the run."""
-
-    def __call__(self, prompts: Sequence[str]) -> list[str]: ...
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """When things happen, in steps."""
-
-    total: int
-    log: int
-    checkpoint: int
-    evaluation: int | None  # None: nothing to evaluate
-
-
-@dataclass
-class Run:
-    """Everything a run is made of. `fit` works on it; `state` is what a checkpoint brings back."""
-
-    compute: Compute
-    optimizer: Optimizers
-    schedule: Schedule
-    clip: float | None
-    feed: Feed
-    cadence: Cadence
-    watch: Watch
-    store: CheckpointStore
-    metrics: MetricsLog
-    recorders: Sequence[Recorder]  # the metrics file is one of them
-    faults: StopRequest
-    scaler: LossScaler | None = None  # fp16
-    ema: Ema | None = None
-    held_out: Sequence[Pack] | None = None
-    early_stop: EarlyStop | None = None
-    sample_prompts: Sequence[str] = ()
-    generate: Generate | None = None
-    least_seconds: Callable[[Sequence[int], int], float] | None = None  # (document lengths, targets) -> at peak speed
-    state: RunState = field(default_factory=RunState)
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def finished(self) -> bool:
-        return self.state.step >= self.cadence.total or self.state.ended_early or self.feed.exhausted
-
-    def due(self, every: int | None, *, since: int) -> bool:
-        """Whether what happens every so many steps, and at the end, has to happen now; last it did after `since`."""
-        return every is not None and self.state.step > since and (self.state.step % every == 0 or self.finished)
-
-    def tell(self, event: str, **values: Value) -> None:
-        for recorder in self.recorders:
-            recorder.event(self.state.step, event, **values)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Within it the model holds the averaged weights, where the recipe asks for an average."""
-        return nullcontext() if self.ema is None or not self.ema.updates else self.ema.swapped()
+from danlu.train.metrics import Value, peak_memory_bytes
+from danlu.train.state import Run, restore, snapshot
+from danlu.train.step import Gradients, accumulate
+from danlu.types import StepMetrics
 
 
 def fit(run: Run) -> None:

@@ -1,19 +1,28 @@
-"""What a checkpoint holds of a run, and how a run takes it up again."""
+"""What a run is made of, what a checkpoint holds of it, and how a run takes that up again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from danlu.errors import CheckpointError
-from danlu.train.checkpoint import load_checkpoint, read_group
-
-if TYPE_CHECKING:
-    from danlu.train.loop import Run
+from danlu.numerics.loss_scaling import LossScaler
+from danlu.optim.build import Optimizers
+from danlu.optim.ema import Ema
+from danlu.recipe.sections import EarlyStop, Schedule
+from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_group
+from danlu.train.faults import StopRequest
+from danlu.train.metrics import MetricsLog, Recorder, Value
+from danlu.train.position import Feed
+from danlu.train.step import Compute
+from danlu.train.watch import Watch
+from danlu.types import Pack
 
 
 @dataclass
@@ -29,6 +38,64 @@ class RunState:
     ended_early: bool = False
     rewinds: int = 0
     rewind_wanted: bool = False
+
+
+class Generate(Protocol):
+    """Texts that the model writes after each prompt; handed in by whoever builds the run."""
+
+    def __call__(self, prompts: Sequence[str]) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When things happen, in steps."""
+
+    total: int
+    log: int
+    checkpoint: int
+    evaluation: int | None  # None: nothing to evaluate
+
+
+@dataclass
+class Run:
+    """Everything a run is made of. `fit` works on it; `state` is what a checkpoint brings back."""
+
+    compute: Compute
+    optimizer: Optimizers
+    schedule: Schedule
+    clip: float | None
+    feed: Feed
+    cadence: Cadence
+    watch: Watch
+    store: CheckpointStore
+    metrics: MetricsLog
+    recorders: Sequence[Recorder]  # the metrics file is one of them
+    faults: StopRequest
+    scaler: LossScaler | None = None  # fp16
+    ema: Ema | None = None
+    held_out: Sequence[Pack] | None = None
+    early_stop: EarlyStop | None = None
+    sample_prompts: Sequence[str] = ()
+    generate: Generate | None = None
+    least_seconds: Callable[[Sequence[int], int], float] | None = None  # (document lengths, targets) -> at peak speed
+    state: RunState = field(default_factory=RunState)
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def finished(self) -> bool:
+        return self.state.step >= self.cadence.total or self.state.ended_early or self.feed.exhausted
+
+    def due(self, every: int | None, *, since: int) -> bool:
+        """Whether what happens every so many steps, and at the end, has to happen now; last it did after `since`."""
+        return every is not None and self.state.step > since and (self.state.step % every == 0 or self.finished)
+
+    def tell(self, event: str, **values: Value) -> None:
+        for recorder in self.recorders:
+            recorder.event(self.state.step, event, **values)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it the model holds the averaged weights, where the recipe asks for an average."""
+        return nullcontext() if self.ema is None or not self.ema.updates else self.ema.swapped()
 
 
 def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
