@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from made.tiny_world import World, danlu, differences, events, last_state, metrics, spike_at, write_rows
 
 from danlu import run
@@ -117,6 +118,30 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         assert {event["event"] for event in events(tmp_path / "whole")} == {"overflow", "loss_scale"}
     if case == "early stop":
         assert last_state(tmp_path / "whole")[0].name == "step-00000012"
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_resumed_to_the_same_bits(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"compile": True, "precision": "bf16", "steps": 8, "checkpoint": {"every": 3}}
+    assert danlu("train", tiny_world.recipe(tmp_path / "whole", **changes)) == 0
+    real, calls = loop.accumulate, []
+
+    def cut_off(*arguments: Any, **options: Any) -> Any:
+        calls.append(options["step"])
+        if options["step"] == 5:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "accumulate", cut_off)
+        assert danlu("train", tiny_world.recipe(tmp_path / "cut", **changes)) == 130
+    assert calls == [1, 2, 3, 4, 5]
+    assert last_state(tmp_path / "cut")[0].name == "step-00000003"
+    torch.compiler.reset()  # as in a new process, which compiles anew
+    assert danlu("train", tiny_world.recipe(tmp_path / "cut", **changes)) == 0
+    assert differences(tmp_path / "whole", tmp_path / "cut") == []
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 2.0)])
