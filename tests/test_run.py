@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -478,3 +479,24 @@ def test_what_cannot_be_exported_says_why(
     code, said = refused(output, tmp_path / "new")
     assert code == 5 and f"{output}/recipe.yaml: missing" in said
     assert not (tmp_path / "new").exists()
+
+
+# -- a tokenizer that loses text --------------------------------------------------------------------------------------
+
+
+def test_bytes_that_the_tokenizer_lacks_are_said(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "lossy"
+    shutil.copytree(tiny_world.tokenizer, folder)
+    values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    unused = [token for token in ("ÿ", "þ", "À") if token in values["model"]["vocab"]]
+    for token in unused:
+        del values["model"]["vocab"][token]
+    (folder / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+    model = {"config": CONFIG, "tokenizer": str(folder)}
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", steps=3, model=model)) == 0
+    assert f"tokenizer: it has no token for {len(unused)} of the 256 bytes" in capsys.readouterr().err
+    assert unused
+    assert danlu("train", tiny_world.recipe(tmp_path / "whole", steps=3)) == 0
+    assert "of the 256 bytes" not in capsys.readouterr().err

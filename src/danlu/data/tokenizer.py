@@ -176,6 +176,13 @@ class Tokenizer:
         # Not `by_bytes`: a tokenizer that normalises its text (Qwen's) writes its vocabulary in bytes all the same.
         return "ByteLevel" in repr(self._fast.decoder)
 
+    @cached_property
+    def missing_bytes(self) -> int:
+        """Of the 256 bytes, those that a byte-level vocabulary has no token for: text loses them without a trace."""
+        if not self._writes_bytes or getattr(self._fast.model, "unk_token", None) is not None:
+            return 0
+        return len(_BYTES.keys() - self._vocabulary.keys())
+
     def _byte_places(self, text: str) -> np.ndarray:
         """[S, 2] int64: where each token of a text begins and ends, in bytes, as the tokenizer tracks it."""
         characters = np.array(self._fast.encode(text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)

@@ -59,6 +59,7 @@ class TokenizerFacts:
     eos_id: int | None
     pad_id: int | None
     end_of_turn_ids: tuple[int, ...]  # where generation stops
+    missing_bytes: int = 0  # see `Tokenizer.missing_bytes`
 
 
 def facts_of(tokenizer: Tokenizer) -> TokenizerFacts:
@@ -69,6 +70,7 @@ def facts_of(tokenizer: Tokenizer) -> TokenizerFacts:
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
         end_of_turn_ids=tokenizer.end_of_turn_ids,
+        missing_bytes=tokenizer.missing_bytes,
     )
 
 
