@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from danlu.data.pieces import PRINTABLE, Pieces, pieces_of
+from danlu.data.byte_level import PRINTABLE, Encoder, encoder_of
 from danlu.data.templates import ChatTemplate, Turn
 from danlu.errors import DataError
 
@@ -133,15 +133,15 @@ class Tokenizer:
 
     def _encode_bytewise(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids end to end and how many each text has, of a byte-level tokenizer."""
-        if self._pieces is None:
+        if self._encoder is None:
             encodings = [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
             return _flat(encodings), np.array([len(one) for one in encodings], np.int64)
-        ids = [self._pieces.encode(text) for text in texts]
+        ids = [self._encoder.encode(text) for text in texts]
         return np.frombuffer(b"".join(ids), np.int32), np.array([len(one) // 4 for one in ids], np.int64)
 
     @cached_property
-    def _pieces(self) -> Pieces | None:
-        return pieces_of(self._fast)
+    def _encoder(self) -> Encoder | None:
+        return encoder_of(self._fast)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._pretrained.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,4 +1,4 @@
-"""The way by pieces gives the ids of the tokenizers library, or steps aside."""
+"""Encoding word by word gives the ids of the tokenizers library, or steps aside."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from danlu.data import pieces
-from danlu.data.pieces import GPT2, pieces_of
+from danlu.data import byte_level
+from danlu.data.byte_level import GPT2, encoder_of
 from danlu.data.synthesis import pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
 
@@ -81,7 +81,7 @@ def characters() -> st.SearchStrategy[str]:
 @given(text=characters(), ignore_merges=st.booleans(), nfc=st.booleans())
 def test_ids_are_those_of_the_library(name: str, text: str, ignore_merges: bool, nfc: bool) -> None:
     tokenizer = trained(name, ignore_merges=ignore_merges, nfc=nfc)
-    found = pieces_of(tokenizer)
+    found = encoder_of(tokenizer)
     assert found is not None
     assert ids(found.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -89,43 +89,55 @@ def test_ids_are_those_of_the_library(name: str, text: str, ignore_merges: bool,
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "cased", "gaps"])
 def cut_both_ways(name: str, text: str) -> tuple[list[str], list[str]]:
     """Pieces of a text as danlu and as the library cut it, written as byte-level vocabularies write them."""
-    cuts = pieces._cuts(json.loads(KNOWN[name].__getstate__()))
+    cuts = byte_level._cuts(json.loads(KNOWN[name].__getstate__()))
     assert cuts is not None
     found = [text]
     for cut in cuts:
         found = [piece for one in found for piece in cut(one)]
-    written = [piece.encode().decode("latin-1").translate(pieces.PRINTABLE) for piece in found]
+    written = [piece.encode().decode("latin-1").translate(byte_level.PRINTABLE) for piece in found]
     return written, [piece for piece, _ in KNOWN[name].pre_tokenize_str(text)]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "cased", "gaps"])
 def test_every_character_is_cut_as_by_the_library(name: str) -> None:
     """All of Unicode, each character among letters, digits, spaces, marks and apostrophes."""
-    known = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs", "Co")]
-    known = [one for one in known if one not in pieces._DISPUTED]
+    known = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
+    known = [one for one in known if one not in byte_level._DISPUTED]
     for start in range(0, len(known), 5000):
         ours, theirs = cut_both_ways(name, "".join(f"{one}a '{one}{one} 1" for one in known[start : start + 5000]))
         assert ours == theirs
 
 
+@pytest.mark.parametrize("what", [rf"\p{{{name}}}" for name in byte_level.PROPERTIES] + [r"\s", r"\d"])
+def test_every_class_that_is_let_through_has_the_same_characters(what: str) -> None:
+    import regex
+
+    known = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
+    text = "".join(one for one in known if one not in byte_level._DISPUTED)
+    left = "".join(text[start:stop] for _, (start, stop) in split(what, "removed").pre_tokenize_str(text))
+    assert left == regex.sub(what, "", text)
+    assert 0 < len(left) < len(text)
+    assert left != regex.sub(r"\p{Lu}" if what != r"\p{Lu}" else r"\p{Ll}", "", text)
+
+
 def test_the_comparisons_see_a_difference() -> None:
     ours, theirs = cut_both_ways("cased", "\u0295Ab")  # to one engine a letter without case
     assert ours != theirs
-    found = pieces_of(trained("cased"))
+    found = encoder_of(trained("cased"))
     assert found is not None
     assert not found._is_settled("\u0295Ab")  # so the library is asked
     assert not found._is_settled("\u0378")  # no character yet
     assert found._is_settled("é你🙂")
-    other = pieces_of(trained("gpt2"))
+    other = encoder_of(trained("gpt2"))
     assert other is not None
     text = "12345 You'LL"
     assert ids(other.encode(text)) != trained("cased").encode(text, add_special_tokens=False).ids
 
 
 def test_pieces_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "MOST_PIECES", 3)
+    monkeypatch.setattr(byte_level, "MOST_PIECES", 3)
     tokenizer = trained("gpt2")
-    found = pieces_of(tokenizer)
+    found = encoder_of(tokenizer)
     assert found is not None
     text = "one two three four five " + "x" * 100 + " one two"
     for _ in range(2):
@@ -155,14 +167,17 @@ def changed(tokenizer: Any, **parts: Any) -> Any:
         {"pre_tokenizer": pre_tokenizers.Sequence([split(r"[a-z&&[^aeiou]]+"), BYTES])},
         {"pre_tokenizer": pre_tokenizers.Sequence([split(r"(a)\1"), BYTES])},
         {"pre_tokenizer": pre_tokenizers.Sequence([split(r"\p{N}{1,3}+"), BYTES])},
+        {"pre_tokenizer": pre_tokenizers.Sequence([split(r"\p{Greek}+"), BYTES])},
+        {"pre_tokenizer": pre_tokenizers.Sequence([split(r"(?i:strasse)"), BYTES])},
+        {"pre_tokenizer": pre_tokenizers.Sequence([split(r"(?=a)|b"), BYTES])},
         {"normalizer": normalizers.NFKC()},
         {"normalizer": normalizers.Lowercase()},
         {"encode_special_tokens": True},
     ],
 )
 def test_what_is_not_known_is_left_to_the_library(parts: dict[str, Any]) -> None:
-    assert pieces_of(trained("llama3")) is not None
-    assert pieces_of(changed(trained("llama3"), **parts)) is None
+    assert encoder_of(trained("llama3")) is not None
+    assert encoder_of(changed(trained("llama3"), **parts)) is None
 
 
 def test_added_tokens_that_reach_around_themselves_are_left_to_the_library() -> None:
@@ -174,18 +189,18 @@ def test_added_tokens_that_reach_around_themselves_are_left_to_the_library() -> 
     ):
         tokenizer = changed(trained("llama3"))
         tokenizer.add_tokens([token])
-        assert pieces_of(tokenizer) is None
+        assert encoder_of(tokenizer) is None
     tokenizer = changed(trained("llama3"))
     tokenizer.add_tokens([AddedToken("<a>", normalized=False)])
-    assert pieces_of(tokenizer) is not None
-    assert pieces_of(Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))) is None
-    assert pieces_of(Tokenizer(models.BPE(byte_fallback=True))) is None
+    assert encoder_of(tokenizer) is not None
+    assert encoder_of(Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))) is None
+    assert encoder_of(Tokenizer(models.BPE(byte_fallback=True))) is None
 
 
 def test_real_text_and_a_real_tokenizer(shared_data: Any) -> None:
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "minimind"))
     fast = tokenizer._fast
-    found = pieces_of(fast)
+    found = encoder_of(fast)
     assert found is not None
     for name in ("alpaca_en_demo.json", "alpaca_zh_demo.json"):
         for row in json.loads((shared_data / "instruct" / name).read_text(encoding="utf-8")):
@@ -195,7 +210,7 @@ def test_real_text_and_a_real_tokenizer(shared_data: Any) -> None:
 
 def test_gpt2_is_what_the_library_cuts_by() -> None:
     text = "I'll  say 12½ things,\n\n  don't\tyou? 'S \u3000x"
-    cuts = pieces._cuts({"type": "ByteLevel", "add_prefix_space": False})
-    again = pieces._cuts(json.loads(pre_tokenizers.Sequence([split(GPT2), BYTES]).__getstate__()))
+    cuts = byte_level._cuts({"type": "ByteLevel", "add_prefix_space": False})
+    again = byte_level._cuts(json.loads(pre_tokenizers.Sequence([split(GPT2), BYTES]).__getstate__()))
     assert cuts is not None and again is not None
     assert cuts[0](text) == again[0](text)

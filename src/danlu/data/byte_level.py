@@ -1,4 +1,4 @@
-"""Byte-level tokenizers by word: text is cut by the tokenizer's own patterns, and each distinct piece encoded once.
+"""Byte-level tokenizers, word by word: text is cut by the tokenizer's own patterns, each distinct piece encoded once.
 
 Byte-level BPE never merges across the pieces that its pre-tokenizer cuts, so a text's tokens are those of its pieces,
 and most pieces have been seen before. Cutting with Python's `regex` and looking pieces up takes a fraction of the
@@ -22,27 +22,33 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 MOST_PIECES = 1 << 16
 LONGEST_PIECE = 64  # characters; longer ones seldom come again
 
-# What Oniguruma (the library's engine) and `regex` read alike. Not among it: anchors, back references, class set
-# operations and nested classes, counts that are lazy or possessive, and escapes and groups that only one of them knows.
+# What Oniguruma (the library's engine) and `regex` read alike, character by character as a test proves. Not among it:
+# other properties, anchors, back references, class set operations and nested classes, counts that are lazy or
+# possessive, looking ahead for something (which can match nothing), and ignoring the case of anything but contractions.
+PROPERTIES = ("L", "Lu", "Ll", "Lt", "Lm", "Lo", "N", "P", "S", "M", "Han", "Hiragana", "Katakana")
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ESCAPE = rf"\\[pP]\{{(?:{'|'.join(PROPERTIES)})\}}|\\[sSdDrnt]|\\[^\w\s]"
 _ALIKE = re.compile(
-    r"(?:\\[pP]\{\^?[A-Za-z]+\}|\\[sSdDrnt]|\\[^\w\s]|\(\?(?:i?:|[=!])|[)|?+*]|\{\d*,?\d*\}(?![?+])"
-    r"|\[\^?(?:\\[pP]\{\^?[A-Za-z]+\}|\\[sSdDrnt]|\\[^\w\s]|[^\\\[\]&~|])+\]|[^\\\[\](){}^$.|?+*])+"
+    rf"(?:{_ESCAPE}|{re.escape(CONTRACTIONS)}|\(\?[:!]|[)|?+*]|\{{\d*,?\d*\}}(?![?+])"
+    rf"|\[\^?(?:{_ESCAPE}|[^\\\[\]&~|])+\]|[^\\\[\](){{}}^$.|?+*])+"
 )
-_CLASS = re.compile(r"\[(?:\\.|[^\\\]])+\]|\\[pP]\{\^?[A-Za-z]+\}|\\[sSdD]")
+_CLASS = re.compile(r"\[(?:\\.|[^\\\]])+\]|\\[pP]\{[A-Za-z]+\}|\\[sSdD]")
 # A lower-case letter to one engine and a letter without case to the other.
 _DISPUTED = frozenset("\u0295")
 
 Cut = Callable[[str], list[str]]
 
 
-def pieces_of(fast: Any) -> Pieces | None:
-    """The way by pieces for a `tokenizers.Tokenizer`; None where its ids might differ from the library's."""
+def encoder_of(fast: Any) -> Encoder | None:
+    """An encoder for a `tokenizers.Tokenizer`; None where its ids might differ from the library's."""
     model, added = fast.model, list(fast.get_added_tokens_decoder().values())
     if type(model).__name__ != "BPE" or any(
         (model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix, model.byte_fallback)
     ):
         return None
-    if fast.encode_special_tokens or any(token.lstrip or token.rstrip or token.single_word for token in added):
+    if fast.encode_special_tokens:
+        return None
+    if any(token.lstrip or token.rstrip or token.single_word or not token.content for token in added):
         return None
     # Added tokens that are looked for before and after normalising take turns; one kind alone needs no second look.
     if len({token.normalized for token in added}) > 1:
@@ -53,11 +59,11 @@ def pieces_of(fast: Any) -> Pieces | None:
     if cuts is None:
         return None
     ids = {token.content: number for number, token in fast.get_added_tokens_decoder().items()}
-    return Pieces(fast, cuts, ids, normalizes=fast.normalizer is not None)
+    return Encoder(fast, cuts, ids, normalizes=fast.normalizer is not None)
 
 
-class Pieces:
-    """Encodes one text after another. Made by `pieces_of`."""
+class Encoder:
+    """Encodes one text after another. Made by `encoder_of`."""
 
     def __init__(self, fast: Any, cuts: Sequence[Cut], added: dict[str, int], normalizes: bool) -> None:
         self._fast = fast
@@ -96,7 +102,7 @@ class Pieces:
 
 
 class _Known(dict[str, bytes]):
-    """Pieces of text and their ids; a new piece is encoded by the tokenizer's model."""
+    """Encoder of text and their ids; a new piece is encoded by the tokenizer's model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
