@@ -495,8 +495,13 @@ def test_bytes_that_the_tokenizer_lacks_are_said(
         del values["model"]["vocab"][token]
     (folder / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
     model = {"config": CONFIG, "tokenizer": str(folder)}
-    assert danlu("train", tiny_world.recipe(tmp_path / "run", steps=3, model=model)) == 0
-    assert f"tokenizer: it has no token for {len(unused)} of the 256 bytes" in capsys.readouterr().err
+    recipe = tiny_world.recipe(tmp_path / "run", steps=3, model=model)
+    warning = f"it has no token for {len(unused)} of the 256 bytes"
+    assert danlu("preview", recipe, "--html", tmp_path / "page.html") == 0
+    assert warning in " ".join(capsys.readouterr().out.split())
+    assert warning in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert danlu("train", recipe) == 0
+    assert warning in capsys.readouterr().err
     assert unused
     assert danlu("train", tiny_world.recipe(tmp_path / "whole", steps=3)) == 0
     assert "of the 256 bytes" not in capsys.readouterr().err

@@ -444,11 +444,8 @@ def data_lines(prepared: Prepared) -> list[str]:
         lines += row_lines("evaluation data", prepared.eval_statistics)
     elif prepared.train is not None and prepared.eval is not None:
         lines.append(f"evaluation data: {len(prepared.eval):,} samples of these rows are held out")
-    if prepared.tokenizer is not None and prepared.tokenizer.missing_bytes:
-        lines.append(
-            f"tokenizer: it has no token for {prepared.tokenizer.missing_bytes} of the 256 bytes, and text loses them "
-            "without a trace; use one that has them all"
-        )
+    if prepared.tokenizer is not None and prepared.tokenizer.warning:
+        lines.append(prepared.tokenizer.warning)
     return lines
 
 

@@ -257,12 +257,14 @@ class Overview:
     Attributes:
         block: only the first block of a stream was looked at.
         changed: rows which the cache, and so a run, holds otherwise than they are rendered now.
+        tokenizer: None for a stream.
     """
 
     train: Side
     eval: Side | None
     block: bool
     changed: tuple[str, ...] = ()
+    tokenizer: TokenizerFacts | None = None
 
 
 def measure(
@@ -292,7 +294,7 @@ def measure(
         with Stream(data, **recipe) as stream:
             train = _first_block(stream, data, packs)
     changed = tuple(_changed(prepared, shown, len(data.train)))
-    return Overview(train, _evaluation(prepared, of), block=data.streaming, changed=changed)
+    return Overview(train, _evaluation(prepared, of), data.streaming, changed, prepared.tokenizer)
 
 
 def survey(of: Ingredients, *, progress: Progress | None = None) -> Overview:

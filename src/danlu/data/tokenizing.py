@@ -61,6 +61,16 @@ class TokenizerFacts:
     end_of_turn_ids: tuple[int, ...]  # where generation stops
     missing_bytes: int = 0  # see `Tokenizer.missing_bytes`
 
+    @property
+    def warning(self) -> str | None:
+        """What to tell people of a tokenizer that loses text; None for one that does not."""
+        if not self.missing_bytes:
+            return None
+        return (
+            f"tokenizer: it has no token for {self.missing_bytes} of the 256 bytes, and text loses them without a "
+            "trace; use one that has them all"
+        )
+
 
 def facts_of(tokenizer: Tokenizer) -> TokenizerFacts:
     """The facts of a tokenizer that is loaded."""

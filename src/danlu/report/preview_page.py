@@ -170,7 +170,7 @@ def _documents(pack: Pack) -> str:
 
 
 def _counts(overview: Overview, recipe: Recipe) -> Iterator[str]:
-    if (warning := words.changed(overview)) is not None:
+    for warning in words.warnings(overview):
         yield f'<p class="remark">{escape(warning)}</p>'
     for heading, side in words.sides(overview, recipe.data):
         yield f"<section><h2>{escape(heading[0].upper() + heading[1:])}</h2><table><tbody>"

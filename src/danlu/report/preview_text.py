@@ -94,7 +94,7 @@ def show_overview(out: Screen, overview: Overview, recipe: Recipe) -> None:
             out.line(words.packs_title(side.packed, recipe.data), "packs")
         for fact in words.facts(side, recipe.data):
             _fact(out, fact)
-    if (warning := words.changed(overview)) is not None:
+    for warning in words.warnings(overview):
         out.line(warning, "note")
 
 

@@ -273,14 +273,15 @@ def sides(overview: Overview, data: Data) -> list[tuple[str, Side]]:
     return found
 
 
-def changed(overview: Overview) -> str | None:
-    """A warning about rows that the cache holds otherwise; None without such rows."""
-    if not overview.changed:
-        return None
-    return (
-        f"{', '.join(overview.changed)}: the token cache holds other tokens than those shown, and a run trains on the "
-        "cache. A chat template that writes the date does that; else remove the folder that data.cache names"
-    )
+def warnings(overview: Overview) -> Iterator[str]:
+    """What is to be known before a run: rows that the cache holds otherwise, a tokenizer that loses text."""
+    if overview.changed:
+        yield (
+            f"{', '.join(overview.changed)}: the token cache holds other tokens than those shown, and a run trains on "
+            "the cache. A chat template that writes the date does that; else remove the folder that data.cache names"
+        )
+    if overview.tokenizer is not None and overview.tokenizer.warning:
+        yield overview.tokenizer.warning
 
 
 def count(number: int) -> str:
