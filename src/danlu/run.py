@@ -459,7 +459,8 @@ def row_lines(name: str, found: Statistics) -> list[str]:
         lines.append(f"{name}: {found.shortened.total():,} rows are longer than data.max_length: {what}; {lost}")
     lines += [f"{name}: {count:,} rows dropped: {reason}" for reason, count in found.dropped.items()]
     if found.bad_rows:
-        lines.append(f"{name}: {found.bad_rows:,} bad rows skipped, the first: {found.bad_examples[0]}")
+        rows = "row" if found.bad_rows == 1 else "rows"
+        lines.append(f"{name}: {found.bad_rows:,} bad {rows} skipped, the first: {found.bad_examples[0]}")
     return lines
 
 
