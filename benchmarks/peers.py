@@ -1,6 +1,7 @@
 """One peer, one run, in the peers' environment: trains on rows of token ids, prints what each step took as JSON.
 
     python benchmarks/peers.py hf-flat|trl-packed --model FOLDER --data ROWS.jsonl --steps N --rows R --length 1024
+                               [--adapter lora|dora] [--nf4]
 
 Nothing of danlu is imported here. Every option a peer has for speed on such a machine is on: bf16, no padding, its own
 fused loss where it has one; saving, evaluation and reports are off.
@@ -30,6 +31,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True, help="rows (hf-flat) or packs (trl-packed) in a step")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--adapter", choices=["lora", "dora"], help="rank 8 on all linear layers, by PEFT (TRL only)")
+    parser.add_argument(
+        "--nf4", action="store_true", help="a base in 4 bits, by bitsandbytes, with double quantization"
+    )
     options = parser.parse_args()
 
     import torch
@@ -40,7 +45,26 @@ def main() -> None:
 
     with open(options.data) as lines:
         rows = [json.loads(line) for line in lines]
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    loading: dict[str, Any] = {"dtype": torch.float32}
+    adapting: dict[str, Any] = {}
+    if options.adapter:
+        from peft import LoraConfig
+
+        loading["dtype"] = torch.bfloat16  # PEFT keeps the adapter itself in float32
+        use_dora = options.adapter == "dora"
+        adapting["peft_config"] = LoraConfig(
+            r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=use_dora
+        )
+    if options.nf4:
+        from transformers import BitsAndBytesConfig
+
+        loading["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    model = AutoModelForCausalLM.from_pretrained(options.model, **loading)
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -103,6 +127,7 @@ def main() -> None:
             train_dataset=Dataset.from_list(masked),
             processing_class=AutoTokenizer.from_pretrained(options.model),
             callbacks=[clock],
+            **adapting,
         )
         collate = Tokens(trainer.data_collator)
         trainer.data_collator = collate

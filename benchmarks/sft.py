@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def make_rows(data: str, tokenizer: Path, file: Path) -> float:
     return statistics.mean(lengths)
 
 
-def run_danlu(folder: Path, name: str, steps: int) -> dict[str, Any]:
+def run_danlu(folder: Path, name: str, steps: int, **changes: Any) -> dict[str, Any]:
+    """`changes` are sections of the recipe."""
     recipe = {
         "stage": "sft",
         "model": str(folder / name),
@@ -94,6 +96,7 @@ def run_danlu(folder: Path, name: str, steps: int) -> dict[str, Any]:
         "steps": steps,
         "checkpoint": {"every": 10_000},
         "threads": 2,
+        **changes,
     }
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "recipe.yaml"
@@ -117,10 +120,12 @@ def run_danlu(folder: Path, name: str, steps: int) -> dict[str, Any]:
     }
 
 
-def run_peer(python: str, engine: str, folder: Path, name: str, steps: int, mean_length: float) -> dict[str, Any]:
+def run_peer(
+    python: str, engine: str, folder: Path, name: str, steps: int, mean_length: float, options: Sequence[str] = ()
+) -> dict[str, Any]:
     rows = PACKS[name] if engine == "trl-packed" else round(PACKS[name] * LENGTH / mean_length)
     command = [python, str(Path(__file__).with_name("peers.py")), engine, "--model", str(folder / name)]
-    command += ["--data", str(folder / "rows.jsonl"), "--steps", str(steps), "--rows", str(rows)]
+    command += ["--data", str(folder / "rows.jsonl"), "--steps", str(steps), "--rows", str(rows), *options]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}
     )

@@ -23,6 +23,7 @@ LAYERS: dict[str, int] = {
     "numerics": 1,
     "objectives": 1,
     "optim": 1,
+    "assembly": 2,
     "memory": 2,
     "parallel": 2,
     "plan": 3,
@@ -33,6 +34,7 @@ LAYERS: dict[str, int] = {
     "cli": 4,
     "demo": 4,
     "run": 4,
+    "study": 4,
     "verify": 4,
 }
 # Layer 0 is words and layer 4 the surface: their rooms may use each other. The parts between may not.

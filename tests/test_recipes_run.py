@@ -10,6 +10,7 @@ import pytest
 import torch
 from made.tiny_world import CONFIG, World, danlu
 
+from danlu import study
 from danlu.data.synthesis import conversations, pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
 from danlu.models.attend import PackedAttention
@@ -20,6 +21,7 @@ from danlu.models.saving import save
 from danlu.recipe import library
 from danlu.recipe.sections import Model
 from danlu.rollout.opening import open_wording
+from danlu.study import Planned
 
 PROMPT = "The fox lives in"
 SIZE = ["steps=4", "data.max_length=64", "data.cache=cache", "checkpoint.every=2"]
@@ -86,6 +88,56 @@ def test_a_shipped_recipe_trains(
         torch.testing.assert_close(ours[:-1], theirs[1:], atol=1e-4, rtol=1e-4)
 
 
+def test_the_recipe_of_an_adapter_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = library.folder() / "lora.yaml"
+    assert danlu("train", recipe, *SIZE, "batch.sequences=2", "evaluation.every=2", "quantization=nf4") == 0
+    capsys.readouterr()
+    assert danlu("generate", "runs/lora", "--prompt", PROMPT, "--max-new-tokens", 8, "--temperature", 0) == 0
+    assert capsys.readouterr().out.strip()
+    assert danlu("merge", "runs/lora", "merged") == 0
+    tokens = load_tokenizer("tokenizer").encode(PROMPT)
+    ours, theirs = logits(here / "merged", tokens)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+class Ended:
+    """A run of a study that was trained in this process."""
+
+    def __init__(self, run: Planned) -> None:
+        run.log.touch()
+        self.code = danlu("train", run.recipe_file)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        raise AssertionError("it has ended")
+
+
+def test_the_rank_study_compares_ranks(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(study, "launch", Ended)
+    recipe, size = library.folder() / "rank_study.yaml", [*SIZE, "batch={sequences: 2, micro: 2}", "evaluation.every=2"]
+    assert danlu("study", recipe, *size, "--vary", "adapter.rank=1,2") == 0
+    headings, *rows = (
+        [cell.strip() for cell in line.split("  ") if cell] for line in capsys.readouterr().out.splitlines()
+    )
+    shown = [dict(zip(headings, row, strict=False)) for row in rows[:2]]
+    outputs_and_inputs = 2 * (64 + 2 * 48 + 64 + 3 * 96)  # of the seven matrices of each layer
+    assert [(row["rank"], row["trained"]) for row in shown] == [
+        (str(rank), f"{rank * outputs_and_inputs:,}") for rank in (1, 2)
+    ]
+    for rank in (1, 2):
+        run = here / "runs" / "rank_study" / f"rank-{rank}"
+        told = json.loads((run / "summary.json").read_text())
+        assert told["trained_parameters"] == rank * outputs_and_inputs
+        base = sum(parameter.numel() for parameter in load(here / "base-model").parameters())
+        assert told["parameters"] == base + told["trained_parameters"]
+        assert told["result"]["bytes"] >= 2 * told["trained_parameters"]
+        assert told["evaluation"] is not None
+
+
 def test_every_shipped_recipe_is_tried() -> None:
     tried = {case[0] for mark in test_a_shipped_recipe_trains.pytestmark for case in mark.args[1]}
-    assert tried == set(library.shipped())
+    assert tried | {"lora", "rank_study"} == set(library.shipped())

@@ -75,6 +75,12 @@ CASES: dict[str, dict[str, Any]] = {
         "watch": {"policy": "rewind", "gradient_norm": 100.0, "loss_spike": None},
         "checkpoint": {"every": 5},
     },
+    "moments in 8 bits": {"optimizer": {"kind": "adamw8bit", "smallest": 1, "learning_rate": 1e-2}},
+    "moments in a file": {"precision": "fp16", "optimizer": {"kind": "paged-adamw", "learning_rate": 1e-2}},
+    "projected gradients": {
+        "ema": 0.9,
+        "optimizer": {"kind": "galore", "rank": 4, "update_every": 3, "states": "adamw8bit", "learning_rate": 1e-2},
+    },
     "documents cut by packs": {
         "stage": "pretrain",
         "data": {"packing": "concatenate"},

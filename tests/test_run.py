@@ -72,7 +72,8 @@ def test_the_run_folder_and_what_a_new_user_reads(
     assert lines[-2] == f"finished after step 12: {output}"
     assert [sample["prompt"] for sample in sampled] == [prompt, prompt]
     assert {entry.name for entry in output.iterdir()} == {
-        ".lock", "recipe.yaml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "model",
+        ".lock", "recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "tensorboard",
+        "checkpoints", "model",
     }  # fmt: skip
     assert {entry.name for entry in (output / "model").iterdir()} >= {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja",

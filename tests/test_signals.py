@@ -157,7 +157,7 @@ def test_during_an_evaluation_it_is_cut_short_and_done_anew(
     from danlu.train import evaluation
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "collate", before(evaluation.collate, ctrl_c, at=2))
+        patch.setattr(evaluation, "cross_entropy", before(evaluation.cross_entropy, ctrl_c, at=2))
         assert danlu("train", recipe) == 130
     assert last_state(tmp_path / "run")[0].name == "step-00000005"
     assert not [line for line in metrics(tmp_path / "run") if "eval_loss" in line]

@@ -8,7 +8,7 @@ A test fails when a page and the types differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from danlu.recipe.comparing import HARMLESS
@@ -34,11 +34,26 @@ def _tables(name: str) -> str:
     hint = fields(Recipe)[name]
     variants = kinds(hint)
     if variants:
-        return "\n".join(
-            f"`{kind}`: {(variant.__doc__ or '').strip()}\n\n{_table(_rows(name, variant, skip=('kind',)))}"
-            for kind, variant in variants.items()
-        )
+        return "\n".join(_variants(name, variants))
     return _table(_rows(name, sections(hint)[0]))
+
+
+def _variants(name: str, variants: Mapping[str, type[Section]]) -> Iterator[str]:
+    """Each variant's table; one with the keys of an earlier one has only what differs from it."""
+    shown: dict[str, dict[str, tuple[str, str, str]]] = {}
+    for kind, variant in variants.items():
+        rows = {row[0]: row for row in _rows(name, variant, skip=("kind",))}
+        alike = (other for other, theirs in shown.items() if rows.keys() >= theirs.keys() and len(theirs) > 3)
+        like = next(alike, None)
+        heading = f"`{kind}`: {(variant.__doc__ or '').strip()}"
+        if not rows:
+            yield f"{heading}\n"
+        elif like is None:
+            yield f"{heading}\n\n{_table(iter(rows.values()))}"
+        else:
+            different = [row for key, row in rows.items() if row != shown[like].get(key)]
+            yield f"{heading} Keys as for `{like}`, but:\n\n{_table(iter(different))}"
+        shown[kind] = rows
 
 
 def _rows(above: str, section: type[Section], skip: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:

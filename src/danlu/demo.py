@@ -19,9 +19,10 @@ from danlu import __version__, recipe, run
 from danlu.data.synthesis import Question, conversations, every_question, pretraining_documents, questions
 from danlu.data.vocabulary import train_vocabulary
 from danlu.errors import ResourceError
+from danlu.rollout.finding import find
 from danlu.rollout.generate import generate
 from danlu.rollout.opening import OpenModel, open_model, open_wording
-from danlu.rollout.request import SamplingOptions, find_model
+from danlu.rollout.request import SamplingOptions
 from danlu.train.durable import write_durably
 
 MARK = "demo.json"
@@ -325,8 +326,8 @@ def _answers(run_folder: Path, asked: list[Question]) -> list[str]:
 
 
 def _open(run_folder: Path) -> OpenModel:
-    folder = find_model(str(run_folder))
-    return open_model(folder, open_wording(folder))
+    found = find(str(run_folder))
+    return open_model(found, open_wording(found.words))
 
 
 def _tally(answered: list[Answered]) -> Tally:

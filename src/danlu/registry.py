@@ -19,15 +19,18 @@ class Verb(NamedTuple):
 
 
 VERBS: dict[str, Verb] = {
-    "bench": Verb("danlu.cli.bench:app", "Look", "measure this machine: its GEMM peak, which every MFU is a share of"),
-    "chat": Verb("danlu.cli.chat:chat", "Use", "talk with a model folder or a finished run"),
+    "bench": Verb("danlu.cli.bench:app", "Look", "measure this machine's GEMM peak, or what few bits lose of a model"),
+    "chat": Verb("danlu.cli.chat:chat", "Use", "talk with a model or a finished run, and switch its adapters"),
     "checkpoint": Verb("danlu.cli.checkpoint:app", "Look", "list, verify, prune and export the checkpoints of a run"),
     "demo": Verb("danlu.cli.demo:demo", "Begin", "from nothing to a model that answers, in minutes, on built-in data"),
     "eval": Verb("danlu.cli.eval:eval", "Use", "loss, perplexity and token accuracy of a model on a file"),
     "explain": Verb("danlu.cli.explain:explain", "Look", "what a key of the recipe means, takes and defaults to"),
     "generate": Verb("danlu.cli.generate:generate", "Use", "continue a prompt; the text alone goes to stdout"),
+    "merge": Verb("danlu.cli.merge:merge", "Use", "put adapters into their base, or make one of several"),
     "preview": Verb("danlu.cli.preview:preview", "Train", "see every token with its reason, the packs and the totals"),
+    "quantize": Verb("danlu.cli.quantize:quantize", "Use", "write a model in 4 bits, a quarter of its size"),
     "recipes": Verb("danlu.cli.recipes:app", "Begin", "list and copy the recipes that come with danlu; the schema"),
+    "study": Verb("danlu.cli.study:study", "Train", "vary keys of a recipe, train every combination, and compare"),
     "train": Verb("danlu.cli.train:train", "Train", "train from a recipe, or go on where a run stopped"),
 }
 

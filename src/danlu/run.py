@@ -1,8 +1,8 @@
 """From a recipe to a finished run folder: a list of calls that builds the parts and hands them to the loop.
 
 The only file that knows every room. What it leaves in the run folder: recipe.yaml (resolved), environment.json,
-metrics.jsonl, tensorboard/, checkpoints/, and the result as a Hugging Face folder in model/ (model-ema/ beside it when
-the recipe keeps an average).
+metrics.jsonl, tensorboard/, checkpoints/, the result as a Hugging Face folder in model/ (model-ema/ beside it when the
+recipe keeps an average), and at the end summary.json.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 import torch
 
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.assembly.base import Base
+from danlu.assembly.frozen import model_bytes
+from danlu.assembly.trained import adapted_model, merged_model, write_result
 from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.statistics import Statistics
 from danlu.data.stream import Stream
-from danlu.data.tokenizer import load_tokenizer, tokenizer_folder
+from danlu.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from danlu.data.tokenizing import TokenizerFacts, facts_of
 from danlu.errors import CheckpointError, RecipeError, ResourceError, Stopped
 from danlu.models.config import ModelConfig
@@ -34,7 +38,8 @@ from danlu.models.loading import build, load
 from danlu.models.presets import from_scratch
 from danlu.models.saving import save as save_model
 from danlu.numerics.loss_scaling import LossScaler
-from danlu.objectives.crossentropy import slice_bytes
+from danlu.numerics.product import leave_products_uncompiled, shared_bytes
+from danlu.objectives.crossentropy import slice_bytes, workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.optim.ema import Ema
@@ -42,35 +47,36 @@ from danlu.optim.schedules import problems as schedule_problems
 from danlu.plan import memory
 from danlu.plan.flops import Shape, training_flops
 from danlu.plan.gemm import measured_peak
-from danlu.recipe import Loaded, Recipe, resolved_yaml
+from danlu.recipe import Loaded, Recipe, resolved_yaml, sections
 from danlu.rollout.generate import generate
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.wording import Wording
-from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_state
+from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_group, read_state
 from danlu.train.durable import write_durably
 from danlu.train.environment import changes_that_matter, describe_environment, write_environment
 from danlu.train.faults import StopRequest
 from danlu.train.lock import RunLock
 from danlu.train.loop import fit
 from danlu.train.manifest import is_checkpoint_folder, step_of
-from danlu.train.metrics import MetricsLog, Recorder
+from danlu.train.memory_parts import Activations, MemoryParts, resident_bytes
+from danlu.train.metrics import MetricsLog, Recorder, peak_memory_bytes, read_metrics
 from danlu.train.position import Feed
 from danlu.train.progress import RowProgress, progress_on
 from danlu.train.run_folder import (
     CHECKPOINTS,
     ENVIRONMENT,
     METRICS,
-    MODEL,
-    MODEL_EMA,
     RECIPE,
     Start,
     finished,
     refuse_strangers,
+    result_names,
     run_recipe,
     starting_point,
 )
 from danlu.train.state import Cadence, Generate, Run, restore
-from danlu.train.step import Compute
+from danlu.train.step import Compute, trained_weights
+from danlu.train.summary import clear_summary, seconds_in, write_summary
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
 from danlu.train.watch import Watch
 from danlu.types import Pack
@@ -128,6 +134,7 @@ def _train(loaded: Loaded, folder: Path, resume: str, faults: StopRequest, say: 
     start = starting_point(folder, recipe, resume, say)
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)
+    clear_summary(folder)
     if recipe.log.wandb is not None and (problem := wandb_problem()):
         raise RecipeError(problem)
     device = _device(recipe)
@@ -143,7 +150,7 @@ def _train(loaded: Loaded, folder: Path, resume: str, faults: StopRequest, say: 
         source = _source(recipe, prepared)
         if isinstance(source, Stream):
             closing.callback(source.close)
-        run = _build(recipe, prepared, source, device, folder, start, say)
+        run, subject = _build(recipe, prepared, source, device, folder, start, say)
         closing.callback(run.store.close)
         run.faults = faults
         run.recorders = (run.metrics, *_shows(recipe, folder, run, stream))
@@ -157,7 +164,13 @@ def _train(loaded: Loaded, folder: Path, resume: str, faults: StopRequest, say: 
             say(line)
     if faults.requested:
         return Outcome(folder, run.state.step, faults.exit_code, ())
-    return Outcome(folder, run.state.step, 0, _export(run, recipe, folder, say))
+    memory = None
+    if run.compute.activations is not None and run.compute.activations.most:
+        memory = _memory(run)
+        say(memory.line(subject.program_bytes, peak_memory_bytes(device)))
+    exported = _export(run, subject, recipe, folder, say)
+    write_summary(run, exported[0], memory)
+    return Outcome(folder, run.state.step, 0, exported)
 
 
 def _prepare(recipe: Recipe, stream: TextIO) -> Prepared:
@@ -204,14 +217,16 @@ def _build(
     folder: Path,
     start: Start | None,
     say: Say,
-) -> Run:
+) -> tuple[Run, Subject]:
     """All the parts of a run, put back to `start` if there is one."""
     words = prepared.tokenizer or _tokenizer_facts(recipe)
     config = _model_config(recipe, words)
-    model = _model(recipe, config, device, filled=start is None)
+    program = resident_bytes(device)
+    subject = _subject(recipe, config, device, start)
+    model = subject.model
     # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
     model.embed_tokens.gradient_of_rows = device.type == "cpu" and not recipe.compile
-    optimizer = build_optimizer(model.named_parameters(), recipe.optimizer)
+    optimizer = build_optimizer(model.named_parameters(), recipe.optimizer, rate_of=_rate_of(recipe))
     per_step = recipe.batch.packs(recipe.data.max_length)
     total_packs = None
     if isinstance(source, Packs) and recipe.steps is None:
@@ -224,9 +239,20 @@ def _build(
     if start is not None and not any(change.key in ("batch.micro", "batch.memory") for change in start.changes):
         micro = read_state(start.path)["micro"]  # found anew it could differ, and with it how sums are rounded
     else:
-        micro = _micro(recipe, config, optimizer, per_step, device)
+        micro = _micro(recipe, model, optimizer, per_step, device)
+    if recipe.compile:
+        leave_products_uncompiled()
     forward = model.compiled() if recipe.compile else model
-    compute = Compute(model, forward, device, DTYPES[recipe.precision], micro, recipe.loss)
+    compute = Compute(
+        model,
+        forward,
+        device,
+        DTYPES[recipe.precision],
+        micro,
+        recipe.loss,
+        subject.adapters,
+        None if recipe.compile else Activations.beside([*model.parameters(), *model.buffers()]),
+    )
     store = CheckpointStore(
         folder / CHECKPOINTS,
         keep=recipe.checkpoint.keep,
@@ -252,8 +278,8 @@ def _build(
         held_out=held_out,
         early_stop=recipe.evaluation.early_stop,
         sample_prompts=() if recipe.evaluation.samples is None else tuple(recipe.evaluation.samples.prompts),
-        generate=_sampler(recipe, model, compute.dtype),
-        least_seconds=_at_peak_speed(config, compute.dtype, device),
+        generate=_sampler(recipe, subject, compute.dtype),
+        least_seconds=_at_peak_speed(config, compute.dtype, device, frozen=subject.adapters is not None),
     )
     lines = 0
     if start is not None:
@@ -264,8 +290,9 @@ def _build(
         if metrics.lines < lines:
             say(f"{metrics.path}: {metrics.lines} lines, but {lines} when {start.path.name} was saved: some are lost")
     metrics.truncate(lines)
+    run.started -= seconds_in(read_metrics(metrics.path))
     say(_summary(recipe, config, run))
-    return run
+    return run, replace(subject, program_bytes=program)
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -287,8 +314,7 @@ def _tokenizer_path(recipe: Recipe) -> str:
 
 def _tokenizer_facts(recipe: Recipe) -> TokenizerFacts:
     """For a stream, which tokenises in other processes and only later."""
-    tokenizer = load_tokenizer(_tokenizer_path(recipe), recipe.model.chat_template)
-    return facts_of(tokenizer)
+    return facts_of(_tokenizer(recipe))
 
 
 def _model_config(recipe: Recipe, words: TokenizerFacts) -> ModelConfig:
@@ -300,15 +326,73 @@ def _model_config(recipe: Recipe, words: TokenizerFacts) -> ModelConfig:
     return config
 
 
-def _model(recipe: Recipe, config: ModelConfig, device: torch.device, *, filled: bool) -> Decoder:
-    """The decoder in float32; with `filled` its initial weights, else memory for a checkpoint's."""
-    if not filled:
-        return build(config, device=device)
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: a model, or the adapters of one that is frozen."""
+
+    model: Decoder
+    adapters: AdapterSet | None = None
+    base: Base | None = None
+    program_bytes: int = 0  # resident before it was there
+
+
+def _subject(recipe: Recipe, config: ModelConfig, device: torch.device, start: Start | None) -> Subject:
+    """The decoder in float32 with its first weights, or memory for those of `start`; or a frozen one with adapters."""
+    if recipe.adapter is not None:
+        adapted, base = adapted_model(
+            recipe.model,
+            recipe.adapter,
+            recipe.quantization,
+            dtype=DTYPES[recipe.precision],
+            device=device,
+            seed=recipe.seed,
+            encode=lambda text: Wording(_tokenizer(recipe)).encode_prompt(text),
+            taken_up=None if start is None else read_group(start.path, "model"),
+        )
+        return Subject(adapted.model, adapted.adapters, base)
+    if start is not None:
+        return Subject(build(config, device=device))
+    if recipe.model.adapters:
+        return Subject(merged_model(recipe.model, device=device))
     if recipe.model.path is not None:
-        return load(resolve_folder(recipe.model.path), device=device)
+        return Subject(load(resolve_folder(recipe.model.path), device=device))
     model = build(config, device=device)
     initialize(model, recipe.seed)
-    return model
+    return Subject(model)
+
+
+def _memory(run: Run) -> MemoryParts:
+    """The parts of the run's memory, as they were in training."""
+    compute, optimizer = run.compute, run.optimizer
+    adapter = 0 if compute.adapters is None else sum(one.nbytes for one in compute.weights().values())
+    assert compute.activations is not None
+    return MemoryParts(
+        weights=model_bytes(compute.model) - adapter,
+        adapter=adapter,
+        gradients=optimizer.gradient_bytes(),
+        optimizer=optimizer.held_state_bytes(),
+        average=0 if run.ema is None else sum(one.nbytes for one in run.ema.state_tensors().values()),
+        activations=compute.activations.most,
+        logits=workspace_bytes(
+            compute.activations.targets,
+            compute.model.config.hidden_size,
+            compute.model.config.vocab_size,
+            element_bytes=compute.dtype.itemsize,
+            device_type=compute.device.type,
+            frozen=not compute.model.head_weight.requires_grad,
+        ),
+        packed=shared_bytes(),
+    )
+
+
+def _rate_of(recipe: Recipe) -> Callable[[str], float] | None:
+    """LoRA+: what B's learning rate is multiplied by."""
+    ratio = getattr(recipe.adapter, "rate_ratio", 1.0)
+    return None if ratio == 1 else lambda name: ratio if name.endswith("lora_B") else 1.0
+
+
+def _tokenizer(recipe: Recipe) -> Tokenizer:
+    return load_tokenizer(_tokenizer_path(recipe), recipe.model.chat_template)
 
 
 def _source(recipe: Recipe, prepared: Prepared) -> Packs | Stream:
@@ -343,14 +427,15 @@ def _shape(config: ModelConfig) -> Shape:
     )
 
 
-def _micro(recipe: Recipe, config: ModelConfig, optimizer: Optimizers, per_step: int, device: torch.device) -> int:
+def _micro(recipe: Recipe, model: Decoder, optimizer: Optimizers, per_step: int, device: torch.device) -> int:
     """Packs in a micro-batch: as given, or the most whose activations fit into what memory the rest leaves."""
     if recipe.batch.micro != "auto":
         return min(recipe.batch.micro, per_step)
-    shape, width, length = _shape(config), DTYPES[recipe.precision].itemsize, recipe.data.max_length
-    parameters = sum(parameter.numel() for parameter in optimizer.parameters.values())
-    fixed = memory.parameter_bytes(parameters, optimizer.state_bytes(), ema=recipe.ema is not None)
-    fixed += slice_bytes(device.type)
+    shape, width, length = _shape(model.config), DTYPES[recipe.precision].itemsize, recipe.data.max_length
+    held = model_bytes(model)
+    fixed = held + optimizer.gradient_bytes() + optimizer.held_state_bytes() + slice_bytes(device.type)
+    if recipe.ema is not None:
+        fixed += sum(parameter.nbytes for parameter in optimizer.parameters.values())
     if recipe.batch.memory is not None:
         budget = recipe.batch.memory * 2**30 - fixed
         if budget < memory.activation_bytes(shape, [length], width):
@@ -360,8 +445,7 @@ def _micro(recipe: Recipe, config: ModelConfig, optimizer: Optimizers, per_step:
                 f"pack of {length} tokens need about {need:.2f} GiB. Give more, or lower data.max_length."
             )
     else:
-        held = 4 * parameters  # the weights are in memory already
-        budget = 0.8 * (_free_memory(device) - (fixed - held))
+        budget = 0.8 * (_free_memory(device) - (fixed - held))  # the weights are in memory already
     most = per_step if device.type == "cuda" else min(per_step, max(1, MOST_CPU_TOKENS // length))
     return memory.largest_micro(shape, [length], width, budget, most)
 
@@ -389,25 +473,34 @@ def _cadence(recipe: Recipe, total: int) -> Cadence:
 
 
 def _at_peak_speed(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, frozen: bool
 ) -> Callable[[Sequence[int], int], float]:
     """Seconds a step would take at the machine's own matrix-product speed; divided by the real ones, that is MFU."""
     shape, peak = _shape(config), measured_peak(dtype, device)
-    return lambda lengths, targets: training_flops(shape, lengths, targets) / peak
+    return lambda lengths, targets: training_flops(shape, lengths, targets, frozen=frozen) / peak
 
 
-def _sampler(recipe: Recipe, model: Decoder, dtype: torch.dtype) -> Generate | None:
+def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate | None:
     samples = recipe.evaluation.samples
     if samples is None:
         return None
-    wording = Wording(load_tokenizer(_tokenizer_path(recipe), recipe.model.chat_template))
+    wording = Wording(_tokenizer(recipe))
     options = SamplingOptions(temperature=samples.temperature, seed=recipe.seed)
     encode = wording.encode_prompt if recipe.stage == "pretrain" else wording.encode_chat_prompt
 
     def write(prompts: Sequence[str]) -> list[str]:
         tokens = [encode(prompt) for prompt in prompts]
         stops = sorted(wording.stop_ids)
-        answers = generate(model, tokens, options, samples.max_new_tokens, stops, decode=wording.decode, dtype=dtype)
+        answers = generate(
+            subject.model,
+            tokens,
+            options,
+            samples.max_new_tokens,
+            stops,
+            decode=wording.decode,
+            dtype=dtype,
+            before=() if subject.adapters is None else subject.adapters.virtual_tokens,
+        )
         return [answer.text for answer in answers]
 
     return write
@@ -464,31 +557,40 @@ def row_lines(name: str, found: Statistics) -> list[str]:
     return lines
 
 
-def _export(run: Run, recipe: Recipe, folder: Path, say: Say) -> tuple[Path, ...]:
-    """The result as Hugging Face folders, in the type of activations that it was trained with (fp16: float32)."""
+def _export(run: Run, subject: Subject, recipe: Recipe, folder: Path, say: Say) -> tuple[Path, ...]:
+    """The result: a model in the type of activations that it was trained with (fp16: float32), or an adapter."""
     best = run.store.best() if recipe.checkpoint.keep_best else None
     if best is not None and best.step != run.state.step:
         say(f"exporting step {best.step}, which had the lowest evaluation loss ({best.loss:.4f})")
-        into = {"model": {name: parameter.detach() for name, parameter in run.compute.model.named_parameters()}}
+        into = {"model": run.compute.weights()}
         if run.ema is not None:
             into["ema"] = run.ema.state_tensors()
         load_checkpoint(best.path, into)
+    own, averaged = (folder / name for name in result_names(recipe))
     if run.ema is None:
-        return (_write(run.compute.model, recipe, folder / MODEL),)
+        return (_write(subject, recipe, own),)
     with run.averaged():
-        averaged = _write(run.compute.model, recipe, folder / MODEL_EMA)
-    return _write(run.compute.model, recipe, folder / MODEL), averaged
+        _write(subject, recipe, averaged)
+    return _write(subject, recipe, own), averaged
 
 
-def _write(model: Decoder, recipe: Recipe, target: Path) -> Path:
+def _write(subject: Subject, recipe: Recipe, target: Path) -> Path:
     given = recipe.model.chat_template
-    save_model(
-        model,
-        target,
-        dtype=torch.bfloat16 if recipe.precision == "bf16" else torch.float32,
-        tokenizer_from=tokenizer_folder(_tokenizer_path(recipe)),
-        chat_template=None if given is None else Path(given).expanduser().read_text(encoding="utf-8"),
-    )
+    words = tokenizer_folder(_tokenizer_path(recipe))
+    template = None if given is None else Path(given).expanduser().read_text(encoding="utf-8")
+    if subject.adapters is not None and subject.base is not None:
+        write_result(
+            subject.adapters,
+            subject.base,
+            target,
+            started_from=recipe.model.adapters,
+            continued=isinstance(recipe.adapter, sections.Continue),
+            tokenizer_from=words,
+            chat_template=template,
+        )
+        return target
+    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    save_model(subject.model, target, dtype=dtype, tokenizer_from=words, chat_template=template)
     return target
 
 
@@ -510,8 +612,13 @@ def export(path: Path, target: Path, *, average: bool = False) -> Path:
     recipe = run_recipe(path.resolve().parent.parent)
     if average and recipe.ema is None:
         raise CheckpointError(f"{path}: the run keeps no averaged weights (its recipe has no `ema`)")
-    model = build(_model_config(recipe, _tokenizer_facts(recipe)))
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    load_checkpoint(path, {"ema" if average else "model": weights})
-    _write(model, recipe, target)
+    config = _model_config(recipe, _tokenizer_facts(recipe))
+    subject = _subject(recipe, config, torch.device("cpu"), Start(path, ()))
+    group = "ema" if average else "model"
+    weights = trained_weights(subject.model, subject.adapters)
+    if average:
+        trained = {name for name, parameter in subject.model.named_parameters() if parameter.requires_grad}
+        weights = {name: tensor for name, tensor in weights.items() if name in trained}
+    load_checkpoint(path, {group: weights})
+    _write(subject, recipe, target)
     return path

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # S tokens of one sample · T packed tokens · N trained targets · D model width
-# H query heads · K key/value heads · C head width
+# H query heads · K key/value heads · C head width · I, O inputs and outputs of a linear layer
 
 
 @dataclass(frozen=True)
@@ -93,3 +95,87 @@ class Attend(Protocol):
         window: int | None,  # a query sees itself and window - 1 tokens before it; None = all
         softcap: float | None,  # Gemma-2: softcap * tanh(score / softcap)
     ) -> Tensor: ...  # [T, H, C]
+
+
+class StoredWeight(Protocol):
+    """A frozen matrix [O, I] held in few bits a number; the slot `packed` of a linear layer."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor: ...  # [O, I], made anew by each call
+
+    def lent(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # the same to read, and not to keep
+
+    def product(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] in x's dtype, differentiable in x
+
+
+class Remade(NamedTuple):
+    """How the input of a linear layer is made again in the backward pass, which then need not keep it."""
+
+    make: Callable[..., Tensor]
+    of: tuple[Tensor, ...]  # kept for the backward pass by what made the input, in any case
+
+
+class LinearLayer(Protocol):
+    """A linear layer as adapters see it: they do not ask how its weight is stored."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...  # (O, I)
+
+    @property
+    def bias(self) -> Tensor | None: ...  # [O]
+
+    @property
+    def adapter(self) -> LinearAdapter | None: ...
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor: ...  # [O, I]; the weight itself where it has that type
+
+    def lent_weight(
+        self, dtype: torch.dtype
+    ) -> AbstractContextManager[Tensor]: ...  # the same to read, and not to keep
+
+    def base(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] without any adapter
+
+
+class LinearAdapter(Protocol):
+    """What takes over the product of a linear layer; the slot `adapter` of one."""
+
+    def __call__(self, x: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor: ...
+
+    def together(self, x: Tensor, linears: Sequence[LinearLayer]) -> tuple[Tensor, ...]: ...  # of layers that share x
+
+    def effective(self, linear: LinearLayer) -> Tensor: ...  # [O, I], differentiable: the weight with its adapter
+
+
+class EmbeddingLayer(Protocol):
+    """An embedding as adapters see it."""
+
+    @property
+    def weight(self) -> Tensor: ...  # [V, D]
+
+    def base(self, tokens: Tensor, dtype: torch.dtype) -> Tensor: ...  # [T] -> [T, D]
+
+
+class EmbeddingAdapter(Protocol):
+    """What takes over the look-up of an embedding."""
+
+    def __call__(self, tokens: Tensor, dtype: torch.dtype, embedding: EmbeddingLayer) -> Tensor: ...  # [T, D]
+
+
+class KeyValuePrefix(Protocol):
+    """Replaces keys and values [T, K, C] of some tokens, after rotation."""
+
+    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place of a model where an adapter may sit."""
+
+    name: str  # of the module: "layers.0.attention.q_proj"
+    disk_name: str  # in Hugging Face folders: "model.layers.0.self_attn.q_proj"; parts of a fused tensor share one
+    group: Literal["attention", "mlp", "embedding", "head"]
+    layer: int | None
+    shape: tuple[int, int]  # (O, I); (V, D) of an embedding
+    module: Any

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from made.adapter_folders import adapter_folder
+from made.tiny_world import World
 
 from danlu.cli import chat as chat_verb
 from danlu.cli.main import main
+from danlu.recipe import sections
 from danlu.rollout.chat import Conversation
 
 GREEDY = ["--temperature", "0"]
@@ -76,8 +79,8 @@ def test_commands(said, capsys, stories, piped):
     piped("/undo\n/help\n")
     assert main(["chat", str(stories)]) == 0
     out = capsys.readouterr()
-    assert out.out == "" and out.err.startswith("nothing to take back\n/reset   forget the conversation")
-    assert all(command in out.err for command in ("/system", "/undo", "/exit", "/help"))
+    assert out.out == "" and out.err.startswith("nothing to take back\n/reset    forget the conversation")
+    assert all(command in out.err for command in ("/system", "/undo", "/adapter", "/exit", "/help"))
 
 
 def test_a_line_that_looks_like_a_command_is_a_turn_in_a_pipe(chanting, capsys, piped):
@@ -128,6 +131,65 @@ def test_interrupt_in_a_pipe_ends_the_line_and_the_program(chanting, capsys, pip
     assert capsys.readouterr() == ("丹\n", "interrupted\n")
 
 
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        name: adapter_folder(tiny_world.base, root / name, section, seed=seed, size=1.0)
+        for seed, (name, section) in enumerate({"poet": sections.Lora(), "clerk": sections.Dora()}.items())
+    }
+
+
+def test_adapters_are_switched_in_a_conversation(tiny_world, adapters, capsys, piped):
+    """Each answers as it does in a chat of its own with the same turns before it."""
+
+    def said(lines: str, model: Path, *more: str) -> tuple[list[str], str]:
+        piped(lines)
+        assert main(["chat", str(model), *GREEDY, "--max-new-tokens", "6", *more]) == 0
+        out = capsys.readouterr()
+        return out.out.splitlines(), out.err.replace("(cut: --max-new-tokens)\n", "")
+
+    both = [option for folder in adapters.values() for option in ("--adapter", str(folder))]
+    lines = (
+        "/adapter\nHi\n/undo\n/adapter clerk\nHi\n/undo\n/adapter none\nHi\n/undo\n/adapter poet\nHi\n/adapter poet\n"
+    )
+    answers, told = said(lines, tiny_world.base, *both)
+    alone = [said("Hi\n", model)[0][0] for model in (adapters["poet"], adapters["clerk"], tiny_world.base)]
+    assert answers == [*alone, alone[0]] and len(set(alone)) == 3
+    assert told.splitlines() == [
+        "[poet]  clerk  none",
+        "poet  [clerk]  none",
+        "poet  clerk  [none]",
+        "[poet]  clerk  none",
+        "[poet]  clerk  none",
+    ]
+    assert said("/adapter\nHi\n", adapters["clerk"], *both[:2]) == ([alone[1]], "[clerk]  poet  none\n")
+
+
+def test_what_adapters_cannot_do(tiny_world, adapters, chanting, capsys, piped):
+    piped("Hi\n/adapter pote\nnever asked\n")
+    assert main(["chat", str(adapters["poet"]), *GREEDY, "--max-new-tokens", "2"]) == 3
+    out = capsys.readouterr()
+    assert out.out.count("\n") == 1 and "error: pote: no such adapter; there are poet and none" in out.err
+    piped("/adapter\n")
+    assert main(["chat", str(chanting)]) == 0
+    assert "no adapters; `danlu chat MODEL --adapter PATH` brings some" in capsys.readouterr().err
+    piped("Hi\n")
+    assert main(["chat", str(chanting), "--adapter", str(adapters["poet"])]) == 4
+    assert "was trained on another base" in capsys.readouterr().err
+
+
+def test_a_mistyped_adapter_ends_nothing_at_a_terminal(adapters, capsys, typed):
+    typed("/adapter pote", "/adapter none", "/exit")
+    assert main(["chat", str(adapters["poet"]), *GREEDY]) == 0
+    err = capsys.readouterr().err
+    assert ", adapter poet  (/help lists the commands, Ctrl-D leaves)" in err
+    assert "error: pote: no such adapter; there are poet and none\npoet  [none]\n" in err
+
+
 # -- at a terminal ----------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +226,7 @@ def test_mistakes_and_interrupts_end_nothing(chanting, capsys, monkeypatch, type
     monkeypatch.setattr(chat_verb, "answer", answer)
     assert main(["chat", str(chanting), "--max-new-tokens", "4"]) == 0
     out = capsys.readouterr()
-    assert "/rest: no such command; there are /reset, /system, /undo, /exit, /help" in out.err
+    assert "/rest: no such command; there are /reset, /system, /undo, /adapter, /exit, /help" in out.err
     assert "(interrupted; what was said so far is kept)" in out.err
     assert "(Ctrl-D or /exit leaves)" in out.err
     assert "and the model sees 512 at most" in out.err and "/undo takes the last turn back, /reset all" in out.err

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from made.adapter_folders import adapter_folder
 from made.tiny_world import CONFIG, World, danlu, metrics, write_rows
 
 from danlu.data.tokenizer import load_tokenizer
@@ -328,3 +329,78 @@ def test_numbers_out_of_range_are_no_result(folder, tmp_path, capsys):
         capsys.readouterr().err
     )
     assert danlu("eval", large, "--data", file, "--dtype", "fp32", cache) == 0
+
+
+# -- adapters and few bits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", [sections.Lora(), sections.Prefix(tokens=3)], ids=lambda section: section.kind)
+def test_an_adapter_is_scored_beside_its_base(folder, tmp_path, evaluated, section):
+    """As transformers and PEFT score it, or the model it can be merged into."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    adapter = adapter_folder(folder, tmp_path / "adapter", section, size=0.3)
+    jsonl = write_rows(tmp_path / "text.jsonl", [{"text": text} for text in TEXTS])
+    row = evaluated(adapter, jsonl)
+    assert row["model"] == str(adapter) and row["max_length"] == (128 if section.kind == "lora" else 125)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter).eval()
+    total = count = 0.0
+    for ids, _ in text_rows(AutoTokenizer.from_pretrained(folder)):
+        with torch.no_grad():
+            # PEFT's own loss has labels for virtual tokens too: here of the words alone.
+            logits = model(torch.tensor([ids])).logits[0, -len(ids) : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+        count += len(ids) - 1
+    assert row["loss"] == pytest.approx(total / count, abs=1e-5)
+    assert row["loss"] != pytest.approx(evaluated(folder, jsonl)["loss"], abs=1e-2)
+
+
+def test_few_bits_are_scored(folder, tmp_path, capsys, evaluated):
+    jsonl = write_rows(tmp_path / "text.jsonl", [{"text": text} for text in TEXTS])
+    assert danlu("quantize", folder, tmp_path / "nf4") == 0
+    capsys.readouterr()
+    losses = [evaluated(folder, jsonl, "--quantization", kind)["loss"] for kind in ("nf4", "fp4", "int8", "int4")]
+    assert evaluated(tmp_path / "nf4", jsonl)["loss"] == losses[0]
+    assert len({round(loss, 7) for loss in (*losses, evaluated(folder, jsonl)["loss"])}) == 5
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_run_scores_its_adapter_as_it_did_while_training(tiny_world, tmp_path, capsys, evaluated, quantization):
+    held_out = write_rows(
+        tmp_path / "held_out.jsonl",
+        [{"messages": [{"role": who, "content": what} for who, what in talk]} for talk in TALKS],
+    )
+    run = tmp_path / "run"
+    recipe = tiny_world.recipe(
+        run,
+        model={"config": None, "path": str(tiny_world.base), "tokenizer": None},
+        data={"eval": str(held_out), "max_length": 128},
+        steps=4,
+        evaluation={"every": 4},
+        adapter="lora",
+        quantization=quantization,
+    )
+    assert danlu("train", recipe) == 0
+    capsys.readouterr()
+    said = [line for line in metrics(run) if "eval_loss" in line][-1]
+    few_bits = [] if quantization is None else ["--quantization", quantization]
+    assert evaluated(run, held_out, *few_bits)["loss"] == pytest.approx(said["eval_loss"], abs=1e-6)
+    assert evaluated(tiny_world.base, held_out, *few_bits)["loss"] != pytest.approx(said["eval_loss"], abs=1e-3)
+    if quantization is not None:  # over the base as it is stored it is another model
+        assert evaluated(run, held_out)["loss"] != pytest.approx(said["eval_loss"], abs=1e-6)
+
+
+def test_a_run_says_what_to_do_with_its_adapter(tiny_world, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    model = {"config": None, "path": str(tiny_world.base), "tokenizer": None}
+    assert danlu("train", tiny_world.recipe(run, model=model, adapter="lora", steps=2)) == 0
+    assert capsys.readouterr().err.endswith(
+        f"  adapter in {run / 'adapter'}: try `danlu chat {run / 'adapter'}` or "
+        f"`danlu merge {run / 'adapter'} MODEL_FOLDER`\n"
+    )
+    assert danlu("checkpoint", "export", run, out) == 0
+    said = capsys.readouterr().out
+    assert said == f"step-00000002 written: try `danlu chat {out}` or `danlu merge {out} MODEL_FOLDER`\n"
+    for name in ("adapter_model.safetensors", "adapter_config.json", "danlu.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (run / "adapter" / name).read_bytes()

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from made.tiny_world import start
+from made.adapter_folders import adapter_folder
+from made.tiny_world import World, start
 from safetensors.torch import load_file, save_file
 
 from danlu.cli.main import main
+from danlu.recipe import sections
 
 GREEDY = ["--temperature", "0"]
 
@@ -386,3 +388,77 @@ def test_a_finished_run_is_a_model(stories, tmp_path, capsys):
     (tmp_path / "run" / "recipe.yaml").write_text("stage: sft\n", encoding="utf-8")
     assert main(["generate", str(tmp_path / "run"), "--prompt", "Lily", *GREEDY, "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out
+
+
+# -- adapters and few bits --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "sft" / "adapter"
+    return adapter_folder(tiny_world.base, folder, sections.Lora(), size=0.5)
+
+
+def greedy(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    words = [str(one) for one in arguments]
+    assert main(["generate", *words, "--prompt", "Tom", *GREEDY, "--max-new-tokens", "8", "--json"]) == 0
+    row: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return row
+
+
+def test_an_adapter_answers_as_the_model_it_makes(tiny_world, adapter, tmp_path, capsys):
+    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 0
+    expected, plain = greedy(capsys, tmp_path / "merged"), greedy(capsys, tiny_world.base)
+    for named in (adapter, adapter.parent):
+        row = greedy(capsys, named)
+        assert row["tokens"] == expected["tokens"] != plain["tokens"]
+        assert row["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-4)
+
+
+def test_few_bits_on_disk_and_while_loading_are_the_same(tiny_world, adapter, tmp_path, capsys):
+    assert main(["quantize", str(tiny_world.base), str(tmp_path / "nf4")]) == 0
+    for one, other in (
+        ([tmp_path / "nf4"], [tiny_world.base, "--quantization", "nf4"]),
+        ([adapter, "--base", tmp_path / "nf4"], [adapter, "--quantization", "nf4"]),
+    ):
+        stored, made = greedy(capsys, *one), greedy(capsys, *other)
+        assert stored == made
+        assert made["logprobs"] != pytest.approx(greedy(capsys, other[0])["logprobs"], abs=1e-4)
+
+
+def test_soft_prompts_come_before_the_prompt(tiny_world, tmp_path, capsys):
+    folder = adapter_folder(tiny_world.base, tmp_path / "soft", sections.Prompt(tokens=100), size=0.5)
+    assert greedy(capsys, folder)["logprobs"] != pytest.approx(greedy(capsys, tiny_world.base)["logprobs"], abs=1e-3)
+    assert main(["generate", str(folder), "--prompt", "a b " * 20]) == 3
+    assert "and the adapter 100, but the model sees 128 tokens at most" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tokenising_here")
+@pytest.mark.parametrize("verb", ["generate", "chat", "eval"])
+def test_adapters_that_cannot_be_used(tiny_world, adapter, chanting, tmp_path, capsys, piped, verb):
+    piped("Hello\n")
+    (tmp_path / "text.txt").write_text("Some text.", encoding="utf-8")
+    more = {
+        "generate": ["--prompt", "a"],
+        "chat": [],
+        "eval": ["--data", str(tmp_path / "text.txt"), f"data.cache={tmp_path / 'cache'}"],
+    }
+    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
+    edit_json(copy / "adapter_config.json", base_model_name_or_path=str(tmp_path / "gone"))
+    other = Path(shutil.copytree(adapter, tmp_path / "other"))
+    edit_json(other / "adapter_config.json", peft_type="LOHA")
+    torn = Path(shutil.copytree(adapter, tmp_path / "torn"))
+    (torn / "adapter_model.safetensors").write_bytes(b"torn")
+    for arguments, code, message in (
+        ([copy], 4, f"{copy}: the model it was trained on cannot be had. {tmp_path / 'gone'}: no such folder"),
+        ([copy], 4, "Say where it is with --base FOLDER"),
+        ([adapter, "--base", chanting], 4, "was trained on another base"),
+        ([tiny_world.base, "--base", chanting], 2, "--base: "),
+        ([other], 4, "peft_type 'LOHA' is not supported"),
+        ([torn], 4, "adapter_model.safetensors: cannot be read"),
+        ([tiny_world.base, "--quantization", "nf3"], 2, "--quantization: 'nf3' is unknown; use nf4, fp4, int8, int4"),
+    ):
+        assert main([verb, *map(str, arguments), *more[verb]]) == code, arguments
+        out = capsys.readouterr()
+        assert out.out == "" and message in out.err and "Traceback" not in out.err
+    assert greedy(capsys, copy, "--base", tiny_world.base) == greedy(capsys, adapter)

@@ -86,6 +86,21 @@ class World:
             values[name] = {**values[name], **change} if both else change
         return {name: value for name, value in values.items() if value is not None}
 
+    @property
+    def base(self) -> Path:
+        """A finished model folder of this shape, for adapters."""
+        from danlu.models.families import read_config_values
+        from danlu.models.initialize import initialize
+        from danlu.models.loading import build
+        from danlu.models.saving import save
+
+        folder = self.folder / "base"
+        if not folder.is_dir():
+            model = build(read_config_values({**CONFIG, "vocab_size": 400, "tie_word_embeddings": False}))
+            initialize(model, 0)
+            save(model, folder, tokenizer_from=self.tokenizer)
+        return folder
+
     def recipe(self, output: Path, file: Path | None = None, **changes: Any) -> Path:
         """The file of that recipe, beside `output` when no place is given."""
         file = file or output.with_name(f"{output.name}.yaml")
@@ -227,7 +242,7 @@ def differences(one: Path, other: Path) -> list[str]:
         f"state.{name}" for name in our_state.keys() | their_state if our_state.get(name) != their_state.get(name)
     ]
     found += ["metrics.jsonl"] if metrics(one) != metrics(other) else []
-    for name in ("model", "model-ema"):
+    for name in ("model", "model-ema", "adapter", "adapter-ema"):
         files = {file.name for run in (one, other) for file in (run / name).glob("*")}
         found += [
             f"{name}/{file}"

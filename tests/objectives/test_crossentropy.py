@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.objectives import crossentropy
 from danlu.objectives.crossentropy import linear_cross_entropy
 
 N, D, V = 37, 16, 101
@@ -31,6 +32,13 @@ def plain(
     return (weights * (loss + z * logits.logsumexp(-1).square())).sum()
 
 
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen head goes by rows: several times here, with a rest."""
+    monkeypatch.setattr(crossentropy, "FEWEST_ROWS", 8)
+    monkeypatch.setattr(crossentropy, "KEPT_BYTES", 1)
+
+
 @pytest.mark.parametrize("slice_rows", [1, 8, 101, 1000])
 @pytest.mark.parametrize(
     ("softcap", "smoothing", "z"), [(None, 0.0, 0.0), (5.0, 0.0, 0.0), (None, 0.1, 0.0), (3.0, 0.2, 1e-2)]
@@ -48,6 +56,12 @@ def test_loss_and_gradients_equal_the_plain_formula(
     torch.testing.assert_close(got.total, want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got_hidden, want_hidden, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(got_head, want_head, rtol=1e-11, atol=1e-12)
+    by_rows = linear_cross_entropy(  # a frozen head
+        hidden, head.detach(), targets, weights, softcap=softcap, label_smoothing=smoothing, z_loss=z
+    )
+    torch.testing.assert_close(by_rows.total, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(by_rows.total, hidden)[0], want_hidden, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close((by_rows.nll, by_rows.correct), (got.nll, got.correct), rtol=1e-12, atol=1e-12)
     # Negative control: the comparison sees one target that differs.
     wrong = targets.clone()
     wrong[5] = (wrong[5] + 1) % V
@@ -90,6 +104,9 @@ def test_no_targets_is_a_zero_with_zero_gradient() -> None:
     nothing = linear_cross_entropy(hidden[:0], head, targets[:0], weights[:0])
     assert nothing.total.item() == 0
     assert torch.autograd.grad(nothing.total, head)[0].abs().sum() == 0
+    nothing = linear_cross_entropy(hidden[:0], head.detach(), targets[:0], weights[:0])
+    assert nothing.total.item() == 0
+    assert torch.autograd.grad(nothing.total, hidden)[0].abs().sum() == 0
 
 
 def test_bfloat16_states_with_a_float32_head_are_as_close_as_the_rounding_allows() -> None:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from danlu.errors import CheckpointError, ModelError
 from danlu.optim.build import Optimizers, build
-from danlu.recipe.sections import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
+from danlu.recipe.sections import SGD, Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, PagedAdamW
 
 MATRIX, VECTOR, EMBEDDING = "layers.0.q_proj.weight", "norm.weight", "embed_tokens.weight"
 SHAPES = {MATRIX: (6, 10), VECTOR: (10,), EMBEDDING: (12, 10)}
@@ -25,8 +25,16 @@ SECTIONS: list[Optimizer] = [
     Adafactor(learning_rate=0.05, weight_decay=0.1),
     Lion(learning_rate=0.01),
     Muon(learning_rate=0.02),
+    AdamW8bit(learning_rate=0.01),  # everything here is small enough to keep float32 moments
+    PagedAdamW(learning_rate=0.01),
 ]
-each = pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
+# Their formulas are in test_eight_bit.py and test_galore.py.
+OTHERS: list[Optimizer] = [
+    AdamW8bit(learning_rate=0.01, block=16, smallest=16),
+    PagedAdamW(learning_rate=0.01, bits=8),
+    GaLore(learning_rate=0.1, rank=3, update_every=2),
+]
+each = pytest.mark.parametrize("section", SECTIONS + OTHERS, ids=lambda section: section.kind)
 
 
 def model(seed: int = 0) -> dict[str, Parameter]:
@@ -107,6 +115,8 @@ def muon_formula(w: Tensor, g: Tensor, s: dict[str, Any], t: int, rate: float, d
 
 FORMULAS: dict[str, Callable[..., Tensor]] = {
     "adamw": adamw_formula,
+    "adamw8bit": adamw_formula,
+    "paged-adamw": adamw_formula,
     "sgd": sgd_formula,
     "lion": lion_formula,
     "adafactor": adafactor_formula,
@@ -129,7 +139,7 @@ def largest_difference(parameters: dict[str, Parameter], weights: dict[str, Tens
     return max((parameters[name].detach().double() - weights[name]).abs().max().item() for name in weights)
 
 
-@each
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
 def test_five_steps_equal_the_formula_in_float64(section: Optimizer) -> None:
     parameters, _ = trained(section, 5)
     # torch's Muon iterates in bfloat16: 8 bits of mantissa on entries of about 0.3, times the rates.
@@ -183,12 +193,12 @@ def test_resumed_equals_uninterrupted_bit_for_bit(section: Optimizer) -> None:
     after = resumed(saved)
     assert all(torch.equal(after[name], whole[name]) for name in SHAPES)
     if saved:
-        altered = resumed({name: tensor * 1.5 for name, tensor in saved.items()})
+        altered = resumed({name: (tensor * 1.5).to(tensor.dtype) for name, tensor in saved.items()})
         assert not all(torch.equal(altered[name], whole[name]) for name in SHAPES)
 
 
 @each
-def test_state_is_named_flat_float32_and_of_the_predicted_size(section: Optimizer) -> None:
+def test_state_is_named_flat_and_of_the_predicted_types_and_sizes(section: Optimizer) -> None:
     parameters = model()
     optimizer = build(parameters.items(), section)
     predicted = optimizer.state_bytes()
@@ -196,7 +206,12 @@ def test_state_is_named_flat_float32_and_of_the_predicted_size(section: Optimize
     assert optimizer.state_scalars() == {"kind": section.kind, "unstepped": sorted(SHAPES)}
     take_steps(parameters, optimizer, range(1, 2))
     state = optimizer.state_tensors()
-    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+    in_8_bits = {name.partition(".")[0] for name, tensor in state.items() if tensor.dtype != torch.float32}
+    assert in_8_bits == ({"exp_avg", "exp_avg_sq"} if section == OTHERS[0] else set())
+    room = optimizer.room_for_state(optimizer.state_scalars())
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in room.items()
+    }
     assert sum(tensor.nbytes for tensor in state.values()) == predicted
     assert {name.partition(".")[2] for name in state} <= set(SHAPES)
 
@@ -231,6 +246,44 @@ def test_learning_rate_is_the_base_times_the_multiplier_also_after_a_resume() ->
     assert {group["lr"] for part in fresh.parts for group in part.param_groups} == {0.005, 0.00025}
 
 
+def test_a_ratio_of_learning_rates_by_name() -> None:
+    def rates(optimizer: Optimizers) -> dict[str, float]:
+        names = {parameter: name for name, parameter in optimizer.parameters.items()}
+        return {
+            names[parameter]: group["lr"]
+            for part in optimizer.parts
+            for group in part.param_groups
+            for parameter in group["params"]
+        }
+
+    def of(name: str) -> float:
+        return 16.0 if name == MATRIX else 1.0
+
+    for section in SECTIONS + OTHERS:
+        optimizer = build(model().items(), section, rate_of=of)
+        plain = rates(build(model().items(), section))
+        for multiplier in (1.0, 0.25, 0.5):
+            optimizer.set_learning_rate(multiplier)
+            assert optimizer.learning_rate == section.learning_rate * multiplier
+            assert rates(optimizer) == {name: of(name) * rate * multiplier for name, rate in plain.items()}
+    faster, sixteenfold, slower = model(), model(), model()
+    for parameters, section, ratio in (
+        (faster, AdamW(learning_rate=0.01), of),
+        (sixteenfold, AdamW(learning_rate=0.16), None),
+        (slower, AdamW(learning_rate=0.01), None),
+    ):
+        take_steps(parameters, build(parameters.items(), section, rate_of=ratio), range(1, 4))
+    assert torch.equal(faster[MATRIX], sixteenfold[MATRIX]) and torch.equal(faster[VECTOR], slower[VECTOR])
+    assert not torch.equal(faster[MATRIX], slower[MATRIX])
+
+
+def test_frozen_parameters_may_be_of_any_type() -> None:
+    parameters = model()
+    parameters["layers.0.q_proj.base"] = Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+    parameters["layers.0.k_proj.base"] = Parameter(torch.zeros(4, 4, dtype=torch.bfloat16), requires_grad=False)
+    assert build(parameters.items(), AdamW()).parameters.keys() == SHAPES.keys()
+
+
 def altered_state(change: Callable[[dict[str, Tensor]], Any]) -> str:
     _, optimizer = trained(AdamW(), 1)
     tensors = optimizer.state_tensors()
@@ -258,6 +311,22 @@ def test_the_state_of_another_kind_is_refused() -> None:
     _, adamw = trained(AdamW(), 1)
     with pytest.raises(CheckpointError, match="holds the state of optimizer 'lion', the recipe asks for 'adamw'"):
         adamw.load_state(lion.state_tensors(), lion.state_scalars())
+    with pytest.raises(CheckpointError, match="holds the state of optimizer 'lion', the recipe asks for 'adamw'"):
+        adamw.room_for_state(lion.state_scalars())
+
+
+def test_a_state_of_other_bits_or_blocks_is_refused() -> None:
+    _, float32 = trained(AdamW8bit(), 1)
+    _, eight_bit = trained(AdamW8bit(smallest=16, block=16), 1)
+    _, other_blocks = trained(AdamW8bit(smallest=16, block=20), 1)
+    with pytest.raises(CheckpointError, match="tensors are missing, the first is exp_avg_absmax.embed_tokens.weight"):
+        eight_bit.load_state(float32.state_tensors(), float32.state_scalars())
+    with pytest.raises(CheckpointError, match=r"expected torch.float32 \[8\]"):
+        eight_bit.load_state(other_blocks.state_tensors(), other_blocks.state_scalars())
+    scalars = eight_bit.state_scalars()
+    tensors = {name: tensor.float() for name, tensor in eight_bit.state_tensors().items()}
+    with pytest.raises(CheckpointError, match=r"exp_avg.embed_tokens.weight is torch.float32 .*, expected torch.uint8"):
+        eight_bit.load_state(tensors, scalars)
 
 
 def test_nothing_to_train_and_low_precision_parameters_are_refused() -> None:

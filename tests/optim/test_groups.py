@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
+from torch import nn
 from torch.nn import Parameter
 
 from danlu.optim.groups import parameter_groups, role
@@ -53,3 +57,58 @@ def test_order_does_not_depend_on_the_model_and_frozen_parameters_are_left_out()
     assert decayed.names == ("model.layers.0.mlp.experts.up_proj", "model.layers.0.self_attn.q_proj.weight")
     assert rest.names == tuple(sorted(rest.names))
     assert all(parameter is dict(named)[name] for name, parameter in zip(rest.names, rest.parameters, strict=True))
+
+
+def test_groups_are_split_by_learning_rate_too() -> None:
+    def ratio(name: str) -> float:
+        return 4.0 if "norm" in name or "q_proj" in name else 1.0
+
+    groups = parameter_groups(parameters(), "matrices", 0.1, ratio)
+    assert [(group.weight_decay, group.ratio) for group in groups] == [(0.1, 1.0), (0.1, 4.0), (0.0, 1.0), (0.0, 4.0)]
+    assert [group.names for group in groups] == [
+        ("lm_head.weight", "model.layers.0.mlp.experts.up_proj"),
+        ("model.layers.0.self_attn.q_proj.weight",),
+        ("model.embed_tokens.weight",),
+        ("model.layers.0.self_attn.q_proj.bias", "model.norm.weight"),
+    ]
+    with pytest.raises(AssertionError, match="no ratio of learning rates"):
+        parameter_groups(parameters(), "matrices", 0.1, lambda name: 0.0)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
+
+
+def test_lora_plus_has_the_rates_and_decay_of_peft() -> None:
+    config = LoraConfig(r=2, target_modules=["up_proj", "down_proj"], bias="all", use_dora=True)
+    model = get_peft_model(Net(), config)
+    oracle = create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16, loraplus_weight_decay=0.1
+    )
+    theirs = {
+        parameter: (group["lr"], group["weight_decay"])
+        for group in oracle.param_groups
+        for parameter in group["params"]
+    }
+
+    def rates(faster: tuple[str, ...]) -> dict[Parameter, tuple[float, float]]:
+        def ratio(name: str) -> float:
+            return 16.0 if any(part in name for part in faster) else 1.0
+
+        groups = parameter_groups(model.named_parameters(), "matrices", 0.1, ratio)
+        return {
+            parameter: (1e-3 * group.ratio, group.weight_decay) for group in groups for parameter in group.parameters
+        }
+
+    # PEFT counts everything with one dimension among the fast ones: biases, norms and DoRA's magnitudes.
+    ours = rates(("lora_B", "bias", "magnitude", "norm"))
+    magnitudes = {parameter for name, parameter in model.named_parameters() if "magnitude" in name}
+    assert ours.keys() == theirs.keys() and len(magnitudes) == 2
+    for parameter in theirs.keys() - magnitudes:
+        assert ours[parameter] == theirs[parameter]
+    for parameter in magnitudes:  # which PEFT decays: danlu decays no vector
+        assert ours[parameter] == (theirs[parameter][0], 0.0)
+    assert any(rates(("lora_A",))[parameter] != theirs[parameter] for parameter in theirs)

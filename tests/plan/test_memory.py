@@ -8,7 +8,7 @@ from made.tiny_run import tiny_model
 
 from danlu.models.attend import PackedAttention
 from danlu.plan.flops import Shape
-from danlu.plan.memory import activation_bytes, largest_micro, parameter_bytes
+from danlu.plan.memory import activation_bytes, largest_micro
 
 
 def saved_bytes(lengths: list[int], dtype: torch.dtype) -> tuple[int, Shape]:
@@ -56,8 +56,3 @@ def test_micro_batches_fill_the_budget_and_are_never_empty() -> None:
     assert largest_micro(shape, [64], 2, budget_bytes=3.5 * each, most=8) == 3
     assert largest_micro(shape, [64], 2, budget_bytes=100 * each, most=8) == 8
     assert largest_micro(shape, [64], 2, budget_bytes=0, most=8) == 1
-
-
-def test_parameters_their_gradients_and_an_average_are_float32() -> None:
-    assert parameter_bytes(10, 80, ema=False) == 160
-    assert parameter_bytes(10, 80, ema=True) == 200

@@ -37,7 +37,8 @@ def _branch(branch: Any, bounds: tuple[FieldInfo, ...]) -> st.SearchStrategy[Any
     if form is tuple:
         return st.tuples(*(values(arg) for arg in get_args(branch)))
     if form is dict:
-        return st.dictionaries(TEXTS, JSON, max_size=3)
+        inside = get_args(branch)[1]
+        return st.dictionaries(TEXTS, JSON if inside is Any else values(inside), max_size=3)
     if branch is bool:
         return st.booleans()
     if branch is str:

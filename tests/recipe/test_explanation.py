@@ -28,17 +28,29 @@ def test_a_section() -> None:
     found = explain("data")
     assert found.short == "train"
     assert ("max_length", "Longest sample, and length of a pack, in tokens") in found.below
-    assert [name for name, _ in explain("optimizer").below] == ["adafactor", "adamw", "lion", "muon", "sgd"]
+    assert [name for name, _ in explain("optimizer").below] == [
+        "adafactor",
+        "adamw",
+        "adamw8bit",
+        "galore",
+        "lion",
+        "muon",
+        "paged-adamw",
+        "sgd",
+    ]
 
 
 def test_a_key_of_several_kinds() -> None:
-    assert explain("optimizer.betas").defaults == {"adamw": "[0.9, 0.95]", "lion": "[0.9, 0.99]"}
+    defaults = explain("optimizer.betas").defaults
+    assert defaults == dict.fromkeys(("adamw", "adamw8bit", "galore", "paged-adamw"), "[0.9, 0.95]") | {
+        "lion": "[0.9, 0.99]"
+    }
 
 
 def test_the_words_of_all_kinds() -> None:
     found = explain("optimizer.kind")
-    assert found.takes == "one of adamw, sgd, adafactor, lion, muon"
-    assert found.allowed == ("adamw", "sgd", "adafactor", "lion", "muon")
+    assert found.takes == "one of adamw, adamw8bit, paged-adamw, galore, sgd, adafactor, lion, muon"
+    assert found.allowed == ("adamw", "adamw8bit", "paged-adamw", "galore", "sgd", "adafactor", "lion", "muon")
     assert found.defaults == {kind: kind for kind in found.allowed}
     assert explain("optimizer.decay").takes == "one of matrices, all"
 

@@ -79,7 +79,7 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
                 "schedule: {warmup: lots}",
                 "steps: 1e4",
                 "batch: {micro: x}",
-                "adapter: {rnak: 8}",
+                "parallel: {tensor: 8}",
                 "lr: 1e-3",
                 "compile: yes",
                 "output: 5",
@@ -97,14 +97,14 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
         "recipe.yaml:7:12 data.packing.kind: expected one of best-fit, concatenate, none, not 'bestfit'. "
         "Did you mean 'best-fit'?",
         "recipe.yaml:8:19 optimizer.kind: unknown kind 'adamm'. Did you mean 'adamw'? "
-        "One of: adafactor, adamw, lion, muon, sgd",
+        "One of: adafactor, adamw, adamw8bit, galore, lion, muon, paged-adamw, sgd",
         "recipe.yaml:9:20 schedule.warmup: expected a whole number, 1 or more, or a number from 0 to below 1, "
         "not 'lots'",
         "recipe.yaml:10:8 steps: expected a whole number, 1 or more, or null, not 10000.0. Write 10000",
         "recipe.yaml:11:16 batch.micro: expected a whole number, 1 or more, or auto, not 'x'.",
-        "recipe.yaml:12:1 adapter: unknown key. Known: stage, model, data, optimizer, schedule, batch, epochs, steps, "
-        "precision, loss, gradient_clipping, watch, ema, evaluation, checkpoint, log, compile, device, threads, seed, "
-        "output",
+        "recipe.yaml:12:1 parallel: unknown key. Known: stage, model, data, adapter, quantization, optimizer, "
+        "schedule, batch, epochs, steps, precision, loss, gradient_clipping, watch, ema, evaluation, checkpoint, log, "
+        "compile, device, threads, seed, output",
         "recipe.yaml:13:1 lr: unknown key. danlu's key for it is optimizer.learning_rate",
         "recipe.yaml:14:10 compile: expected true or false, not 'yes'. Write true",
         "recipe.yaml:15:9 output: expected a text, not 5",
@@ -135,7 +135,10 @@ def test_missing_keys_say_where_to_add_them(write: Write) -> None:
         ),
         ("optimizer: {kind: lion, betas: [0.9, 1]}", "optimizer.betas.1: expected a number from 0 to below 1, not 1"),
         ("optimizer: {kind: lion, eps: 1}", "optimizer.eps: unknown key in Lion. Known: kind, learning_rate"),
-        ("optimizer: 3", "optimizer.kind: expected one of adafactor, adamw, lion, muon, sgd, not 3"),
+        (
+            "optimizer: 3",
+            "optimizer.kind: expected one of adafactor, adamw, adamw8bit, galore, lion, muon, paged-adamw, sgd, not 3",
+        ),
         ("loss: 3", "loss: expected a mapping of LossOptions keys, not 3"),
         ("seed: true", "seed: expected a whole number from 0 to below 2^63, not true"),
         ("compile: null", "compile: expected true or false, not nothing (null)"),

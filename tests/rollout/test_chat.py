@@ -53,6 +53,25 @@ def test_every_turn_equals_one_without_history_in_the_cache(talk, small_decoder)
     assert chat.messages == messages[1:]
 
 
+def test_tokens_before_a_conversation_are_read_once_and_may_change_with_the_model(talk, small_decoder):
+    def expected(messages, before):
+        stops = [USER, ASSISTANT, SYSTEM]
+        return generate(small_decoder("window"), [render(messages)], GREEDY, 9, stops, decode=decode, before=before)[0]
+
+    chat = talk(before=(56, 57))
+    first, second = ({"role": "user", "content": text} for text in ("HELLO", "AND"))
+    got = chat.ask("HELLO")
+    assert got.tokens == expected([first], (56, 57)).tokens != expected([first], ()).tokens
+    assert chat.prefilled == 2 + len("HELLO") + 2
+    history = [*chat.messages, second]
+    assert chat.ask("AND").tokens == expected(history, (56, 57)).tokens
+    assert chat.prefilled == 1 + 1 + len("AND") + 1  # as without them
+    chat.undo()
+    chat.model_changed()
+    assert chat.ask("AND").tokens == expected(history, ()).tokens
+    assert chat.prefilled == len(render(history))
+
+
 def test_only_new_tokens_are_read(talk):
     chat = talk()
     first = chat.ask("HELLO")

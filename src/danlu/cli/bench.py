@@ -1,19 +1,28 @@
-"""`danlu bench`: what this machine can do, measured."""
+"""`danlu bench`: what this machine can do, and what few bits lose of a model, measured."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Annotated
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Measure this machine.", no_args_is_help=True, add_completion=False)
+from danlu.cli.generate import Device, Dtype, check_flags
+from danlu.errors import DataError
 
+if TYPE_CHECKING:
+    from danlu.recipe.sections import QuantizationSection
+    from danlu.rollout.finding import Found
+    from danlu.rollout.request import Precision
+    from danlu.types import Pack
 
-@app.callback()
-def bench() -> None:
-    """Measure this machine."""  # a callback, so that the only verb so far keeps its name on the command line
+LONGEST = 2048  # of a piece of text, where the model's context asks for no less
+
+app = typer.Typer(help="Measure this machine, or a model.", no_args_is_help=True, add_completion=False)
 
 
 @app.command()
@@ -55,3 +64,137 @@ def gemm(
 def _thread_counts(cores: int) -> list[int]:
     """1, 2, 4 ... and all of them."""
     return sorted({2**power for power in range(cores.bit_length()) if 2**power <= cores} | {cores})
+
+
+@app.command()
+def quantization(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a finished run, or a hub id.")],
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text to measure the perplexity on.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="How much of the text is used.")] = 16384,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """What NF4, FP4, INT8 and INT4 lose of a model: errors of its linear layers, bits a parameter, perplexity.
+
+    bits are counted from what is stored. error is ||W - Q|| / ||W|| of all linear layers together, worst that of the
+    layer that loses most (--json names it), mean is mean |W - Q| / mean |W|.
+
+    NF4 and FP4 are in blocks of 64 with their scales quantized too, or left whole; INT8 and INT4 in groups of 128.
+    """
+    precision = check_flags({}, 0, dtype, device, [])
+    # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
+    from danlu.rollout.finding import find
+
+    found = find(model)
+    written = None if text is None else beginning(text, 16 * tokens)
+    from danlu.assembly.quantization_error import quantization_errors
+    from danlu.recipe import sections
+    from danlu.train.progress import RowProgress
+
+    formats: dict[str, QuantizationSection] = {
+        "nf4": sections.Nf4(),
+        "nf4, scales whole": sections.Nf4(double=False),
+        "fp4": sections.Fp4(),
+        "int8": sections.Int8(group=128),
+        "int4": sections.Int4(group=128),
+    }
+    with closing(RowProgress(sys.stderr, doing="measuring", units="layers")) as progress:
+        errors = quantization_errors(found.folder, formats, progress if sys.stderr.isatty() else None)
+    rows = [
+        {
+            "format": name,
+            "bits": error.bits,
+            "error": error.relative,
+            "worst": error.worst,
+            "worst_layer": error.worst_layer,
+            "mean": error.mean_relative,
+        }
+        for name, error in errors.items()
+    ]
+    result: dict[str, Any] = {"model": str(found.folder), "parameters": next(iter(errors.values())).numbers}
+    if written is not None:
+        packs = pieces(found, written, tokens)
+        result["text"] = str(text)
+        result["tokens"] = sum(pack.tokens - 1 for pack in packs)
+        result["perplexity"] = perplexity(found, packs, None, precision, device)
+        for row, section in zip(rows, formats.values(), strict=True):
+            row["perplexity"] = perplexity(found, packs, section, precision, device)
+    if as_json:
+        typer.echo(json.dumps({**result, "formats": rows}, ensure_ascii=False))
+    else:
+        show(result, rows)
+
+
+def beginning(file: Path, characters: int) -> str:
+    """The first characters of a text. Raises DataError if it cannot be read."""
+    try:
+        with file.open(encoding="utf-8") as handle:
+            return handle.read(characters)
+    except UnicodeDecodeError:
+        raise DataError(f"{file}: not UTF-8 text; convert it first") from None
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def pieces(found: Found, text: str, tokens: int) -> list[Pack]:
+    """The first tokens of a text, cut to what the model can see at once; of each piece all but the first are scored.
+
+    Raises DataError if there are fewer than two.
+    """
+    import numpy as np
+
+    from danlu.models.folder import read_config
+    from danlu.rollout.opening import open_wording
+    from danlu.rollout.request import context_length
+    from danlu.types import Pack, Sample
+
+    tokenizer = open_wording(found.words, model=found.folder).tokenizer
+    front = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
+    ids = tokenizer.encode(text)[:tokens]
+    step = min(context_length(read_config(found.folder)), LONGEST) - len(front)
+    cut = [np.array([*front, *ids[start : start + step]], dtype=np.int32) for start in range(0, len(ids), step)]
+    if not cut or len(cut[0]) < 2:
+        raise DataError("the text has fewer than two tokens: there is nothing to predict. Give a longer one")
+    weights = [np.concatenate(([0], np.ones(len(piece) - 1))).astype(np.float32) for piece in cut]
+    return [Pack((Sample(*one, "text"),)) for one in zip(cut, weights, strict=True) if len(one[0]) > 1]
+
+
+def perplexity(
+    found: Found, packs: list[Pack], section: QuantizationSection | None, precision: Precision, device: str
+) -> float:
+    """exp of the mean negative log-probability of a token, with the linear layers as a section says."""
+    from danlu.recipe.sections import LossOptions
+    from danlu.rollout.opening import open_model, open_wording
+    from danlu.train.evaluation import evaluate
+    from danlu.train.step import Compute
+
+    wording = open_wording(found.words, model=found.folder)
+    opened = open_model(found, wording, precision=precision, device=device, quantization=section)
+    place = opened.model.embed_tokens.weight.device
+    scores = evaluate(Compute(opened.model, opened.model, place, opened.dtype, 1, LossOptions()), packs)
+    assert scores is not None, "pieces have tokens to score"
+    return scores.perplexity
+
+
+def show(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """The table for people."""
+    # Here because rich costs as much as the rest of a command line that only asks for help.
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    headings = ["bits", "error", "worst", "mean", *(["perplexity"] if "perplexity" in result else [])]
+    table.add_column("format", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    if "perplexity" in result:
+        table.add_row("as stored", "", "", "", "", f"{result['perplexity']:.4f}")
+    for row in rows:
+        shares = [f"{row[key]:.2%}" for key in ("error", "worst", "mean")]
+        lost = [f"{row['perplexity']:.4f}"] if "perplexity" in row else []
+        table.add_row(row["format"], f"{row['bits']:.3f}", *shares, *lost)
+    print(f"{result['model']}: {result['parameters']:,} parameters in linear layers")
+    Console().print(table)
+    if "perplexity" in result:
+        print(f"perplexity of {result['tokens']:,} tokens of {result['text']}")

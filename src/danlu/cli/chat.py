@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from danlu.cli.generate import (
+    Base,
     ChatTemplate,
     Device,
     Dtype,
     MaxNewTokens,
     MinP,
     ModelArgument,
+    Quantization,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -22,6 +25,7 @@ from danlu.cli.generate import (
     TopK,
     TopP,
     check_flags,
+    quantization_section,
     sampling_flags,
     sampling_options,
     whole_characters,
@@ -31,11 +35,13 @@ from danlu.errors import DanluError, DataError
 
 if TYPE_CHECKING:
     from danlu.rollout.chat import Conversation
+    from danlu.rollout.voices import Voices
 
 COMMANDS = {
     "/reset": "forget the conversation (the system prompt stays)",
     "/system": "TEXT  replace the system prompt, or without TEXT remove it; starts anew",
     "/undo": "take the last turn back",
+    "/adapter": "NAME  go on with another adapter, or with none; without NAME list them",
     "/exit": "leave; so does Ctrl-D",
     "/help": "this list",
 }
@@ -55,49 +61,88 @@ def chat(
     dtype: Dtype = "auto",
     device: Device = "auto",
     chat_template: ChatTemplate = None,
+    base: Base = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="An adapter folder or run to switch to with /adapter; may be given several times."),
+    ] = None,
+    quantization: Quantization = None,
 ) -> None:
     """Talk with a model. Ctrl-C interrupts an answer, Ctrl-D or /exit leaves, /help lists the commands.
+
+    Adapters share one base in memory; the first one speaks first, and /adapter NAME switches.
 
     When stdin is not a terminal, each line is a user's turn, and the answers alone go to stdout.
     """
     asked = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
-    precision = check_flags(asked, seed, dtype, device, stop or [])
+    precision = check_flags(asked, seed, dtype, device, stop or [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.rollout.request import context_length, find_model
+    from danlu.models.folder import read_config
+    from danlu.rollout.finding import find
+    from danlu.rollout.request import context_length
 
-    folder = find_model(model)
-    options = sampling_options(folder, asked, seed)
+    found = find(model, base, adapter or [])
+    context = context_length(read_config(found.folder))
+    options = sampling_options(found, asked, seed)
     from danlu.rollout.chat import Conversation
-    from danlu.rollout.generate import Stopping
     from danlu.rollout.opening import open_model, open_wording
+    from danlu.rollout.voices import Voices
 
-    wording = open_wording(folder, chat_template)
+    wording = open_wording(found.words, chat_template, model=found.folder)
     wording.require_chat_template()
-    opened = open_model(folder, wording, precision=precision, device=device)
-    silent_stops, stop_strings = wording.split_stops(stop or [])
+    opened = open_model(
+        found, wording, precision=precision, device=device, quantization=quantization_section(quantization)
+    )
+    voices = Voices(found, opened, chat_template)
+    voice = voices.switch(voices.now)
+    stopping, stop_strings = voice.stopping(stop or [], max_new_tokens, context)
     conversation = Conversation(
         opened.model,
-        wording.encode_chat,
-        wording.decode,
+        voice.wording.encode_chat,
+        voice.wording.decode,
         options,
-        Stopping(max_new_tokens, context_length(opened.model.config), opened.stop_ids | silent_stops),
+        stopping,
         stop_strings=stop_strings,
         system=system,
+        dtype=opened.dtype,
+        before=voice.before,
     )
+    session = Session(conversation, voices, stop or [], max_new_tokens, context)
     write_any_character()
     if sys.stdin.isatty():
-        print(f"{folder}  (/help lists the commands, Ctrl-D leaves)", file=sys.stderr)
-        talk(conversation)
+        speaks = f", adapter {voices.now}" if voices.adapters else ""
+        print(f"{found.folder}{speaks}  (/help lists the commands, Ctrl-D leaves)", file=sys.stderr)
+        talk(session)
     else:
-        listen(conversation)
+        listen(session)
 
 
-def listen(conversation: Conversation) -> None:
+@dataclass
+class Session:
+    """A conversation, and who can go on with it."""
+
+    conversation: Conversation
+    voices: Voices
+    stops: list[str]
+    max_new_tokens: int
+    context: int
+
+    def switch(self, name: str) -> None:
+        """The turns stay; the next answer is the other adapter's. Raises DataError if there is none of that name."""
+        if name == self.voices.now:
+            return
+        voice = self.voices.switch(name)
+        stopping, stop_strings = voice.stopping(self.stops, self.max_new_tokens, self.context)
+        self.conversation.model_changed(voice.before)
+        self.conversation.words_changed(voice.wording.encode_chat, voice.wording.decode, stopping, stop_strings)
+
+
+def listen(session: Session) -> None:
     """Reads turns from a pipe until it ends. Raises DataError for bytes that are no text."""
     number = 0
     try:
         for number, line in enumerate(sys.stdin, start=1):
-            if not obey(conversation, whole_characters(line.strip(), f"stdin, line {number}"), strict=False):
+            if not obey(session, whole_characters(line.strip(), f"stdin, line {number}"), strict=False):
                 return
     except UnicodeDecodeError:
         raise DataError(f"stdin, line {number + 1} or one soon after it: not UTF-8 text; convert it first") from None
@@ -106,7 +151,7 @@ def listen(conversation: Conversation) -> None:
         raise
 
 
-def talk(conversation: Conversation) -> None:
+def talk(session: Session) -> None:
     """Reads turns from the terminal until the user leaves."""
     with suppress(ImportError):  # Python can be built without it, and input() works without
         import readline  # noqa: F401  # line editing and history
@@ -120,7 +165,7 @@ def talk(conversation: Conversation) -> None:
             print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
             continue
         try:
-            if not obey(conversation, whole_characters(line.strip(), "this line"), strict=True):
+            if not obey(session, whole_characters(line.strip(), "this line"), strict=True):
                 return
         except KeyboardInterrupt:
             print("\n(interrupted; what was said so far is kept)", file=sys.stderr)
@@ -128,11 +173,12 @@ def talk(conversation: Conversation) -> None:
             print(f"error: {error}. Say something else; /undo takes the last turn back, /reset all", file=sys.stderr)
 
 
-def obey(conversation: Conversation, line: str, *, strict: bool) -> bool:
+def obey(session: Session, line: str, *, strict: bool) -> bool:
     """One line: a command or a turn. False when it asks to leave.
 
     strict: an unknown /word is a mistake, not a turn (a person typed it; a pipe may mean it).
     """
+    conversation = session.conversation
     command, _, rest = line.partition(" ")
     match command:
         case "":
@@ -140,7 +186,7 @@ def obey(conversation: Conversation, line: str, *, strict: bool) -> bool:
         case "/exit":
             return False
         case "/help":
-            print("\n".join(f"{name:8} {about}" for name, about in COMMANDS.items()), file=sys.stderr)
+            print("\n".join(f"{name:9} {about}" for name, about in COMMANDS.items()), file=sys.stderr)
         case "/reset":
             conversation.reset()
         case "/undo":
@@ -149,11 +195,34 @@ def obey(conversation: Conversation, line: str, *, strict: bool) -> bool:
         case "/system":
             conversation.reset()
             conversation.system = rest.strip() or None
+        case "/adapter" if rest.strip():
+            change_adapter(session, rest.strip(), strict=strict)
+        case "/adapter":
+            print(adapters_line(session.voices), file=sys.stderr)
         case _ if strict and command.startswith("/"):
             print(f"{command}: no such command; there are {', '.join(COMMANDS)}", file=sys.stderr)
         case _:
             answer(conversation, line)
     return True
+
+
+def change_adapter(session: Session, name: str, *, strict: bool) -> None:
+    """Switches; a name that is not there is told, and in a pipe ends it: the next answers would be another's."""
+    try:
+        session.switch(name)
+    except DataError as error:
+        if not strict:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        print(adapters_line(session.voices), file=sys.stderr)
+
+
+def adapters_line(voices: Voices) -> str:
+    """All adapters, with a mark at the one that speaks."""
+    if not voices.adapters:
+        return "no adapters; `danlu chat MODEL --adapter PATH` brings some"
+    return "  ".join(f"[{name}]" if name == voices.now else name for name in (*voices.adapters, "none"))
 
 
 def answer(conversation: Conversation, turn: str) -> None:

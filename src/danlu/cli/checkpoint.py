@@ -90,11 +90,15 @@ def export_command(
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it; empty or new.")],
     average: Annotated[bool, typer.Option("--average", help="The averaged weights, of a recipe with `ema`.")] = False,
 ) -> None:
-    """Write a checkpoint (of a run: its newest) as a Hugging Face model folder, with tokenizer and chat template."""
+    """Write a checkpoint (of a run: its newest) as a Hugging Face folder with tokenizer and chat template.
+
+    What was trained decides what it is: a model, or an adapter.
+    """
     from danlu import run
+    from danlu.cli.train import what_to_try  # pydantic, for this command alone
 
     checkpoint = run.export(path, target, average=average)
-    typer.echo(f"{checkpoint.name} written: try `danlu generate {target} --prompt ...` or `danlu chat {target}`")
+    typer.echo(f"{checkpoint.name} written: {what_to_try(target)}")
 
 
 def _prune(folder: Path, keep: int, keep_every: int | None, keep_best: bool, *, delete: bool) -> None:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from danlu.cli.generate import ChatTemplate, Device, Dtype, ModelArgument, check_flags
+from danlu.cli.generate import (
+    Base,
+    ChatTemplate,
+    Device,
+    Dtype,
+    ModelArgument,
+    Quantization,
+    check_flags,
+    quantization_section,
+)
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.recipe.composing import compose
 
@@ -47,6 +56,8 @@ def eval(
     dtype: Dtype = "auto",
     device: Device = "auto",
     chat_template: ChatTemplate = None,
+    base: Base = None,
+    quantization: Quantization = None,
 ) -> None:
     """Loss, perplexity and token accuracy of a model on a file; of plain text also bits per byte.
 
@@ -56,21 +67,29 @@ def eval(
 
     Unlike in training, the end-of-text token after a document or completion counts only with data.append_eos=true.
     """
-    precision = check_flags({}, 0, dtype, device, [])
+    precision = check_flags({}, 0, dtype, device, [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.models.folder import read_config
-    from danlu.rollout.request import context_length, find_model
+    from danlu.rollout.finding import find
+    from danlu.rollout.request import context_length
 
-    folder = find_model(model)
-    recipe = evaluation_recipe(folder, data, overrides or [], context_length(read_config(folder)))
-    prepared = tokenised(recipe, folder, chat_template)
+    found = find(model, base)
+    context = context_length(read_config(found.folder)) - found.virtual_tokens
+    recipe = evaluation_recipe(found.folder, data, overrides or [], context)
+    prepared = tokenised(recipe, found.words, chat_template)
     from danlu.rollout.opening import open_model, open_wording
 
-    opened = open_model(folder, open_wording(folder, chat_template), precision=precision, device=device)
+    opened = open_model(
+        found,
+        open_wording(found.words, chat_template, model=found.folder),
+        precision=precision,
+        device=device,
+        quantization=quantization_section(quantization),
+    )
     scores = score(opened, prepared, recipe)
     statistics = prepared.statistics
     row: dict[str, Any] = {
-        "model": str(folder),
+        "model": str(found.named),
         "data": data,
         "loss": scores.loss,
         "perplexity": scores.perplexity,
@@ -159,6 +178,7 @@ def score(opened: OpenModel, prepared: Prepared, recipe: Recipe) -> Scores:
         dtype=opened.dtype,
         micro=max(1, MICRO_BATCH_TOKENS // length),
         loss=LossOptions(),
+        adapters=None if opened.stacks is None else opened.stacks.adapters,
     )
     scores = evaluate(compute, watched(packs))
     assert scores is not None, "prepare refuses data without a token to score"

@@ -13,6 +13,8 @@ import typer
 from danlu.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
+    from danlu.recipe.sections import QuantizationSection
+    from danlu.rollout.finding import Found
     from danlu.rollout.request import Precision, SamplingOptions
 
 Temperature = Annotated[
@@ -30,8 +32,15 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer
 Dtype = Annotated[str, typer.Option(help="auto (as stored), fp32, bf16 or fp16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 ChatTemplate = Annotated[Path | None, typer.Option(help="A Jinja file instead of the tokenizer's own chat template.")]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a finished run, or a hub id.")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model or adapter folder, a finished run, or a hub id.")
+]
+Base = Annotated[str | None, typer.Option(help="Of an adapter: the model it sits on, if not where it was trained.")]
+Quantization = Annotated[
+    str | None, typer.Option(help="Hold linear layers in few bits: nf4, fp4, int8 or int4. Default: as stored.")
+]
 
+QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
 FALLBACK = {"temperature": 0.8, "top_p": 0.95}
 
 
@@ -56,30 +65,41 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     chat_template: ChatTemplate = None,
+    base: Base = None,
+    quantization: Quantization = None,
 ) -> None:
     """Continue a prompt. The text alone goes to stdout, as it is written.
 
     The prompt is taken as it is, without a chat template, unless --chat asks for one.
+
+    An adapter is merged into its base in memory where it can be, so that it costs no time at each token.
     """
     asked = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
-    precision = check_flags(asked, seed, dtype, device, stop or [])
+    precision = check_flags(asked, seed, dtype, device, stop or [], quantization)
     text = read_prompt(prompt, file)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.rollout.request import find_model
+    from danlu.rollout.finding import find
 
-    folder = find_model(model)
-    options = sampling_options(folder, asked, seed)
+    found = find(model, base)
+    options = sampling_options(found, asked, seed)
     from danlu.models.folder import read_config
     from danlu.rollout.generate import check_prompts
     from danlu.rollout.generate import generate as complete
     from danlu.rollout.opening import open_model, open_wording
 
-    wording = open_wording(folder, chat_template)
+    wording = open_wording(found.words, chat_template, model=found.folder)
     if chat:
         wording.require_chat_template()
     tokens = wording.encode_chat_prompt(text) if chat else wording.encode_prompt(text)
-    check_prompts(read_config(folder), [tokens])
-    opened = open_model(folder, wording, precision=precision, device=device)
+    check_prompts(read_config(found.folder), [tokens], found.virtual_tokens)
+    opened = open_model(
+        found,
+        wording,
+        precision=precision,
+        device=device,
+        quantization=quantization_section(quantization),
+        merged=True,
+    )
     silent_stops, stop_strings = wording.split_stops(stop or [])
     write_any_character()
 
@@ -96,6 +116,8 @@ def generate(
             stop_strings,
             None if as_json else show,
             decode=wording.decode,
+            dtype=opened.dtype,
+            before=opened.before,
         )
     except KeyboardInterrupt:
         if not as_json:  # what was written ends its line; an object is whole or not there
@@ -162,7 +184,9 @@ def sampling_flags(
     return {name: value for name, value in given.items() if value is not None}
 
 
-def check_flags(asked: dict[str, Any], seed: int, dtype: str, device: str, stops: list[str]) -> Precision:
+def check_flags(
+    asked: dict[str, Any], seed: int, dtype: str, device: str, stops: list[str], quantization: str | None = None
+) -> Precision:
     """The precision that --dtype names. Raises RecipeError with everything that is wrong, before anything is loaded."""
     from danlu.rollout.request import DEVICES, PRECISIONS, SamplingOptions
 
@@ -175,6 +199,8 @@ def check_flags(asked: dict[str, Any], seed: int, dtype: str, device: str, stops
         problems.append(f"dtype: {dtype!r} is unknown; use {', '.join(PRECISIONS)}")
     if device not in DEVICES:
         problems.append(f"device: {device!r} is unknown; use {', '.join(DEVICES)}")
+    if quantization not in (None, *QUANTIZATIONS):
+        problems.append(f"quantization: {quantization!r} is unknown; use {', '.join(QUANTIZATIONS)}")
     if "" in stops:
         problems.append("stop: an empty text would stop before the first token")
     if problems:
@@ -184,8 +210,19 @@ def check_flags(asked: dict[str, Any], seed: int, dtype: str, device: str, stops
     return cast("Precision", dtype)
 
 
-def sampling_options(folder: Path, asked: dict[str, Any], seed: int) -> SamplingOptions:
+def quantization_section(kind: str | None) -> QuantizationSection | None:
+    """What --quantization names, as a recipe would say it."""
+    if kind is None:
+        return None
+    # Here: it brings pydantic, half a second that those who do not ask for it need not wait.
+    from danlu.recipe import sections
+
+    return {"nf4": sections.Nf4, "fp4": sections.Fp4, "int8": sections.Int8, "int4": sections.Int4}[kind]()
+
+
+def sampling_options(found: Found, asked: dict[str, Any], seed: int) -> SamplingOptions:
     """The flags, then what the model's makers advise (generation_config.json), then danlu's own defaults."""
     from danlu.rollout.request import SamplingOptions, sampling_defaults
 
-    return SamplingOptions(**{**(sampling_defaults(folder) or FALLBACK), **asked}, seed=seed)
+    advised = sampling_defaults(found.words) or sampling_defaults(found.folder) or FALLBACK
+    return SamplingOptions(**{**advised, **asked}, seed=seed)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from danlu import recipe as recipes
+from danlu.adapters.description import is_adapter
 
 
 def train(
@@ -32,7 +33,14 @@ def train(
     already = "was finished already, " if outcome.already else "finished "
     _say(f"{already}after step {outcome.steps}: {outcome.folder}")
     for folder in outcome.exported:
-        _say(f"  model in {folder}: try `danlu generate {folder} --prompt ...` or `danlu chat {folder}`")
+        _say(f"  {'adapter' if is_adapter(folder) else 'model'} in {folder}: {what_to_try(folder)}")
+
+
+def what_to_try(folder: Path) -> str:
+    """What can be done with a result, a model or an adapter."""
+    if is_adapter(folder):
+        return f"try `danlu chat {folder}` or `danlu merge {folder} MODEL_FOLDER`"
+    return f"try `danlu generate {folder} --prompt ...` or `danlu chat {folder}`"
 
 
 def _say(text: str) -> None:

@@ -9,7 +9,8 @@ T packed tokens · D model width · H query heads · K key/value heads · C head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import ClassVar, Literal
 
@@ -19,25 +20,76 @@ from torch import Tensor, nn
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.rope import rotary_tables
-from danlu.types import Attend
+from danlu.types import Attend, EmbeddingAdapter, KeyValuePrefix, LinearAdapter, Remade, StoredWeight
 
 Role = Literal["column", "row", "vocabulary"]
 """How a matrix may be cut over devices: by its outputs, by its inputs, or by rows of the vocabulary."""
 
 
 class Linear(nn.Module):
-    """x [T, in] -> [T, out] in x's dtype. Parameters are uninitialised: load or `initialize` them."""
+    """x [T, in] -> [T, out] in x's dtype. Parameters are uninitialised: load or `initialize` them.
+
+    Two slots are filled from outside: `packed` holds a frozen weight in few bits, in place of `weight`; `adapter` takes
+    over the whole product.
+    """
+
+    packed: StoredWeight | None
+    adapter: LinearAdapter | None
+    bias: Tensor | None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.shape = (out_features, in_features)
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.register_module("packed", None)
+        self.register_module("adapter", None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+    def store(self, packed: StoredWeight) -> None:
+        """Holds the weight in few bits from now on."""
+        self.weight = None
+        self.packed = packed
+
+    def tie(self, embedding: Embedding) -> None:
+        """Shares an embedding's weight."""
+        self.register_parameter("weight", embedding.get_parameter("weight"))
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]: the weight itself where it is stored in that type, else a new tensor."""
+        if self.weight is not None:
+            return self.weight.to(dtype)
+        assert self.packed is not None, "a linear layer has a weight or a packed one"
+        return self.packed.dense(dtype)
+
+    @contextmanager
+    def lent_weight(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """[out, in] to be read until the block ends: a packed weight is made dense in memory that all share."""
+        if self.weight is not None:
+            yield self.weight.to(dtype)
+            return
+        assert self.packed is not None, "a linear layer has a weight or a packed one"
+        with self.packed.lent(dtype) as weight:
+            yield weight
+
+    def base(self, x: Tensor) -> Tensor:
+        """The product without any adapter."""
+        if self.weight is not None:
+            return ops.linear(x, self.weight, self.bias)
+        assert self.packed is not None, "a linear layer has a weight or a packed one"
+        y = self.packed.product(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def forward(self, x: Tensor, remade: Remade | None = None) -> Tensor:
+        return self.base(x) if self.adapter is None else self.adapter(x, self, remade)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]} -> {self.weight.shape[0]}"
+        return f"{self.shape[1]} -> {self.shape[0]}"
+
+
+def together(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+    """Several linear layers over one x; an adapter on any of them may share work among them."""
+    adapter = next((linear.adapter for linear in linears if linear.adapter is not None), None)
+    return tuple(linear(x) for linear in linears) if adapter is None else adapter.together(x, linears)
 
 
 class RMSNorm(nn.Module):
@@ -52,23 +104,38 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
+    """tokens [T] -> [T, D]. The slot `adapter` takes over the look-up, also of tokens past the vocabulary."""
+
+    adapter: EmbeddingAdapter | None
+    weight: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.register_module("adapter", None)
         self.multiplier = config.embedding_multiplier
         self.gradient_of_rows = False
         """Whether the weight's gradient holds only the rows of words that occur: see `ops.embedding`."""
 
     def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        x = ops.embedding(tokens, self.weight, dtype, gradient_of_rows=self.gradient_of_rows)  # [T, D]
+        x = self.base(tokens, dtype) if self.adapter is None else self.adapter(tokens, dtype, self)  # [T, D]
         if self.multiplier == 1.0:
             return x
         # Gemma was trained with the multiplier rounded to the type of activations: in bfloat16 sqrt(3072) is 55.5.
         return x * torch.tensor(self.multiplier, dtype=dtype, device=x.device)
 
+    def base(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows themselves, before any multiplier."""
+        return ops.embedding(tokens, self.weight, dtype, gradient_of_rows=self.gradient_of_rows)
+
 
 class Attention(nn.Module):
-    """Multi-head (K = H), grouped-query or multi-query (K = 1) attention."""
+    """Multi-head (K = H), grouped-query or multi-query (K = 1) attention.
+
+    The slot `prefix` may put other keys and values in the place of those of some tokens.
+    """
+
+    prefix: KeyValuePrefix | None
 
     tensor_roles: ClassVar[Mapping[str, Role]] = {
         "q_proj": "column",
@@ -86,6 +153,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head, config) if config.qk_norm else None
         self.k_norm = RMSNorm(head, config) if config.qk_norm else None
         self.o_proj = Linear(config.heads * head, width, bias=config.o_bias)
+        self.register_module("prefix", None)
         self.layer = layer
         self.head_dim = head
         self.scale = config.attention_scale
@@ -94,12 +162,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [T, D]; cos, sin [T, R] in x's dtype -> [T, D]."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, C]
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, K, C]
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, K, C]
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)) for y in together(x, self.q_proj, self.k_proj, self.v_proj)
+        )  # [T, H, C], [T, K, C], [T, K, C]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rope(q, k, cos, sin)
+        if self.prefix is not None:
+            k, v = self.prefix(k, v)
         out: Tensor = self.o_proj(self._mix(attend, q, k, v).flatten(1))
         return out
 
@@ -119,12 +189,23 @@ class MLP(nn.Module):
         self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(ops.gated_mlp_activation(self.gate_proj(x), self.up_proj(x), self.activation))
+        gate, up = together(x, self.gate_proj, self.up_proj)
+        inner = ops.gated_mlp_activation(gate, up, self.activation)
+        out: Tensor = self.down_proj(inner, Remade(self._inner, (gate, up)))
         return out
+
+    def _inner(self, gate: Tensor, up: Tensor) -> Tensor:
+        return ops.gated_mlp_activation(gate, up, self.activation)
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma-2 also norms what joins the residual stream."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma-2 also norms what joins the residual stream.
+
+    The slots `after_attention` and `after_mlp` take a module [T, D] -> [T, D] right behind each half.
+    """
+
+    after_attention: nn.Module | None
+    after_mlp: nn.Module | None
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -134,11 +215,15 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config)
         self.mlp = MLP(config)
         self.post_mlp_norm = RMSNorm(config.hidden_size, config) if config.sandwich_norms else None
+        self.register_module("after_attention", None)
+        self.register_module("after_mlp", None)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         branch = self.attention(self.attention_norm(x), cos, sin, attend)
+        branch = branch if self.after_attention is None else self.after_attention(branch)
         x = x + (branch if self.post_attention_norm is None else self.post_attention_norm(branch))
         branch = self.mlp(self.mlp_norm(x))
+        branch = branch if self.after_mlp is None else self.after_mlp(branch)
         out: Tensor = x + (branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
         return out
 
@@ -168,8 +253,19 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output matrix [V, D]: the head's own, or the embedding's where they are tied."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        """The output matrix [V, D]: the head's own, with its adapter, or the embedding's where they are tied."""
+        if self.lm_head is None:
+            return self.embed_tokens.weight
+        assert self.lm_head.weight is not None, "the head is never packed"
+        return self.lm_head.weight if self.lm_head.adapter is None else self.lm_head.adapter.effective(self.lm_head)
+
+    def open_head(self) -> Linear:
+        """The head as a layer of its own; where it is tied, one that shares the embedding's weight."""
+        if self.lm_head is None:
+            with torch.device("meta"):
+                self.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+            self.lm_head.tie(self.embed_tokens)
+        return self.lm_head
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, dtype: torch.dtype = torch.float32) -> Tensor:
         """Hidden states after the final norm.

@@ -147,9 +147,10 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
 def _refuse_unsupported(hf: HFValues) -> None:
     if "quantization_config" in hf:
         method = hf.section("quantization_config").get("quant_method", "unknown method")
-        raise hf.error(
-            "quantization_config", f"weights stored quantised ({method}) are not supported; use the original"
-        )
+        if method != "bitsandbytes":
+            raise hf.error(
+                "quantization_config", f"weights stored quantised ({method}) are not supported; use the original"
+            )
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if key in hf and hf.integer(key) > 1:
             raise hf.error(key, "mixtures of experts are not supported")

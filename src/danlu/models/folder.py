@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from hashlib import blake2b
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ TOKENIZER_FILES = (
 )
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _RUN_RESULT = "model"
+_SAMPLE_BYTES = 4096
 
 
 def resolve_folder(path_or_id: str | Path) -> Path:
@@ -128,6 +131,18 @@ def _read_shards(folder: Path) -> dict[str, Stored]:
             + ", ".join(f"{name} ({weight_map[name]})" for name in lost[:10])
         )
     return stored
+
+
+def fingerprint(folder: Path) -> str:
+    """What tells one base from another: name, type and shape of each tensor, and its first and last bytes."""
+    digest = blake2b(digest_size=16)
+    for name, place in sorted(read_tensors(folder).items()):
+        digest.update(f"{name} {place.dtype} {place.shape}".encode())
+        with FileIO(place.file) as handle:
+            for start in (place.offset, max(place.offset, place.offset + place.bytes - _SAMPLE_BYTES)):
+                handle.seek(start)
+                digest.update(handle.read(min(_SAMPLE_BYTES, place.bytes)) or b"")
+    return digest.hexdigest()
 
 
 def check_vocabulary(config: ModelConfig, tokenizer_size: int) -> None:

@@ -1,12 +1,14 @@
 """Weights from a model folder into a decoder: every problem found first, then bytes straight to their place.
 
 Peak memory is the model plus one buffer: a parameter of the stored type is read in place, any other is converted a
-buffer at a time.
+buffer at a time. Where each weight is handed to a function that stores it otherwise (`load_into`), it is the model as
+stored plus one weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from io import FileIO
 from itertools import groupby
 from pathlib import Path
@@ -16,13 +18,21 @@ from torch import Tensor, nn
 
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
-from danlu.models.decoder import Decoder
+from danlu.models.decoder import Decoder, Linear
 from danlu.models.folder import read_config, read_tensors
 from danlu.models.layout import EMBEDDING, HEAD, IGNORED, DiskTensor, disk_tensors
 from danlu.models.tensor_bytes import BUFFER_BYTES, DTYPES, is_finite, ranges, read_exactly
 from danlu.models.tensor_file import FLOAT_BYTES, Stored
+from danlu.types import StoredWeight
 
 _SHOWN = 10
+_PACKED = "U8"  # a weight in 4 bits: its codes two a byte, its constants beside it as `<name>.absmax`, ...
+
+Take = Callable[[str, Tensor], Tensor | None]
+"""(parameter, its value as stored) -> what becomes the parameter, or None if the weight has been put elsewhere."""
+Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[StoredWeight]]
+"""(name on disk, its tensors by name, the file for messages, the rows of its parts) -> the parts of a weight that
+bitsandbytes packed."""
 
 
 def load(
@@ -40,29 +50,67 @@ def load(
     """
     folder = Path(folder)
     config = read_config(folder)
-    stored = read_tensors(folder)
-    wanted = disk_tensors(config)
-    _check_tensors(folder, config, wanted, stored)
-    if config.tie_word_embeddings and HEAD in stored and EMBEDDING in stored:
-        _check_same(stored[EMBEDDING], stored[HEAD])
+    places = _places(folder, config, packed=False)
     model = build(config, dtype=dtype, device=device)
     parameters = dict(model.named_parameters())
     reader = _Reader(check_finite)
-    places = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in wanted]
-    places.sort(key=lambda place: (place[1].file, place[1].offset))  # disks and page caches like one direction
-    for file, group in groupby(places, key=lambda place: place[1].file):
-        with FileIO(file) as handle:
-            for tensor, place in group:
-                handle.seek(place.offset)
-                for part in tensor.parts:
-                    reader.fill(parameters[part], handle, place, tensor.name)
+    for handle, tensor, place in _walk(places):
+        for part in tensor.parts:
+            reader.fill(parameters[part], handle, place, tensor.name)
     return model
+
+
+def load_into(
+    model: Decoder,
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    take: Take,
+    unpack: Unpack,
+    check_finite: bool = True,
+) -> None:
+    """Gives a `skeleton` its weights one by one: each is read as it is stored, and `take` says what becomes of it.
+
+    A weight that bitsandbytes packed goes through `unpack` into the layer's slot and never through `take`. Raises
+    ModelError as `load` does.
+    """
+    folder = Path(folder)
+    reader = _Reader(check_finite)
+    stored = read_tensors(folder)
+    for handle, tensor, place in _walk(_places(folder, model.config, packed=True)):
+        if place.dtype == _PACKED:
+            linears = [_linear(model, part) for part in tensor.parts]
+            rows = [linear.shape[0] for linear in linears]
+            packed = unpack(tensor.name, _family(tensor.name, stored), str(place.file), rows)
+            for linear, one in zip(linears, packed, strict=True):
+                if one.shape != linear.shape:
+                    raise ModelError(
+                        f"{place.file}: {tensor.name}: packed is a weight of shape {list(one.shape)}, config.json asks "
+                        f"for {list(linear.shape)}"
+                    )
+                linear.store(one)
+            continue
+        for part in tensor.parts:
+            shape = dict(model.named_parameters())[part].shape
+            value = torch.empty(shape, dtype=DTYPES[place.dtype])
+            reader.fill(value, handle, place, tensor.name)
+            kept = take(part, value.to(device))
+            if kept is not None:
+                owner, _, attribute = part.rpartition(".")
+                setattr(model.get_submodule(owner), attribute, nn.Parameter(kept, requires_grad=False))
+    if (head := model.lm_head) is not None and model.config.tie_word_embeddings:
+        head.tie(model.embed_tokens)  # opened before there was a weight to share
+
+
+def skeleton(config: ModelConfig) -> Decoder:
+    """A decoder whose parameters have shapes only."""
+    with torch.device("meta"):
+        return Decoder(config)
 
 
 def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
     """A decoder whose parameters have memory but no values yet."""
-    with torch.device("meta"):
-        model = Decoder(config)
+    model = skeleton(config)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # `to_empty` would take meta tensors through torch's operators in Python, which import sympy for 0.2 s.
@@ -70,8 +118,74 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: to
     return model
 
 
-def _check_tensors(folder: Path, config: ModelConfig, wanted: list[DiskTensor], stored: Mapping[str, Stored]) -> None:
+def stored_dtype(folder: str | Path) -> torch.dtype:
+    """The floating-point type of the folder's largest weight that has one; packed weights are not asked."""
+    largest = max(_floating(folder), key=lambda tensor: tensor.bytes, default=None)
+    return torch.float32 if largest is None else DTYPES[largest.dtype]
+
+
+def widest_dtype(folder: str | Path) -> torch.dtype:
+    """The narrowest floating-point type that holds every one in which the folder's weights are stored."""
+    found = {DTYPES[tensor.dtype] for tensor in _floating(folder)}
+    return reduce(torch.promote_types, found) if found else torch.float32
+
+
+def _floating(folder: str | Path) -> list[Stored]:
+    """Weights and biases; what else there is are constants of packed weights."""
+    stored = read_tensors(Path(folder)).items()
+    return [one for name, one in stored if one.dtype in DTYPES and name.endswith((".weight", ".bias"))]
+
+
+Place = tuple[DiskTensor, Stored]
+
+
+def _places(folder: Path, config: ModelConfig, *, packed: bool) -> list[Place]:
+    """Where each tensor lies, in the order of files and offsets: disks and page caches like one direction."""
+    stored = read_tensors(folder)
+    wanted = disk_tensors(config)
+    _check_tensors(folder, config, wanted, stored, packed)
+    if config.tie_word_embeddings and HEAD in stored and EMBEDDING in stored:
+        _check_same(stored[EMBEDDING], stored[HEAD])
+    places = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in wanted]
+    return sorted(places, key=lambda place: (place[1].file, place[1].offset))
+
+
+def _walk(places: list[Place]) -> Iterator[tuple[FileIO, DiskTensor, Stored]]:
+    """Each tensor with its file, open and at the tensor's first byte."""
+    for file, group in groupby(places, key=lambda place: place[1].file):
+        with FileIO(file) as handle:
+            for tensor, place in group:
+                handle.seek(place.offset)
+                yield handle, tensor, place
+
+
+def _linear(model: Decoder, parameter: str) -> Linear:
+    linear = model.get_submodule(parameter.removesuffix(".weight"))
+    assert isinstance(linear, Linear)
+    return linear
+
+
+def _family(name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """A packed weight and its constants."""
+    found = {}
+    for one, place in stored.items():
+        if one == name or one.startswith(f"{name}."):
+            value = torch.empty(place.shape, dtype=(DTYPES | {_PACKED: torch.uint8})[place.dtype])
+            with FileIO(place.file) as handle:
+                handle.seek(place.offset)
+                read_exactly(handle, value.view(-1))
+            found[one] = value
+    return found
+
+
+def _check_tensors(
+    folder: Path, config: ModelConfig, wanted: list[DiskTensor], stored: Mapping[str, Stored], packed: bool
+) -> None:
     """Raises one ModelError with everything that is wrong with the tensors as their headers describe them."""
+    in_bits = {tensor.name for tensor in wanted if tensor.name in stored and stored[tensor.name].dtype == _PACKED}
+    if in_bits and not packed:
+        raise ModelError(f"{folder}: its weights are stored in 4 bits; here the original weights are needed")
+    wanted = [tensor for tensor in wanted if tensor.name not in in_bits]
     names = {tensor.name for tensor in wanted}
     problems = []
     for tensor in wanted:
@@ -88,7 +202,8 @@ def _check_tensors(folder: Path, config: ModelConfig, wanted: list[DiskTensor], 
             problems.append(f"{tensor.name} in {found.file.name}: expected floating point, found {found.dtype}")
     may_hold = names | ({HEAD} if config.tie_word_embeddings else set())
     for name, found in stored.items():
-        if name not in may_hold and not IGNORED.search(name):
+        constant = any(name == one or name.startswith(f"{one}.") for one in in_bits)
+        if name not in may_hold and not constant and not IGNORED.search(name):
             problems.append(f"{name} in {found.file.name}: not a tensor of this {config.family} model")
     if not problems:
         return

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,38 +36,57 @@ def save(
     *,
     dtype: torch.dtype = torch.float32,
     tokenizer_from: Path | None = None,
+    generation_from: Path | None = None,
     chat_template: str | None = None,
     shard_bytes: int = 5_000_000_000,
+    config: ModelConfig | None = None,
+    value: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Writes config, weights in `dtype`, generation config and, from `tokenizer_from`, the tokenizer byte for byte.
 
+    generation_from: whose generation config is taken over, where the tokenizer's folder has none.
     chat_template: Jinja source that takes the place of the tokenizer's own.
+    config, value: what is written, where it is not the model as it stands: parameter by parameter, as each is needed.
 
     The folder appears whole or not at all. One that is there already is replaced if it is a model folder or empty.
     Raises ModelError for a folder that holds something else, for a tokenizer folder without a tokenizer, and for
     weights that are not finite in `dtype`; ResourceError for a full disk or a folder that cannot be written.
     """
     folder = Path(os.path.abspath(folder))
-    copied = [] if tokenizer_from is None else _files_to_copy(tokenizer_from)
-    tensors = disk_tensors(model.config)
-    config = config_values(model.config, torch_dtype=str(dtype).removeprefix("torch."))
+    if tokenizer_from is not None:
+        _files_to_copy(tokenizer_from)  # told before anything is written
+    shape = config or model.config
+    tensors = disk_tensors(shape)
+    values = config_values(shape, torch_dtype=str(dtype).removeprefix("torch."))
     needed = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
-    with _fresh_folder(folder, needed) as fresh:
-        _write_json(fresh / CONFIG, config)
-        if not any(file.name == GENERATION_CONFIG for file in copied):
-            _write_json(fresh / GENERATION_CONFIG, _generation_values(model.config, config["eos_token_id"]))
-        for file in copied:
-            shutil.copyfile(file, fresh / file.name)
+    with fresh_folder(folder, needed, holds=CONFIG) as fresh:
+        _write_json(fresh / CONFIG, values)
+        _write_json(fresh / GENERATION_CONFIG, _generation_values(shape, values["eos_token_id"]))
+        if generation_from is not None and (generation_from / GENERATION_CONFIG).is_file():
+            shutil.copyfile(generation_from / GENERATION_CONFIG, fresh / GENERATION_CONFIG)
+        if tokenizer_from is not None:
+            copy_words(tokenizer_from, fresh)
         if chat_template is not None:
-            (fresh / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
-        _write_weights(fresh, dict(model.named_parameters()), _shards(tensors, dtype, shard_bytes), dtype)
+            write_template(fresh, chat_template)
+        _write_weights(fresh, value or model.get_parameter, _shards(tensors, dtype, shard_bytes), dtype)
 
 
-def _check_replaceable(folder: Path) -> None:
+def _check_replaceable(folder: Path, holds: str) -> None:
     if folder.exists() and not folder.is_dir():
         raise ModelError(f"{folder}: a model folder cannot be written here, this is a file")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / holds).is_file():
         raise ModelError(f"{folder}: not written: the folder holds something other than a model. Choose another")
+
+
+def copy_words(source: Path, folder: Path) -> None:
+    """The tokenizer and the generation config of `source`, byte for byte. Raises ModelError if it has no tokenizer."""
+    for file in _files_to_copy(source):
+        shutil.copyfile(file, folder / file.name)
+
+
+def write_template(folder: Path, source: str) -> None:
+    """A chat template, Jinja source, in the place of the tokenizer's own."""
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
 
 
 def _files_to_copy(source: Path) -> list[Path]:
@@ -100,7 +119,7 @@ def _shards(tensors: list[DiskTensor], dtype: torch.dtype, shard_bytes: int) -> 
 
 
 def _write_weights(
-    folder: Path, parameters: Mapping[str, Tensor], shards: Mapping[str, list[DiskTensor]], dtype: torch.dtype
+    folder: Path, value: Callable[[str], Tensor], shards: Mapping[str, list[DiskTensor]], dtype: torch.dtype
 ) -> None:
     for name, shard in shards.items():
         header = encode_header(((one.name, STORED_AS[dtype], one.shape) for one in shard), _METADATA)
@@ -108,7 +127,7 @@ def _write_weights(
             handle.write(header)
             for tensor in shard:
                 for part in tensor.parts:
-                    for values in _pieces(parameters[part], dtype):
+                    for values in _pieces(value(part), dtype):
                         if not is_finite(values):
                             raise ModelError(f"{part}: not finite as {dtype}; the model is not written")
                         handle.write(raw_bytes(values))
@@ -129,11 +148,14 @@ def _write_json(file: Path, values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _fresh_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
-    """A temporary sibling that takes `folder`'s place when the block ends well, and is deleted when it does not."""
+def fresh_folder(folder: Path, needed_bytes: int, *, holds: str) -> Iterator[Path]:
+    """A temporary sibling that takes `folder`'s place when the block ends well, and is deleted when it does not.
+
+    holds: the file that tells what may be replaced from what may not.
+    """
     fresh, old = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "replaced"))
     try:
-        _check_replaceable(folder)
+        _check_replaceable(folder, holds)
         folder.parent.mkdir(parents=True, exist_ok=True)
         _tidy(folder, fresh, old)  # after a process that was killed
         free = shutil.disk_usage(folder.parent).free

@@ -75,14 +75,17 @@ def _stored(file: Path, name: str, entry: Any, start: int) -> Stored:
     return Stored(file, dtype, shape, start + begin, end - begin)
 
 
-def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file that holds these (name, dtype, shape) one after the other."""
+def encode_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], room: int = 0
+) -> bytes:
+    """The first bytes of a file that holds these (name, dtype, shape) one after the other; filled up to `room`."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, dtype, shape in tensors:
-        end = offset + math.prod(shape) * FLOAT_BYTES[dtype]
+        end = offset + math.prod(shape) * _WIDTHS[dtype]
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(room - 8)
     text += b" " * (-len(text) % 8)  # readers that map the file want the data aligned
     return struct.pack("<Q", len(text)) + text

@@ -3,7 +3,8 @@
 The vocabulary is gone through in slices, twice: once for the softmax's denominator, once for the gradient, which is
 then complete for its slice. Making the logits a second time costs one matrix product in four. Going by rows instead
 would make them once, but add a [V, D] gradient to the last one for every few hundred rows and hold a narrow copy of
-the head: at V = 128256 that is no faster, and takes 0.3 GB more.
+the head: at V = 128256 that is no faster, and takes 0.3 GB more. A frozen head has no gradient, and mostly is stored in
+the type of activations: then going by rows saves the third product and half of the exponentials for nothing.
 
 N trained targets · D model width · V vocabulary · S rows of the vocabulary in a slice
 """
@@ -21,6 +22,11 @@ from torch import Tensor
 SLICE_BYTES_CPU = 4 * 2**20
 SLICE_BYTES_CUDA = 128 * 2**20
 NARROWEST_SLICE = 256
+FLOAT32 = 4
+# Logits of a frozen head that are kept for the gradient, in the type of activations; a product over very few rows would
+# be spent on reading the head.
+KEPT_BYTES = 16 * 2**20
+FEWEST_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,26 @@ class _Options:
 def slice_bytes(device_type: str) -> int:
     """Memory that the logits take while this works, float32 and narrow copy together, in bytes."""
     return 2 * (SLICE_BYTES_CPU if device_type == "cpu" else SLICE_BYTES_CUDA)
+
+
+def workspace_bytes(targets: int, width: int, words: int, *, element_bytes: int, device_type: str, frozen: bool) -> int:
+    """What `linear_cross_entropy` holds at its peak beside its inputs and the head's gradient, in bytes.
+
+    targets, width, words: N, D, V. element_bytes: of activations. frozen: the head needs no gradient and is stored in
+    the type of activations.
+    """
+    room = slice_bytes(device_type) // 2
+    gradient = targets * width * element_bytes
+    if frozen:
+        rows = min(targets, _rows_kept(words, element_bytes))
+        few = min(rows, max(1, room // (4 * words)))
+        return rows * words * element_bytes + 2 * few * words * FLOAT32 + gradient
+    part = min(words, max(NARROWEST_SLICE, room // (4 * max(1, targets))))
+    return part * (targets * (FLOAT32 + element_bytes) + width * element_bytes) + targets * width * FLOAT32 + gradient
+
+
+def _rows_kept(words: int, element_bytes: int) -> int:
+    return max(FEWEST_ROWS, KEPT_BYTES // (element_bytes * words))
 
 
 def linear_cross_entropy(
@@ -90,7 +116,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weights = weights.to(wide)
         slices = _Slices(hidden, head, targets, options)
-        rows = _softmax_statistics(slices, wide)
+        if gradient and not head.requires_grad and head.dtype == hidden.dtype:
+            rows, grad_hidden = _by_rows(slices, weights)
+            gradients: tuple[Tensor | None, Tensor | None] = (grad_hidden, None)
+        else:
+            rows = _softmax_statistics(slices, wide)
+            gradients = _gradients(slices, rows, weights, head.requires_grad) if gradient else (None, None)
         nll = rows.log_z - rows.at_target
         loss = nll
         if options.label_smoothing:
@@ -100,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         correct = (rows.at_target >= rows.highest).to(wide)
         # Plain attributes, given away in backward: a saved tensor has a second owner, and autograd would copy [V, D]
         # into the head's `.grad` instead of taking it over.
-        ctx.gradients = _gradients(slices, rows, weights, head.requires_grad) if gradient else (None, None)
+        ctx.gradients = gradients
         sums = [(weights * value).sum() for value in (loss, nll, correct)]
         ctx.mark_non_differentiable(*sums[1:])
         return sums[0], sums[1], sums[2]
@@ -174,28 +205,76 @@ def _softmax_statistics(slices: _Slices, wide: torch.dtype) -> _Rows:
 
 
 def _gradients(slices: _Slices, rows: _Rows, weights: Tensor, for_head: bool) -> tuple[Tensor, Tensor | None]:
-    """By hidden [N, D] and head [V, D], for an upstream gradient of one.
-
-    d loss / d y = (1 + 2 z log Z) p - (1 - s) onehot - s / V, times each row's weight
-    """
-    hidden, head, options = slices.hidden, slices.head, slices.options
-    scaled = weights * options.gradient_scale
-    on_probability = (scaled * (1 + 2 * options.z_loss * rows.log_z)).unsqueeze(1)
-    on_target = (scaled * (options.label_smoothing - 1)).unsqueeze(1)
-    on_all = (scaled * (options.label_smoothing / head.shape[0])).unsqueeze(1)
+    """By hidden [N, D] and head [V, D], for an upstream gradient of one."""
+    hidden, head = slices.hidden, slices.head
     grad_hidden = torch.zeros_like(hidden, dtype=weights.dtype)
     grad_head = torch.empty_like(head) if for_head else None
     for part in slices:
         y = slices.logits(part, weights.dtype)
-        slope = None if options.softcap is None else 1 - (y / options.softcap).square_()
-        y.sub_(rows.log_z.unsqueeze(1)).exp_().mul_(on_probability)
-        if options.label_smoothing:
-            y.sub_(on_all)
-        y.scatter_add_(1, part.place, on_target.masked_fill(~part.inside.unsqueeze(1), 0))
-        if slope is not None:
-            y.mul_(slope)
-        grad = y.to(hidden.dtype)  # [N, S]
+        grad = _by_logits(y, rows.log_z, weights, part, head.shape[0], slices.options).to(hidden.dtype)  # [N, S]
         grad_hidden += grad @ part.head
         if grad_head is not None:
             grad_head[part.start : part.start + part.head.shape[0]] = grad.t() @ hidden
     return grad_hidden.to(hidden.dtype), grad_head
+
+
+def _by_rows(slices: _Slices, weights: Tensor) -> tuple[_Rows, Tensor]:
+    """Statistics and the gradient by hidden [N, D] for a head that needs none.
+
+    The logits of some rows are made once, in one product; a few rows at a time, which caches hold, they are replaced by
+    their gradient; and a second product takes that back to the hidden states.
+    """
+    hidden, head, options = slices.hidden, slices.head, slices.options
+    found: list[_Rows] = []
+    grad_hidden = torch.empty_like(hidden)
+    for many in _cut(hidden.shape[0], _rows_kept(head.shape[0], hidden.element_size())):
+        logits = hidden[many] @ head.t()
+        for few in _cut(logits.shape[0], max(1, slice_bytes(hidden.device.type) // (8 * head.shape[0]))):
+            targets, weight = (one[many][few].unsqueeze(1) for one in (slices.targets, weights))
+            found.append(_into_gradient(logits[few], targets, weight, options))
+        torch.mm(logits, head, out=grad_hidden[many])
+    columns = zip(*((one.highest, one.log_z, one.at_target, one.sum) for one in found), strict=True)
+    return _Rows(*(torch.cat(column) for column in columns)), grad_hidden
+
+
+def _cut(count: int, size: int) -> list[slice]:
+    """At least one, so that there are statistics of nothing too."""
+    return [slice(start, start + size) for start in range(0, max(1, count), size)]
+
+
+def _into_gradient(logits: Tensor, targets: Tensor, weights: Tensor, options: _Options) -> _Rows:
+    """Puts the gradient of the loss in the place of logits [n, V], and gives what rows come to.
+
+    targets, weights: [n, 1].
+    """
+    y = logits.to(weights.dtype)
+    if options.softcap is not None:
+        y = options.softcap * torch.tanh(y / options.softcap)
+    highest, at_target = y.amax(1), y.gather(1, targets).squeeze(1)
+    if options.softcap is not None or options.label_smoothing or options.z_loss:
+        total, log_z = y.sum(1), y.logsumexp(1)
+        inside = torch.ones_like(targets.squeeze(1), dtype=torch.bool)
+        gradient = _by_logits(y, log_z, weights.squeeze(1), _Slice(0, y, targets, inside), y.shape[1], options)
+    else:
+        gradient = torch.softmax(y, 1)
+        # The largest probability is 1 / V at least, so nothing is lost here where others are too small for float32.
+        total, log_z = torch.zeros_like(highest), highest - gradient.amax(1).log()
+        gradient.mul_(weights * options.gradient_scale)
+        gradient.scatter_add_(1, targets, weights * -options.gradient_scale)
+    logits.copy_(gradient)
+    return _Rows(highest, log_z, at_target, total)
+
+
+def _by_logits(y: Tensor, log_z: Tensor, weights: Tensor, part: _Slice, words: int, options: _Options) -> Tensor:
+    """The gradient of the loss by logits y [N, S], in their place.
+
+    d loss / d y = (1 + 2 z log Z) p - (1 - s) onehot - s / V, times each row's weight
+    """
+    scaled = weights * options.gradient_scale
+    slope = None if options.softcap is None else 1 - (y / options.softcap).square_()
+    y.sub_(log_z.unsqueeze(1)).exp_().mul_((scaled * (1 + 2 * options.z_loss * log_z)).unsqueeze(1))
+    if options.label_smoothing:
+        y.sub_((scaled * (options.label_smoothing / words)).unsqueeze(1))
+    on_target = (scaled * (options.label_smoothing - 1)).unsqueeze(1)
+    y.scatter_add_(1, part.place, on_target.masked_fill(~part.inside.unsqueeze(1), 0))
+    return y if slope is None else y.mul_(slope)

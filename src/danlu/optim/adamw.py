@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.adamw import adamw
 
+from danlu.optim.moments import Float32Moments, Moments, Spec, State
+from danlu.optim.paged import Pages
 from danlu.optim.sparse import MOST_ROWS
 
 
 class AdamW:
     """Adam with decoupled weight decay (arXiv:1711.05101); `param_groups` and `state` as torch's optimizers have them.
 
-    The same bits as `torch.optim.AdamW(fused=True)`, which imports torch's compiler when it is made: 1.5 s of CPU and
-    70 MiB, for nothing unless something is compiled. Fused is 5x faster than foreach on CPU (63M parameters: 18 ms
-    against 87), and one launch on CUDA.
+    With `Float32Moments` the same bits as `torch.optim.AdamW(fused=True)`, which imports torch's compiler when it is
+    made: 1.5 s of CPU and 70 MiB, for nothing unless something is compiled. Fused is 5x faster than foreach on CPU (63M
+    parameters: 18 ms against 87), and one launch on CUDA.
 
     Args:
-        groups: "params" and "weight_decay" of each.
-
-    State of a parameter: `step` (float32, shape [], on its device), `exp_avg` and `exp_avg_sq` of its shape and type.
+        groups:  "params" and "weight_decay" of each.
+        moments: how the state is kept; by default in float32.
+        pages:   where the state lives, one parameter of it at hand at a time; by default beside the parameters.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        *,
+        moments: Moments | None = None,
+        pages: Pages | None = None,
+    ) -> None:
         self.param_groups: list[dict[str, Any]] = [{"lr": lr, "betas": betas, "eps": eps, **group} for group in groups]
-        self.state: dict[Parameter, dict[str, Tensor]] = defaultdict(dict)
+        self.state: dict[Parameter, State] = defaultdict(dict)
+        self.moments = moments or Float32Moments()
+        self.pages = pages
         self._seen: dict[Parameter, Tensor] = {}  # [V] bool: rows that ever had a gradient
 
     @torch.no_grad()
@@ -40,16 +52,16 @@ class AdamW:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
                 if not self.state[parameter]:
-                    self._begin(parameter, torch.zeros_like(parameter), torch.zeros_like(parameter))
+                    self._begin(parameter, _zeros)
                 if parameter in self._seen:  # all its rows have moments from now on
                     self._seen[parameter].fill_(True)
-            states = [self.state[parameter] for parameter in parameters]
-            self._update(
-                group,
-                parameters,
-                [parameter.grad for parameter in parameters],
-                *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")),
-            )
+            if self.pages is None:
+                gradients = [parameter.grad for parameter in parameters]
+                self.moments.update(group, parameters, gradients, [self.state[parameter] for parameter in parameters])
+                continue
+            for parameter in parameters:
+                with self.pages.at_hand(parameter) as state:
+                    self.moments.update(group, [parameter], [parameter.grad], [state])
 
     @torch.no_grad()
     def step_rows(self, group: Mapping[str, Any], parameter: Parameter) -> bool:
@@ -62,14 +74,20 @@ class AdamW:
 
         Returns False, with nothing done, if all of the parameter has to be stepped instead.
         """
-        if group["weight_decay"] or parameter.grad is None:
+        if group["weight_decay"] or parameter.grad is None or parameter.device.type != "cpu":
             return False
+        if not self.state[parameter]:
+            self._begin(parameter, _untouched_zeros)
+            self._seen[parameter] = torch.zeros(len(parameter), dtype=torch.bool)
         state = self.state[parameter]
-        if not state:
-            self._begin(parameter, _untouched_zeros(parameter), _untouched_zeros(parameter))
+        kept = self.moments.by_row(state, len(parameter))
+        if kept is None:
+            return False
         seen = self._seen.get(parameter)
         if seen is None:
-            seen = self._seen[parameter] = (state["exp_avg"] != 0).any(1) | (state["exp_avg_sq"] != 0).any(1)
+            # The floats tell: a code of 0 means another number, and rows without moments have an absmax of 0.
+            floats = [view for view in kept.values() if view.is_floating_point()]
+            seen = self._seen[parameter] = torch.stack([(view != 0).any(1) for view in floats]).any(0)
         index, gradient = parameter.grad._indices()[0], parameter.grad._values()
         filled = (gradient != 0).any(1)  # rows of zeros leave no moments: a resumed run would not count them as seen
         index, gradient = index[filled], gradient[filled]
@@ -77,43 +95,42 @@ class AdamW:
         rows = seen.nonzero().squeeze(1)
         if len(rows) > MOST_ROWS * len(seen):
             return False
-        whole = (parameter, state["exp_avg"], state["exp_avg_sq"])
-        weight, first, second = (tensor.index_select(0, rows) for tensor in whole)
-        full = torch.zeros_like(weight).index_copy_(0, torch.searchsorted(rows, index), gradient)
-        self._update(group, [weight], [full], [first], [second], [state["step"]])
-        for tensor, changed in zip(whole, (weight, first, second), strict=True):
-            tensor.index_copy_(0, rows, changed)
+        whole = {"weight": parameter.detach(), **kept}
+        some = {name: tensor.index_select(0, rows) for name, tensor in whole.items()}
+        full = torch.zeros_like(some["weight"]).index_copy_(0, torch.searchsorted(rows, index), gradient)
+        self.moments.update(group, [some["weight"]], [full], [{**some, "step": state["step"]}])
+        for name, tensor in whole.items():
+            tensor.index_copy_(0, rows, some[name])
+        if self.pages is not None:
+            self.pages.put_away(parameter)
         return True
 
     def load(self, states: Mapping[Parameter, Mapping[str, Tensor]]) -> None:
-        """Replaces the whole state; tensors on the device of their parameter become it."""
+        """Replaces the whole state; tensors on the device of their parameter become it, unless it lives in pages."""
         self.state.clear()
         self._seen.clear()
         for parameter, state in states.items():
-            self.state[parameter] = {name: tensor.to(parameter.device) for name, tensor in state.items()}
+            if self.pages is not None:
+                self.state[parameter] = self.pages.fill(parameter, state)
+            else:
+                self.state[parameter] = {name: tensor.to(parameter.device) for name, tensor in state.items()}
 
-    def _begin(self, parameter: Parameter, first: Tensor, second: Tensor) -> None:
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        self.state[parameter].update(step=step, exp_avg=first, exp_avg_sq=second)
-
-    @staticmethod
-    def _update(
-        group: Mapping[str, Any],
-        weights: list[Any],
-        gradients: list[Any],
-        first: list[Tensor],
-        second: list[Tensor],
-        steps: list[Tensor],
-    ) -> None:
-        if not weights:
-            return
-        beta1, beta2 = group["betas"]
-        adamw(
-            weights, gradients, first, second, [], steps, fused=True, amsgrad=False, maximize=False, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], beta1=beta1, beta2=beta2,
-        )  # fmt: skip
+    def _begin(self, parameter: Parameter, zeros: Callable[[Spec, torch.device], Tensor]) -> State:
+        if self.pages is not None:
+            state = self.pages.zeros(parameter)
+        else:
+            specs = self.moments.specs(parameter.shape)
+            state = {name: zeros(spec, parameter.device) for name, spec in specs.items()}
+        self.state[parameter] = state
+        return state
 
 
-def _untouched_zeros(like: Tensor) -> Tensor:
+def _zeros(spec: Spec, device: torch.device) -> Tensor:
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+
+def _untouched_zeros(spec: Spec, device: torch.device) -> Tensor:
     """Zeros that take no memory until they are written: numpy asks the system for them, torch would write each."""
-    return torch.from_numpy(np.zeros(like.shape, dtype=np.float32))
+    assert device.type == "cpu", "only the CPU's memory is given out untouched"
+    numbers = {torch.float32: np.float32, torch.uint8: np.uint8}[spec.dtype]
+    return torch.from_numpy(np.zeros(tuple(spec.shape), dtype=numbers))

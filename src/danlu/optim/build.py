@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.errors import CheckpointError, ModelError
+from danlu.errors import CheckpointError, ModelError, RecipeError
 from danlu.optim.adamw import AdamW
+from danlu.optim.clip import HasGradient
+from danlu.optim.eight_bit import EightBitMoments
+from danlu.optim.galore import GaLore
 from danlu.optim.groups import Group, parameter_groups, role, trainable
 from danlu.optim.lion import Lion
+from danlu.optim.moments import Float32Moments, Moments, Spec, Specs
+from danlu.optim.paged import Pages, default_folder
 from danlu.optim.sparse import is_rows, make_whole
 from danlu.recipe import sections
 
 NamedParameters = list[tuple[str, Parameter]]
-Part = torch.optim.Optimizer | AdamW
+RateOf = Callable[[str], float]
+Part = torch.optim.Optimizer | AdamW | GaLore
 
 
 class Optimizers:
     """One or more optimizers over disjoint, named parameters, used as one.
 
     State is known by `<state>.<parameter name>` ("exp_avg.model.norm.weight"), so it can be written to safetensors and
-    read back into a model that lists its parameters in another order. Every state tensor is float32; step counters are
-    tensors of shape [].
+    read back into a model that lists its parameters in another order. State tensors are float32, and uint8 where
+    moments are kept in 8 bits; step counters are tensors of shape [].
     """
 
     def __init__(self, kind: str, parts: Sequence[Part], named_parameters: NamedParameters) -> None:
@@ -35,20 +42,33 @@ class Optimizers:
         self.parameters = dict(named_parameters)
         self._part_of = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
         assert set(self._part_of) == set(self.parameters.values()), "the parts do not cover the parameters"
+        self._multiplier = 1.0
         for part in self.parts:
             for group in part.param_groups:
-                group["initial_lr"] = group["lr"]
+                group["base_lr"] = group["lr"]
+        self.set_learning_rate(1.0)
 
     @property
     def learning_rate(self) -> float:
-        """The current rate of the first group: the recipe's `learning_rate` times the schedule."""
-        return float(self.parts[0].param_groups[0]["lr"])
+        """The current rate: the recipe's `learning_rate` times the schedule. Groups may have a ratio to it."""
+        return float(self.parts[0].param_groups[0]["base_lr"]) * self._multiplier
 
     def set_learning_rate(self, multiplier: float) -> None:
-        """Sets each group's rate to its own base rate times `multiplier`."""
+        """Sets each group's rate to its own base rate times its ratio times `multiplier`."""
+        self._multiplier = multiplier
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = group["initial_lr"] * multiplier
+                group["lr"] = group["base_lr"] * group["ratio"] * multiplier
+
+    def gradient_holders(self) -> list[HasGradient]:
+        """Everything whose `.grad` a step divides and clips: the parameters, and what holds low-rank gradients."""
+        return [*self.parameters.values(), *(low for part in self._projecting() for low in part.gradients.values())]
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The gradient that each parameter has, low-rank where it is projected."""
+        low = {parameter: held.grad for part in self._projecting() for parameter, held in part.gradients.items()}
+        for name, parameter in self.parameters.items():
+            yield name, low.get(parameter) if parameter.grad is None else parameter.grad
 
     def step(self, free_gradients: bool = False) -> None:
         """Updates every parameter that has a gradient; with `free_gradients` each gradient goes as it has been used.
@@ -59,7 +79,9 @@ class Optimizers:
         # Gradients of rows come at the end, one at a time: those that must be made whole then find the others gone.
         rows = {parameter for parameter in self.parameters.values() if is_rows(parameter)}
         for part in self.parts:
-            if (
+            if isinstance(part, GaLore):
+                part.step(free_gradients)
+            elif (
                 free_gradients
                 or rows
                 or all(p.device.type == "cpu" for group in part.param_groups for p in group["params"])
@@ -74,6 +96,8 @@ class Optimizers:
         """Drops all gradients (sets them to None)."""
         for parameter in self.parameters.values():
             parameter.grad = None
+        for part in self._projecting():
+            part.zero_grad()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state, not a copy: a writer that runs beside training must copy before the next step."""
@@ -89,6 +113,23 @@ class Optimizers:
         unstepped = [name for name, p in self.parameters.items() if not self._part_of[p].state.get(p)]
         return {"kind": self.kind, "unstepped": unstepped}
 
+    def room_for_state(self, scalars: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Tensors to read a saved state into, for `load_state`; of a paged state they are the pages themselves.
+
+        Raises CheckpointError for another kind of optimizer.
+        """
+        self._check_kind(scalars)
+        room = {}
+        for name, spec in self._expected(unstepped=set(scalars.get("unstepped", ()))).items():
+            key, _, parameter_name = name.partition(".")
+            parameter = self.parameters[parameter_name]
+            part = self._part_of[parameter]
+            if isinstance(part, AdamW) and part.pages is not None:
+                room[name] = part.pages.tensors(parameter)[key]
+            else:
+                room[name] = torch.empty(spec.shape, dtype=spec.dtype)
+        return room
+
     def load_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Replaces the whole state; the next step is then the one the saved run would have made.
 
@@ -96,11 +137,7 @@ class Optimizers:
         Raises CheckpointError, before anything is changed, for another kind of optimizer and for a state tensor that is
         missing, unknown, or of another shape or type.
         """
-        if scalars.get("kind") != self.kind:
-            raise CheckpointError(
-                f"the checkpoint holds the state of optimizer {scalars.get('kind')!r}, the recipe asks for "
-                f"{self.kind!r}. Resume with the recipe of the run, or start a new run from its weights."
-            )
+        self._check_kind(scalars)
         expected = self._expected(unstepped=set(scalars.get("unstepped", ())))
         _check_state(tensors, expected)
         states: dict[Part, dict[Parameter, dict[str, Tensor]]] = defaultdict(dict)
@@ -113,21 +150,59 @@ class Optimizers:
 
     def state_bytes(self) -> int:
         """Bytes of state once every parameter has been stepped, known before the first step allocates it."""
-        return 4 * sum(shape.numel() for shape in self._expected(unstepped=set()).values())
+        return sum(spec.bytes for spec in self._expected(unstepped=set()).values())
 
-    def _expected(self, unstepped: set[str]) -> dict[str, torch.Size]:
+    def held_state_bytes(self) -> int:
+        """Those of `state_bytes` that stay in memory: of a paged state, one parameter's share."""
+        held = 0
+        for part in self.parts:
+            sizes = [
+                sum(spec.bytes for spec in _specs(part, parameter).values())
+                for group in part.param_groups
+                for parameter in group["params"]
+            ]
+            held += max(sizes) if isinstance(part, AdamW) and part.pages is not None else sum(sizes)
+        return held
+
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients of a step; projected ones are of low rank, and one of them is whole at a time."""
+        total, largest = 0, 0
+        for parameter in self.parameters.values():
+            part = self._part_of[parameter]
+            if isinstance(part, GaLore):
+                largest = max(largest, parameter.nbytes)
+                total += part.low_rank_shape(parameter).numel() * parameter.itemsize
+            else:
+                total += parameter.nbytes
+        return total + largest
+
+    def _projecting(self) -> list[GaLore]:
+        return [part for part in self.parts if isinstance(part, GaLore)]
+
+    def _check_kind(self, scalars: Mapping[str, Any]) -> None:
+        if scalars.get("kind") != self.kind:
+            raise CheckpointError(
+                f"the checkpoint holds the state of optimizer {scalars.get('kind')!r}, the recipe asks for "
+                f"{self.kind!r}. Resume with the recipe of the run, or start a new run from its weights."
+            )
+
+    def _expected(self, unstepped: set[str]) -> Specs:
         return {
-            f"{key}.{name}": shape
+            f"{key}.{name}": spec
             for name, parameter in self.parameters.items()
             if name not in unstepped
-            for key, shape in _state_shapes(self._part_of[parameter], parameter).items()
+            for key, spec in _specs(self._part_of[parameter], parameter).items()
         }
 
 
-def build(named_parameters: Iterable[tuple[str, Parameter]], section: sections.Optimizer) -> Optimizers:
-    """The optimizer of a recipe over the trainable ones of `named_parameters` (all float32).
+def build(
+    named_parameters: Iterable[tuple[str, Parameter]], section: sections.Optimizer, *, rate_of: RateOf | None = None
+) -> Optimizers:
+    """The optimizer of a recipe over the trainable ones of `named_parameters` (all float32; frozen ones may be any).
 
-    Raises ModelError when nothing is trainable or a parameter is not float32.
+    rate_of: the ratio of a parameter's learning rate, by its name, to the recipe's; by default 1 for all.
+    Raises ModelError when nothing is trainable or a parameter is not float32; RecipeError when the section does not fit
+    the parameters; ResourceError when paged state has no room.
     """
     named = trainable(named_parameters)
     if not named:
@@ -138,46 +213,91 @@ def build(named_parameters: Iterable[tuple[str, Parameter]], section: sections.O
                 f"parameter {name} is {parameter.dtype}, but trained parameters are float32. "
                 "Load the model in float32; `precision` sets the type of activations."
             )
-    return Optimizers(section.kind, _parts(named, section), named)
+    return Optimizers(section.kind, _parts(named, section, rate_of), named)
 
 
-def _parts(named: NamedParameters, section: sections.Optimizer) -> list[Part]:
-    groups = parameter_groups(named, section.decay, section.weight_decay)
+def _parts(named: NamedParameters, section: sections.Optimizer, rate_of: RateOf | None) -> list[Part]:
+    groups = _for_torch(parameter_groups(named, section.decay, section.weight_decay, rate_of))
+    rate = section.learning_rate
     match section:
         case sections.AdamW():
-            return [AdamW(_for_torch(groups), section.learning_rate, section.betas, section.eps)]
+            return [AdamW(groups, rate, section.betas, section.eps)]
+        case sections.AdamW8bit():
+            moments = EightBitMoments(section.block, section.smallest)
+            return [AdamW(groups, rate, section.betas, section.eps, moments=moments)]
+        case sections.PagedAdamW():
+            kept: Moments = EightBitMoments() if section.bits == 8 else Float32Moments()
+            pages = _pages(named, kept, section.folder)
+            return [AdamW(groups, rate, section.betas, section.eps, moments=kept, pages=pages)]
         case sections.SGD():
             # fused is one pass over memory on CPU; on CUDA it cannot take a parameter whose first gradient comes late.
             fused = all(parameter.device.type == "cpu" for _, parameter in named)
-            momentum, nesterov, rate = section.momentum, section.nesterov, section.learning_rate
-            return [torch.optim.SGD(_for_torch(groups), rate, momentum, nesterov=nesterov, fused=fused)]
+            return [torch.optim.SGD(groups, rate, section.momentum, nesterov=section.nesterov, fused=fused)]
         case sections.Adafactor():
-            beta2_decay, threshold = section.beta2_decay, section.clip_threshold
-            return [torch.optim.Adafactor(_for_torch(groups), section.learning_rate, beta2_decay, d=threshold)]
+            return [torch.optim.Adafactor(groups, rate, section.beta2_decay, d=section.clip_threshold)]
         case sections.Lion():
-            return [Lion(_for_torch(groups), lr=section.learning_rate, betas=section.betas)]
+            return [Lion(groups, lr=rate, betas=section.betas)]
         case sections.Muon():
-            return _muon(named, section)
+            return _muon(named, section, rate_of)
+        case sections.GaLore():
+            return _galore(named, section, rate_of)
 
 
-def _muon(named: NamedParameters, section: sections.Muon) -> list[Part]:
-    """Muon for hidden matrices, AdamW for the rest (stacked [E, out, in] weights too: torch's Muon takes only 2-D)."""
+def _pages(named: NamedParameters, moments: Moments, folder: str | None) -> Pages:
+    specs = {parameter: moments.specs(parameter.shape) for _, parameter in named}
+    if folder is not None:
+        return Pages(specs, Path(folder).expanduser())
+    on_cpu = all(parameter.device.type == "cpu" for _, parameter in named)
+    return Pages(specs, default_folder() if on_cpu else None)
+
+
+def _hidden(named: NamedParameters) -> tuple[NamedParameters, NamedParameters]:
+    """Hidden matrices, and the rest (stacked [E, out, in] weights too)."""
     hidden = [(name, p) for name, p in named if p.ndim == 2 and role(name, p) == "matrix"]
     names = {name for name, _ in hidden}
-    rest = [pair for pair in named if pair[0] not in names]
+    return hidden, [pair for pair in named if pair[0] not in names]
+
+
+def _muon(named: NamedParameters, section: sections.Muon, rate_of: RateOf | None) -> list[Part]:
+    """Muon for hidden matrices, AdamW for the rest."""
+    hidden, rest = _hidden(named)
     parts: list[Part] = []
     if hidden:
-        groups = _for_torch(parameter_groups(hidden, section.decay, section.weight_decay))
+        groups = _for_torch(parameter_groups(hidden, section.decay, section.weight_decay, rate_of))
         rate, steps = section.learning_rate, section.newton_schulz_steps
         parts.append(torch.optim.Muon(groups, lr=rate, momentum=section.momentum, ns_steps=steps))
     if rest:
-        groups = _for_torch(parameter_groups(rest, section.decay, section.weight_decay))
+        groups = _for_torch(parameter_groups(rest, section.decay, section.weight_decay, rate_of))
         parts.append(AdamW(groups, section.adamw_learning_rate, section.adamw_betas, eps=1e-8))
     return parts
 
 
-def _for_torch(groups: list[Group]) -> list[dict[str, Any]]:
-    return [{"params": list(group.parameters), "weight_decay": group.weight_decay} for group in groups]
+def _galore(named: NamedParameters, section: sections.GaLore, rate_of: RateOf | None) -> list[Part]:
+    """GaLore for hidden matrices, AdamW for the rest."""
+    hidden, rest = _hidden(named)
+    if not hidden:
+        raise ModelError("the model has no trainable hidden matrix that optimizer galore could project. Use adamw.")
+    name, narrowest = min(hidden, key=lambda pair: min(pair[1].shape))
+    if section.rank > min(narrowest.shape):
+        raise RecipeError(
+            f"optimizer.rank: {section.rank} is above {min(narrowest.shape)}, the smaller dimension of {name} "
+            f"{list(narrowest.shape)}. Use {min(narrowest.shape)} or less."
+        )
+    moments: Moments = EightBitMoments() if section.states == "adamw8bit" else Float32Moments()
+    rate, betas, eps = section.learning_rate, section.betas, section.eps
+    groups = _for_torch(parameter_groups(hidden, section.decay, section.weight_decay, rate_of))
+    rank, every, scale = section.rank, section.update_every, section.scale
+    parts: list[Part] = [GaLore(groups, rate, betas, eps, rank=rank, update_every=every, scale=scale, moments=moments)]
+    if rest:
+        groups = _for_torch(parameter_groups(rest, section.decay, section.weight_decay, rate_of))
+        parts.append(AdamW(groups, rate, betas, eps, moments=moments))
+    return parts
+
+
+def _for_torch(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    return [
+        {"params": list(group.parameters), "weight_decay": group.weight_decay, "ratio": group.ratio} for group in groups
+    ]
 
 
 def _step_one_by_one(part: Part, wanted: Set[Parameter], free_gradients: bool) -> None:
@@ -203,37 +323,39 @@ def _step_one_by_one(part: Part, wanted: Set[Parameter], free_gradients: bool) -
             group["params"] = parameters
 
 
-def _state_shapes(part: Part, parameter: Parameter) -> dict[str, torch.Size]:
+def _specs(part: Part, parameter: Parameter) -> Specs:
     """The state a part keeps for a parameter after its first step; a test holds this against every part's real one."""
-    shape, scalar = parameter.shape, torch.Size([])
+    shape, scalar = parameter.shape, Spec(torch.Size([]))
     match part:
         case AdamW():
-            return {"step": scalar, "exp_avg": shape, "exp_avg_sq": shape}
+            return part.moments.specs(shape)
+        case GaLore():
+            return part.specs(parameter)
         case torch.optim.SGD():
-            return {"momentum_buffer": shape} if part.defaults["momentum"] else {}
+            return {"momentum_buffer": Spec(shape)} if part.defaults["momentum"] else {}
         case torch.optim.Adafactor() if parameter.ndim > 1:
             rows, columns = torch.Size([*shape[:-1], 1]), torch.Size([*shape[:-2], 1, shape[-1]])
-            return {"step": scalar, "row_var": rows, "col_var": columns}
+            return {"step": scalar, "row_var": Spec(rows), "col_var": Spec(columns)}
         case torch.optim.Adafactor():
-            return {"step": scalar, "variance": shape}
+            return {"step": scalar, "variance": Spec(shape)}
         case Lion():
-            return {"exp_avg": shape}
+            return {"exp_avg": Spec(shape)}
         case torch.optim.Muon():
-            return {"momentum_buffer": shape}
+            return {"momentum_buffer": Spec(shape)}
     raise AssertionError(f"no state is known for {type(part).__name__}")
 
 
-def _check_state(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
+def _check_state(tensors: Mapping[str, Tensor], expected: Specs) -> None:
     problem = None
     if missing := sorted(expected.keys() - tensors.keys()):
         problem = f"{len(missing)} tensors are missing, the first is {missing[0]}"
     elif unknown := sorted(tensors.keys() - expected.keys()):
         problem = f"{len(unknown)} tensors belong to no trained parameter, the first is {unknown[0]}"
     else:
-        for name, shape in expected.items():
+        for name, spec in expected.items():
             found = tensors[name]
-            if found.shape != shape or found.dtype != torch.float32:
-                problem = f"{name} is {found.dtype} {list(found.shape)}, expected torch.float32 {list(shape)}"
+            if (found.shape, found.dtype) != (spec.shape, spec.dtype):
+                problem = f"{name} is {found.dtype} {list(found.shape)}, expected {spec.dtype} {list(spec.shape)}"
                 break
     if problem:
         raise CheckpointError(
@@ -244,7 +366,7 @@ def _check_state(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Siz
 
 def _replace_state(part: Part, states: Mapping[Parameter, dict[str, Tensor]]) -> None:
     """Through the part's own door, which knows the device of each state (some step counters stay on the host)."""
-    if isinstance(part, AdamW):
+    if isinstance(part, AdamW | GaLore):
         part.load(states)
         return
     ordered = [parameter for group in part.param_groups for parameter in group["params"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +17,14 @@ from danlu.optim.sparse import numbers
 _PIECE_CPU = 1 << 18
 
 
+class HasGradient(Protocol):
+    """A parameter, or what stands for one until the step (`galore.LowRankGradient`)."""
+
+    grad: Tensor | None
+
+
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, scale: float = 1.0) -> float:
+def clip_grad_norm(parameters: Iterable[HasGradient], max_norm: float | None, scale: float = 1.0) -> float:
     """Multiplies all gradients by `scale`, then by what brings their global 2-norm down to `max_norm`, in one pass.
 
     Args: `scale` is usually 1 / (global weight x loss scale); `max_norm` None only scales. Parameters without a

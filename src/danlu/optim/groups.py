@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,11 +18,12 @@ _HEADS = frozenset({"lm_head"})
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that share a weight decay, in rising order of name."""
+    """Parameters that share a weight decay and a learning rate, in rising order of name."""
 
     names: tuple[str, ...]
     parameters: tuple[Parameter, ...]
     weight_decay: float
+    ratio: float = 1.0  # of the learning rate to the optimizer's own
 
 
 def role(name: str, parameter: Parameter) -> Role:
@@ -45,20 +47,29 @@ def trainable(named_parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[s
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, Parameter]], decay: Literal["matrices", "all"], weight_decay: float
+    named_parameters: Iterable[tuple[str, Parameter]],
+    decay: Literal["matrices", "all"],
+    weight_decay: float,
+    rate_of: Callable[[str], float] | None = None,
 ) -> list[Group]:
-    """Splits trainable parameters into decayed and not decayed; a group that would be empty is left out.
+    """Splits trainable parameters into decayed and not decayed, and both by learning rate; no group is empty.
 
-    `matrices` decays weights of matrix products (the untied head among them) and leaves norms, biases and embeddings
-    alone; `all` decays everything.
+    `matrices` decays weights of matrix products (the untied head and the matrices of adapters among them) and leaves
+    norms, biases and embeddings alone; `all` decays everything. `rate_of` gives a parameter, by name, the ratio of its
+    learning rate to the optimizer's own, as LoRA+ does for B (arXiv:2402.12354); by default all have the same.
     """
-    decayed: list[tuple[str, Parameter]] = []
-    rest: list[tuple[str, Parameter]] = []
+    groups: dict[tuple[float, float], list[tuple[str, Parameter]]] = {}
     for name, parameter in trainable(named_parameters):
-        chosen = decay == "all" or role(name, parameter) in ("matrix", "head")
-        (decayed if chosen else rest).append((name, parameter))
+        decayed = decay == "all" or role(name, parameter) in ("matrix", "head")
+        ratio = 1.0 if rate_of is None else rate_of(name)
+        assert 0 < ratio < math.inf, f"{name}: {ratio} is no ratio of learning rates"
+        groups.setdefault((not decayed, ratio), []).append((name, parameter))
     return [
-        Group(tuple(name for name, _ in members), tuple(parameter for _, parameter in members), share)
-        for members, share in ((decayed, weight_decay), (rest, 0.0))
-        if members
+        Group(
+            tuple(name for name, _ in members),
+            tuple(parameter for _, parameter in members),
+            0.0 if undecayed else weight_decay,
+            ratio,
+        )
+        for (undecayed, ratio), members in sorted(groups.items(), key=lambda item: item[0])
     ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 # Backward makes two products (input and weight gradient) for each one of forward.
 _TRAINING = 3
+_FROZEN = 2
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,13 @@ def forward_flops(shape: Shape, lengths: Sequence[int], targets: int) -> int:
     return linear + attention + 2 * targets * shape.hidden_size * shape.vocab_size
 
 
-def training_flops(shape: Shape, lengths: Sequence[int], targets: int) -> int:
-    """Forward and backward with every weight trained; the gather of the embedding costs no products."""
-    return _TRAINING * forward_flops(shape, lengths, targets)
+def training_flops(shape: Shape, lengths: Sequence[int], targets: int, *, frozen: bool = False) -> int:
+    """Forward and backward with every weight trained; the gather of the embedding costs no products.
+
+    frozen: gradients of inputs alone, as for adapters, whose own products are not counted: they are the price paid for
+    what is saved.
+    """
+    return (_FROZEN if frozen else _TRAINING) * forward_flops(shape, lengths, targets)
 
 
 def training_flops_per_token(shape: Shape, length: int) -> float:

@@ -10,13 +10,6 @@ from collections.abc import Sequence
 
 from danlu.plan.flops import Shape, attention_pairs
 
-FLOAT32 = 4
-
-
-def parameter_bytes(parameters: int, optimizer_bytes: int, *, ema: bool) -> int:
-    """What lives for the whole run: float32 weights, gradients, optimizer state, and an average if there is one."""
-    return FLOAT32 * parameters * (3 if ema else 2) + optimizer_bytes
-
 
 def activation_bytes(shape: Shape, lengths: Sequence[int], element_bytes: int) -> int:
     """What a micro-batch of documents of `lengths` tokens holds between forward and backward.

@@ -52,4 +52,5 @@ def _with_short(section: type[Section], definition: dict[str, Any]) -> dict[str,
 def _variants(entry: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Variants told apart by `kind`: each is itself or its name alone; its own short form admits only its name."""
     about: dict[str, Any] = {key: entry[key] for key in ("description", "default") if key in entry}
-    return {**about, "anyOf": [*entry["oneOf"], {"enum": names}]}
+    options = entry.get("anyOf", [entry])  # with a null beside them where the section may be left out
+    return {**about, "anyOf": [one for option in options for one in option.get("oneOf", [option])] + [{"enum": names}]}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from math import ceil
 from pathlib import Path
 
-from danlu.recipe.sections import SGD, Data, Recipe, Source
+from danlu.recipe.sections import SGD, Continue, Data, Dora, GaLore, LowRank, Recipe, Source
 from danlu.recipe.tree import Problem
 from danlu.recipe.words import nearest, show
 
@@ -189,6 +189,38 @@ def optimizer_works(recipe: Recipe) -> Iterator[Problem]:
     optimizer = recipe.optimizer
     if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum == 0:
         yield Problem("optimizer.nesterov", "Nesterov's step needs momentum above 0", reads=("optimizer.momentum",))
+    if isinstance(optimizer, GaLore) and recipe.adapter is not None:
+        message = "galore projects gradients of whole matrices, and an adapter's are small. Use adamw, or no adapter"
+        yield Problem("optimizer.kind", message, reads=("adapter",))
+
+
+def adapter_has_base(recipe: Recipe) -> Iterator[Problem]:
+    model, adapter = recipe.model, recipe.adapter
+    if model.path is None and adapter is not None:
+        message = "an adapter is trained beside a finished model: give model.path"
+        yield Problem("adapter", message, reads=("model.path",))
+    if model.path is None and model.adapters:
+        yield Problem("model.adapters", "adapters sit on a finished model: give model.path", reads=("model.path",))
+    if isinstance(adapter, Continue) and not model.adapters:
+        message = "continue trains the last of model.adapters on, and there is none. Name one, or choose a kind"
+        yield Problem("adapter.kind", message, reads=("model.adapters",))
+    if isinstance(adapter, Dora) and model.adapters:
+        message = "dora scales the weights themselves, so nothing can lie below it; model.adapters does. Use kind: lora"
+        yield Problem("adapter.kind", message, reads=("model.adapters",))
+    if isinstance(adapter, LowRank):
+        if adapter.init == "loftq" and recipe.quantization is None:
+            message = "loftq makes up for what quantization loses: add quantization: nf4, or choose another init"
+            yield Problem("adapter.init", message, reads=("quantization",))
+        if adapter.svd_iterations is not None and adapter.init != "pissa":
+            yield Problem("adapter.svd_iterations", "only read with init: pissa", reads=("adapter.init",))
+        if adapter.loftq_iterations != 1 and adapter.init != "loftq":
+            yield Problem("adapter.loftq_iterations", "only read with init: loftq", reads=("adapter.init",))
+
+
+def quantization_has_adapter(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.quantization is not None and recipe.adapter is None:
+        message = "a quantized model cannot be trained itself: add adapter: lora (or another), or leave it out"
+        yield Problem("quantization", message, reads=("adapter",))
 
 
 def output_is_apart(recipe: Recipe) -> Iterator[Problem]:
@@ -291,5 +323,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     evaluation_has_rows,
     rewind_has_checkpoint,
     optimizer_works,
+    adapter_has_base,
+    quantization_has_adapter,
     output_is_apart,
 )

@@ -107,7 +107,9 @@ def describe(hint: Hint) -> str:
     for branch, bounds in branches(hint):
         form = origin(branch)
         if form is Literal:
-            options += [str(option) for option in get_args(branch) if isinstance(option, str)]
+            alone = len(branches(hint)) == 1  # a number beside others is covered by what they take
+            words = [option if isinstance(option, str) else show(option) for option in get_args(branch)]
+            options += words if alone else [option for option in get_args(branch) if isinstance(option, str)]
         elif branch is type(None):
             options.append("null")
         else:

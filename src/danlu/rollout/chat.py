@@ -36,6 +36,7 @@ class Conversation:
         stop_strings: Sequence[str] = (),
         system: str | None = None,
         dtype: torch.dtype | None = None,
+        before: Sequence[int] = (),
     ) -> None:
         self.messages: list[dict[str, str]] = []  # user and assistant in turn, without the system prompt
         self.system = system
@@ -47,6 +48,7 @@ class Conversation:
         self._stopping = stopping
         self._stop_strings = tuple(stop_strings)
         self._dtype = dtype
+        self._before = tuple(before)  # virtual tokens that the model's adapters want in front
         self._cache = KVCache()
         self._cached: list[int] = []  # the tokens whose keys and values are in the cache
         self._asked = 0  # every turn draws its own random numbers, also the same one asked again
@@ -58,7 +60,8 @@ class Conversation:
         error it is left out. Raises DataError when the conversation no longer fits the model's context.
         """
         question = {"role": "user", "content": text}
-        prompt = self._render([*self._preamble(), *self.messages, question])
+        rendered = self._render([*self._preamble(), *self.messages, question])
+        prompt = [*self._before, *rendered]
         self._check_room(len(prompt))
         answer = Answer(self._asked, len(prompt), TextStream(self._decode, self._stop_strings))
         self._asked += 1
@@ -73,7 +76,7 @@ class Conversation:
             with torch.inference_mode():
                 logits = self._read(prompt)
                 grow(
-                    self._model, self._cache, logits, [answer], [prompt],
+                    self._model, self._cache, logits, [answer], [rendered],
                     self._options, self._stopping, on_token, self._dtype,
                 )  # fmt: skip
         except KeyboardInterrupt:
@@ -86,6 +89,19 @@ class Conversation:
         completion = answer.completion()
         self.messages += [question, {"role": "assistant", "content": completion.text}]
         return completion
+
+    def model_changed(self, before: Sequence[int] = ()) -> None:
+        """After adapters were switched: nothing that was cached counts, and `before` are the tokens now in front."""
+        self._before = tuple(before)
+        self._cache = KVCache()
+        self._cached = []
+
+    def words_changed(
+        self, render: Render, decode: Decode, stopping: Stopping, stop_strings: Sequence[str] = ()
+    ) -> None:
+        """After adapters were switched that have words of their own: the turns stay, and are rendered by these."""
+        self._render, self._decode, self._stopping = render, decode, stopping
+        self._stop_strings = tuple(stop_strings)
 
     def undo(self) -> bool:
         """Takes the last turn back, question and answer. False if there is none."""

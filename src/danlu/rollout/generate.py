@@ -102,6 +102,7 @@ def generate(
     *,
     decode: Decode | None = None,
     dtype: torch.dtype | None = None,
+    before: Sequence[int] = (),
 ) -> list[Completion]:
     """One completion for each prompt, in order. Equal prompts are read once and continued apart.
 
@@ -111,33 +112,34 @@ def generate(
         stop_strings: texts that end an answer, wherever they fall between tokens; they need `decode`.
         decode: token ids to text without special tokens; without it answers have no text.
         dtype: of activations; by default that of the weights.
+        before: tokens that every prompt begins with: the virtual tokens of soft prompts and prefixes.
 
     Raises DataError for a prompt that is empty, too long for the model or outside its vocabulary, and ModelError when
     the model answers with NaN.
     """
     assert max_new_tokens > 0, f"max_new_tokens is {max_new_tokens}"
     assert decode is not None or not stop_strings, "stop strings are looked for in text: give decode"
-    check_prompts(model.config, prompts)
+    check_prompts(model.config, prompts, len(before))
     stopping = Stopping(max_new_tokens, context_length(model.config), frozenset(stop_ids))
     distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     place = {prompt: index for index, prompt in enumerate(distinct)}
     sources = [place[tuple(prompt)] for prompt in prompts]
     answers = [
-        Answer(index, len(prompt), TextStream(decode, stop_strings, prompt) if decode else None)
+        Answer(index, len(before) + len(prompt), TextStream(decode, stop_strings, prompt) if decode else None)
         for index, prompt in enumerate(prompts)
     ]
     if not answers:
         return []
     with torch.inference_mode():
         cache = KVCache(len(distinct))
-        logits = prefill(model, cache, distinct, dtype)
+        logits = prefill(model, cache, [(*before, *prompt) for prompt in distinct], dtype)
         cache, logits = cache.fork(sources), logits[sources]
         grow(model, cache, logits, answers, prompts, options, stopping, on_token, dtype)
     return [answer.completion() for answer in answers]
 
 
-def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises DataError for a prompt that the model cannot continue."""
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], virtual: int = 0) -> None:
+    """Raises DataError for a prompt that the model cannot continue; `virtual` tokens come before each."""
     context = context_length(config)
     for index, prompt in enumerate(prompts):
         if not prompt:
@@ -145,9 +147,10 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None
                 f"prompt {index} has no tokens, and this tokenizer has no beginning-of-text token to start from: "
                 "give at least one character"
             )
-        if len(prompt) >= context:
+        if virtual + len(prompt) >= context:
+            more = f" and the adapter {virtual}" if virtual else ""
             raise DataError(
-                f"prompt {index} has {len(prompt)} tokens, but the model sees {context} tokens at most "
+                f"prompt {index} has {len(prompt)} tokens{more}, but the model sees {context} tokens at most "
                 "(max_position_embeddings), answer included: shorten the prompt"
             )
         if max(prompt) >= config.vocab_size or min(prompt) < 0:

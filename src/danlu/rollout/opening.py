@@ -1,21 +1,25 @@
-"""A model opened for answering: weights, words, what ends its answers, and how its makers sample from it."""
+"""A model opened for answering: weights, adapters, words, what ends its answers, and how its makers sample from it."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from danlu.data.tokenizer import load_tokenizer
 from danlu.errors import ResourceError
 from danlu.models.decoder import Decoder
-from danlu.models.folder import check_vocabulary, read_config, read_tensors
-from danlu.models.loading import load
-from danlu.models.tensor_bytes import DTYPES
+from danlu.models.folder import CONFIG, check_vocabulary, read_config, read_json
+from danlu.models.loading import load, stored_dtype
+from danlu.numerics.bitsandbytes_config import read_config as read_quantization
+from danlu.rollout.finding import Found
 from danlu.rollout.request import DEVICES, Precision, generation_stops
 from danlu.rollout.wording import Wording
+
+if TYPE_CHECKING:
+    from danlu.assembly.stacks import Stacks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,38 +33,77 @@ class OpenModel:
     wording: Wording
     stop_ids: frozenset[int]
     """Tokens that end an answer: those of the wording, of config.json and of generation_config.json."""
+    dtype: torch.dtype
+    """Of activations, and of matrices that are not packed: decoding one sequence reads every weight once a token."""
+    stacks: Stacks | None = None
+    """Adapters, where they are not part of the weights."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and activations alike: decoding one sequence reads every weight once a token, so no casts."""
-        return self.model.embed_tokens.weight.dtype
+    def before(self) -> tuple[int, ...]:
+        """Tokens that every prompt has to begin with: the virtual ones of the active adapters."""
+        return () if self.stacks is None else self.stacks.adapters.virtual_tokens
 
 
-def open_wording(folder: Path, chat_template: Path | None = None) -> Wording:
-    """The tokenizer of a model folder. Raises DataError, or ModelError if it has more tokens than the model."""
+def open_wording(folder: Path, chat_template: Path | None = None, *, model: Path | None = None) -> Wording:
+    """The tokenizer of a folder. Raises DataError, or ModelError if it has more tokens than the model.
+
+    model: the model's folder, where that is another one.
+    """
     tokenizer = load_tokenizer(str(folder), None if chat_template is None else str(chat_template))
-    check_vocabulary(read_config(folder), tokenizer.size)
+    check_vocabulary(read_config(model or folder), tokenizer.size)
     return Wording(tokenizer)
 
 
-def open_model(folder: Path, wording: Wording, *, precision: Precision = "auto", device: str = "auto") -> OpenModel:
+def open_model(
+    found: Found,
+    wording: Wording,
+    *,
+    precision: Precision = "auto",
+    device: str = "auto",
+    quantization: Any = None,
+    merged: bool = False,
+) -> OpenModel:
     """Loads the weights that go with the words. Raises ModelError, or ResourceError for a device that is not there.
 
-    precision: auto keeps the type the weights are stored in, except float16 on CPU, whose products are slow there.
+    Args:
+        precision: auto keeps the type the weights are stored in, except float16 on CPU, whose products are slow there.
+        quantization: section of a recipe, to hold linear layers in few bits; None keeps what is stored.
+        merged: put the adapters into the weights where that can be done: no time for them at each token, but each
+            weight is rounded once more.
     """
     assert device in DEVICES, f"device {device!r}"
     if device == "cuda" and not torch.cuda.is_available():
         raise ResourceError("device cuda: torch sees no CUDA device here. Use auto or cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = _stored_dtype(folder, device) if precision == "auto" else _DTYPES[precision]
-    model = load(folder, dtype=dtype, device=device).requires_grad_(False).eval()
-    stop_ids = frozenset((*wording.stop_ids, *model.config.eos_token_ids, *generation_stops(folder)))
-    return OpenModel(folder, model, wording, stop_ids)
+    dtype = _kept_dtype(found.folder, device) if precision == "auto" else _DTYPES[precision]
+    stacks: Stacks | None = None
+    if found.stacks or quantization is not None or is_quantized(found.folder):
+        # Here: it brings the recipe's sections and with them pydantic, half a second that a plain model need not wait.
+        from danlu.rollout.adapted import open_frozen
+
+        model, stacks = open_frozen(
+            found.folder, found.stacks, dtype=dtype, device=device, quantization=quantization, merged=merged
+        )
+    else:
+        model = load(found.folder, dtype=dtype, device=device)
+    model.requires_grad_(False).eval()
+    return OpenModel(found.folder, model, wording, stops_of(model, wording, found.folder, found.words), dtype, stacks)
 
 
-def _stored_dtype(folder: Path, device: str) -> torch.dtype:
-    largest = max(read_tensors(folder).values(), key=lambda tensor: math.prod(tensor.shape), default=None)
-    dtype = torch.float32 if largest is None else DTYPES.get(largest.dtype, torch.float32)
+def stops_of(model: Decoder, wording: Wording, *folders: Path) -> frozenset[int]:
+    """Tokens that end an answer: of the wording, the model's config, and the generation configs of folders."""
+    more = {token for folder in folders for token in generation_stops(folder)}
+    return frozenset((*wording.stop_ids, *model.config.eos_token_ids, *more))
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether a model folder's weights are in 4 bits. Raises ModelError if they are in bits that danlu cannot read."""
+    return read_quantization(read_json(folder / CONFIG), str(folder / CONFIG)) is not None
+
+
+def _kept_dtype(folder: Path, device: str) -> torch.dtype:
+    """The type that weights are stored in, as far as products in it are fast."""
+    dtype = stored_dtype(folder)
     slow = dtype == torch.float64 or (dtype == torch.float16 and device == "cpu")
     return torch.float32 if slow else dtype

@@ -262,11 +262,11 @@ def load_checkpoint(path: Path, into: Groups) -> dict[str, Any]:
     names each damage and the newest older checkpoint that is intact, or each tensor that does not match.
     """
     manifest = _intact_manifest(path, into)
-    problems = [
+    problems = sorted(
         f"{group}.{name}: {problem}"
         for group, tensors in into.items()
         for name, problem in _mismatches(manifest, group, tensors)
-    ]
+    )
     if problems:
         shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
         raise CheckpointError(f"{path} does not fit this run:\n  " + "\n  ".join(shown))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,11 @@ def explain_non_finite(model: Decoder, batch: Batch, dtype: torch.dtype, step: i
     )
 
 
-def explain_gradient(model: Decoder, packs: Sequence[Pack], step: int) -> TrainingError:
+def explain_gradient(
+    named_gradients: Iterable[tuple[str, Tensor | None]], packs: Sequence[Pack], step: int
+) -> TrainingError:
     """Which gradients are not finite, when every loss was."""
-    names = non_finite((name, parameter.grad) for name, parameter in model.named_parameters())
+    names = non_finite(named_gradients)
     rows = [sample.row for pack in packs for sample in pack.samples]
     return TrainingError(
         f"step {step}: the loss is finite but its gradient is not, in {_some(names) if names else 'its global norm'}. "

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from danlu.data.batch import collate
 from danlu.recipe.sections import LossOptions
 from danlu.train.step import Compute, cross_entropy
 from danlu.types import Pack
@@ -40,11 +39,11 @@ def evaluate(compute: Compute, packs: Iterable[Pack], *, stop: Callable[[], bool
     for group in _groups(packs, compute.micro):
         if stop():
             return None
-        batch = collate(group, compute.device)
+        batch = compute.collate(group)
         entropy = cross_entropy(compute, batch, LossOptions())
         sums += torch.stack((entropy.nll, entropy.correct))
         weight += batch.weight
-        tokens += len(batch.tokens)
+        tokens += sum(pack.tokens for pack in group)
         trained += len(batch.targets)
     if not weight:
         return None

@@ -63,10 +63,11 @@ def _step(run: Run) -> None:
     step = run.state.step + 1
     packs = run.feed.take()
     scale = 1.0 if run.scaler is None else run.scaler.scale
-    gradients = accumulate(run.compute, packs, step=step, clip=run.clip, loss_scale=scale)
+    holders = run.optimizer.gradient_holders()
+    gradients = accumulate(run.compute, packs, step=step, clip=run.clip, loss_scale=scale, holders=holders)
     finite = math.isfinite(gradients.norm)
     if not finite and run.scaler is None:
-        raise explain_gradient(run.compute.model, packs, step)
+        raise explain_gradient(run.optimizer.named_gradients(), packs, step)
     run.optimizer.set_learning_rate(multiplier(step, run.cadence.total, run.schedule))
     run.state.step = step
     wanted = finite and not _spiked(run, gradients)

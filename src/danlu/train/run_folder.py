@@ -14,6 +14,7 @@ from danlu.recipe import load as load_recipe
 from danlu.train.checkpoint import CheckpointStore, read_state
 from danlu.train.lock import LOCK_FILE
 from danlu.train.manifest import MARK, CheckpointInfo, is_checkpoint_folder, list_checkpoints, step_folder_name
+from danlu.train.summary import SUMMARY
 from danlu.train.trackers import WANDB_ID_FILE
 
 RECIPE = "recipe.yaml"
@@ -22,10 +23,12 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 MODEL_EMA = "model-ema"
+ADAPTER = "adapter"
+ADAPTER_EMA = "adapter-ema"
 
 _OWN_FILES = re.compile(  # .tmp: a kill in write_durably; a dot: one in saving the model
-    rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)})(\.tmp)?|{re.escape(METRICS)}|tensorboard|{CHECKPOINTS}"
-    rf"|\.?({MODEL_EMA}|{MODEL})(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}|wandb|{re.escape(WANDB_ID_FILE)}"
+    rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|tensorboard"
+    rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}|wandb|{re.escape(WANDB_ID_FILE)}"
 )
 
 
@@ -87,10 +90,10 @@ def refuse_strangers(folder: Path) -> None:
             f"{folder}: the output folder holds other things ({', '.join(strangers[:5])}{more}). "
             "Choose an empty or new `output`."
         )
-    if MODEL in names:
+    if results := [name for name in (MODEL, ADAPTER) if name in names]:
         raise ResourceError(
-            f"{folder}: the output folder holds a trained model but no checkpoint to go on from, and a new run would "
-            "replace it. Choose another `output`, or move the folder away."
+            f"{folder}: the output folder holds a trained {results[0]} but no checkpoint to go on from, and a new run "
+            "would replace it. Choose another `output`, or move the folder away."
         )
 
 
@@ -122,10 +125,17 @@ def _harmless_changes(run: Path, recipe: Recipe) -> list[Change]:
     raise CheckpointError(f"{run} holds a run of another recipe; what differs (there -> here):\n  {lines}\n{advice}")
 
 
+def result_names(recipe: Recipe) -> tuple[str, str]:
+    """The folders of the result and of its average."""
+    return (MODEL, MODEL_EMA) if recipe.adapter is None else (ADAPTER, ADAPTER_EMA)
+
+
 def finished(start: Path, recipe: Recipe, folder: Path) -> tuple[Path, ...]:
     """The model folders of a run that has nothing left to do; none where training or the export is not through."""
-    wanted = (folder / MODEL,) if recipe.ema is None else (folder / MODEL, folder / MODEL_EMA)
+    own, averaged = (folder / name for name in result_names(recipe))
+    wanted = (own,) if recipe.ema is None else (own, averaged)
     if not read_state(start)["finished"]:
         return ()
     saved = (start / MARK).stat().st_mtime  # an export that is older is that of an earlier pass over these steps
-    return wanted if all(one.is_dir() and one.stat().st_mtime >= saved for one in wanted) else ()
+    made = (*wanted, folder / SUMMARY)
+    return wanted if all(one.exists() and one.stat().st_mtime >= saved for one in made) else ()

@@ -16,7 +16,7 @@ from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
 from danlu.optim.ema import Ema
 from danlu.recipe.sections import EarlyStop, Schedule
-from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_group
+from danlu.train.checkpoint import CheckpointStore, load_checkpoint
 from danlu.train.faults import StopRequest
 from danlu.train.metrics import MetricsLog, Recorder, Value
 from danlu.train.position import Feed
@@ -101,7 +101,7 @@ class Run:
 def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
     """Tensors by group, live, and the rest as JSON: everything the next step depends on."""
     groups: dict[str, Mapping[str, Tensor]] = {
-        "model": {name: parameter.detach() for name, parameter in run.compute.model.named_parameters()},
+        "model": run.compute.weights(),
         "optimizer": run.optimizer.state_tensors(),
     }
     state: dict[str, Any] = {
@@ -128,7 +128,7 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
 
     Raises CheckpointError if the checkpoint is damaged or of another run.
     """
-    model = {name: parameter.detach() for name, parameter in run.compute.model.named_parameters()}
+    model = run.compute.weights()
     into = {"model": model} if run.ema is None else {"model": model, "ema": run.ema.state_tensors()}
     state = load_checkpoint(path, into)
     wanted = (
@@ -136,7 +136,9 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     )
     if missing := wanted - state.keys():
         raise CheckpointError(f"{path}: its state lacks {', '.join(sorted(missing))}: it is of another recipe.")
-    run.optimizer.load_state(read_group(path, "optimizer"), state["optimizer"])
+    room = run.optimizer.room_for_state(state["optimizer"])
+    load_checkpoint(path, {"optimizer": room})
+    run.optimizer.load_state(room, state["optimizer"])
     if run.scaler is not None:
         run.scaler.load(state["scaler"])
     if run.ema is not None:

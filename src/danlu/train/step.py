@@ -6,20 +6,23 @@ T packed tokens · N trained targets · D model width
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from danlu.adapters.adapter_set import AdapterSet
 from danlu.data.batch import collate, fill_up
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
-from danlu.optim.clip import clip_grad_norm
+from danlu.optim.clip import HasGradient, clip_grad_norm
 from danlu.optim.sparse import compact
 from danlu.recipe.sections import LossOptions
 from danlu.train.diagnosis import explain_non_finite
+from danlu.train.memory_parts import Activations
 from danlu.types import Batch, Pack
 
 Forward = Callable[..., Tensor]
@@ -35,6 +38,29 @@ class Compute:
     dtype: torch.dtype  # of activations; parameters are float32
     micro: int  # packs in a micro-batch
     loss: LossOptions
+    adapters: AdapterSet | None = None  # with one, the model itself is frozen
+    activations: Activations | None = None  # counts what autograd keeps; None where the forward is compiled
+
+    def weights(self) -> dict[str, Tensor]:
+        """What training changes, by name, live: all of the model, or the adapter that is trained."""
+        return trained_weights(self.model, self.adapters)
+
+    def collate(self, packs: Sequence[Pack]) -> Batch:
+        """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""
+        virtual = () if self.adapters is None else self.adapters.virtual_tokens
+        return collate(packs, self.device, before=virtual) if virtual else collate(packs, self.device)
+
+    def dropout(self, step: int | None, first: int = 0) -> None:
+        """Dropout of adapters for tokens from number `first` of a step on; None: no more of it."""
+        if self.adapters is not None:
+            noise = self.adapters.making.noise
+            noise.end() if step is None else noise.begin(step, first)
+
+
+def trained_weights(model: Decoder, adapters: AdapterSet | None) -> dict[str, Tensor]:
+    """What training changes, by name, live: all of a model, or the adapter on top, its frozen parts included."""
+    named = model.named_parameters() if adapters is None else adapters.tensors(adapters.active[-1]).items()
+    return {name: parameter.detach() for name, parameter in named}
 
 
 @dataclass(frozen=True)
@@ -71,22 +97,33 @@ def micro_batches(packs: Sequence[Pack], size: int) -> list[Sequence[Pack]]:
 
 
 def accumulate(
-    compute: Compute, packs: Sequence[Pack], *, step: int, clip: float | None, loss_scale: float = 1.0
+    compute: Compute,
+    packs: Sequence[Pack],
+    *,
+    step: int,
+    clip: float | None,
+    loss_scale: float = 1.0,
+    holders: Iterable[HasGradient] | None = None,
 ) -> Gradients:
     """Leaves in `.grad` the clipped gradient of the mean loss over `packs`, however they are cut into micro-batches.
 
     Each micro-batch adds the gradient of a sum; the division by the step's whole weight happens once, with clipping.
-    With an fp16 `loss_scale`, a gradient that overflowed is left alone and its norm returned as it is.
+    With an fp16 `loss_scale`, a gradient that overflowed is left alone and its norm returned as it is. `holders` are
+    what the optimizer takes gradients from (`Optimizers.gradient_holders`), by default the model's parameters.
 
     Raises TrainingError, which names step, rows and tensor, when a loss is not finite.
     """
     sums: list[Tensor] = []
     weight = 0.0
-    trained = 0
+    trained = place = 0
     lengths: list[int] = []
     for group in micro_batches(packs, compute.micro):
-        batch = collate(group, compute.device)
-        entropy = cross_entropy(compute, batch, compute.loss, loss_scale)
+        batch = compute.collate(group)
+        compute.dropout(step, place)
+        place += len(batch.tokens)
+        with nullcontext() if compute.activations is None else compute.activations.counted(len(batch.targets)):
+            entropy = cross_entropy(compute, batch, compute.loss, loss_scale)
+        compute.dropout(None)
         entropy.total.backward()
         compact(compute.model.parameters())
         sums.append(torch.stack((entropy.total.detach(), entropy.nll, entropy.correct)))
@@ -98,14 +135,16 @@ def accumulate(
     if not math.isfinite(total):
         culprit = int((~by_micro[:, 0].isfinite()).nonzero()[0])
         group = micro_batches(packs, compute.micro)[culprit]
-        raise explain_non_finite(compute.model, collate(group, compute.device), compute.dtype, step)
-    norm = clip_grad_norm(compute.model.parameters(), clip, scale=1 / (weight * loss_scale))
+        raise explain_non_finite(compute.model, compute.collate(group), compute.dtype, step)
+    norm = clip_grad_norm(
+        compute.model.parameters() if holders is None else holders, clip, scale=1 / (weight * loss_scale)
+    )
     return Gradients(
         loss=total / weight,
         nll=nll / weight,
         accuracy=correct / weight,
         norm=norm,
-        tokens=sum(lengths),
+        tokens=sum(pack.tokens for pack in packs),
         trained_tokens=trained,
         lengths=tuple(lengths),
     )

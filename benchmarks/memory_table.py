@@ -1,0 +1,134 @@
+"""What full training, LoRA and QLoRA hold: measured on small models, carried to 7B and 65B by counting bytes.
+
+    python benchmarks/memory_table.py [--measure 5M 58M 300M]
+
+Each model is trained for three steps of one pack of 1024 tokens; the parts are those of its summary.json, and the part
+that depends on the method (weights, adapter, gradients, optimizer) has to equal what `plan.methods` counts from the
+config. For the large ones nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from danlu.data.synthesis import pretraining_documents
+from danlu.data.vocabulary import train_vocabulary
+from danlu.models.config import ModelConfig
+from danlu.models.families import read_config_values
+from danlu.plan.methods import Method, parameter_bytes
+
+LENGTH = 1024
+SHAPES: dict[str, dict[str, int]] = {
+    "5M": {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 688, "vocab_size": 4096},
+    "58M": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "vocab_size": 32000},
+    "300M": {"hidden_size": 1024, "num_hidden_layers": 20, "intermediate_size": 2816, "vocab_size": 32000},
+}
+LARGE: dict[str, dict[str, int]] = {  # Llama, arXiv:2302.13971, table 2
+    "7B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 11008, "num_attention_heads": 32},
+    "65B": {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 22016, "num_attention_heads": 64},
+}
+METHODS: dict[Method, dict[str, Any]] = {
+    "full": {},
+    "lora": {"adapter": {"kind": "lora", "rank": 8}},
+    "qlora": {"adapter": {"kind": "lora", "rank": 8}, "quantization": "nf4"},
+}
+
+
+def config_of(shape: dict[str, int]) -> ModelConfig:
+    heads = shape.get("num_attention_heads", shape["hidden_size"] // 64)
+    values = {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 32000, **shape}
+    if "num_attention_heads" not in shape:
+        values["num_key_value_heads"] = max(1, heads // 2)
+    return read_config_values(
+        {"model_type": "llama", "max_position_embeddings": 2048, "tie_word_embeddings": False, **values}
+    )
+
+
+def make_base(folder: Path, name: str) -> Path:
+    from danlu.models.initialize import initialize
+    from danlu.models.loading import build
+    from danlu.models.saving import save
+
+    model = build(config_of(SHAPES[name]))
+    initialize(model, 0)
+    save(model, folder / name, tokenizer_from=folder / "tokenizer")
+    return folder / name
+
+
+def measure(folder: Path, name: str, method: Method) -> dict[str, Any]:
+    recipe = {
+        "stage": "pretrain",
+        "model": str(folder / name),
+        "data": {"train": str(folder / "rows.jsonl"), "max_length": LENGTH, "cache": str(folder / "cache")},
+        "batch": {"sequences": 1},
+        "steps": 3,
+        "checkpoint": {"every": 1000},
+        "output": str(folder / f"{name}-{method}"),
+        **METHODS[method],
+    }
+    file = folder / f"{name}-{method}.yaml"
+    file.write_text(json.dumps(recipe))
+    done = subprocess.run(
+        [sys.executable, "-m", "danlu", "train", str(file)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    found: dict[str, Any] = json.loads((folder / f"{name}-{method}" / "summary.json").read_text())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    options = parser.parse_args()
+    columns = (
+        f"{'model':6}{'method':7}{'parameters':>14}{'weights':>10}{'adapter':>9}{'gradients':>10}{'optimizer':>10}"
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        train_vocabulary(pretraining_documents(0, 500), 600, folder / "tokenizer")
+        chance = np.random.default_rng(0)
+        rows = [{"input_ids": chance.integers(10, 500, LENGTH).tolist()} for _ in range(8)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{columns}{'activations':>12}{'logits':>8}   (MiB){'held':>8}")
+        for name in options.measure:
+            make_base(folder, name)
+            config = config_of(SHAPES[name])
+            for method in METHODS:
+                found = measure(folder, name, method)
+                parts = found["memory"]
+                counted = vars(parameter_bytes(config, method))
+                assert {part: parts[part] for part in counted} == counted, (parts, counted)
+                numbers = "".join(
+                    f"{parts[part] / 2**20:>{width}.1f}"
+                    for part, width in (
+                        ("weights", 10), ("adapter", 9), ("gradients", 10), ("optimizer", 10), ("activations", 12),
+                        ("logits", 8),
+                    )
+                )  # fmt: skip
+                held = found["peak_memory_bytes"] / 2**20
+                print(f"{name:6}{method:7}{config.parameter_count():>14,}{numbers}        {held:8.0f}", flush=True)
+    print(f"\n{columns}{'total':>10}   (GB, without activations)")
+    for name, shape in LARGE.items():
+        config = config_of(shape)
+        for method in METHODS:
+            counted_bytes = parameter_bytes(config, method)
+            numbers = "".join(
+                f"{value / 1e9:>{width}.2f}"
+                for value, width in zip(
+                    (*vars(counted_bytes).values(), counted_bytes.total), (10, 9, 10, 10, 10), strict=True
+                )
+            )
+            print(f"{name:6}{method:7}{config.parameter_count():>14,}{numbers}")
+
+
+if __name__ == "__main__":
+    main()

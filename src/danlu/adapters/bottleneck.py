@@ -1,0 +1,111 @@
+"""Bottleneck adapters: small networks behind attention and MLP (arXiv:1902.00751; behind the MLP alone: 2005.00247).
+
+T tokens · D model width · w width of the bottleneck
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from danlu.adapters.disk import one_of, take, whole
+from danlu.adapters.peft_low_rank import PREFIX
+from danlu.recipe import sections
+from danlu.types import Site
+
+Activation = Literal["gelu", "relu", "silu"]
+KIND = "DANLU_BOTTLENECK"
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+SLOTS = {"houlsby": ("after_attention", "after_mlp"), "pfeiffer": ("after_mlp",)}
+
+
+class Bottleneck(nn.Module):
+    """x + up(activation(down(x))). Parameters: down_weight [w, D], down_bias [w], up_weight [D, w], up_bias [D].
+
+    The way up is zero at first, so that training starts at the base; the paper's is nearly zero.
+    """
+
+    def __init__(self, width: int, bottleneck: int, activation: Activation, *, device: torch.device | str = "cpu"):
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.down_weight = nn.Parameter(torch.empty(bottleneck, width, device=device))
+        self.down_bias = nn.Parameter(torch.zeros(bottleneck, device=device))
+        self.up_weight = nn.Parameter(torch.zeros(width, bottleneck, device=device))
+        self.up_bias = nn.Parameter(torch.zeros(width, device=device))
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        """The way down uniform as in LoRA's A: U(-1, 1) / sqrt(D)."""
+        bound = 1 / math.sqrt(self.down_weight.shape[1])
+        self.down_weight.copy_(torch.empty(self.down_weight.shape).uniform_(-bound, bound, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]"""
+        inner = self.activation(F.linear(x, self.down_weight.to(x.dtype), self.down_bias.to(x.dtype)))  # [T, w]
+        return x + F.linear(inner, self.up_weight.to(x.dtype), self.up_bias.to(x.dtype))
+
+
+def places(sites: Sequence[Site], placement: str) -> list[str]:
+    """Names of the slots of every layer that a placement fills."""
+    return [f"{layer}.{slot}" for layer in _layers(sites) for slot in SLOTS[placement]]
+
+
+def _layers(sites: Sequence[Site]) -> dict[str, str]:
+    """Layer to its name on disk: of `layers.0.attention.q_proj` and its name there what is before the last two."""
+    return {site.name.rsplit(".", 2)[0]: site.disk_name.rsplit(".", 2)[0] for site in sites if site.layer is not None}
+
+
+# ── on disk: in the manner of PEFT, which does not know bottleneck adapters ──
+
+
+def to_peft(
+    section: sections.Bottleneck, modules: Mapping[str, nn.Module], sites: Sequence[Site]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config values and tensors of an adapter: `modules` by the slot they sit in, `sites` all of the model's."""
+    tensors = {
+        f"{key}.{name}": parameter.detach()
+        for place, key in _keys(sites, section.placement)
+        for name, parameter in modules[place].named_parameters()
+    }
+    values = {
+        "peft_type": KIND,
+        "description": "Bottleneck adapters (arXiv:1902.00751), written by danlu; PEFT has no such kind",
+        "placement": section.placement,
+        "width": section.width,
+        "activation": section.activation,
+    }
+    return values, tensors
+
+
+def from_peft(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], sites: Sequence[Site], where: str
+) -> tuple[sections.Bottleneck, dict[str, dict[str, Tensor]], set[str]]:
+    """The section, the values of each module by the slot it sits in, and the keys of `tensors` that they came from.
+
+    Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
+    """
+    section = sections.Bottleneck(
+        placement=one_of(values, "placement", SLOTS, where),
+        width=whole(values, "width", where),
+        activation=one_of(values, "activation", ACTIVATIONS, where),
+    )
+    width, inner = next(site.shape[1] for site in sites if site.group == "embedding"), section.width
+    shapes = {"down_weight": (inner, width), "down_bias": (inner,), "up_weight": (width, inner), "up_bias": (width,)}
+    by_place: dict[str, dict[str, Tensor]] = {}
+    used: set[str] = set()
+    for place, key in _keys(sites, section.placement):
+        by_place[place] = {name: take(tensors, f"{key}.{name}", shape, where) for name, shape in shapes.items()}
+        used |= {f"{key}.{name}" for name in shapes}
+    return section, by_place, used
+
+
+def _keys(sites: Sequence[Site], placement: str) -> Iterator[tuple[str, str]]:
+    """Each slot, and what the names of its tensors begin with."""
+    for layer, on_disk in _layers(sites).items():
+        for slot in SLOTS[placement]:
+            yield f"{layer}.{slot}", f"{PREFIX}{on_disk}.{slot}.bottleneck"

@@ -1,0 +1,94 @@
+"""Several changes of a weight made one: what adapters add to it, weighed, thinned and agreed upon.
+
+N adapters, each with its change of the same weight: its "task vector". The same numbers as PEFT's functions of these
+names, but for DARE's random choice, which here depends on a seed and the name of the weight alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Method = Literal["linear", "cat", "ties", "dare-linear", "dare-ties"]
+METHODS: tuple[Method, ...] = get_args(Method)
+Majority = Literal["total", "frequency"]
+MAJORITIES: tuple[Majority, ...] = get_args(Majority)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """How changes become one."""
+
+    weights: tuple[float, ...]
+    """One for each adapter."""
+    method: Method = "linear"
+    density: float = 1.0
+    """Share of each change that ties and dare keep."""
+    majority: Majority = "total"
+    """How ties elects a sign: by the sum of the changes, or by how many have it."""
+    seed: int = 0
+    """Of dare's random choice."""
+
+    def __post_init__(self) -> None:
+        assert self.method in METHODS and self.majority in MAJORITIES, f"{self.method}, {self.majority}"
+        assert all(math.isfinite(weight) for weight in self.weights), f"weights are {self.weights}"
+        assert 0 < self.density <= 1, f"density is {self.density}"
+
+    def of(self, changes: Sequence[Tensor], draw: Callable[[int], torch.Generator]) -> Tensor:
+        """The one change. draw: the CPU generator that dare chooses with, for the n-th adapter."""
+        if self.method in ("dare-linear", "dare-ties"):
+            changes = [thinned(change, self.density, draw(n)) for n, change in enumerate(changes)]
+        elif self.method == "ties":
+            changes = [trimmed(change, self.density) for change in changes]
+        if self.method in ("ties", "dare-ties"):
+            return agreed(changes, self.weights, self.majority)
+        return weighted_sum(changes, self.weights)
+
+
+def weighted_sum(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum of w_n D_n: task arithmetic (arXiv:2212.04089)."""
+    total = torch.zeros_like(changes[0])
+    for change, weight in zip(changes, weights, strict=True):
+        total.add_(change, alpha=weight)
+    return total
+
+
+def trimmed(change: Tensor, density: float) -> Tensor:
+    """The share `density` of largest magnitude, the rest 0: the first step of TIES (arXiv:2306.01708, section 4)."""
+    kept = int(density * change.numel())
+    if kept == 0:
+        return torch.zeros_like(change)
+    sizes = change.abs().flatten()
+    least = sizes.kthvalue(sizes.numel() - kept + 1).values
+    return change.where(change.abs() >= least, 0)
+
+
+def thinned(change: Tensor, density: float, generator: torch.Generator) -> Tensor:
+    """Each number kept with probability `density`, else 0, and divided by it: DARE (arXiv:2311.03099, section 3.1)."""
+    if density == 1:
+        return change
+    kept = torch.rand(change.shape, generator=generator) < density
+    return change.where(kept.to(change.device), 0).div_(density)
+
+
+def agreed(changes: Sequence[Tensor], weights: Sequence[float], majority: Majority = "total") -> Tensor:
+    """Steps two and three of TIES (arXiv:2306.01708, section 4): of each number the sign that prevails is elected, and
+    of the changes that have it the mean is taken, each times its weight.
+
+    majority: total elects the sign of the sum; frequency that which more of the changes have. Even counts as positive.
+    """
+    ballot = torch.zeros_like(changes[0])
+    for change in changes:
+        ballot += change if majority == "total" else change.sign()
+    elected = torch.where(ballot >= 0, 1.0, -1.0).to(ballot.dtype)
+    total, count = torch.zeros_like(ballot), torch.zeros_like(ballot)
+    for change, weight in zip(changes, weights, strict=True):
+        agrees = change.sign() == elected
+        total.add_(change.where(agrees, 0), alpha=weight)
+        count += agrees
+    return total.div_(count.clamp_(min=1))

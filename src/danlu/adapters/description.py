@@ -1,0 +1,97 @@
+"""What adapter folders say of themselves: which kind, which base, which adapters lie below. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from danlu.errors import ModelError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+DANLU = "danlu.json"
+_RUN_RESULT = "adapter"
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """What an adapter folder says of itself; its tensors are read later."""
+
+    path: Path
+    values: Mapping[str, Any]
+    danlu: Mapping[str, Any]
+
+    @property
+    def base(self) -> str | None:
+        """Folder or hub id of the model it was trained on."""
+        return self.values.get("base_model_name_or_path")
+
+    @property
+    def kind(self) -> str:
+        return str(self.values.get("peft_type"))
+
+    @property
+    def below(self) -> list[Path]:
+        """Adapter folders that it was trained upon and needs, lowest first. Raises ModelError if they are no list."""
+        paths = self.danlu.get("below", [])
+        if not (isinstance(paths, list) and all(isinstance(one, str) for one in paths)):
+            raise ModelError(f"{self.path / DANLU}: below is {paths!r}, not a list of adapter folders")
+        return [Path(one) for one in paths]
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a folder is an adapter, or a run that ended with one."""
+    return any((folder / CONFIG).is_file() for folder in (path, path / _RUN_RESULT))
+
+
+def resolve_adapter(path: str | Path) -> Path:
+    """The adapter folder meant by a folder or a finished run. Raises ModelError if there is none."""
+    path = Path(path).expanduser()
+    for folder in (path, path / _RUN_RESULT):
+        if (folder / CONFIG).is_file():
+            return folder
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such folder; an adapter is a folder with {CONFIG}, or a finished run")
+    raise ModelError(f"{path}: neither an adapter ({CONFIG} is missing) nor a finished run (no {_RUN_RESULT}/{CONFIG})")
+
+
+def describe(path: Path) -> AdapterFolder:
+    """Reads what a folder says of itself. Raises ModelError if it is no adapter, or its files cannot be read."""
+    if not (path / CONFIG).is_file():
+        raise ModelError(f"{path}: no adapter here ({CONFIG} is missing)")
+    return AdapterFolder(path, _json(path / CONFIG), _json(path / DANLU) if (path / DANLU).is_file() else {})
+
+
+def stacked(path: str | Path) -> list[AdapterFolder]:
+    """An adapter with those that it was trained upon, lowest first, each once.
+
+    Raises ModelError if one of them is not there, or lies upon itself.
+    """
+    found: dict[Path, AdapterFolder] = {}
+    for folder in _with_below(resolve_adapter(path), ()):
+        found.setdefault(folder.path.resolve(), folder)
+    return list(found.values())
+
+
+def _with_below(path: Path, above: tuple[Path, ...]) -> Iterator[AdapterFolder]:
+    folder = describe(path)
+    if path.resolve() in above:
+        raise ModelError(f"{path / DANLU}: the adapter is said to lie below itself")
+    for one in folder.below:
+        if not is_adapter(one):
+            raise ModelError(f"{path}: was trained upon the adapter {one}, which is not there. Put it back")
+        yield from _with_below(resolve_adapter(one), (*above, path.resolve()))
+    yield folder
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{file}: expected a JSON object")
+    return values

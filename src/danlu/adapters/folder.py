@@ -1,0 +1,178 @@
+"""Adapter folders as PEFT has them: adapter_config.json and adapter_model.safetensors, with no adapter name inside.
+
+What PEFT has no word for is in danlu.json beside them: which base it is, and the section of the recipe. Kinds that PEFT
+does not know are written the same way under a peft_type of our own, so that no tool takes them for something else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from danlu import __version__
+from danlu.adapters.adapter_set import AdapterSet, Added
+from danlu.adapters.description import CONFIG, DANLU, WEIGHTS, AdapterFolder, describe
+from danlu.adapters.peft_kinds import FORMATS, format_of
+from danlu.adapters.peft_low_rank import PREFIX
+from danlu.errors import ModelError
+
+
+def open_adapter(path: Path) -> AdapterFolder:
+    """Reads the config of an adapter folder. Raises ModelError if it is none, or one of a kind we do not know."""
+    folder = describe(path)
+    if folder.kind not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ModelError(f"{path / CONFIG}: peft_type {folder.kind!r} is not supported; supported: {known}")
+    if not (path / WEIGHTS).is_file():
+        pickled = " There is adapter_model.bin, a pickle, which could run any code" if any(path.glob("*.bin")) else ""
+        raise ModelError(f"{path}: {WEIGHTS} is missing.{pickled}")
+    return folder
+
+
+def write_adapter(
+    adapters: AdapterSet,
+    name: str,
+    folder: Path,
+    *,
+    base: str,
+    base_fingerprint: str | None,
+    below: Sequence[str] = (),
+) -> None:
+    """Writes one adapter of the set into an existing, empty folder; float32.
+
+    base: the model it belongs to. below: adapter folders that lay between the two, if any.
+    """
+    added = adapters.added[name]
+    values, tensors = format_of(added.section).to_peft(added.section, added.modules, adapters.sites)
+    saved, more = _copies(adapters, added)
+    config = {
+        **values,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "modules_to_save": saved or None,
+    }
+    own = {
+        "version": __version__,
+        "base_fingerprint": base_fingerprint,
+        "below": list(below),
+        "adapter": added.section.model_dump(mode="json"),
+    }
+    write_files(folder, config, own, tensors | more)
+
+
+def write_files(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """The files of an adapter: adapter_config.json, danlu.json and the tensors, float32.
+
+    Raises ModelError for tensors that are not finite.
+    """
+    for file, content in ((CONFIG, config), (DANLU, own)):
+        (folder / file).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    # Cloned: two names of one tensor (a tied head) are two tensors on disk.
+    whole = {key: tensor.detach().to("cpu", torch.float32).clone() for key, tensor in tensors.items()}
+    for key, tensor in whole.items():
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(f"{key} is not finite; the adapter is not written")
+    (folder / WEIGHTS).write_bytes(save(whole, metadata={"format": "pt"}))
+
+
+def read_files(folder: AdapterFolder) -> dict[str, Tensor]:
+    """The tensors of an adapter by their names on disk. Raises ModelError if they cannot be read."""
+    try:
+        return load_file(folder.path / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{folder.path / WEIGHTS}: cannot be read: {error}") from None
+
+
+def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
+    """Puts the adapter of a folder into the set, active above the others.
+
+    Raises ModelError for tensors that are missing, unknown, or of another shape: the adapter of another base.
+    """
+    where = str(folder.path / WEIGHTS)
+    tensors = read_files(folder)
+    section, values, used = FORMATS[folder.kind].from_peft(folder.values, tensors, adapters.sites, where)
+    whole = {key: tensor for key, tensor in tensors.items() if key not in used}
+    for key in [key for key in whole if key.endswith(".base_layer.weight")]:
+        _check_base(adapters, key, whole.pop(key), where)
+    more = _saved_modules(folder.values, whole, adapters, where)
+    section = section.model_copy(
+        update={key: value for key, value in more.items() if key in type(section).model_fields}
+    )
+    if any(_disk_parameter(key) == "model.embed_tokens.weight" for key in whole):
+        adapters.open_head()  # PEFT leaves a tied head at the base's embedding
+    adapters.add(name, section, given=True)
+    added = adapters.added[name]
+    for site, by_name in values.items():
+        parameters = dict(added.modules[site].named_parameters())
+        for key, value in by_name.items():
+            parameters[key].data.copy_(value)
+    by_disk = {adapters.disk_name(copy.name): copy for copy in added.copies}
+    for key, tensor in whole.items():
+        copy = by_disk[_disk_parameter(key)]
+        if copy.trained.shape != tensor.shape:
+            raise ModelError(f"{where}: {key} is {list(tensor.shape)}, this model needs {list(copy.trained.shape)}")
+        copy.trained.data.copy_(tensor)
+
+
+def _copies(adapters: AdapterSet, added: Added) -> tuple[list[str], dict[str, Tensor]]:
+    """Modules trained in full, by their names on disk, and their tensors; a tied head goes along with its embedding."""
+    modules: set[str] = set()
+    tensors: dict[str, Tensor] = {}
+    adapted = {site.disk_name for site in added.sites}
+    for copy in added.copies:
+        name = adapters.disk_name(copy.name)
+        module, _, attribute = name.rpartition(".")
+        saved = any(
+            module == one or module.endswith(f".{one}") for one in getattr(added.section, "modules_to_save", ())
+        )
+        if saved:
+            modules.add(module)
+            tensors[f"{PREFIX}{name}"] = copy.trained
+            if copy.name == "embed_tokens.weight" and adapters.tied:
+                modules.add("lm_head")
+                tensors[f"{PREFIX}lm_head.weight"] = copy.trained
+        else:  # a bias of the base
+            inside = f"{module}.base_layer.{attribute}" if module in adapted else name
+            tensors[f"{PREFIX}{inside}"] = copy.trained
+    return sorted(modules), tensors
+
+
+def _check_base(adapters: AdapterSet, key: str, tensor: Tensor, where: str) -> None:
+    """PEFT writes the whole embedding beside an adapter of it; here it must be the one that the model has."""
+    name = _disk_parameter(key)
+    own = {adapters.disk_name(one): parameter for one, parameter in adapters.base_parameters().items()}
+    base = own.get(name, own["model.embed_tokens.weight"] if name == "lm_head.weight" else None)
+    if base is None or base.shape != tensor.shape or not torch.allclose(base.float(), tensor.float(), atol=1e-6):
+        raise ModelError(
+            f"{where}: {key} is not the base's own {name}: the vocabulary was changed while it was trained. "
+            "Save that base as a model folder and name it as model.path"
+        )
+
+
+def _disk_parameter(key: str) -> str:
+    return key.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
+def _saved_modules(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], adapters: AdapterSet, where: str
+) -> dict[str, Any]:
+    """`modules_to_save` and `bias` that explain the tensors that belong to the base."""
+    known = {adapters.disk_name(name) for name in adapters.base_parameters()}
+    if "lm_head.weight" in {_disk_parameter(key) for key in tensors}:
+        known.add("lm_head.weight")
+    for key in tensors:
+        if _disk_parameter(key) not in known:
+            raise ModelError(f"{where}: {key} is no tensor of this model: the adapter is of another base")
+    bias = {"none": "none", "all": "all", "lora_only": "adapted"}.get(str(values.get("bias", "none")), "none")
+    named = values.get("modules_to_save") or []
+    owners = {_disk_parameter(key).rpartition(".")[0] for key in tensors}
+    saved = sorted(owner for owner in owners if any(owner.endswith(one) for one in named))  # as PEFT matches them
+    return {"modules_to_save": saved, "bias": bias}

@@ -1,0 +1,245 @@
+"""From an adapter's section of the recipe to its modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from danlu.adapters import bottleneck, prefix, prompt
+from danlu.adapters.disk import DiskLayer, disk_layers
+from danlu.adapters.dropout import Dropout, Noise
+from danlu.adapters.ia3 import Ia3
+from danlu.adapters.lora import EmbeddingLowRank, LowRank
+from danlu.adapters.mora import Mora, square_width
+from danlu.adapters.targets import by_pattern, select
+from danlu.adapters.vera import Projection, Vera, widest
+from danlu.errors import RecipeError
+from danlu.recipe import sections
+from danlu.types import Site
+
+
+@dataclass(frozen=True)
+class Making:
+    """What making an adapter takes beside its section."""
+
+    draw: Callable[[str], torch.Generator]  # a CPU generator for a name: first values depend on (seed, name) alone
+    noise: Noise
+    device: torch.device
+    encode: Callable[[str], Sequence[int]] | None = None  # text to tokens, where there is a tokenizer
+
+
+def targets_of(section: Any) -> list[str]:
+    """What a section says of the sites it sits on; prompts and prefixes sit on the embedding, bottlenecks on none."""
+    match section:
+        case sections.Prompt() | sections.Prefix():
+            return ["embed_tokens"]
+        case sections.Bottleneck():
+            return []
+    targets: list[str] = section.targets
+    return targets
+
+
+def make(
+    chosen: Sequence[Site], section: Any, name: str, making: Making, *, every: Sequence[Site], first_virtual: int
+) -> dict[str, nn.Module]:
+    """The modules of an adapter with their first values: by site, or by slot (`layers.0.after_mlp`) where it is none.
+
+    Args:
+        chosen: the sites that the section's targets name; `every` one of the model.
+        first_virtual: the first id that no other adapter's virtual tokens have.
+
+    Raises RecipeError for settings that do not fit a layer.
+    """
+    match section:
+        case sections.LowRank():
+            return {site.name: low_rank(site, section, name, making) for site in chosen}
+        case sections.Vera():
+            return vera(_chosen_layers(chosen, section, every), section, name, making)
+        case sections.Mora():
+            return {
+                site.name: mora(site, section, name, making)
+                for layer, parts in _chosen_layers(chosen, section, every)
+                for site in parts
+            }
+        case sections.Ia3():
+            of_inputs = {site.name for site in select(every, section.feedforward, key="adapter.feedforward")}
+            return ia3(_chosen_layers(chosen, section, every), of_inputs, making)
+        case sections.Bottleneck():
+            return bottlenecks(section, name, making, every)
+        case sections.Prompt():
+            return {site.name: soft_prompt(site, section, name, making, first_virtual) for site in chosen}
+        case sections.Prefix():
+            return prefixes(chosen[0], section, name, making, every, first_virtual)
+    raise AssertionError(f"no adapter is known for {type(section).__name__}")
+
+
+def low_rank(site: Site, section: sections.LowRank, name: str, making: Making) -> nn.Module:
+    """LoRA or DoRA for one site, with its first values drawn."""
+    rank = by_pattern(site, section.rank_pattern, section.rank)
+    scale = scale_of(site, section, rank)
+    generator = making.draw(f"{site.name}.{name}.lora_A")
+    dora = section.kind == "dora"
+    if site.group == "embedding":
+        if dora or section.init not in ("default", "gaussian"):
+            what = "dora" if dora else f"init: {section.init}"
+            raise RecipeError(f"adapter.targets: {what} cannot sit on an embedding ({site.disk_name}). Use kind: lora")
+        embedding = EmbeddingLowRank(site.shape, rank, scale, device=making.device)
+        embedding.draw(generator)
+        return embedding
+    if site.group == "head" and section.dropout:
+        raise _no_dropout_on_the_head()
+    module = LowRank(
+        site.shape,
+        rank,
+        scale,
+        Dropout(section.dropout, f"{site.name}.{name}", making.noise),
+        magnitude=dora,
+        exact_norm=isinstance(section, sections.Dora) and section.exact_norm,
+        freeze_a=section.freeze_a,
+        device=making.device,
+    )
+    module.draw(generator, gaussian=section.init == "gaussian")
+    return module
+
+
+def check_rank(site: Site, section: sections.LowRank) -> None:
+    """Raises RecipeError for a rank that no matrix of the site's shape has."""
+    rank = by_pattern(site, section.rank_pattern, section.rank)
+    if rank > min(site.shape):
+        raise RecipeError(
+            f"adapter.rank: {rank} is above {min(site.shape)}, the smaller side of {site.disk_name} "
+            f"[{site.shape[0]}, {site.shape[1]}]: no matrix has a higher rank. Use at most {min(site.shape)}"
+        )
+
+
+def scale_of(site: Site, section: sections.LowRank, rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
+    alpha = by_pattern(site, section.alpha_pattern, section.alpha)
+    return alpha / (rank if section.scaling == "standard" else math.sqrt(rank))
+
+
+ChosenLayers = list[tuple[DiskLayer, list[Site]]]
+"""Layers as Hugging Face folders have them, each with those of its parts that are chosen."""
+
+
+def _chosen_layers(chosen: Sequence[Site], section: Any, every: Sequence[Site]) -> ChosenLayers:
+    """The layers of chosen sites. Raises RecipeError for sites that only low-rank adapters can sit on."""
+    for site in chosen:
+        if site.group == "embedding":
+            raise RecipeError(
+                f"adapter.targets: {section.kind} cannot sit on an embedding ({site.disk_name}). Use kind: lora"
+            )
+        if site.group == "head" and getattr(section, "dropout", 0.0) > 0:
+            raise _no_dropout_on_the_head()
+    names = {site.name for site in chosen}
+    layers = [(layer, [site for site in layer.parts if site.name in names]) for layer in disk_layers(every)]
+    return [(layer, parts) for layer, parts in layers if parts]
+
+
+def _no_dropout_on_the_head() -> RecipeError:
+    return RecipeError(
+        "adapter.dropout: the head is multiplied together with its loss and has no dropout. "
+        "Leave lm_head out of adapter.targets (adapter.modules_to_save trains it in full), or set dropout: 0"
+    )
+
+
+def vera(layers: ChosenLayers, section: sections.Vera, name: str, making: Making) -> dict[str, nn.Module]:
+    """VeRA for all its sites, which share their matrices."""
+    shape = widest([layer for layer, _ in layers])
+    projection = Projection(section.rank, shape, seed=section.projection_seed, device=making.device)
+    modules: dict[str, nn.Module] = {}
+    for layer, parts in layers:
+        lambda_d: nn.Parameter | None = None
+        for site, rows in layer.rows():
+            if site not in parts:
+                continue
+            dropout = Dropout(section.dropout, f"{site.name}.{name}", making.noise)
+            module = Vera(projection, rows, site.shape[1], dropout, initial_d=section.initial_d, lambda_d=lambda_d)
+            modules[site.name], lambda_d = module, module.vera_lambda_d
+    return modules
+
+
+def mora(site: Site, section: sections.Mora, name: str, making: Making) -> nn.Module:
+    """MoRA for one site."""
+    width = square_width(site.shape, section.rank, section.form)
+    inputs = site.shape[1]
+    if not 1 <= width <= inputs:
+        raise RecipeError(
+            f"adapter.rank: {section.rank} makes a square of width {width} of {site.disk_name} "
+            f"[{site.shape[0]}, {inputs}], which has {inputs} inputs. Use at most {inputs**2 // sum(site.shape)}"
+        )
+    dropout = Dropout(section.dropout, f"{site.name}.{name}", making.noise)
+    return Mora(site.shape, width, section.form, dropout, device=making.device)
+
+
+def ia3(layers: ChosenLayers, of_inputs: set[str], making: Making) -> dict[str, nn.Module]:
+    """(IA)^3 for all its sites; those of `of_inputs` rescale what goes into a layer."""
+    modules: dict[str, nn.Module] = {}
+    for layer, parts in layers:
+        inside = [site for site in parts if site.name in of_inputs]
+        if inside and len(inside) < len(layer.parts):
+            raise RecipeError(
+                f"adapter.feedforward: {layer.name} is one layer in Hugging Face folders, so its parts have the same "
+                f"inputs: name {' and '.join(site.name for site in layer.parts)} in adapter.targets and in "
+                "adapter.feedforward, or none of them in adapter.feedforward"
+            )
+        vector: nn.Parameter | None = None
+        for site in parts:
+            module = Ia3(site.shape, of_inputs=bool(inside), vector=vector, device=making.device)
+            modules[site.name], vector = module, module.ia3_l if inside else None
+    return modules
+
+
+def bottlenecks(section: sections.Bottleneck, name: str, making: Making, every: Sequence[Site]) -> dict[str, nn.Module]:
+    """Bottleneck adapters by the slots they sit in."""
+    width = _embedding(every).shape[1]
+    modules: dict[str, nn.Module] = {}
+    for place in bottleneck.places(every, section.placement):
+        module = bottleneck.Bottleneck(width, section.width, section.activation, device=making.device)
+        module.draw(making.draw(f"{place}.{name}.down_weight"))
+        modules[place] = module
+    return modules
+
+
+def soft_prompt(site: Site, section: sections.Prompt, name: str, making: Making, first: int) -> nn.Module:
+    """A soft prompt, which waits for the weights to start from."""
+    words, width = site.shape
+    if section.text is None:
+        chosen: Sequence[int] = prompt.random_words(making.draw(f"{site.name}.{name}"), words, section.tokens)
+    elif making.encode is None:
+        raise RecipeError("adapter.text: this run has no tokenizer to read it with. Leave adapter.text out")
+    elif not (chosen := making.encode(section.text)):
+        raise RecipeError(f"adapter.text: {section.text!r} is not a single token. Give words, or leave it out")
+    return prompt.Prompt(first, section.tokens, width, site.module.multiplier, chosen, making.device)
+
+
+def prefixes(
+    site: Site, section: sections.Prefix, name: str, making: Making, every: Sequence[Site], first: int
+) -> dict[str, nn.Module]:
+    """A prefix: what the embedding notes, and keys and values by the slots they sit in."""
+    tokens = prefix.PrefixTokens(first, section.tokens, site.shape[1])
+    slots = prefix.slots(every)
+    projection = None
+    if section.projection is not None:
+        widest_layer = max(slots.values())
+        projection = prefix.Projection(section.tokens, widest_layer, section.projection, device=making.device)
+        projection.draw(_named(making, f"projection.{name}"))
+    modules: dict[str, nn.Module] = {site.name: tokens}
+    for slot, width in slots.items():
+        layer = prefix.LayerPrefix(tokens, width, projection, device=making.device)
+        layer.draw(_named(making, f"{slot}.{name}"))
+        modules[slot] = layer
+    return modules
+
+
+def _named(making: Making, place: str) -> Callable[[str], torch.Generator]:
+    return lambda parameter: making.draw(f"{place}.{parameter}")
+
+
+def _embedding(every: Sequence[Site]) -> Site:
+    return next(site for site in every if site.group == "embedding")

@@ -1,0 +1,38 @@
+"""Which kinds of adapter there are on disk, and who reads and writes each.
+
+Every kind offers the same two functions: `to_peft(section, modules, sites)` gives the values of adapter_config.json and
+the tensors, `from_peft(values, tensors, sites, where)` the section, the values of each module by where it sits, and the
+keys that they came from.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from danlu.adapters import bottleneck, ia3, mora, peft_low_rank, prefix, prompt, vera
+from danlu.recipe import sections
+
+FORMATS: dict[str, ModuleType] = {
+    "DANLU_BOTTLENECK": bottleneck,
+    "DANLU_MORA": mora,
+    "IA3": ia3,
+    "LORA": peft_low_rank,
+    "PREFIX_TUNING": prefix,
+    "PROMPT_TUNING": prompt,
+    "VERA": vera,
+}
+"""By peft_type."""
+_BY_SECTION: dict[type, ModuleType] = {
+    sections.Bottleneck: bottleneck,
+    sections.Ia3: ia3,
+    sections.Mora: mora,
+    sections.Prefix: prefix,
+    sections.Prompt: prompt,
+    sections.Vera: vera,
+}
+
+
+def format_of(section: Any) -> ModuleType:
+    """Who writes the adapter of a section."""
+    return peft_low_rank if isinstance(section, sections.LowRank) else _BY_SECTION[type(section)]

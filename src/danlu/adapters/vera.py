@@ -1,0 +1,206 @@
+"""VeRA: random matrices that all layers share, frozen, with a trained vector on each side (arXiv:2310.11454).
+
+T tokens · O, I outputs and inputs of a layer · r rank
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from danlu.adapters.adapter import Adapter, Dense
+from danlu.adapters.disk import DiskLayer, check_supported, disk_layers, take, whole
+from danlu.adapters.dropout import Dropout
+from danlu.adapters.peft_low_rank import PREFIX, target_modules
+from danlu.errors import ModelError
+from danlu.recipe import sections
+from danlu.types import LinearLayer, Remade, Site
+
+_A, _B = "base_model.vera_A", "base_model.vera_B"
+_HARMLESS: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "fan_in_fan_out": (False, None)}
+
+
+class Projection(nn.Module):
+    """The random matrices A [r, I] and B [O, r] of one adapter; I and O are those of its largest layers."""
+
+    def __init__(self, rank: int, shape: tuple[int, int], *, seed: int, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        outputs, inputs = shape
+        # Drawn as PEFT draws them, from one generator: A, then B, each uniform with variance 2 / columns (Kaiming).
+        generator = torch.Generator("cpu").manual_seed(seed)
+        self.vera_A = nn.Parameter(_kaiming(rank, inputs, generator).to(device), requires_grad=False)
+        self.vera_B = nn.Parameter(_kaiming(outputs, rank, generator).to(device), requires_grad=False)
+
+
+def widest(layers: Sequence[DiskLayer]) -> tuple[int, int]:
+    """Most outputs and most inputs of some layers: the size of the matrices that they share."""
+    shapes = [layer.shape for layer in layers]
+    return max(outputs for outputs, _ in shapes), max(inputs for _, inputs in shapes)
+
+
+def _kaiming(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(columns))
+    return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
+
+
+class Vera(Adapter):
+    """W x + b * B (d * A x), where A and B are cut out of the shared matrices.
+
+    Parameters: vera_lambda_d [r], vera_lambda_b [O]; the projection is frozen, and the same object in every layer.
+
+    Args:
+        rows: which rows of B; a part of a layer that Hugging Face folders keep fused has those of its own outputs.
+        lambda_d: that of the other parts of such a layer, which is one for PEFT.
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        rows: slice,
+        inputs: int,
+        dropout: Dropout,
+        *,
+        initial_d: float,
+        lambda_d: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        a, b = projection.vera_A, projection.vera_B
+        self.inputs = inputs
+        self.rows = rows
+        self.dropout = dropout
+        self.vera_lambda_d = nn.Parameter(a.new_full((len(a),), initial_d)) if lambda_d is None else lambda_d
+        self.vera_lambda_b = nn.Parameter(b.new_zeros(rows.stop - rows.start))
+        self.projection = projection
+
+    @property
+    def a(self) -> Tensor:  # [r, I]
+        return self.projection.vera_A[:, : self.inputs]
+
+    @property
+    def b(self) -> Tensor:  # [O, r]
+        return self.projection.vera_B[self.rows]
+
+    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor:
+        dropout = self.dropout if self.dropout.active else None
+        path: Tensor = _Path.apply(x, self.vera_lambda_d, self.vera_lambda_b, self.a, self.b, dropout)
+        return y + path
+
+    def applied(self, dense: Dense) -> Dense:
+        dtype = dense.weight.dtype
+        left = self.vera_lambda_b.to(dtype).unsqueeze(1) * self.b.to(dtype)
+        right = self.vera_lambda_d.to(dtype).unsqueeze(1) * self.a.to(dtype)
+        return Dense(dense.weight.addmm(left, right), dense.bias)
+
+
+class _Path(torch.autograd.Function):
+    """b * B (d * A x). Of activations only A x [T, r] is kept, and no copy of A or B in x's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, d: Tensor, b: Tensor, big_a: Tensor, big_b: Tensor, dropout: Dropout | None
+    ) -> Tensor:
+        u = F.linear(x if dropout is None else dropout(x), big_a.to(x.dtype))  # [T, r]
+        ctx.save_for_backward(u, d, b, big_a, big_b)
+        ctx.dropout = dropout
+        ctx.rows = None if dropout is None else dropout.noise.rows(x)
+        return F.linear(u * d.to(u.dtype), big_b.to(u.dtype)) * b.to(u.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        u, d, b, big_a, big_b = ctx.saved_tensors
+        wants_x, wants_d, wants_b = ctx.needs_input_grad[:3]
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        grad_x = grad_d = grad_b = None
+        if wants_b:  # the sum over tokens of grad * B z is the diagonal of (grad^T z) B^T
+            z = u * d.to(u.dtype)
+            grad_b = ((grad.t() @ z).to(b.dtype) * big_b.to(b.dtype)).sum(1)
+        if wants_d or wants_x:
+            grad_z = (grad * b.to(grad.dtype)) @ big_b.to(grad.dtype)  # [T, r]
+            grad_d = (grad_z * u).sum(0, dtype=wide).to(d.dtype) if wants_d else None
+            if wants_x:
+                grad_x = (grad_z * d.to(grad.dtype)) @ big_a.to(grad.dtype)
+                grad_x = grad_x if ctx.dropout is None else ctx.dropout(grad_x, ctx.rows)
+        return grad_x, grad_d, grad_b, None, None, None
+
+
+# ── in PEFT's words ──
+
+
+def to_peft(
+    section: sections.Vera, modules: Mapping[str, nn.Module], sites: Sequence[Site]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config values and tensors of an adapter: `modules` by site name, `sites` all of the model's."""
+    tensors: dict[str, Tensor] = {}
+    layers = disk_layers(sites)
+    chosen = [layer for layer in layers if any(site.name in modules for site in layer.parts)]
+    for layer in chosen:
+        lambda_b = torch.zeros(layer.shape[0])  # what a part without an adapter has
+        for site, rows in layer.rows():
+            if site.name in modules:
+                module = _vera(modules[site.name])
+                lambda_b[rows] = module.vera_lambda_b.detach().cpu()
+                tensors[f"{PREFIX}{layer.name}.vera_lambda_d"] = module.vera_lambda_d.detach()
+                if section.save_projection:
+                    tensors |= {_A: module.projection.vera_A.detach(), _B: module.projection.vera_B.detach()}
+        tensors[f"{PREFIX}{layer.name}.vera_lambda_b"] = lambda_b
+    values = {
+        "peft_type": "VERA",
+        "r": section.rank,
+        "target_modules": target_modules([layer.name for layer in chosen], [layer.name for layer in layers]),
+        "projection_prng_key": section.projection_seed,
+        "save_projection": section.save_projection,
+        "vera_dropout": section.dropout,
+        "d_initial": section.initial_d,
+        "fan_in_fan_out": False,
+        "bias": "none",
+    }
+    return values, tensors
+
+
+def from_peft(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], sites: Sequence[Site], where: str
+) -> tuple[sections.Vera, dict[str, dict[str, Tensor]], set[str]]:
+    """The section, the values of each site's module by name, and the keys of `tensors` that they came from.
+
+    Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
+    """
+    check_supported(values, _HARMLESS, where)
+    rank, saved = whole(values, "r", where), bool(values.get("save_projection", True))
+    layers = [layer for layer in disk_layers(sites) if f"{PREFIX}{layer.name}.vera_lambda_b" in tensors]
+    if not layers:
+        raise ModelError(f"{where}: holds no tensor of a VeRA adapter of this model")
+    by_site: dict[str, dict[str, Tensor]] = {}
+    used: set[str] = set()
+    for layer in layers:
+        keys = [f"{PREFIX}{layer.name}.{one}" for one in ("vera_lambda_d", "vera_lambda_b")]
+        used.update(keys)
+        lambda_d = take(tensors, keys[0], (rank,), where)
+        lambda_b = take(tensors, keys[1], (layer.shape[0],), where)
+        for site, rows in layer.rows():
+            by_site[site.name] = {"vera_lambda_d": lambda_d, "vera_lambda_b": lambda_b[rows]}
+    if saved:
+        outputs, inputs = widest(layers)
+        used |= {_A, _B}
+        by_site[layers[0].parts[0].name] |= {
+            "projection.vera_A": take(tensors, _A, (rank, inputs), where),
+            "projection.vera_B": take(tensors, _B, (outputs, rank), where),
+        }
+    section = sections.Vera(
+        rank=rank,
+        dropout=float(values.get("vera_dropout") or 0.0),
+        initial_d=float(values.get("d_initial", 0.1)),
+        projection_seed=int(values.get("projection_prng_key") or 0),
+        save_projection=saved,
+        targets=list(by_site),
+    )
+    return section, by_site, used
+
+
+def _vera(module: nn.Module) -> Vera:
+    assert isinstance(module, Vera)
+    return module

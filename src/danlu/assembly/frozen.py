@@ -1,0 +1,143 @@
+"""A frozen base with adapters: loaded weight by weight, each made small before the next one is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.dropout import Noise
+from danlu.adapters.making import Making
+from danlu.errors import ModelError
+from danlu.models.decoder import Decoder, Linear
+from danlu.models.families import FAMILIES
+from danlu.models.folder import CONFIG, read_config, read_json
+from danlu.models.initialize import named_generator
+from danlu.models.layout import disk_name
+from danlu.models.loading import load_into, skeleton
+from danlu.models.sites import adapter_sites
+from danlu.numerics.bitsandbytes_config import read_config as read_quantization
+from danlu.numerics.integers import IntegerWeight
+from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.product import PackedWeight
+from danlu.recipe import sections
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model and what sits in its slots."""
+
+    model: Decoder
+    adapters: AdapterSet
+
+
+def adapters_of(
+    model: Decoder,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    encode: Callable[[str], Sequence[int]] | None = None,
+    quantization: Any = None,
+) -> AdapterSet:
+    """An empty set of adapters for a decoder, which is frozen by it.
+
+    encode: text to tokens, for prompts that start from words. quantization: section of the base's, for LoftQ.
+    """
+    modules = FAMILIES[model.config.family].modules
+    making = Making(partial(named_generator, seed), Noise(seed), torch.device(device), encode)
+    rounded = None if quantization is None else partial(_rounded, quantization)
+    return AdapterSet(
+        model,
+        adapter_sites(model),
+        lambda name: disk_name(name, modules),
+        making,
+        open_head=model.open_head,
+        rounded=rounded,
+    )
+
+
+def load_frozen(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: Any = None,
+    seed: int = 0,
+    new: Mapping[str, Any] | None = None,
+    encode: Callable[[str], Sequence[int]] | None = None,
+    taken_up: Callable[[AdapterSet], None] | None = None,
+) -> Adapted:
+    """The model of a folder, frozen: matrices in `dtype` or packed, norms and biases in float32.
+
+    A matrix in the type of activations multiplies to the same bits as a float32 one, which is rounded to that type for
+    each product. Peak memory is the result plus one weight as it is stored.
+
+    Args:
+        quantization: section of the recipe for the linear layers (not the head); None keeps what is stored.
+        new: adapters to make, by name, with their sections; their start may come out of the weights.
+        taken_up: called once the new adapters have memory, to put in the values of an earlier run.
+    Raises ModelError as `models.loading.load` does, and for a folder that is quantized already.
+    """
+    config = read_config(folder)
+    stored = read_quantization(read_json(folder / CONFIG), str(folder / CONFIG))
+    if stored is not None and quantization is not None:
+        raise ModelError(
+            f"{folder}: is quantized already ({stored.kind}); quantizing it again would round twice. "
+            "Leave out `quantization`, or name the original model"
+        )
+    model = skeleton(config)
+    adapters = adapters_of(model, seed=seed, device=device, encode=encode, quantization=quantization)
+    for name, section in (new or {}).items():
+        adapters.add(name, section)
+    if taken_up is not None:
+        taken_up(adapters)
+    whole = adapters.trained_in_full()
+    linears = {site.name: site.module for site in adapters.sites if site.group in ("attention", "mlp")}
+
+    def take(parameter: str, value: Tensor) -> Tensor | None:
+        owner, _, attribute = parameter.rpartition(".")
+        if attribute == "weight" and value.ndim == 2:
+            value = adapters.prepare(owner, value)
+            if quantization is not None and owner in linears and parameter not in whole:
+                linear: Linear = linears[owner]
+                linear.store(pack(value, quantization, parameter))
+                return None
+        return value.to(torch.float32 if value.ndim < 2 or parameter in whole else dtype)
+
+    load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device))
+    adapters.ready()
+    return Adapted(model, adapters)
+
+
+def model_bytes(model: Decoder) -> int:
+    """What a model holds as it stands: weights, codes and adapters; a tied matrix counts once."""
+    return sum(parameter.nbytes for parameter in model.parameters()) + sum(one.nbytes for one in model.buffers())
+
+
+def pack(weight: Tensor, section: Any, name: str = "a matrix") -> PackedWeight:
+    """A matrix in the few bits that a section of the recipe says."""
+    if weight.dtype == torch.float64:
+        weight = weight.float()
+    match section:
+        case sections.Nf4() | sections.Fp4():
+            return FourBitWeight.pack(weight, kind=section.kind, block=section.block, double=section.double, where=name)
+        case sections.Int8() | sections.Int4():
+            return IntegerWeight.pack(weight, 8 if section.kind == "int8" else 4, group=section.group, where=name)
+    raise AssertionError(f"no packing is known for {type(section).__name__}")
+
+
+def _rounded(section: Any, weight: Tensor) -> Tensor:
+    return pack(weight, section).dense(torch.float32)
+
+
+def _unpack(
+    device: torch.device | str, name: str, tensors: Mapping[str, Tensor], where: str, rows: Sequence[int]
+) -> list[FourBitWeight]:
+    whole = FourBitWeight.from_tensors(name, tensors, where=where).to(device)
+    return [whole] if len(rows) == 1 else whole.split(rows, where=f"{where}: {name}")

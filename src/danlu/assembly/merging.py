@@ -1,0 +1,233 @@
+"""Adapters merged into their base and written as a whole model: parameter by parameter, each rounded once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.combine import Combination
+from danlu.adapters.description import AdapterFolder, stacked
+from danlu.assembly.base import Base, base_of, check_base
+from danlu.assembly.frozen import load_frozen
+from danlu.assembly.stacks import Stacks
+from danlu.data.tokenizer import tokenizer_folder
+from danlu.errors import DataError, ModelError, ResourceError
+from danlu.models.decoder import Decoder
+from danlu.models.initialize import named_generator
+from danlu.models.layout import disk_tensors
+from danlu.models.loading import stored_dtype, widest_dtype
+from danlu.models.saving import save
+
+_ROWS = 1 << 22
+"""Numbers looked at together when errors are measured."""
+
+
+@dataclass
+class Rounding:
+    """What the one rounding at the end does to each matrix: ||rounded - W|| / ||W||, Frobenius norms.
+
+    W is base and adapters in float32; of a base in 4 bits, what its codes stand for.
+    """
+
+    by_name: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> float:
+        return sum(self.by_name.values()) / len(self.by_name) if self.by_name else 0.0
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The matrix that loses most, and how much."""
+        return max(self.by_name.items(), key=lambda one: one[1], default=("", 0.0))
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was merged into what."""
+
+    base: Path
+    adapters: tuple[Path, ...]
+    packed: bool
+    """Whether the base was held in few bits."""
+    dtype: torch.dtype
+    rounding: Rounding
+
+
+def merge(
+    sources: Sequence[str | Path],
+    target: Path,
+    *,
+    into: str | Path | None = None,
+    force: bool = False,
+    dtype: torch.dtype | None = None,
+    combination: Combination | None = None,
+    quantization: Any = None,
+) -> Merged:
+    """Writes a base with adapters in it as a Hugging Face model folder.
+
+    Adapters that the sources were trained upon are merged with them. Memory: the base as it is stored, and a few times
+    its largest matrix in float32.
+
+    Args:
+        sources: adapter folders, or runs that ended with one, each with its change of the same base.
+        into: the base, if not the one they name; force: also another one than they were trained on.
+        dtype: in which weights are written; by default that of the base.
+        combination: how several become one; by default their sum.
+        quantization: section of a recipe; the base as it is after being packed and unpacked so, as QLoRA trains over.
+
+    Raises ModelError for what is no adapter, does not fit the base or is no change of weights, and ResourceError if
+    `target` holds anything.
+    """
+    check_free(target)
+    stacks = [stacked(source) for source in sources]
+    below = common_below(stacks)
+    base = base_of(stacks[0], into, "--into")
+    if not force:
+        for stack in stacks:
+            _check(stack, base, given=into is not None)
+    # In the widest stored type: what goes into the sum is what is stored.
+    adapted = load_frozen(base.folder, dtype=widest_dtype(base.folder), quantization=quantization)
+    opened = Stacks(adapted.adapters)
+    for stack in stacks:
+        opened.add(stack)
+    lowest = opened.add(below)
+    for number in range(lowest):
+        opened.use(number)
+        adapted.adapters.check_mergeable()
+    if combination is None and len(stacks) > 1:
+        combination = Combination((1.0,) * len(stacks))
+    value, unties = _values(opened, lowest, combination)
+    written = dtype or stored_dtype(base.folder)
+    written = torch.float32 if written == torch.float64 else written
+    rounding = Rounding()
+    config = adapted.model.config
+    save(
+        adapted.model,
+        target,
+        dtype=written,
+        tokenizer_from=words_of([*(folder.path for stack in stacks for folder in reversed(stack)), base.folder]),
+        generation_from=base.folder,
+        config=replace(config, tie_word_embeddings=False) if unties else config,
+        value=lambda name: _measured(name, value(name), written, rounding),
+    )
+    packed = any(getattr(site.module, "packed", None) is not None for site in adapted.adapters.sites)
+    return Merged(base.folder, tuple(stack[-1].path for stack in stacks), packed, written, rounding)
+
+
+def check_free(target: Path) -> None:
+    """Raises ResourceError if a folder would be written over something."""
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+        raise ResourceError(f"{target}: is there already. Choose an empty or new folder")
+
+
+def common_below(stacks: Sequence[Sequence[AdapterFolder]]) -> list[AdapterFolder]:
+    """What all sources were trained upon. Raises ModelError if it is not the same: their changes are of two bases."""
+    under = [[folder.path.resolve() for folder in stack[:-1]] for stack in stacks]
+    for stack, other in zip(stacks, under, strict=True):
+        if other != under[0]:
+            raise ModelError(
+                f"{stack[-1].path} was trained upon other adapters than {stacks[0][-1].path}: they change different "
+                "models. Merge each with those below it first"
+            )
+    return list(stacks[0][:-1])
+
+
+def words_of(folders: Sequence[Path]) -> Path | None:
+    """The first of the folders that has a tokenizer; None where none has."""
+    for folder in folders:
+        try:
+            return tokenizer_folder(str(folder))
+        except DataError:
+            continue
+    return None
+
+
+def _check(stack: Sequence[AdapterFolder], base: Base, *, given: bool) -> None:
+    """Raises ModelError for adapters that belong to another base, as far as they say."""
+    for folder in stack:
+        try:
+            check_base(folder, base)
+        except ModelError as error:
+            raise ModelError(f"{error}, or give --force to merge into this one all the same") from None
+        silent = folder.danlu.get("base_fingerprint") is None  # written by another tool
+        if silent and not given and folder.base not in (base.named, str(base.folder)):
+            raise ModelError(
+                f"{folder.path}: was trained on {folder.base}, the first adapter on {base.named}. If that is the same "
+                "model, name it with --into"
+            )
+
+
+def _values(opened: Stacks, lowest: int, combination: Combination | None) -> tuple[Callable[[str], Tensor], bool]:
+    """Parameter -> its merged value, float32; and whether a tied head needs a matrix of its own by it."""
+    adapters = opened.adapters
+    sources = range(lowest)
+    if combination is None:
+        opened.use(0)
+        return adapters.merged, adapters.unties_head()
+    unties = False
+    for number in sources:
+        opened.use(number)
+        unties = adapters.unties_head() or unties
+    return _Combining(opened, lowest, combination).value, unties
+
+
+class _Combining:
+    """Gives the parameters of a base with several changes made one."""
+
+    def __init__(self, opened: Stacks, lowest: int, combination: Combination) -> None:
+        self._opened, self._lowest, self._combination = opened, lowest, combination
+        self._touched = _touched(opened.adapters)
+        self._made: dict[str, Tensor] = {}  # parts of the tensor at hand that are still to be asked for
+        model = opened.adapters.model
+        assert isinstance(model, Decoder)
+        self._parts = {part: tensor.parts for tensor in disk_tensors(model.config) for part in tensor.parts}
+
+    def value(self, name: str) -> Tensor:
+        """A parameter, float32."""
+        if name not in self._made:
+            self._made = self._together(self._parts.get(name, (name,)))
+        return self._made.pop(name)
+
+    def _together(self, parts: Sequence[str]) -> dict[str, Tensor]:
+        """What Hugging Face folders keep as one tensor is thinned as one, as other tools do."""
+        adapters, combination = self._opened.adapters, self._combination
+        self._opened.use(self._lowest)
+        starts = [adapters.merged(part) for part in parts]
+        if not self._touched & set(parts):
+            return dict(zip(parts, starts, strict=True))
+        changes = []
+        for number in range(self._lowest):
+            self._opened.use(number)
+            changes.append(torch.cat([adapters.merged(part) - at for part, at in zip(parts, starts, strict=True)]))
+        name = adapters.disk_name(parts[0])
+        change = combination.of(changes, lambda n: named_generator(combination.seed, f"{name}.{n}"))
+        made = change.split([len(start) for start in starts])
+        return {part: start + one for part, start, one in zip(parts, starts, made, strict=True)}
+
+
+def _touched(adapters: AdapterSet) -> set[str]:
+    """Names of parameters that some adapter changes."""
+    names = set(adapters.trained_in_full())
+    for added in adapters.added.values():
+        names |= {f"{site.name}.{attribute}" for site in added.sites for attribute in ("weight", "bias")}
+    if adapters.tied and "embed_tokens.weight" in names:
+        names.add("lm_head.weight")
+    return names
+
+
+def _measured(name: str, value: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
+    """The value itself; what rounding it to `dtype` will do is noted."""
+    if value.ndim == 2 and dtype != value.dtype:
+        lost = whole = 0.0
+        for piece in value.detach().reshape(-1).split(_ROWS):
+            lost += float((piece.to(dtype).to(piece.dtype) - piece).square().sum(dtype=torch.float64))
+            whole += float(piece.square().sum(dtype=torch.float64))
+        rounding.by_name[name] = (lost / whole) ** 0.5 if whole else 0.0
+    return value

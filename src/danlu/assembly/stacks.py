@@ -1,0 +1,50 @@
+"""Adapters one upon the other, put into a model: several stacks, of which one is active, or none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.description import AdapterFolder
+from danlu.adapters.folder import add_adapter, open_adapter
+
+
+class Stacks:
+    """The stacks of one set of adapters. An adapter that lies in several is there once."""
+
+    def __init__(self, adapters: AdapterSet) -> None:
+        self.adapters = adapters
+        self.names: list[tuple[str, ...]] = []
+        """For each stack the names of its adapters in the set, lowest first."""
+        self._opened: dict[Path, str] = {}
+
+    def add(self, folders: Sequence[AdapterFolder]) -> int:
+        """One more stack, lowest first; its number. None is active afterwards.
+
+        Raises ModelError for what does not fit the base.
+        """
+        names = []
+        for folder in folders:
+            path = folder.path.resolve()
+            if path not in self._opened:
+                name = f"{len(self._opened)}-{_word(path)}"
+                # With none active: copies of the base's parameters must not be made of another adapter's copies.
+                self.adapters.activate()
+                add_adapter(self.adapters, name, open_adapter(folder.path))
+                self._opened[path] = name
+            names.append(self._opened[path])
+        self.adapters.activate()
+        self.names.append(tuple(names))
+        return len(self.names) - 1
+
+    def use(self, number: int | None) -> None:
+        """Makes one of the stacks active; None leaves the base. Raises ModelError for an order without a meaning."""
+        self.adapters.activate(*(() if number is None else self.names[number]))
+
+
+def _word(path: Path) -> str:
+    """What a folder is called, in characters that a module's name may have."""
+    named = path.parent if path.name == "adapter" else path
+    return re.sub(r"\W", "-", named.name)

@@ -1,0 +1,134 @@
+"""The model of a recipe that has adapters: which base, what lies below, what is trained; and its result as a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.description import CONFIG, AdapterFolder, resolve_adapter, stacked
+from danlu.adapters.folder import add_adapter, open_adapter, write_adapter
+from danlu.assembly.base import Base, check_base, find_base
+from danlu.assembly.frozen import Adapted, adapters_of, load_frozen
+from danlu.assembly.stacks import Stacks
+from danlu.errors import ModelError
+from danlu.models.decoder import Decoder
+from danlu.models.loading import load
+from danlu.models.saving import copy_words, fresh_folder, write_template
+from danlu.recipe import sections
+
+TRAINED = "default"
+"""What the adapter that is trained is called, as in PEFT."""
+
+
+def adapted_model(
+    model: sections.Model,
+    adapter: sections.AdapterSection,
+    quantization: sections.QuantizationSection | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    encode: Callable[[str], Sequence[int]] | None,
+    taken_up: Mapping[str, Tensor] | None,
+) -> tuple[Adapted, Base]:
+    """A frozen base with the adapters of `model.adapters` below and the one that is trained on top, or with
+    `adapter: continue` the last of them trained on.
+
+    taken_up: tensors of the adapter as an earlier run saved them, where this goes on.
+    Raises ModelError for folders that are no adapters or belong to another base.
+    """
+    assert model.path is not None, "the recipe's rules ask for a base"
+    base = find_base(model.path)
+    below = _open(model.adapters, base)
+    continued = _last(below, model.adapters) if isinstance(adapter, sections.Continue) else None
+
+    def take_up(adapters: AdapterSet) -> None:
+        if taken_up is not None and continued is None:
+            adapters.take_up(TRAINED, taken_up)
+
+    adapted = load_frozen(
+        base.folder,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        seed=seed,
+        new={} if continued is not None else {TRAINED: adapter},
+        encode=encode,
+        taken_up=take_up,
+    )
+    adapters = adapted.adapters
+    stacks = Stacks(adapters)
+    stacks.use(stacks.add(below))
+    if continued is not None:
+        add_adapter(adapters, TRAINED, continued)
+    else:
+        adapters.activate(*adapters.active, TRAINED)
+    adapters.train_only(TRAINED)
+    return adapted, base
+
+
+def merged_model(model: sections.Model, *, device: torch.device) -> Decoder:
+    """A base in float32 with the adapters of `model.adapters` merged into it, to be trained as a whole."""
+    assert model.path is not None, "the recipe's rules ask for a base"
+    base = find_base(model.path)
+    folders = _open(model.adapters, base)
+    decoder = load(base.folder, device=device)
+    adapters = adapters_of(decoder, device=device)
+    stacks = Stacks(adapters)
+    stacks.use(stacks.add(folders))
+    adapters.absorb()
+    return decoder
+
+
+def write_result(
+    adapters: AdapterSet,
+    base: Base,
+    target: Path,
+    *,
+    started_from: Sequence[str],
+    continued: bool,
+    tokenizer_from: Path,
+    chat_template: str | None,
+) -> None:
+    """The trained adapter as a PEFT folder with the words beside it; it appears whole or not at all.
+
+    started_from: `model.adapters`, upon which it was trained and which it needs; continued: all but the last.
+    """
+    below = _stack(started_from)
+    if continued:
+        _last(below, started_from)
+    needed = sum(4 * tensor.numel() for tensor in adapters.tensors(TRAINED).values())
+    with fresh_folder(target, 3 * needed, holds=CONFIG) as fresh:
+        paths = [str(folder.path.resolve()) for folder in below]
+        write_adapter(adapters, TRAINED, fresh, base=base.named, base_fingerprint=base.fingerprint, below=paths)
+        copy_words(tokenizer_from, fresh)
+        if chat_template is not None:
+            write_template(fresh, chat_template)
+
+
+def _open(paths: Sequence[str], base: Base) -> list[AdapterFolder]:
+    folders = [open_adapter(folder.path) for folder in _stack(paths)]
+    for folder in folders:
+        check_base(folder, base)
+    return folders
+
+
+def _stack(paths: Sequence[str]) -> list[AdapterFolder]:
+    """The adapters named, each with those that it was trained upon below it and none twice."""
+    found = {folder.path.resolve(): folder for path in paths for folder in stacked(path)}
+    return list(found.values())
+
+
+def _last(stack: list[AdapterFolder], paths: Sequence[str]) -> AdapterFolder:
+    """Takes the adapter named last off the stack. Raises ModelError if another named one was trained upon it."""
+    last = resolve_adapter(paths[-1])
+    if stack[-1].path.resolve() != last.resolve():
+        raise ModelError(
+            f"{last}: lies below {stack[-1].path}, which was trained upon it, and so cannot be trained on above it. "
+            "Name it alone in model.adapters"
+        )
+    return stack.pop()

@@ -1,0 +1,187 @@
+"""`danlu merge`: adapters into their base, or several into one."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from danlu.cli.generate import QUANTIZATIONS, quantization_section
+from danlu.errors import RecipeError
+
+if TYPE_CHECKING:
+    from danlu.adapters.combine import Combination
+    from danlu.assembly.merging import Merged
+
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+METHODS = ("linear", "cat", "ties", "dare-linear", "dare-ties")
+MAJORITIES = ("total", "frequency")
+THINNING = ("ties", "dare-linear", "dare-ties")
+
+
+def merge(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="RUN_OR_ADAPTER...", help="Adapter folders, or runs that ended with one.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write the model; empty or new.")],
+    into: Annotated[str | None, typer.Option(help="The base, if not where the adapter says it was trained.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also into another base than it was trained on.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto (as the base), fp32, bf16 or fp16.")] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="Merge into the base as it is in few bits (nf4, ...), as it was trained over.")
+    ] = None,
+    as_adapter: Annotated[
+        bool, typer.Option("--as-adapter", help="Write one LoRA folder from several instead of a whole model.")
+    ] = False,
+    method: Annotated[
+        str | None,
+        typer.Option(help="How several become one: linear, cat, ties, dare-linear, dare-ties. Default: their sum."),
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="What each is multiplied by: 0.7,0.3. Default: 1 each.")] = None,
+    density: Annotated[
+        float | None, typer.Option(help="Share of each that ties and dare keep; the TIES paper has 0.2.")
+    ] = None,
+    majority: Annotated[
+        str, typer.Option(help="How ties elects a sign: total (the larger sum) or frequency (the more adapters).")
+    ] = "total",
+    seed: Annotated[int, typer.Option(help="Of what dare drops.")] = 0,
+    rank: Annotated[
+        int | None, typer.Option(min=1, help="With --as-adapter, of what ties and dare leave. Default: the ranks' sum.")
+    ] = None,
+) -> None:
+    """Merge an adapter into its base: a model folder that costs nothing extra to run. Also several, with weights.
+
+    It is computed in float32 and rounded once. A base in 4 bits is written in full, and the error of it all is said.
+    """
+    chosen = method or ("cat" if as_adapter else "linear")
+    strengths = check(len(sources), chosen, weights, density, majority, dtype, quantization)
+    if as_adapter and (len(sources) == 1 or into or force or quantization or dtype != "auto"):
+        raise RecipeError(
+            "--as-adapter makes one adapter of several, without a base: give two or more, and leave out --into, "
+            "--force, --dtype and --quantization"
+        )
+    # torch and pydantic: for this verb, not for its --help.
+    from danlu.adapters.combine import Combination
+
+    plain = len(sources) == 1 and strengths == (1.0,) and chosen in ("linear", "cat")
+    combination = Combination(strengths, chosen, density or 1.0, majority, seed)  # type: ignore[arg-type]
+    if as_adapter:
+        write_adapter(sources, out, combination, rank)
+    else:
+        write_model(sources, out, None if plain else combination, into, force, dtype, quantization)
+
+
+def write_model(
+    sources: list[str],
+    out: Path,
+    combination: Combination | None,
+    into: str | None,
+    force: bool,
+    dtype: str,
+    quantization: str | None,
+) -> None:
+    """Merges into a base and says what became of it."""
+    import torch
+
+    from danlu.assembly import merging
+
+    types = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    merged = merging.merge(
+        sources,
+        out,
+        into=into,
+        force=force,
+        dtype=types[dtype],
+        combination=combination,
+        quantization=quantization_section(quantization),
+    )
+    how = "" if combination is None else f" ({told(combination)})"
+    say(f"{', '.join(map(str, merged.adapters))}{how} merged into {merged.base}")
+    for line in rounding_lines(merged):
+        say(line)
+    say(f"model in {out}: try `danlu generate {out} --prompt ...` or `danlu chat {out}`")
+
+
+def rounding_lines(merged: Merged) -> list[str]:
+    """What the written weights are, and what rounding them did."""
+    name = str(merged.dtype).removeprefix("torch.")
+    lines = []
+    if merged.packed:
+        lines.append("the base is in few bits: merged into what they stand for, and written in full")
+    if not merged.rounding.by_name:
+        return [*lines, f"written in {name}, as it was computed: nothing was rounded"]
+    worst, most = merged.rounding.worst
+    return [
+        *lines,
+        f"written in {name}: against base and adapters unmerged, the matrices differ by {merged.rounding.mean:.2%} on "
+        f"average, at most by {most:.2%} ({worst}); ||difference|| / ||matrix||, Frobenius norms",
+    ]
+
+
+def write_adapter(sources: list[str], out: Path, combination: Combination, rank: int | None) -> None:
+    """Makes one adapter and says how near it is to what was asked for."""
+    from danlu.assembly import combining
+
+    combined = combining.combine(sources, out, combination, rank=rank)
+    say(f"{', '.join(map(str, combined.adapters))} ({told(combination)}) in one adapter")
+    if combined.errors:
+        worst, most = combined.worst
+        say(
+            f"it differs from the combined changes by {combined.mean:.2%} on average, at most by {most:.2%} ({worst}); "
+            "||difference|| / ||change||, Frobenius norms. Merging into the base has no such error"
+            + (", nor has --method cat" if combination.method == "linear" else "")
+        )
+    say(f"adapter in {out}: try `danlu chat {out}` or `danlu merge {out} MODEL_FOLDER`")
+
+
+def check(
+    sources: int,
+    method: str,
+    weights: str | None,
+    density: float | None,
+    majority: str,
+    dtype: str,
+    quantization: str | None,
+) -> tuple[float, ...]:
+    """The weights. Raises RecipeError with everything that is wrong, before anything is loaded."""
+    problems = []
+    strengths = (1.0,) * sources
+    if weights is not None:
+        try:
+            strengths = tuple(float(one) for one in weights.split(","))
+        except ValueError:
+            problems.append(f"--weights: {weights!r} are no numbers; give one for each adapter, as 0.7,0.3")
+        if not all(math.isfinite(one) for one in strengths):
+            problems.append(f"--weights: {weights!r} are not all finite")
+        elif len(strengths) != sources:
+            problems.append(f"--weights: {len(strengths)} are given for {sources} adapters")
+    for option, value, known in (
+        ("method", method, METHODS),
+        ("majority", majority, MAJORITIES),
+        ("dtype", dtype, DTYPES),
+        ("quantization", quantization, (None, *QUANTIZATIONS)),
+    ):
+        if value not in known:
+            problems.append(f"--{option}: {value!r} is unknown; use {', '.join(one for one in known if one)}")
+    if density is not None and not 0 < density <= 1:
+        problems.append(f"--density: {density} is out of range; it must be above 0 and at most 1")
+    if (density is None) == (method in THINNING):
+        said = "needs one, the share of each change that is kept, such as 0.2" if density is None else "keeps all"
+        problems.append(f"--density: --method {method} {said}")
+    if problems:
+        raise RecipeError(problems)
+    return strengths
+
+
+def told(combination: Combination) -> str:
+    """`ties, weights 0.7 and 0.3, density 0.2`."""
+    weights = " and ".join(f"{one:g}" for one in combination.weights)
+    kept = f", density {combination.density:g}" if combination.method in THINNING else ""
+    return f"{combination.method}, weights {weights}{kept}"
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr)

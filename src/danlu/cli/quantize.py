@@ -1,0 +1,59 @@
+"""`danlu quantize`: a model in 4 bits, as a folder that transformers and vLLM load too."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from danlu.errors import RecipeError
+
+KINDS = ("nf4", "fp4")
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a finished run, or a hub id.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write it; empty or new.")],
+    kind: Annotated[str, typer.Option(help="nf4 (for weights, which are near normal) or fp4.")] = "nf4",
+    double: Annotated[
+        bool, typer.Option("--double/--no-double", help="Quantize the scales too: 4.13 bits instead of 4.5.")
+    ] = True,
+    dtype: Annotated[
+        str, typer.Option(help="Of what is not packed, and of products: auto, fp32, bf16, fp16.")
+    ] = "auto",
+) -> None:
+    """Write a model in 4 bits: linear layers packed as bitsandbytes does, embedding, head and norms as they are.
+
+    The folder is a model for danlu, and for transformers with bitsandbytes. One weight is in memory at a time.
+    """
+    problems = [f"--kind: {kind!r} is unknown; use nf4 or fp4"] if kind not in KINDS else []
+    problems += [f"--dtype: {dtype!r} is unknown; use {', '.join(DTYPES)}"] if dtype not in DTYPES else []
+    if problems:
+        raise RecipeError(problems)
+    # Mistakes are told without torch, which takes a second to import.
+    from danlu.models.folder import read_config, resolve_folder
+
+    folder = resolve_folder(model)
+    read_config(folder)
+    import torch
+
+    from danlu.assembly import quantizing
+    from danlu.recipe import sections
+    from danlu.train.progress import RowProgress
+    from danlu.train.units import format_bytes
+
+    types = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    section = sections.Nf4(double=double) if kind == "nf4" else sections.Fp4(double=double)
+    with closing(RowProgress(sys.stderr, doing="quantizing", units="tensors")) as progress:
+        shown = progress if sys.stderr.isatty() else None
+        written = quantizing.quantize(folder, out, section, dtype=types[dtype], progress=shown)
+    print(
+        f"{folder} in {kind}: {written.packed:,} of {written.parameters:,} parameters packed to "
+        f"{written.bits:.3f} bits each, {format_bytes(written.bytes)} in all\n"
+        f"model in {out}: try `danlu eval {out} --data FILE` or `danlu chat {out}`",
+        file=sys.stderr,
+    )

@@ -1,0 +1,100 @@
+"""`quantization_config` in a Hugging Face config.json, for folders in bitsandbytes' 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from danlu.errors import ModelError
+from danlu.numerics.codebooks import KINDS, Kind
+
+_ADVICE = "danlu reads bitsandbytes' nf4 and fp4; use a model in one of them, or the one before quantization."
+
+
+@dataclass(frozen=True)
+class FourBitConfig:
+    """What a folder says of its 4-bit weights; what each weight says of itself counts where they differ."""
+
+    kind: Kind
+    double: bool
+    dtype: torch.dtype  # in which products were meant to be made
+    skip: tuple[str, ...] | None  # modules left as they were; None: transformers' choice, the head
+
+
+def config_values(kind: Kind, *, double: bool, dtype: torch.dtype, skip: Sequence[str] | None = None) -> dict[str, Any]:
+    """The `quantization_config` of a folder of such weights, as transformers writes it.
+
+    dtype: of the products of a transformers model. skip: modules that are not packed.
+    """
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": kind,
+        "bnb_4bit_use_double_quant": double,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": None if skip is None else list(skip),
+        # Settings of the 8-bit method that transformers writes into every such folder; they change nothing in 4 bits.
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_threshold": 6.0,
+    }
+
+
+def read_config(config: Mapping[str, Any], where: str) -> FourBitConfig | None:
+    """From the values of a config.json, whether its weights are in 4 bits; None if they are not quantized.
+
+    Raises:
+        ModelError: they are quantized in a way that danlu does not read, or the values make no sense.
+    """
+    values = config.get("quantization_config")
+    if values is None:
+        return None
+    if not isinstance(values, Mapping):
+        raise ModelError(f"{where}: quantization_config is {values!r}, not an object.")
+    four, eight = (_flag(values, f"load_in_{bits}bit", where) for bits in (4, 8))
+    # Before it named its methods, transformers wrote bitsandbytes' settings alone.
+    method = values.get("quant_method", "bitsandbytes" if four or eight else None)
+    if method != "bitsandbytes":
+        raise ModelError(f"{where}: the weights are quantized with {method!r}. {_ADVICE}")
+    if eight:
+        raise ModelError(f"{where}: the weights are quantized to 8 bits (LLM.int8). {_ADVICE}")
+    if not four:
+        raise ModelError(f"{where}: quantization_config asks for neither 4 nor 8 bits.")
+    kind = values.get("bnb_4bit_quant_type", "fp4")
+    if kind not in KINDS:
+        raise ModelError(f"{where}: bnb_4bit_quant_type is {kind!r}. {_ADVICE}")
+    return FourBitConfig(
+        kind=kind,
+        double=_flag(values, "bnb_4bit_use_double_quant", where),
+        dtype=_dtype(values.get("bnb_4bit_compute_dtype") or "float32", where),
+        skip=_skip(values.get("llm_int8_skip_modules"), where),
+    )
+
+
+def _flag(values: Mapping[str, Any], key: str, where: str) -> bool:
+    flag = values.get(key, False)
+    if not isinstance(flag, bool):
+        raise ModelError(f"{where}: {key} is {flag!r}, not true or false.")
+    return flag
+
+
+def _dtype(name: Any, where: str) -> torch.dtype:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ModelError(f"{where}: bnb_4bit_compute_dtype is {name!r}, not a type such as 'bfloat16'.")
+    return dtype
+
+
+def _skip(names: Any, where: str) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ModelError(f"{where}: llm_int8_skip_modules is {names!r}, not a list of names.")
+    return tuple(names)

@@ -1,0 +1,188 @@
+"""A 4-bit matrix as bitsandbytes and transformers lay it out in safetensors files.
+
+Beside the codes, under the weight's own name, lie tensors whose names go on: `.absmax`, `.quant_map`, with double
+quantization `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or fp4): what is no tensor,
+as JSON in bytes.
+
+N numbers · B blocks
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from danlu.errors import ModelError
+from danlu.numerics.codebooks import KINDS, Kind, codebook
+from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, Nested, Packed
+
+STATE = ".quant_state.bitsandbytes__"
+SUFFIXES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *(f"{STATE}{kind}" for kind in KINDS))
+"""What follows a packed weight's name in the names of its other tensors."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# bitsandbytes unpacks by codebooks of its own, whatever is in the file: older versions wrote fewer digits.
+_CODEBOOK_TOLERANCE = 1e-3
+
+
+def packed_weight(name: str) -> str | None:
+    """The packed weight that a tensor on disk is a constant of; None for every other tensor, the codes among them."""
+    known = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+    if known is not None:
+        return name.removesuffix(known)
+    # Of a kind that danlu does not know, so that `read` can say so.
+    return name.partition(STATE)[0] if STATE in name else None
+
+
+def write(name: str, packed: Packed) -> dict[str, Tensor]:
+    """Every tensor of the weight `name`. Constants that weights share are copies: safetensors shares no memory."""
+    state: dict[str, Any] = {
+        "quant_type": packed.kind,
+        "blocksize": packed.block,
+        "dtype": str(packed.dtype).removeprefix("torch."),
+        "shape": packed.shape,
+    }
+    device = packed.codes.device
+    tensors = {
+        name: packed.codes,
+        f"{name}.quant_map": codebook(packed.kind, device).clone(),
+    }
+    if isinstance(packed.absmax, Tensor):
+        tensors[f"{name}.absmax"] = packed.absmax
+    else:
+        nested = packed.absmax
+        state |= {
+            "nested_blocksize": NESTED_BLOCK,
+            "nested_dtype": "float32",
+            "nested_offset": nested.offset.item(),
+        }
+        tensors[f"{name}.absmax"] = nested.codes
+        tensors[f"{name}.nested_absmax"] = nested.absmax
+        tensors[f"{name}.nested_quant_map"] = nested.values.clone()
+    text = bytearray(json.dumps(state).encode())
+    tensors[f"{name}{STATE}{packed.kind}"] = torch.frombuffer(text, dtype=torch.uint8)
+    return tensors
+
+
+def read(name: str, tensors: Mapping[str, Tensor], where: str) -> Packed:
+    """The weight `name` out of `tensors`; see `FourBitWeight.from_tensors`."""
+    return _Reader(name, tensors, where).packed()
+
+
+class _Reader:
+    """Takes a weight's tensors one by one and raises ModelError at the first that cannot be right."""
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], where: str) -> None:
+        self.name = name
+        self.tensors = tensors
+        self.where = where
+
+    def packed(self) -> Packed:
+        kind = self.kind()
+        state = self.state(kind)
+        block = self.one_of(state, "blocksize", BLOCKS)
+        shape = self.matrix_shape(state)
+        dtype = _DTYPES[self.one_of(state, "dtype", tuple(_DTYPES))]
+        count = math.prod(shape)
+        codes = self.codes(count)
+        values = self.tensor(".quant_map", torch.float32, 16)
+        if not torch.allclose(values, codebook(kind, values.device), rtol=0, atol=_CODEBOOK_TOLERANCE):
+            self.fail(f"{self.name}.quant_map does not hold {kind}'s 16 values")
+        blocks = -(-count // block)
+        if "nested_offset" in state or f"{self.name}.nested_absmax" in self.tensors:
+            absmax: Tensor | Nested = self.nested(state, blocks)
+        else:
+            absmax = self.tensor(".absmax", torch.float32, blocks)
+        return Packed(kind, block, shape, dtype, codes, absmax)
+
+    def kind(self) -> Kind:
+        found = [key.removeprefix(self.name + STATE) for key in self.tensors if key.startswith(self.name + STATE)]
+        if not found:
+            self.fail(f"{self.name}{STATE}nf4 (or fp4) is missing: what the codes of {self.name} mean")
+        if len(found) > 1:
+            self.fail(f"{self.name} has {len(found)} descriptions: {', '.join(sorted(found))}")
+        if found[0] not in KINDS:
+            raise ModelError(
+                f"{self.where}: {self.name} is quantized as {found[0]!r}. danlu reads nf4 and fp4; use a model in one "
+                "of them, or one that is not quantized."
+            )
+        return found[0]
+
+    def state(self, kind: Kind) -> dict[str, Any]:
+        key = f"{self.name}{STATE}{kind}"
+        stored = self.tensors[key]
+        if stored.dtype != torch.uint8:
+            self.fail(f"{key} holds {_name(stored.dtype)}, not bytes")
+        try:
+            state = json.loads(stored.cpu().contiguous().numpy().tobytes())
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
+            self.fail(f"{key} is no JSON ({error})")
+        if not isinstance(state, dict):
+            self.fail(f"{key} is no JSON object")
+        if state.get("quant_type") != kind:
+            self.fail(f"{key} says quant_type {state.get('quant_type')!r}")
+        return state
+
+    def matrix_shape(self, state: dict[str, Any]) -> tuple[int, int]:
+        shape = state.get("shape")
+        if not (isinstance(shape, list) and len(shape) == 2 and all(type(side) is int and side > 0 for side in shape)):
+            self.fail(f"{self.name} is described with the shape {shape!r}, not [outputs, inputs]")
+        return shape[0], shape[1]
+
+    def codes(self, count: int) -> Tensor:
+        if self.name not in self.tensors:
+            self.fail(f"{self.name} is missing")
+        # Some folders keep the bytes as numbers of another type (bnb_4bit_quant_storage), to be cut with other weights.
+        codes = self.tensors[self.name].contiguous().view(-1).view(torch.uint8)
+        if codes.numel() != (count + 1) // 2:
+            self.fail(f"{self.name} takes {codes.numel()} bytes, but {count} numbers take {(count + 1) // 2}")
+        return codes.unsqueeze(1)
+
+    def nested(self, state: dict[str, Any], blocks: int) -> Nested:
+        self.one_of(state, "nested_blocksize", (NESTED_BLOCK,))
+        self.one_of(state, "nested_dtype", ("float32",))
+        offset = state.get("nested_offset")
+        if not (isinstance(offset, float) and abs(offset) <= torch.finfo(torch.float32).max):
+            self.fail(f"{self.name} is described with the nested_offset {offset!r}, not a float32 number")
+        codes = self.tensor(".absmax", torch.uint8, blocks)
+        absmax = self.tensor(".nested_absmax", torch.float32, -(-blocks // NESTED_BLOCK))
+        values = self.tensor(".nested_quant_map", torch.float32, 256)
+        return Nested(codes, absmax, torch.tensor(offset, dtype=torch.float32, device=codes.device), values)
+
+    def tensor(self, suffix: str, dtype: torch.dtype, size: int) -> Tensor:
+        """[size], finite."""
+        key = self.name + suffix
+        if key not in self.tensors:
+            self.fail(f"{key} is missing")
+        values = self.tensors[key]
+        if values.dtype != dtype:
+            self.fail(f"{key} holds {_name(values.dtype)}, not {_name(dtype)}")
+        if values.numel() != size:
+            self.fail(f"{key} has {values.numel()} entries, not {size}")
+        if dtype.is_floating_point and not bool(torch.isfinite(values).all()):
+            self.fail(f"{key} holds NaN or infinite values")
+        return values.contiguous().view(-1)
+
+    def one_of(self, state: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
+        value = state.get(key)
+        if not isinstance(value, str | int) or value not in allowed:
+            self.fail(f"{self.name} is described with the {key} {value!r}, not {_listed(allowed)}")
+        return value
+
+    def fail(self, what: str) -> NoReturn:
+        raise ModelError(f"{self.where}: {what}. The folder is incomplete or damaged: fetch or make it again.")
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    *first, last = (str(value) for value in values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,168 @@
+"""bitsandbytes' kernels for unpacking, where they are to be had and agree with the definition in `four_bit`.
+
+On a CPU its shared library is called directly. `import bitsandbytes` would take three seconds, load torch's compiler
+and log a line about a package it misses, all for a few functions. On CUDA its operators are used.
+
+The library's own rule for a row's blocks is wrong where a row is no multiple of a block ([O, 96] in blocks of 64 comes
+back damaged on CPUs with AVX-512, bitsandbytes 0.50.2). Here it is always told of rows of one block each, which is the
+same memory and right for every shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from sys import platform
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from danlu.numerics import four_bit
+from danlu.numerics.codebooks import KINDS, Kind, dynamic_map
+from danlu.numerics.four_bit import NESTED_BLOCK, Nested
+
+_SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(platform, ".so")
+_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+# With AVX-512 the kernel loses accuracy in longer blocks, says bitsandbytes, and does not use it there either.
+_LONGEST_BLOCK = 1024
+
+Unpack = Callable[[int, int, int, int, int, int], None]  # codes, absmax, out, block, rows, numbers in a row
+UnpackBytes = Callable[[int, int, int, int, int, int], None]  # values, codes, absmax, out, block, numbers
+
+
+class Library(NamedTuple):
+    unpack: dict[tuple[Kind, torch.dtype], Unpack]
+    unpack_bytes: UnpackBytes
+
+
+def unpack_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
+    """`four_bit.unpack_into` by the fastest means there is; the same bits.
+
+    Numbers below 1.2e-38 aside: CPUs with bfloat16 instructions make them 0, plain torch does not.
+    """
+    device = out.device.type
+    if device == "cuda" and out.dtype in _TYPES and operators_agree():
+        torch.ops.bitsandbytes.dequantize_4bit.out(codes, absmax, block, kind, out.shape, out.dtype, out=out)
+    elif device == "cpu" and out.dtype in _TYPES and block <= _LONGEST_BLOCK and (found := library()[0]) is not None:
+        _unpack(found.unpack[kind, out.dtype], out.view(-1), codes.view(-1), absmax, kind, block)
+    else:
+        four_bit.unpack_into(out, codes, absmax, kind, block)
+
+
+def unpack_absmax(nested: Nested) -> Tensor:
+    """`four_bit.unpack_absmax` by the fastest means there is; the same bits."""
+    found = library()[0] if nested.codes.device.type == "cpu" else None
+    return four_bit.unpack_absmax(nested) if found is None else _unpack_absmax(found.unpack_bytes, nested)
+
+
+def kernels_in_use() -> str:
+    """A sentence on what unpacks on a CPU, and on why it is not bitsandbytes if it is not."""
+    return library()[1]
+
+
+@cache
+def operators_agree() -> bool:
+    """Whether bitsandbytes' operators are there on CUDA and give what `four_bit` gives."""
+    try:
+        import bitsandbytes  # noqa: F401 - registers torch.ops.bitsandbytes; seconds, which only CUDA has a use for
+    except (ImportError, OSError, RuntimeError):
+        return False
+    device = torch.device("cuda")
+    codes, absmax = _example(device)
+    for kind in KINDS:
+        for dtype in _TYPES:
+            expected, seen = (torch.empty(8, 64, dtype=dtype, device=device) for _ in range(2))
+            four_bit.unpack_into(expected, codes[:256], absmax, kind, 64)
+            try:
+                torch.ops.bitsandbytes.dequantize_4bit.out(
+                    codes[:256], absmax, 64, kind, expected.shape, dtype, out=seen
+                )
+            except (NotImplementedError, RuntimeError):
+                return False
+            if not torch.equal(expected, seen):
+                return False
+    return True
+
+
+@cache
+def library() -> tuple[Library | None, str]:
+    """bitsandbytes' CPU library and a sentence on it; None where it is missing or has other results than `four_bit`."""
+    path = library_file()
+    if path is None:
+        return None, "4-bit weights are unpacked by plain torch: bitsandbytes is not installed."
+    try:
+        found = _bind(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError) as error:
+        return None, f"4-bit weights are unpacked by plain torch: bitsandbytes' library cannot be used ({error})."
+    if (wrong := _disagreement(found)) is not None:
+        return None, f"4-bit weights are unpacked by plain torch: {path} gives other values for {wrong}."
+    return found, f"4-bit weights are unpacked by bitsandbytes ({path})."
+
+
+def library_file() -> Path | None:
+    """Where bitsandbytes' CPU library would be; None if bitsandbytes is not installed."""
+    spec = find_spec("bitsandbytes")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0]) / f"libbitsandbytes_cpu{_SUFFIX}"
+
+
+def _bind(loaded: ctypes.CDLL) -> Library:
+    """Raises AttributeError if a function is missing."""
+    pointer, size = ctypes.c_void_p, ctypes.c_longlong
+
+    def function(name: str, arguments: list[type]) -> Callable[..., None]:
+        bound = getattr(loaded, name)
+        bound.argtypes, bound.restype = arguments, None
+        return bound
+
+    unpack = {
+        (kind, dtype): function(f"cdequantize_blockwise_cpu_{kind}_{name}", [pointer] * 3 + [size] * 3)
+        for kind in KINDS
+        for dtype, name in _TYPES.items()
+    }
+    return Library(unpack, function("cdequantize_blockwise_cpu_fp32", [pointer] * 4 + [size] * 2))
+
+
+def _disagreement(found: Library) -> str | None:
+    """What this library does otherwise than `four_bit`, tried on every code and every type."""
+    codes, absmax = _example(torch.device("cpu"))
+    for (kind, dtype), function in found.unpack.items():
+        for block in (32, 64):
+            expected, seen = torch.empty(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
+            four_bit.unpack_into(expected, codes, absmax, kind, block)
+            _unpack(function, seen, codes.view(-1), absmax, kind, block)
+            if not torch.equal(expected, seen):
+                return f"{kind} in {dtype}"
+    nested = Nested(codes[:300, 0], absmax[:2], absmax.mean(), dynamic_map())
+    if not torch.equal(four_bit.unpack_absmax(nested), _unpack_absmax(found.unpack_bytes, nested)):
+        return "8-bit magnitudes"
+    return None
+
+
+def _example(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Codes of 1024 numbers, [512, 1], and magnitudes for their blocks."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(2).unsqueeze(1)
+    return codes, torch.linspace(0.01, 3, 32, device=device)
+
+
+def _unpack(function: Unpack, out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
+    """out [N]. Whole blocks by the library, a short last one by plain torch."""
+    blocks = out.numel() // block
+    if blocks:
+        function(codes.data_ptr(), absmax.data_ptr(), out.data_ptr(), block, blocks, block)
+    whole = blocks * block
+    if whole < out.numel():
+        four_bit.unpack_into(out[whole:], codes[whole // 2 :], absmax[blocks:], kind, block)
+
+
+def _unpack_absmax(function: UnpackBytes, nested: Nested) -> Tensor:
+    codes, values = nested.codes, nested.values
+    out = torch.empty(codes.shape, dtype=torch.float32)
+    function(values.data_ptr(), codes.data_ptr(), nested.absmax.data_ptr(), out.data_ptr(), NESTED_BLOCK, codes.numel())
+    return out.add_(nested.offset)

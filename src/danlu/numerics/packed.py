@@ -1,0 +1,159 @@
+"""A frozen matrix in 4 bits a number: the base of QLoRA (arXiv:2305.14314).
+
+O, I outputs and inputs · N = O I numbers · B blocks of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from danlu.errors import ModelError
+from danlu.numerics import bitsandbytes_layout, four_bit, native
+from danlu.numerics.codebooks import KINDS, Kind, dynamic_map
+from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, Nested, Packed
+from danlu.numerics.product import PackedWeight
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of matrices that can be packed."""
+
+
+class FourBitWeight(PackedWeight):
+    """A frozen matrix [O, I] held as NF4 or FP4 codes (QLoRA, arXiv:2305.14314).
+
+    Codes and constants are bitsandbytes' bit for bit, for every shape; so is `dense`, except where bitsandbytes' CPU
+    kernel is wrong (see `native`): there it is what its CUDA kernel and its plain version give.
+    """
+
+    codes: Tensor  # [ceil(N / 2), 1] uint8
+    absmax: Tensor  # [B] float32, or uint8 with double quantization
+    nested_absmax: Tensor | None  # [ceil(B / 256)] float32
+    nested_offset: Tensor | None  # [] float32
+    nested_values: Tensor | None  # [256] float32, where they are not the usual ones
+
+    def __init__(self, packed: Packed) -> None:
+        super().__init__()
+        self.kind: Kind = packed.kind
+        self.block = packed.block
+        self.shape = packed.shape
+        self.dtype = packed.dtype
+        self.register_buffer("codes", packed.codes)
+        if isinstance(packed.absmax, Nested):
+            codes, absmax, offset, values = packed.absmax
+            usual = torch.equal(values, dynamic_map(values.device))
+            constants = {"nested_absmax": absmax, "nested_offset": offset, "nested_values": None if usual else values}
+        else:
+            codes = packed.absmax
+            constants = dict.fromkeys(("nested_absmax", "nested_offset", "nested_values"))
+        self.register_buffer("absmax", codes)
+        for name, constant in constants.items():
+            self.register_buffer(name, constant)
+
+    @classmethod
+    def pack(
+        cls, weight: Tensor, *, kind: Kind = "nf4", block: int = 64, double: bool = True, where: str = "a matrix"
+    ) -> Self:
+        """weight [O, I], of any strides -> the same in 4 bits a number; the codes are made on its device.
+
+        double: magnitudes of blocks in 8 bits each (0.127 bits a number instead of 0.5 in blocks of 64).
+
+        Raises:
+            ModelError: `where` is no matrix of float32, bfloat16 or float16, or not all of it is finite.
+        """
+        assert kind in KINDS and block in BLOCKS, f"{kind} in blocks of {block}"
+        check_packable(weight, where)
+        codes, absmax = four_bit.pack(weight, kind, block)
+        # A NaN or an infinity shows in its block's magnitude.
+        if not bool(torch.isfinite(absmax).all()):
+            raise ModelError(f"{where} cannot be quantized: it holds NaN or infinite values. Use a sound model.")
+        outputs, inputs = weight.shape
+        scales = four_bit.pack_absmax(absmax) if double else absmax
+        return cls(Packed(kind, block, (outputs, inputs), weight.dtype, codes, scales))
+
+    @classmethod
+    def from_tensors(cls, name: str, tensors: Mapping[str, Tensor], *, where: str) -> Self:
+        """The weight `name` ("model.layers.0.self_attn.q_proj.weight") of a folder quantized by bitsandbytes.
+
+        tensors: at least all whose names begin with `name`. where: the file, for messages.
+
+        Raises:
+            ModelError: a part is missing, has another size or type than the others ask for, or holds what cannot be.
+        """
+        return cls(bitsandbytes_layout.read(name, tensors, where))
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """What a safetensors file holds for this weight, as bitsandbytes and transformers write and read it."""
+        return bitsandbytes_layout.write(name, self.packed())
+
+    def split(self, rows: Sequence[int], *, where: str = "a matrix") -> list[FourBitWeight]:
+        """The same cut into so many rows each: the same numbers, as nothing is packed anew.
+
+        Magnitudes in 8 bits stay so where a part begins with a block of theirs, and are else float32.
+
+        Raises:
+            ModelError: `where` has other rows, or a block with numbers of two parts.
+        """
+        outputs, width = self.shape
+        if sum(rows) != outputs:
+            raise ModelError(f"{where}: has {outputs} rows, its parts {' + '.join(map(str, rows))}.")
+        parts, first = [], 0
+        for count in rows:
+            start, stop = first * width, (first + count) * width
+            first += count
+            if start % self.block:
+                raise ModelError(
+                    f"{where}: is packed in one piece for several layers, and a block of {self.block} numbers is "
+                    "partly of one and partly of another. Load the original model and quantize it here."
+                )
+            absmax = _absmax_of(self.packed().absmax, start // self.block, -(-stop // self.block))
+            codes = self.codes[start // 2 : (stop + 1) // 2].clone()
+            parts.append(FourBitWeight(Packed(self.kind, self.block, (count, width), self.dtype, codes, absmax)))
+        return parts
+
+    def packed(self) -> Packed:
+        nested = self._nested()
+        return Packed(
+            self.kind, self.block, self.shape, self.dtype, self.codes, self.absmax if nested is None else nested
+        )
+
+    def write(self, out: Tensor) -> None:
+        nested = self._nested()
+        absmax = self.absmax if nested is None else native.unpack_absmax(nested)
+        native.unpack_into(out, self.codes, absmax, self.kind, self.block)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, {super().extra_repr()}"
+
+    def _nested(self) -> Nested | None:
+        if self.nested_absmax is None or self.nested_offset is None:
+            return None
+        values = dynamic_map(self.absmax.device) if self.nested_values is None else self.nested_values
+        return Nested(self.absmax, self.nested_absmax, self.nested_offset, values)
+
+
+def _absmax_of(absmax: Tensor | Nested, start: int, stop: int) -> Tensor | Nested:
+    """The magnitudes of some blocks."""
+    if isinstance(absmax, Tensor):
+        return absmax[start:stop].clone()
+    if start % NESTED_BLOCK:
+        return native.unpack_absmax(absmax)[start:stop].clone()
+    scales = absmax.absmax[start // NESTED_BLOCK : -(-stop // NESTED_BLOCK)]
+    return Nested(absmax.codes[start:stop].clone(), scales.clone(), absmax.offset, absmax.values)
+
+
+def check_packable(weight: Tensor, where: str) -> None:
+    """Raises ModelError if this is no matrix of a type that can be packed."""
+    if weight.dtype not in DTYPES:
+        raise ModelError(
+            f"{where} cannot be quantized: it holds {_name(weight.dtype)}, not float32, bfloat16 or float16. "
+            "Quantize the model that it was made from."
+        )
+    if weight.ndim != 2 or not weight.numel():
+        raise ModelError(f"{where} cannot be quantized: its shape is {list(weight.shape)}, not [outputs, inputs].")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,75 @@
+"""How AdamW keeps its two moments between steps: as they are, here; as 8-bit codes, in `eight_bit.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+State = dict[str, Tensor]
+Specs = dict[str, "Spec"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and type of a tensor that an optimizer keeps."""
+
+    shape: torch.Size
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class Moments(Protocol):
+    """A way of keeping them. The state of a parameter is a dictionary of tensors; zeros are the beginning of all."""
+
+    def specs(self, shape: torch.Size) -> Specs:
+        """What is kept for a parameter of this shape."""
+
+    def update(
+        self, group: Mapping[str, Any], weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[State]
+    ) -> None:
+        """One step of AdamW on each weight and its state, in place; `group` holds lr, betas, eps and weight_decay."""
+
+    def by_row(self, state: State, rows: int) -> State | None:
+        """Views [rows, ...] of what is kept for each row of a matrix; None if rows share some of it."""
+
+
+class Float32Moments:
+    """`step` (shape []), `exp_avg` and `exp_avg_sq` (of the parameter's shape), all float32: torch's own state."""
+
+    def specs(self, shape: torch.Size) -> Specs:
+        return {"step": Spec(torch.Size([])), "exp_avg": Spec(shape), "exp_avg_sq": Spec(shape)}
+
+    def update(
+        self, group: Mapping[str, Any], weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[State]
+    ) -> None:
+        first, second, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        fused_adamw(group, weights, gradients, first, second, steps)
+
+    def by_row(self, state: State, rows: int) -> State | None:
+        return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+
+
+def fused_adamw(
+    group: Mapping[str, Any],
+    weights: Sequence[Any],
+    gradients: Sequence[Any],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    """torch's fused kernel: weights, moments and step counters in place."""
+    if not weights:
+        return
+    beta1, beta2 = group["betas"]
+    adamw(
+        list(weights), list(gradients), first, second, [], steps, fused=True, amsgrad=False, maximize=False,
+        lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], beta1=beta1, beta2=beta2,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""What full training, LoRA and QLoRA hold for a model's parameters, counted byte by byte from its config. No torch.
+
+Activations come on top; they depend on tokens, not on the method (`memory.activation_bytes`).
+
+==========  ====================================================================================================
+full        float32 weights, gradients and two moments of Adam: 16 bytes a parameter
+LoRA        matrices in bfloat16, norms and biases in float32; 16 bytes for each parameter of the adapter
+QLoRA       linear layers in NF4 with double quantization, embedding and head in bfloat16, the rest as LoRA
+==========  ====================================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from danlu.models.config import ModelConfig, parameter_shapes
+
+Method = Literal["full", "lora", "qlora"]
+BLOCK, NESTED_BLOCK = 64, 256
+
+
+@dataclass(frozen=True)
+class ParameterBytes:
+    """Bytes by part, AdamW in float32 included (a step counter of 4 bytes for each tensor too)."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.adapter + self.gradients + self.optimizer
+
+
+def parameter_bytes(config: ModelConfig, method: Method, *, rank: int = 8) -> ParameterBytes:
+    """Bytes of training `config` with a method; adapters of `rank` on every linear layer but the head."""
+    shapes = parameter_shapes(config)
+    if method == "full":
+        count = config.parameter_count()
+        return ParameterBytes(4 * count, 0, 4 * count, 8 * count + 4 * len(shapes))
+    linears = {name for name in shapes if name.endswith("_proj.weight")}
+    weights = 0
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        packed = method == "qlora" and name in linears
+        weights += nf4_bytes(count) if packed else 2 * count if len(shape) == 2 else 4 * count
+    adapter = sum(rank * sum(shapes[name]) for name in linears)
+    return ParameterBytes(weights, 4 * adapter, 4 * adapter, 8 * adapter + 4 * 2 * len(linears))
+
+
+def nf4_bytes(count: int) -> int:
+    """`count` numbers in NF4 with double quantization: two codes a byte, a byte for each block of 64, and for each 256
+    of those a float32; with one float32 offset (arXiv:2305.14314, section 3)."""
+    blocks = -(-count // BLOCK)
+    return -(-count // 2) + blocks + 4 * -(-blocks // NESTED_BLOCK) + 4

@@ -1,0 +1,330 @@
+"""A study: one recipe with some of its values varied. Which runs that makes, and what they came to, read from folders.
+
+::
+
+    runs/rank_study/
+      study.json                    the keys that vary; each run's name and its values, as they were written
+      rank-4.yaml                   the run's recipe in full
+      rank-4.log                    what it told the console
+      rank-4/                       its run folder
+      ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+from danlu.errors import RecipeError, ResourceError
+
+STUDY = "study.json"
+# Of a run folder (docs/checkpoints.md).
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+
+SEED = "seed"
+"""The key whose values are repetitions of one thing: results are averaged over it."""
+MOST_CHARACTERS = 40  # of a value in a folder's name
+
+_OPENING, _CLOSING = "([{", ")]}"
+_EXAMPLE = "--vary adapter.rank=4,8,16"
+
+
+# -- which runs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Varied:
+    """One key and the values it takes in turn, as they were written."""
+
+    argument: str  # --vary 'adapter.rank=4,8'
+    key: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One run of a study: a value for each key that varies, and the name of its folder."""
+
+    name: str
+    values: Mapping[str, str]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.values.items()]
+
+
+def read_varied(vary: Sequence[str], seeds: str | None) -> list[Varied]:
+    """What `--vary KEY=VALUE,VALUE` (any number of them) and `--seeds 0,1,2` say; commas in brackets do not split.
+
+    Raises RecipeError with a line for each argument that cannot be meant.
+    """
+    given = [(f"--vary {text!r}", text) for text in vary]
+    given += [] if seeds is None else [(f"--seeds {seeds!r}", f"{SEED}={seeds}")]
+    if not given:
+        raise RecipeError(f"nothing varies: say what does, for example {_EXAMPLE}, or --seeds 0,1,2")
+    problems, found = [], []
+    for argument, text in given:
+        key, equals, values = (part.strip() for part in text.partition("="))
+        one = Varied(argument, key, tuple(_split(values)))
+        found.append(one)
+        if not key or not equals or not all(one.values):
+            problems.append(f"{argument}: write a key and its values, for example {_EXAMPLE}")
+        elif key == "output":
+            problems.append(f"{argument}: every run has a folder of its own in the recipe's output already")
+        problems += [f"{argument}: {value} is given twice" for value, n in Counter(one.values).items() if n > 1]
+    for key, n in Counter(one.key for one in found).items():
+        if n > 1:
+            arguments = " and ".join(one.argument for one in found if one.key == key)
+            problems.append(f"{arguments}: both vary {key}. Give its values in one")
+    if problems:
+        raise RecipeError(problems)
+    return found
+
+
+def _split(text: str) -> Iterator[str]:
+    """At commas that no bracket and no quotes enclose."""
+    depth, quote, start = 0, "", 0
+    for index, sign in enumerate(text):
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in _OPENING:
+            depth += 1
+        elif sign in _CLOSING:
+            depth -= 1
+        elif sign == "," and depth == 0:
+            yield text[start:index].strip()
+            start = index + 1
+    yield text[start:].strip()
+
+
+def grid(varied: Sequence[Varied]) -> list[Combination]:
+    """Every combination of the values; the last key changes fastest."""
+    words = short_keys([one.key for one in varied])
+    made = []
+    for values in product(*(one.values for one in varied)):
+        name = "_".join(f"{word}-{_in_a_name(value)}" for word, value in zip(words, values, strict=True))
+        made.append(Combination(name, dict(zip((one.key for one in varied), values, strict=True))))
+    return made
+
+
+def short_keys(keys: Sequence[str]) -> list[str]:
+    """`rank` for `adapter.rank`, where no other of the keys ends so."""
+    last = Counter(key.rpartition(".")[2] for key in keys)
+    return [key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys]
+
+
+def _in_a_name(value: str) -> str:
+    """A value as part of a folder's name; one that had to be changed for it is told apart by a hash."""
+    plain = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-")
+    plain = plain[-MOST_CHARACTERS:]  # of a path the end says most
+    return plain if plain == value else f"{plain}-{hashlib.sha256(value.encode()).hexdigest()[:6]}".strip("-")
+
+
+# -- what they came to ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished run came to: the numbers of its summary.json. None for what it has not."""
+
+    seconds: float
+    tokens_per_second: float | None  # median of the steps
+    peak_memory_bytes: int
+    parameters: int
+    trained_parameters: int
+    loss: float | None  # of the last step
+    evaluation_last: float | None
+    evaluation_best: float | None
+    result_bytes: int
+
+    @property
+    def trained_share(self) -> float:
+        return self.trained_parameters / self.parameters
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run of a study as far as it has got. Losses are (step, mean over trained tokens in nats)."""
+
+    name: str
+    values: Mapping[str, str]
+    summary: Summary | None  # None: not finished
+    losses: tuple[tuple[int, float], ...]
+    evaluations: tuple[tuple[int, float], ...]
+
+    @property
+    def step(self) -> int:
+        """The last one that its metrics tell of; 0 before the first."""
+        return self.losses[-1][0] if self.losses else 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """The finished runs of one combination: one, or several that differ in their seed."""
+
+    values: Mapping[str, str]  # without the seed
+    results: tuple[Result, ...]
+
+    @property
+    def summaries(self) -> list[Summary]:
+        return [result.summary for result in self.results if result.summary is not None]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study folder holds, in the order of the values: numbers rising, words as they came."""
+
+    keys: tuple[str, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """The keys without the seed."""
+        return tuple(key for key in self.keys if key != SEED)
+
+    @property
+    def finished(self) -> list[Result]:
+        return [result for result in self.results if result.summary is not None]
+
+    @property
+    def unfinished(self) -> list[Result]:
+        return [result for result in self.results if result.summary is None]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        together: dict[tuple[str, ...], list[Result]] = {}
+        for result in self.finished:
+            together.setdefault(tuple(result.values[key] for key in self.varied), []).append(result)
+        return [Group(dict(zip(self.varied, values, strict=True)), tuple(of)) for values, of in together.items()]
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether every finished run has an evaluation loss, so that they can be compared by it."""
+        return all(summary.evaluation_last is not None for group in self.groups for summary in group.summaries)
+
+
+def known_runs(folder: Path) -> tuple[tuple[str, ...], list[Combination]]:
+    """Keys and runs that study.json of a study folder tells of; none where there is no such file.
+
+    Raises ResourceError if it cannot be read as one.
+    """
+    file = folder / STUDY
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        keys = tuple(map(str, told["keys"]))
+        return keys, [Combination(run["name"], {key: run["values"][key] for key in keys}) for run in told["runs"]]
+    except FileNotFoundError:
+        return (), []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResourceError(
+            f"{file}: not what danlu study wrote ({error}). Put it right, or choose another `output`."
+        ) from error
+
+
+def study_json(keys: Sequence[str], runs: Sequence[Combination]) -> str:
+    """What `known_runs` reads."""
+    told = {"keys": list(keys), "runs": [{"name": run.name, "values": dict(run.values)} for run in runs]}
+    return json.dumps(told, indent=2, ensure_ascii=False) + "\n"
+
+
+def read_study(folder: Path) -> Study:
+    """Every run that the study folder tells of, finished or not."""
+    keys, runs = known_runs(folder)
+    results = [_read_run(folder / run.name, run) for run in runs]
+    ranks = [_ranks([run.values[key] for run in runs]) for key in keys]
+    results.sort(key=lambda result: [rank[result.values[key]] for key, rank in zip(keys, ranks, strict=True)])
+    return Study(keys, tuple(results))
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run in a folder is through: its summary is written last."""
+    return (run / SUMMARY).is_file()
+
+
+def number(text: str) -> float | None:
+    """A value as a number, for an axis or an order; None for a word."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def numbers(texts: Sequence[str]) -> list[float] | None:
+    """All of them as numbers, or None."""
+    found = [value for text in texts if (value := number(text)) is not None]
+    return found if len(found) == len(texts) else None
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation of a sample over seeds; 0 for a single value, NaN where one is not finite."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def _ranks(texts: Sequence[str]) -> dict[str, float]:
+    """Where each value stands among the others."""
+    found = numbers(texts)
+    if found is not None:
+        return dict(zip(texts, found, strict=True))
+    return {text: float(place) for place, text in enumerate(dict.fromkeys(texts))}
+
+
+def _read_run(folder: Path, run: Combination) -> Result:
+    losses: dict[int, float] = {}  # a step that a rewind went through twice counts as it was in the end
+    evaluations: dict[int, float] = {}
+    for line in _metrics(folder / METRICS):
+        if "loss" in line:
+            losses[line["step"]] = float(line["loss"])
+        elif "eval_loss" in line:
+            evaluations[line["step"]] = float(line["eval_loss"])
+    summary = read_summary(folder) if is_finished(folder) else None
+    return Result(run.name, run.values, summary, tuple(losses.items()), tuple(evaluations.items()))
+
+
+def read_summary(run: Path) -> Summary:
+    """What the finished run in a folder came to. Raises ResourceError if that cannot be read."""
+    file = run / SUMMARY
+    try:
+        told = json.loads(file.read_text())
+        evaluation = told["evaluation"] or {"last": None, "best": None}
+        return Summary(
+            seconds=float(told["seconds"]),
+            tokens_per_second=told["tokens_per_second"],
+            peak_memory_bytes=int(told["peak_memory_bytes"]),
+            parameters=int(told["parameters"]),
+            trained_parameters=int(told["trained_parameters"]),
+            loss=_finite_or_not(told["loss"]),
+            evaluation_last=_finite_or_not(evaluation["last"]),
+            evaluation_best=_finite_or_not(evaluation["best"]),
+            result_bytes=int(told["result"]["bytes"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResourceError(
+            f"{file}: not what danlu train wrote ({error!r}). Delete it; the same command makes it again."
+        ) from error
+
+
+def _finite_or_not(value: float | str | None) -> float | None:
+    """ "nan" and "inf", which JSON has no numbers for, as what they are."""
+    return None if value is None else float(value)
+
+
+def _metrics(file: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a metrics.jsonl, which may be written to meanwhile."""
+    if file.is_file():
+        yield from map(json.loads, file.read_bytes().rpartition(b"\n")[0].splitlines())

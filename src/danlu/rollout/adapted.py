@@ -1,0 +1,46 @@
+"""A base with adapters, opened for answering."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from danlu.adapters.adapter_set import NO_WEIGHTS, AdapterSet
+from danlu.assembly.frozen import load_frozen
+from danlu.assembly.stacks import Stacks
+from danlu.models.decoder import Decoder
+from danlu.rollout.finding import Stack
+
+
+def open_frozen(
+    folder: Path, stacks: Sequence[Stack], *, dtype: torch.dtype, device: str, quantization: Any, merged: bool
+) -> tuple[Decoder, Stacks | None]:
+    """The model with its stacks of adapters, the first one active; without them where there are none any more.
+
+    See `opening.open_model`.
+    """
+    adapted = load_frozen(folder, dtype=dtype, device=device, quantization=quantization)
+    if not stacks:
+        return adapted.model, None
+    opened = Stacks(adapted.adapters)
+    for stack in stacks:
+        opened.add(stack)
+    opened.use(0)
+    if merged and _mergeable(adapted.adapters):
+        adapted.adapters.absorb()
+        return adapted.model, None
+    return adapted.model, opened
+
+
+def _mergeable(adapters: AdapterSet) -> bool:
+    """Whether the active adapters can be put into the weights as they are held.
+
+    Not those that are no weights, nor those that leave a tied head another matrix than its embedding, nor any over a
+    packed base.
+    """
+    kinds = [adapters.added[name].section.kind for name in adapters.active]
+    packed = any(getattr(site.module, "packed", None) is not None for site in adapters.sites)
+    return not packed and not any(kind in NO_WEIGHTS for kind in kinds) and not adapters.unties_head()

@@ -1,0 +1,103 @@
+"""What a name on the command line stands for: a model, or adapters with the model below them. No torch here.
+
+torch takes a second to import. A mistyped folder, or a base that is not there, is told without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from danlu.adapters.description import CONFIG, AdapterFolder, is_adapter, stacked
+from danlu.assembly.base import base_of, check_base, find_base
+from danlu.data.tokenizer import tokenizer_folder
+from danlu.errors import DataError, RecipeError
+from danlu.models.folder import CONFIG as MODEL_CONFIG
+from danlu.models.folder import read_config
+from danlu.rollout.request import find_model
+
+Stack = tuple[AdapterFolder, ...]
+"""Adapters one upon the other, lowest first: what the last one was trained upon, and itself."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model, as it is asked for."""
+
+    named: Path
+    """The folder that was meant: of a model, or of an adapter."""
+    folder: Path
+    """Of the weights: the model's, or the base's."""
+    words: Path
+    """With the tokenizer: that of the adapter that is active, where it has one."""
+    stacks: tuple[Stack, ...] = ()
+    """Adapters to choose from, of which the first is active."""
+
+    @property
+    def virtual_tokens(self) -> int:
+        """How many tokens the active adapters put before every prompt, out of the model's context."""
+        counts = [one.values.get("num_virtual_tokens") for one in self.stacks[0]] if self.stacks else []
+        return sum(count for count in counts if isinstance(count, int))
+
+
+def find(path_or_id: str, base: str | None = None, adapters: Sequence[str] = ()) -> Found:
+    """The model behind a model folder, an adapter folder, a run that ended with either, or a hub id.
+
+    base: where the model of an adapter is, if not where the adapter says. adapters: further ones, to switch to.
+
+    Raises ModelError if there is none, if an adapter's base is not there or another one, and DataError if there is no
+    tokenizer.
+    """
+    path = Path(path_or_id).expanduser()
+    if _is_only_adapter(path):
+        stack = tuple(stacked(path))
+        below = base_of(stack, base, "--base")
+        read_config(below.folder)
+        named, folder, stacks = stack[-1].path, below.folder, [stack]
+    else:
+        if base is not None:
+            raise RecipeError(f"--base: {path_or_id} is a whole model; only an adapter needs a base")
+        named = folder = find_model(path_or_id)
+        if not adapters:
+            return Found(named, folder, folder)
+        below, stacks = find_base(folder), []
+    stacks += [tuple(stacked(one)) for one in adapters]
+    for adapter in (one for stack in stacks for one in stack):
+        check_base(adapter, below)
+    return Found(named, folder, words_of(stacks[0], folder), tuple(stacks))
+
+
+def words_of(stack: Stack, base: Path) -> Path:
+    """The folder of the tokenizer that goes with adapters: of the topmost that has one, or the base's."""
+    for folder in (*(adapter.path for adapter in reversed(stack)), base):
+        try:
+            tokenizer_folder(str(folder))
+        except DataError:
+            continue
+        return folder
+    raise DataError(
+        f"{base}: neither this model folder nor its adapter has a tokenizer, so no text can be given to the model. "
+        "Copy its tokenizer's files (tokenizer.json, tokenizer_config.json) into the folder"
+    )
+
+
+def speaking_names(stacks: Sequence[Stack]) -> list[str]:
+    """What people call adapters: the name of the run, or of the folder; a number makes it one of a kind."""
+    names: list[str] = []
+    for stack in stacks:
+        path = stack[-1].path.resolve()
+        in_run = (path.parent / "recipe.yaml").is_file() and path.name.startswith("adapter")
+        name = (path.parent.name + path.name.removeprefix("adapter") if in_run else path.name).replace(" ", "-")
+        taken, number = {*names, "none"}, 2
+        unique = name
+        while unique in taken:
+            unique, number = f"{name}-{number}", number + 1
+        names.append(unique)
+    return names
+
+
+def _is_only_adapter(path: Path) -> bool:
+    """A run, or a model folder, with a model and an adapter within is taken for the model: somebody merged them."""
+    whole = any((folder / MODEL_CONFIG).is_file() for folder in (path, path / "model"))
+    return (path / CONFIG).is_file() or (is_adapter(path) and not whole)

@@ -1,0 +1,98 @@
+"""Where a run's memory goes, part by part: what is counted, beside what the machine measured.
+
+Weights, gradients and optimizer state are counted by their bytes; activations by the tensors that autograd keeps in the
+first micro-batches, each storage once. Their sum is what tensors take at the peak of a step (on CUDA the allocator says
+the same). A process on a CPU holds more: the program itself, what the kernels generate, and what the system's allocator
+keeps of memory that was freed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from danlu.train.metrics import peak_memory_bytes
+from danlu.train.units import format_bytes
+
+_MICRO_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes of tensors at the peak of a training step."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    average: int
+    activations: int
+    logits: int
+    packed: int = 0  # one matrix of a packed base at a time, made dense
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+    def line(self, program: int, measured: int) -> str:
+        """`memory: weights 111 MiB + adapter 2.38 MiB + ... = 299 MiB in tensors; at most 829 MiB were held, ...`.
+
+        program: resident before there was a model, 0 on CUDA. measured: the most that was held.
+        """
+        parts = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(self).items() if value)
+        held = f"at most {format_bytes(measured)} were held"
+        if program:
+            rest = format_bytes(max(0, measured - program - self.total))
+            held += f" (program {format_bytes(program)}, kernels and freed memory {rest})"
+        return f"memory: {parts} = {format_bytes(self.total)} in tensors; {held}"
+
+
+@dataclass
+class Activations:
+    """The most bytes that autograd kept between forward and backward of a micro-batch, itself apart from weights."""
+
+    weights: frozenset[int]  # storages that are no activations
+    most: int = 0
+    targets: int = 0
+    """The most targets of such a micro-batch."""
+    micro_batches: int = 0
+    _now: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def beside(cls, tensors: Iterable[Tensor]) -> Activations:
+        return cls(frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors))
+
+    @contextmanager
+    def counted(self, targets: int) -> Iterator[None]:
+        """Counts what is kept within it, for the first micro-batches; `targets` are trained in this one."""
+        if self.micro_batches >= _MICRO_BATCHES:
+            yield
+            return
+        self._now = {}
+        with torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor):
+            yield
+        self.most = max(self.most, sum(self._now.values()))
+        self.targets = max(self.targets, targets)
+        self.micro_batches += 1
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.weights:
+            self._now[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # itself would hold the graph that holds it
+
+
+def resident_bytes(device: torch.device) -> int:
+    """What the process holds now; 0 on CUDA. Where the system does not tell, the most it ever held."""
+    if device.type == "cuda":
+        return 0
+    statm = Path("/proc/self/statm")
+    return (
+        int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.is_file() else peak_memory_bytes(device)
+    )

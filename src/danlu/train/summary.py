@@ -1,0 +1,104 @@
+"""summary.json: a finished run in a few numbers, for whoever compares runs.
+
+::
+
+    {"steps": 500, "tokens": 4096000, "seconds": 812.4, "tokens_per_second": 5042.0,       the median of the steps
+     "peak_memory_bytes": 912261120, "parameters": 7300000, "trained_parameters": 61440,
+     "loss": 1.91, "evaluation": {"last": 2.05, "best": 2.03},                             null without held-out rows
+     "result": {"path": "model", "bytes": 14600000},                                       its weights, in this folder
+     "memory": {"weights": 29200000, "adapter": 0, ...}}                        bytes in tensors by part, or null
+
+It is written after the result, so a folder that has it holds a whole run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from danlu.errors import ResourceError
+from danlu.models.decoder import Decoder, Linear
+from danlu.train.durable import write_durably
+from danlu.train.memory_parts import MemoryParts
+from danlu.train.metrics import peak_memory_bytes, read_metrics
+from danlu.train.state import Run
+
+SUMMARY = "summary.json"
+
+Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
+
+
+def write_summary(run: Run, result: Path, memory: MemoryParts | None = None) -> Path:
+    """Sums up a run that has ended in the folder of its metrics file; `result` is the folder in it with the weights.
+
+    Numbers that only metrics.jsonl had are null where that file was lost. Raises ResourceError.
+    """
+    folder = run.metrics.path.parent
+    lines = read_metrics(run.metrics.path)
+    steps = [line for line in lines if "tokens_per_second" in line]
+    losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    summary = {
+        "steps": run.state.step,
+        "tokens": run.state.tokens,
+        "seconds": seconds_in(lines),
+        "tokens_per_second": median(line["tokens_per_second"] for line in steps) if steps else None,
+        # A part of the run that another process trained may have needed more than this one.
+        "peak_memory_bytes": max([peak_memory_bytes(run.compute.device), *(line["memory_bytes"] for line in steps)]),
+        "parameters": parameters_of(run.compute.model),
+        "trained_parameters": sum(one.numel() for one in run.compute.model.parameters() if one.requires_grad),
+        "loss": steps[-1]["loss"] if steps else None,
+        "evaluation": {"last": _number(losses[-1]), "best": _number(_lowest(losses))} if losses else None,
+        "result": {
+            "path": str(result.relative_to(folder)),
+            "bytes": sum(file.stat().st_size for file in result.glob("*.safetensors")),
+        },
+        "memory": None if memory is None else vars(memory),
+    }
+    path = folder / SUMMARY
+    try:
+        write_durably(path, f"{json.dumps(summary, indent=2, allow_nan=False)}\n".encode())
+    except OSError as error:
+        raise ResourceError(
+            f"{path}: cannot be written: {error.strerror}. Free some space, and start again."
+        ) from error
+    return path
+
+
+def clear_summary(folder: Path) -> None:
+    """Takes away the summary of an earlier pass over steps that are now trained again."""
+    (folder / SUMMARY).unlink(missing_ok=True)
+
+
+def seconds_in(lines: Lines) -> float:
+    """Seconds that the steps and evaluations in `lines` took, loading and tokenising left out.
+
+    A resumed run begins its clock here (`Run.started`), so what was interrupted adds up; work that a kill threw away is
+    not in the lines, and with `log.every` above 1 the steps since the last line are not either.
+    """
+    seconds = 0.0
+    for line in lines:
+        if "elapsed_s" in line:
+            seconds = line["elapsed_s"]
+        else:
+            seconds += line.get("eval_s", 0.0)
+    return seconds
+
+
+def parameters_of(model: Decoder) -> int:
+    """All numbers of the model and its adapters, those held in few bits included; a tied matrix counts once."""
+    packed = (one.packed.shape for one in model.modules() if isinstance(one, Linear) and one.packed is not None)
+    return sum(one.numel() for one in model.parameters()) + sum(out * inputs for out, inputs in packed)
+
+
+def _lowest(losses: Sequence[float]) -> float:
+    """Not NaN, unless there is nothing else."""
+    return min(losses, key=lambda loss: (math.isnan(loss), loss))
+
+
+def _number(value: float) -> float | str:
+    """As metrics.jsonl has it: JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)

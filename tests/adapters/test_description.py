@@ -1,0 +1,64 @@
+"""What adapter folders say of themselves, and which lie below which."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from danlu.adapters.description import CONFIG, DANLU, describe, is_adapter, resolve_adapter, stacked
+from danlu.errors import ModelError
+
+
+def made(folder: Path, below: Any = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "base"}))
+    if below is not None:
+        (folder / DANLU).write_text(json.dumps({"below": below}))
+    return folder
+
+
+def test_a_folder_and_a_run_that_ended_with_one(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run" / "adapter")
+    assert resolve_adapter(tmp_path / "run") == folder == resolve_adapter(folder)
+    assert is_adapter(folder) and is_adapter(tmp_path / "run") and not is_adapter(tmp_path)
+    assert describe(folder).base == "base" and describe(folder).kind == "LORA" and describe(folder).below == []
+    with pytest.raises(ModelError, match=f"{tmp_path}: neither an adapter .adapter_config.json is missing. nor"):
+        resolve_adapter(tmp_path)
+    with pytest.raises(ModelError, match="nowhere: no such folder; an adapter is a folder with adapter_config.json"):
+        resolve_adapter(tmp_path / "nowhere")
+
+
+def test_what_lies_below_comes_along_once_and_lowest_first(tmp_path: Path) -> None:
+    lowest = made(tmp_path / "lowest")
+    middle = made(tmp_path / "middle" / "adapter", [str(lowest)])
+    top = made(tmp_path / "top", [str(lowest), str(middle.parent)])
+    assert [folder.path for folder in stacked(top)] == [lowest, middle, top]
+    assert [folder.path for folder in stacked(tmp_path / "middle")] == [lowest, middle]
+
+
+def test_a_stack_that_cannot_be(tmp_path: Path) -> None:
+    lost = made(tmp_path / "lost", [str(tmp_path / "gone")])
+    with pytest.raises(ModelError, match=f"{lost}: was trained upon the adapter {tmp_path / 'gone'}, which is not the"):
+        stacked(lost)
+    made(tmp_path / "one", [str(tmp_path / "two")])
+    made(tmp_path / "two", [str(tmp_path / "one")])
+    with pytest.raises(ModelError, match="danlu.json: the adapter is said to lie below itself"):
+        stacked(tmp_path / "one")
+    with pytest.raises(ModelError, match="danlu.json: below is 'gone', not a list of adapter folders"):
+        stacked(made(tmp_path / "odd", "gone"))
+    (tmp_path / "one" / DANLU).write_text("[]")
+    with pytest.raises(ModelError, match="danlu.json: expected a JSON object"):
+        stacked(tmp_path / "one")
+
+
+def test_it_is_told_without_torch() -> None:
+    code = "import sys, danlu.adapters.description, danlu.assembly.base; sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=False).returncode
+        == 0
+    )

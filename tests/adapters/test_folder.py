@@ -1,0 +1,254 @@
+"""Adapter folders against PEFT: ours loaded there, theirs loaded here, and the same logits."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from made.adapted import DOCUMENTS, adapter_set, logits, stirred
+from made.tiny_run import tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, open_adapter, write_adapter
+from danlu.errors import ModelError
+from danlu.models.loading import load
+from danlu.models.saving import save
+from danlu.recipe import sections
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    for name, changes in FAMILIES.items():
+        save(tiny_model(**changes), folder / name)
+    return {name: folder / name for name in FAMILIES}
+
+
+TOKENS = torch.randint(0, 64, (DOCUMENTS[-1],), generator=torch.Generator().manual_seed(5))
+
+
+def theirs(model: Any) -> Tensor:
+    """[T, V] of the documents of `logits`, one by one."""
+    model.eval()
+    pieces = [TOKENS[start:end] for start, end in pairwise(DOCUMENTS)]
+    with torch.no_grad():
+        # A soft prompt has logits too.
+        return torch.cat([model(input_ids=piece.unsqueeze(0)).logits[0, -len(piece) :] for piece in pieces])
+
+
+def hugging_face(base: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+
+
+CASES: list[tuple[str, Any]] = [
+    ("llama", sections.Lora()),
+    ("llama", sections.Lora(targets=["attention"], rank=3, scaling="rslora", dropout=0.1)),
+    ("llama", sections.Lora(rank_pattern={"q_proj": 2, "layers.1.*up_proj": 5}, alpha_pattern={"v_proj": 3})),
+    ("llama", sections.Lora(targets=["q_proj", "embed_tokens", "lm_head"], modules_to_save=["norm"])),
+    ("llama", sections.Lora(bias="all", modules_to_save=["lm_head", "embed_tokens"])),
+    ("llama", sections.Lora(targets=["layers.0.attention.q_proj", "layers.1.mlp.up_proj"])),
+    ("llama", sections.Dora(rank=3)),
+    ("llama", sections.Dora(init="pissa", scaling="rslora")),
+    ("llama", sections.Pissa()),
+    ("llama", sections.Olora(rank=4, scaling="rslora")),
+    ("llama", sections.LoraFa()),
+    ("phi3", sections.Lora()),
+    ("phi3", sections.Lora(targets=["q_proj", "up_proj"], rank_pattern={"q_proj": 3})),
+    ("phi3", sections.Dora()),
+    ("phi3", sections.Pissa(scaling="rslora")),
+    ("gemma2", sections.Lora(targets=["all-linear", "embed_tokens"])),
+    ("tied", sections.Lora(modules_to_save=["embed_tokens"])),
+    ("tied", sections.Lora(targets=["all-linear", "lm_head"])),
+    ("llama", sections.Vera(rank=16, modules_to_save=["lm_head"])),
+    ("phi3", sections.Ia3()),
+    ("llama", sections.Prefix(tokens=3)),
+    ("gemma2", sections.Prompt(tokens=3)),
+]
+OURS_ALONE: list[tuple[str, Any]] = [
+    ("llama", sections.Mora(modules_to_save=["norm"])),
+    ("phi3", sections.Mora(form="sharing")),
+    ("llama", sections.Bottleneck(placement="pfeiffer", width=8)),
+    ("llama", sections.Prefix(tokens=3, projection=16)),
+]
+
+
+@pytest.mark.parametrize(("family", "section"), OURS_ALONE)
+def test_what_peft_does_not_have_comes_back_the_same(
+    bases: dict[str, Path], tmp_path: Path, family: str, section: Any
+) -> None:
+    model = load(bases[family])
+    adapters = adapter_set(model)
+    base = logits(model, TOKENS)
+    adapters.add("mine", section)
+    adapters.train_only("mine")
+    stirred(adapters, "mine", size=0.1)
+    ours = logits(model, TOKENS, before=adapters.virtual_tokens)
+    write_adapter(adapters, "mine", tmp_path, base=str(bases[family]), base_fingerprint=None)
+    again = load(bases[family])
+    fresh = adapter_set(again)
+    add_adapter(fresh, "back", open_adapter(tmp_path))
+    torch.testing.assert_close(logits(again, TOKENS, before=fresh.virtual_tokens), ours, rtol=1e-5, atol=1e-5)
+    assert (ours - base).abs().max() > 1e-3
+    if not isinstance(section, sections.Prefix):
+        assert json.loads((tmp_path / CONFIG).read_text())["peft_type"].startswith("DANLU_")
+
+
+@pytest.mark.parametrize(("family", "section"), CASES)
+def test_peft_computes_what_danlu_wrote(bases: dict[str, Path], tmp_path: Path, family: str, section: Any) -> None:
+    model = load(bases[family])
+    adapters = adapter_set(model)
+    base = logits(model, TOKENS)
+    adapters.add("mine", section)
+    adapters.train_only("mine")
+    stirred(adapters, "mine", size=0.05)
+    ours = logits(model, TOKENS, before=adapters.virtual_tokens)
+    write_adapter(adapters, "mine", tmp_path, base=str(bases[family]), base_fingerprint=None)
+    assert not any("mine" in key for key in load_file(tmp_path / WEIGHTS))
+    with_peft = theirs(peft.PeftModel.from_pretrained(hugging_face(bases[family]), tmp_path))
+    torch.testing.assert_close(with_peft, ours, rtol=1e-5, atol=1e-5)
+    assert (ours - base).abs().max() > 1e-2  # the negative control: without the adapter they are far apart
+
+    again = load(bases[family])
+    fresh = adapter_set(again)
+    add_adapter(fresh, "back", open_adapter(tmp_path))
+    torch.testing.assert_close(logits(again, TOKENS, before=fresh.virtual_tokens), ours, rtol=1e-5, atol=1e-5)
+
+
+PEFT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"target_modules": "all-linear"}),
+    ("llama", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "r": 4, "lora_alpha": 5}),
+    ("llama", {"target_modules": r".*\.1\.mlp\.(up|down)_proj", "use_dora": True}),
+    (
+        "llama",
+        {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"1.*.q_proj": 9}},
+    ),
+    ("llama", {"target_modules": ["q_proj"], "bias": "all"}),
+    ("llama", {"target_modules": ["q_proj"], "bias": "lora_only"}),
+    ("llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+    ("phi3", {"target_modules": ["qkv_proj"], "use_dora": True}),
+    ("gemma2", {"target_modules": "all-linear"}),
+    ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    ("tied", {"target_modules": ["q_proj", "embed_tokens"]}),
+]
+
+
+@pytest.mark.parametrize(("family", "config"), PEFT_CONFIGS)
+def test_danlu_computes_what_peft_wrote(
+    bases: dict[str, Path], tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = peft.get_peft_model(hugging_face(bases[family]), peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    expected = theirs(model)
+    model.save_pretrained(tmp_path)
+    ours = load(bases[family])
+    before = logits(ours, TOKENS)
+    adapters = adapter_set(ours)
+    add_adapter(adapters, "theirs", open_adapter(tmp_path))
+    torch.testing.assert_close(logits(ours, TOKENS), expected, rtol=1e-5, atol=1e-5)
+    assert (before - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_initial_values_are_pefts_up_to_sign(bases: dict[str, Path], init: str) -> None:
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=init, r=4, lora_alpha=8
+    )
+    theirs_ = peft.get_peft_model(hugging_face(bases["llama"]), config).base_model.model
+    ours = load(bases["llama"])
+    adapters = adapter_set(ours)
+    adapters.add("one", sections.Lora(init=init, rank=4, alpha=8, targets=["q_proj"]))
+    module = adapters.added["one"].modules["layers.0.attention.q_proj"]
+    layer = theirs_.model.layers[0].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    sign = torch.sign((a * module.lora_A).sum(1))
+    torch.testing.assert_close(module.lora_A * sign[:, None], a, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(module.lora_B * sign, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours.layers["0"].attention.q_proj.weight, layer.base_layer.weight, rtol=1e-4, atol=1e-6)
+
+
+def test_random_initial_values_have_pefts_distribution(bases: dict[str, Path]) -> None:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["down_proj"], r=8)
+    layer = peft.get_peft_model(hugging_face(bases["llama"]), config).base_model.model.model.layers[0].mlp.down_proj
+    adapters = adapter_set(load(bases["llama"]))
+    adapters.add("one", sections.Lora(rank=8, targets=["down_proj"]))
+    ours = adapters.added["one"].modules["layers.0.mlp.down_proj"].lora_A
+    for values in (ours, layer.lora_A["default"].weight):
+        assert 0.9 / 48**0.5 < values.abs().max() <= 1 / 48**0.5
+    assert not adapters.added["one"].modules["layers.0.mlp.down_proj"].lora_B.any()
+
+
+def written(bases: dict[str, Path], folder: Path, section: Any = None) -> Path:
+    adapters = adapter_set(load(bases["llama"]))
+    adapters.add("one", section or sections.Lora(targets=["q_proj"]))
+    write_adapter(adapters, "one", folder, base="base", base_fingerprint="f")
+    return folder
+
+
+def test_a_folder_of_another_base_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    folder = written(bases, tmp_path)
+    wider = tiny_model(hidden_size=48, intermediate_size=48)
+    with pytest.raises(ModelError, match=r"q_proj.lora_A.weight is \[8, 32\], this model needs \[8, 48\]: the adapter"):
+        add_adapter(adapter_set(wider), "one", open_adapter(folder))
+    shallow = tiny_model(num_hidden_layers=1)
+    with pytest.raises(ModelError, match="layers.1.self_attn.q_proj, a layer that this model does not have"):
+        add_adapter(adapter_set(shallow), "one", open_adapter(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported; supported: .*LORA"),
+        ({"use_qalora": True}, "use_qalora is True, which danlu does not support"),
+        ({"target_parameters": ["mlp.experts.up"]}, "target_parameters is .* which danlu does not support"),
+    ],
+)
+def test_what_danlu_does_not_compute_is_refused(
+    bases: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    folder = written(bases, tmp_path)
+    values = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(values | change))
+    with pytest.raises(ModelError, match=said):
+        add_adapter(adapter_set(load(bases["llama"])), "one", open_adapter(folder))
+
+
+def test_broken_folders_are_told(bases: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no adapter here \(adapter_config.json is missing\)"):
+        open_adapter(tmp_path)
+    folder = written(bases, tmp_path)
+    adapters = adapter_set(load(bases["llama"]))
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="adapter_model.safetensors: cannot be read"):
+        add_adapter(adapters, "one", open_adapter(folder))
+    (folder / WEIGHTS).write_bytes(whole)
+    tensors = load_file(folder / WEIGHTS)
+    lost = next(key for key in tensors if "lora_B" in key)
+    save_file({key: value for key, value in tensors.items() if key != lost}, folder / WEIGHTS)
+    with pytest.raises(ModelError, match="lora_B.weight is missing"):
+        add_adapter(adapters, "one", open_adapter(folder))
+    save_file(tensors | {"base_model.model.model.nothing.weight": torch.zeros(2)}, folder / WEIGHTS)
+    with pytest.raises(ModelError, match="model.nothing.weight is no tensor of this model"):
+        add_adapter(adapters, "one", open_adapter(folder))
+    (folder / CONFIG).write_text("{")
+    with pytest.raises(ModelError, match="adapter_config.json: cannot be read as JSON"):
+        open_adapter(folder)

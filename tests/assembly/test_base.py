@@ -1,0 +1,54 @@
+"""Finding the model that adapters sit on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from made.adapter_folders import adapter_folder, changed, of_another_tool
+from made.tiny_run import tiny_model
+
+from danlu.adapters.description import CONFIG, stacked
+from danlu.assembly.base import base_of, check_base, find_base
+from danlu.errors import ModelError
+from danlu.models.saving import save
+from danlu.recipe import sections
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    save(tiny_model(), tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_the_base_is_the_one_given_or_the_one_named(base: Path, tmp_path: Path) -> None:
+    folder = adapter_folder(base, tmp_path / "adapter", sections.Lora())
+    save(tiny_model(seed=1), tmp_path / "run" / "model")
+    assert base_of(stacked(folder), None, "--base").folder == base
+    other = base_of(stacked(folder), tmp_path / "run", "--base")
+    assert other.folder == tmp_path / "run" / "model" and other.fingerprint != find_base(base).fingerprint
+    check_base(stacked(folder)[0], find_base(base))
+    with pytest.raises(ModelError, match=rf"{folder}: was trained on another base \({base}\) than {other.folder}"):
+        check_base(stacked(folder)[0], other)
+    check_base(stacked(of_another_tool(folder))[0], other)  # nothing is known of it
+
+
+def test_a_base_that_is_not_there(base: Path, tmp_path: Path) -> None:
+    folder = adapter_folder(base, tmp_path / "adapter", sections.Lora())
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ModelError, match=rf"{folder}: the model it was trained on cannot be had. {base}: no such folder"
+                                         r". Say where it is with --base FOLDER"):  # fmt: skip
+        base_of(stacked(folder), None, "--base")
+    assert base_of(stacked(folder), tmp_path / "moved", "--base").folder == tmp_path / "moved"
+    with pytest.raises(ModelError, match="nowhere: no such folder"):
+        base_of(stacked(folder), tmp_path / "nowhere", "--base")
+    changed(folder, CONFIG, base_model_name_or_path=None)
+    with pytest.raises(ModelError, match="adapter: does not say which model it was trained on. Name it with --into F"):
+        base_of(stacked(folder), None, "--into")
+
+
+def test_what_a_quantized_folder_was_made_from(base: Path) -> None:
+    assert find_base(base).quantized_from is None
+    (base / "danlu.json").write_text(json.dumps({"quantized_from": "abc"}))
+    assert find_base(base).quantized_from == "abc"

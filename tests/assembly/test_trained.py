@@ -1,0 +1,71 @@
+"""Adapters that a recipe starts from bring along what they were trained upon."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from made.adapted import logits
+from made.adapter_folders import adapted_logits, adapter_folder
+from made.tiny_world import World
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.assembly.base import Base
+from danlu.assembly.trained import adapted_model, merged_model, write_result
+from danlu.errors import ModelError
+from danlu.models.decoder import Decoder
+from danlu.recipe import sections
+
+
+@pytest.fixture
+def stack(tiny_world: World, tmp_path: Path) -> tuple[Path, Path]:
+    """An adapter, and one that was trained upon it."""
+    lower = adapter_folder(tiny_world.base, tmp_path / "lower", sections.Lora(modules_to_save=["norm"]), size=0.2)
+    upper = adapter_folder(
+        tiny_world.base, tmp_path / "upper", sections.Lora(rank=2, modules_to_save=["norm"]), seed=2, below=(lower,)
+    )
+    return lower, upper
+
+
+def started(base: Path, adapter: sections.AdapterSection, *paths: Path) -> tuple[Decoder, AdapterSet, Base]:
+    model = sections.Model(path=str(base), adapters=[str(path) for path in paths])
+    adapted, found = adapted_model(
+        model, adapter, None, dtype=torch.float32, device=torch.device("cpu"), seed=0, encode=None, taken_up=None
+    )
+    return adapted.model, adapted.adapters, found
+
+
+def test_a_new_adapter_starts_from_the_whole_stack(tiny_world: World, stack: tuple[Path, Path]) -> None:
+    expected = adapted_logits(tiny_world.base, *stack)
+    for named in (stack[1:], stack):
+        model, adapters, _ = started(tiny_world.base, sections.Lora(), *named)
+        assert torch.equal(logits(model), expected) and len(adapters.active) == 3
+    assert not torch.allclose(adapted_logits(tiny_world.base, stack[1]), expected, atol=1e-3)
+    whole = merged_model(
+        sections.Model(path=str(tiny_world.base), adapters=[str(stack[1])]), device=torch.device("cpu")
+    )
+    torch.testing.assert_close(logits(whole), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_that_is_trained_on_keeps_what_lies_below(
+    tiny_world: World, tmp_path: Path, stack: tuple[Path, Path]
+) -> None:
+    lower, upper = stack
+    model, adapters, base = started(tiny_world.base, sections.Continue(), upper)
+    torch.testing.assert_close(logits(model), adapted_logits(tiny_world.base, *stack), rtol=1e-5, atol=1e-6)
+    for continued, below in ((True, [lower]), (False, [lower, upper])):
+        out = tmp_path / f"continued-{continued}"
+        write_result(
+            adapters, base, out, started_from=[str(upper)], continued=continued,
+            tokenizer_from=tiny_world.tokenizer, chat_template=None,
+        )  # fmt: skip
+        assert json.loads((out / "danlu.json").read_text())["below"] == [str(path) for path in below]
+
+
+def test_what_lies_below_cannot_be_trained_on_above(tiny_world: World, stack: tuple[Path, Path]) -> None:
+    with pytest.raises(
+        ModelError, match="lower: lies below .*upper, which was trained upon it, and so cannot be train"
+    ):
+        started(tiny_world.base, sections.Continue(), stack[1], stack[0])

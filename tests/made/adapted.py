@@ -1,0 +1,64 @@
+"""Adapters on a tiny decoder, for the tests of the room."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.dropout import Noise
+from danlu.adapters.making import Making
+from danlu.models.attend import PackedAttention
+from danlu.models.decoder import Decoder
+from danlu.models.families import FAMILIES
+from danlu.models.initialize import named_generator
+from danlu.models.layout import disk_name
+from danlu.models.sites import adapter_sites
+
+DOCUMENTS = (0, 5, 12, 16)
+
+
+def adapter_set(model: Decoder, *, seed: int = 0, noise: Noise | None = None, **more: Any) -> AdapterSet:
+    modules = FAMILIES[model.config.family].modules
+    return AdapterSet(
+        model,
+        adapter_sites(model),
+        lambda name: disk_name(name, modules),
+        Making(lambda name: named_generator(seed, name), noise or Noise(seed), torch.device("cpu")),
+        open_head=model.open_head,
+        **more,
+    )
+
+
+def stirred(adapters: AdapterSet, name: str, seed: int = 1, size: float = 0.3) -> None:
+    """Values as after training: every trained number of one adapter is moved."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapters.tensors(name).values():
+        if parameter.requires_grad:
+            parameter.data += size * torch.empty_like(parameter).normal_(generator=generator)
+
+
+def logits(
+    model: Decoder, tokens: Tensor | None = None, dtype: torch.dtype = torch.float32, before: Sequence[int] = ()
+) -> Tensor:
+    """[T, V] of a few packed documents, each with `before` in front; T counts the others alone."""
+    with torch.no_grad():
+        return model.logits(hidden_states(model, tokens, dtype, before))
+
+
+def hidden_states(
+    model: Decoder, tokens: Tensor | None = None, dtype: torch.dtype = torch.float32, before: Sequence[int] = ()
+) -> Tensor:
+    """[T, D], likewise."""
+    if tokens is None:
+        tokens = torch.randint(0, model.config.vocab_size, (DOCUMENTS[-1],), generator=torch.Generator().manual_seed(5))
+    front, more = torch.tensor(before, dtype=torch.int64), len(before)
+    pieces = [torch.cat((front, tokens[start:end])) for start, end in itertools.pairwise(DOCUMENTS)]
+    boundaries = tuple(end + more * document for document, end in enumerate(DOCUMENTS))
+    positions = torch.cat([torch.arange(len(piece)) for piece in pieces])
+    found: Tensor = model(torch.cat(pieces), positions, PackedAttention(boundaries), dtype)
+    return found[positions >= more]

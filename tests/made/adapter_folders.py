@@ -1,0 +1,63 @@
+"""Model folders and adapter folders on disk, trained by nobody, for the tests of what reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from danlu.adapters.folder import DANLU, WEIGHTS, open_adapter, write_adapter
+from danlu.assembly.base import find_base
+from danlu.assembly.frozen import adapters_of
+from danlu.assembly.stacks import Stacks
+from danlu.models.loading import load
+from made.adapted import logits, stirred
+
+
+def adapter_folder(
+    base: Path, folder: Path, section: Any, *, seed: int = 1, size: float = 0.05, below: tuple[Path, ...] = ()
+) -> Path:
+    """An adapter of a base with numbers as after training, in danlu's form; upon others where there are some."""
+    adapters = adapters_of(load(base))
+    adapters.add("made", section)
+    adapters.train_only("made")
+    stirred(adapters, "made", seed=seed, size=size)
+    folder.mkdir(parents=True)
+    found = find_base(base)
+    paths = [str(one.resolve()) for one in below]
+    write_adapter(adapters, "made", folder, base=found.named, base_fingerprint=found.fingerprint, below=paths)
+    return folder
+
+
+def adapted_logits(base: Path, *folders: Path, tokens: Tensor | None = None, model: Any = None) -> Tensor:
+    """Of a base with adapters one upon the other, none of them merged."""
+    model = load(base) if model is None else model
+    stacks = Stacks(adapters_of(model))
+    stacks.use(stacks.add([open_adapter(folder) for folder in folders]))
+    return logits(model, tokens, before=stacks.adapters.virtual_tokens)
+
+
+def of_another_tool(folder: Path) -> Path:
+    """Takes away what only danlu writes."""
+    (folder / DANLU).unlink()
+    return folder
+
+
+def changed(folder: Path, file: str, **values: Any) -> Path:
+    """Sets keys of a JSON file; None takes one away."""
+    content = json.loads((folder / file).read_text()) | values
+    (folder / file).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    return folder
+
+
+def widened(folder: Path, name: str) -> Path:
+    """Makes one tensor of an adapter a row longer."""
+    tensors = load_file(folder / WEIGHTS)
+    key = next(key for key in tensors if name in key)
+    tensors[key] = torch.cat([tensors[key], tensors[key][:1]])
+    save_file(tensors, folder / WEIGHTS)
+    return folder

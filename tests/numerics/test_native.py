@@ -1,0 +1,167 @@
+"""The kernels of bitsandbytes' library, which is called without importing the package, against plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from danlu.numerics import four_bit, native
+from danlu.numerics.codebooks import KINDS, Kind
+from danlu.numerics.four_bit import BLOCKS, Nested
+
+SHAPES = [(4, 64), (33, 160), (17, 192), (5, 80), (3, 33), (1, 63), (1001, 257), (1, 1), (300, 700)]
+
+
+@pytest.fixture(autouse=True)
+def library() -> Iterator[None]:
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+def packed(*shape: int, kind: Kind = "nf4", block: int = 64) -> tuple[Tensor, Tensor]:
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(shape[0]))
+    return four_bit.pack(matrix, kind, block)
+
+
+# Where the file is, it must work: a library that is not used for its results fails these tests.
+FILE = native.library_file()
+needs_library = pytest.mark.skipif(
+    FILE is None or not FILE.exists(), reason="bitsandbytes has no CPU library for this machine"
+)
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_library_equals_plain_torch(shape: tuple[int, int], dtype: torch.dtype, kind: Kind) -> None:
+    codes, absmax = packed(*shape, kind=kind)
+    expected, seen = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+    four_bit.unpack_into(expected, codes, absmax, kind, 64)
+    native.unpack_into(seen, codes, absmax, kind, 64)
+    assert native.library()[0] is not None and torch.equal(seen, expected)
+
+
+@needs_library
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_size_of_block(block: int) -> None:
+    codes, absmax = packed(67, 193, block=block)
+    expected, seen = torch.empty(67, 193), torch.empty(67, 193)
+    four_bit.unpack_into(expected, codes, absmax, "nf4", block)
+    native.unpack_into(seen, codes, absmax, "nf4", block)
+    assert torch.equal(seen, expected)
+
+
+@needs_library
+@pytest.mark.parametrize("blocks", [1, 255, 256, 257, 5000])
+def test_magnitudes(blocks: int) -> None:
+    nested = four_bit.pack_absmax(torch.rand(blocks, generator=torch.Generator().manual_seed(blocks)))
+    assert torch.equal(native.unpack_absmax(nested), four_bit.unpack_absmax(nested))
+
+
+def test_a_type_without_a_kernel() -> None:
+    codes, absmax = packed(8, 96)
+    expected, seen = torch.empty(8, 96), torch.empty(8, 96, dtype=torch.float64)
+    four_bit.unpack_into(expected, codes, absmax, "nf4", 64)
+    native.unpack_into(seen, codes, absmax, "nf4", 64)
+    assert torch.equal(seen, expected.double())
+
+
+@needs_library
+def test_the_library_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, note = native.library()
+    assert found is not None and "unpacked by bitsandbytes" in note and native.kernels_in_use() == note
+    codes, absmax = packed(8, 64)
+    out = torch.empty(8, 64)
+    monkeypatch.setattr(four_bit, "unpack_into", None)  # not asked
+    native.unpack_into(out, codes, absmax, "nf4", 64)
+    assert out.isfinite().all()
+
+
+@needs_library
+def test_the_package_is_not_imported() -> None:
+    script = (
+        "import sys, torch; from danlu.numerics.packed import FourBitWeight; from danlu.numerics import native\n"
+        "FourBitWeight.pack(torch.randn(8, 64)).dense(); assert native.library()[0]\n"
+        "sys.exit('bitsandbytes' in sys.modules or 'torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def falls_back() -> str:
+    """Checks that plain torch takes over; returns the note that says why."""
+    found, note = native.library()
+    assert found is None and "by plain torch" in note
+    codes, absmax = packed(33, 160)
+    expected, seen = torch.empty(33, 160), torch.empty(33, 160)
+    four_bit.unpack_into(expected, codes, absmax, "nf4", 64)
+    native.unpack_into(seen, codes, absmax, "nf4", 64)
+    nested = four_bit.pack_absmax(absmax)
+    assert torch.equal(seen, expected) and torch.equal(native.unpack_absmax(nested), four_bit.unpack_absmax(nested))
+    return note
+
+
+def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    assert "not installed" in falls_back()
+
+
+def test_without_a_library_for_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = ModuleSpec("bitsandbytes", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(native, "find_spec", lambda name: spec)
+    assert "cannot be used" in falls_back()
+
+
+def test_a_library_that_lacks_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: object())
+    assert "has no attribute" in falls_back()
+
+
+@needs_library
+def test_a_library_with_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind = native._bind
+
+    def swapped(loaded: ctypes.CDLL) -> native.Library:
+        right = bind(loaded)
+        wrong = dict(right.unpack)
+        wrong["fp4", torch.bfloat16] = wrong["nf4", torch.bfloat16]
+        return right._replace(unpack=wrong)
+
+    monkeypatch.setattr(native, "_bind", swapped)
+    assert "other values for fp4 in torch.bfloat16" in falls_back()
+
+
+@needs_library
+def test_a_library_with_other_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind = native._bind
+
+    def halved(loaded: ctypes.CDLL) -> native.Library:
+        right = bind(loaded)
+
+        def blocks_of_128(*arguments: int) -> None:
+            right.unpack_bytes(*arguments[:4], 128, arguments[5])
+
+        return right._replace(unpack_bytes=blocks_of_128)
+
+    monkeypatch.setattr(native, "_bind", halved)
+    monkeypatch.setattr(native, "_unpack_absmax", with_room(native._unpack_absmax))
+    assert "other values for 8-bit magnitudes" in falls_back()
+
+
+def with_room(unpack):  # type: ignore[no-untyped-def]
+    """The wrong kernel reads a third magnitude: it must be there."""
+
+    def roomy(function: native.UnpackBytes, nested: Nested) -> Tensor:
+        return unpack(function, nested._replace(absmax=torch.cat((nested.absmax, torch.ones(8)))))
+
+    return roomy
