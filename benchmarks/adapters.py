@@ -1,12 +1,14 @@
 """LoRA, QLoRA and DoRA side by side with TRL + PEFT: real tokens per second and peak memory, rounds interleaved.
 
     python benchmarks/adapters.py --peers-python PEERS/bin/python --data alpaca_en_demo.json [--model small]
+                                  [--torchtune-python TORCHTUNE/bin/python]
 
 The same weights, rows, packs of 1024 tokens, rank 8 on all linear layers, bf16, two threads, each run in a process of
 its own; one step is one pack. A figure is the median over all steps but the first of all rounds; a ratio is of medians.
 Peak memory is the process's largest resident set, imports and saving included.
 
-The peers' environment: `pip install torch transformers trl peft datasets accelerate bitsandbytes`.
+The peers' environment: `pip install torch transformers trl peft datasets accelerate bitsandbytes`; torchtune's is in
+peer_torchtune.py.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sft import SHAPES, make_model, make_rows, make_tokenizer, run_danlu, run_peer
+from sft import SHAPES, make_model, make_rows, make_tokenizer, result_of, run_danlu, run_peer
 
 RANK = {"rank": 8, "alpha": 16.0}
 DANLU: dict[str, dict[str, Any]] = {
@@ -26,6 +28,7 @@ DANLU: dict[str, dict[str, Any]] = {
     "dora": {"adapter": {"kind": "dora", **RANK}},
     "full": {},
 }
+TORCHTUNE: dict[str, list[str]] = {"lora": [], "dora": ["--dora"]}
 TRL: dict[str, list[str]] = {
     "lora": ["--adapter", "lora"],
     "qlora": ["--adapter", "lora", "--nf4"],
@@ -36,6 +39,7 @@ TRL: dict[str, list[str]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers-python")
+    parser.add_argument("--torchtune-python")
     parser.add_argument("--data", required=True, help="a json file of alpaca rows")
     parser.add_argument("--model", default="small", choices=list(SHAPES))
     parser.add_argument("--methods", nargs="+", default=["lora", "qlora", "dora"], choices=list(DANLU))
@@ -63,6 +67,12 @@ def main() -> None:
                         [*TRL[method], "--rows", "1"],
                     )
                     runs.setdefault(("trl", method), []).append(done)
+                if options.torchtune_python and method in TORCHTUNE:
+                    script = str(Path(__file__).with_name("peer_torchtune.py"))
+                    command = [options.torchtune_python, script, "--model", str(folder / options.model)]
+                    command += ["--data", str(folder / "rows.jsonl"), "--steps", str(options.steps)]
+                    done = result_of([*command, *TORCHTUNE[method]])
+                    runs.setdefault(("tune", method), []).append(done)
         report(runs)
 
 
@@ -78,9 +88,9 @@ def report(runs: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
         span = f"[{min(steps):.0f}-{max(steps):.0f}]"
         print(f"{method:6} {engine:6} {rates[key]:8.0f} tok/s {span:12} {peaks[key]:6.0f} MiB  first losses {losses}")
     for engine, method in runs:
-        if engine == "danlu" and ("trl", method) in runs:
-            speed, memory = (one["danlu", method] / one["trl", method] for one in (rates, peaks))
-            print(f"{method:6} danlu / TRL  speed {speed:.2f}x  memory {memory:.2f}x")
+        if engine != "danlu":
+            speed, memory = (one["danlu", method] / one[engine, method] for one in (rates, peaks))
+            print(f"{method:6} danlu / {engine:4}  speed {speed:.2f}x  memory {memory:.2f}x")
         if method != "lora" and (engine, "lora") in runs:
             print(f"{method:6} {engine} / its own LoRA  speed {rates[engine, method] / rates[engine, 'lora']:.2f}x")
 

@@ -126,14 +126,18 @@ def run_peer(
     rows = PACKS[name] if engine == "trl-packed" else round(PACKS[name] * LENGTH / mean_length)
     command = [python, str(Path(__file__).with_name("peers.py")), engine, "--model", str(folder / name)]
     command += ["--data", str(folder / "rows.jsonl"), "--steps", str(steps), "--rows", str(rows), *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-    )
+    return result_of(command)
+
+
+def result_of(command: Sequence[str]) -> dict[str, Any]:
+    """What a peer's script prints after RESULT."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
             return result
-    raise SystemExit(f"{engine} on {name} failed:\n{done.stderr[-3000:]}")
+    raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
 
 
 def main() -> None:

@@ -229,6 +229,20 @@ def test_an_adapter_of_another_base_is_refused(
     assert "was trained on another base" in said and "Use the base it was trained on" in said
 
 
+def test_an_adapter_of_another_tool_with_another_base_s_name_is_doubted(
+    tiny_world: World, tmp_path: Path, first: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Names are no proof: a model may lie anywhere under any name. So it is told, and not refused."""
+    (first / "adapter" / "danlu.json").unlink()
+    config = first / "adapter" / "adapter_config.json"
+    again = {"model": model_section(tiny_world, first), "adapter": "continue", "steps": 2}
+    assert danlu("train", recipe(tiny_world, tmp_path / "same", **again)) == 0
+    assert "the shapes fit" not in capfd.readouterr().err
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "owner/Other-1B"}))
+    assert danlu("train", recipe(tiny_world, tmp_path / "other", **again)) == 0
+    assert "was trained on owner/Other-1B, and here it is put on" in capfd.readouterr().err
+
+
 BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"adapter": {"kind": "lora", "targets": "q_prj"}}, 2, "'q_prj' matches no layer of this model. Near: q_proj"),
     ({"adapter": {"kind": "lora", "rank": 64}}, 2, "adapter.rank: 64 is above 32"),

@@ -22,7 +22,7 @@ import torch
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.base import Base
 from danlu.assembly.frozen import model_bytes
-from danlu.assembly.trained import adapted_model, merged_model, write_result
+from danlu.assembly.trained import adapted_model, doubts, merged_model, write_result
 from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.statistics import Statistics
@@ -223,6 +223,8 @@ def _build(
     config = _model_config(recipe, words)
     program = resident_bytes(device)
     subject = _subject(recipe, config, device, start)
+    for doubt in doubts(recipe.model):
+        say(doubt)
     model = subject.model
     # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
     model.embed_tokens.gradient_of_rows = device.type == "cpu" and not recipe.compile
@@ -584,6 +586,7 @@ def _write(subject: Subject, recipe: Recipe, target: Path) -> Path:
             subject.base,
             target,
             started_from=recipe.model.adapters,
+            quantization=recipe.quantization,
             continued=isinstance(recipe.adapter, sections.Continue),
             tokenizer_from=words,
             chat_template=template,

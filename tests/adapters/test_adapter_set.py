@@ -11,6 +11,7 @@ from made.tiny_run import tiny_model
 
 from danlu.adapters.adapter_set import CHANGES_BASE, NO_WEIGHTS
 from danlu.errors import ModelError, RecipeError
+from danlu.numerics.packed import FourBitWeight
 from danlu.recipe import sections
 
 KINDS: list[Any] = [
@@ -51,9 +52,9 @@ def model_of(**changes: Any) -> Any:
     return tiny_model(model_type="llama", attention_bias=True, **changes)
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal but for the last bit of float32, in which logits come; all before them is float64."""
-    torch.testing.assert_close(found, expected, rtol=3e-7, atol=1e-7)
+def assert_same(found: torch.Tensor, expected: torch.Tensor, *, of_float32: float = 0.0) -> None:
+    """Equal but for the last bit of float32, in which logits come; what is before them is float64, unless told."""
+    torch.testing.assert_close(found, expected, rtol=3e-7 + of_float32, atol=1e-7 + of_float32)
 
 
 def widen(adapters: Any) -> None:
@@ -252,6 +253,50 @@ def test_the_head_of_a_tied_model_gets_an_adapter_of_its_own() -> None:
     adapters.merge()
     assert_same(wide_logits(model), apart)
     assert torch.equal(model.embed_tokens.weight, embedding)
+
+
+STARTS = [sections.Pissa(), sections.Olora(rank=3), sections.Dora(init="pissa"), sections.Pissa(targets=["lm_head"])]
+
+
+@pytest.mark.parametrize("section", STARTS, ids=name_of)
+def test_a_start_that_was_taken_out_of_the_base_comes_back_when_the_adapter_is_not_active(section: Any) -> None:
+    model, alone = (model_of().double() for _ in range(2))
+    original = wide_logits(model)
+    adapters, others = adapter_set(model), adapter_set(alone)
+    adapters.add("start", section)
+    adapters.train_only("start")
+    stirred(adapters, "start")
+    widen(adapters)
+    trained = wide_logits(model)
+    with adapters.disabled():
+        assert_same(wide_logits(model), original, of_float32=1e-6)  # the start itself is float32
+        adapters.merge()
+        assert_same(wide_logits(model), original, of_float32=1e-6)
+        adapters.unmerge()
+    assert torch.equal(wide_logits(model), trained) and not torch.allclose(trained, original, atol=1e-2)
+
+    other = sections.Lora(targets=["up_proj"])
+    adapters.activate()
+    for one in (adapters, others):
+        one.add("other", other)
+        stirred_all(one, "other")
+        widen(one)
+    adapters.activate("other")
+    assert_same(wide_logits(model), wide_logits(alone), of_float32=1e-6)
+    adapters.remove("other")
+    adapters.remove("start")
+    assert_same(wide_logits(model), original, of_float32=1e-6)
+
+
+def test_a_start_cannot_be_given_back_to_a_packed_base() -> None:
+    model = model_of()
+    adapters = adapter_set(model)
+    adapters.add("start", sections.Pissa(targets=["q_proj"]))
+    linear = model.layers["0"].attention.q_proj
+    linear.store(FourBitWeight.pack(linear.weight.data))
+    with pytest.raises(ModelError, match=r"'start' \(pissa\) took its start out of a base that was packed without it"):
+        adapters.remove("start")
+    assert adapters.active == ("start",)
 
 
 def test_first_values_depend_on_seed_and_name_alone() -> None:

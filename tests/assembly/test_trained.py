@@ -58,10 +58,12 @@ def test_an_adapter_that_is_trained_on_keeps_what_lies_below(
     for continued, below in ((True, [lower]), (False, [lower, upper])):
         out = tmp_path / f"continued-{continued}"
         write_result(
-            adapters, base, out, started_from=[str(upper)], continued=continued,
+            adapters, base, out, started_from=[str(upper)], continued=continued, quantization=sections.Nf4(),
             tokenizer_from=tiny_world.tokenizer, chat_template=None,
         )  # fmt: skip
-        assert json.loads((out / "danlu.json").read_text())["below"] == [str(path) for path in below]
+        said = json.loads((out / "danlu.json").read_text())
+        assert said["below"] == [str(path) for path in below]
+        assert said["quantization"] == {"kind": "nf4", "block": 64, "double": True}
 
 
 def test_what_lies_below_cannot_be_trained_on_above(tiny_world: World, stack: tuple[Path, Path]) -> None:

@@ -385,10 +385,12 @@ def test_a_run_scores_its_adapter_as_it_did_while_training(tiny_world, tmp_path,
     capsys.readouterr()
     said = [line for line in metrics(run) if "eval_loss" in line][-1]
     few_bits = [] if quantization is None else ["--quantization", quantization]
+    assert evaluated(run, held_out)["loss"] == pytest.approx(said["eval_loss"], abs=1e-6)
     assert evaluated(run, held_out, *few_bits)["loss"] == pytest.approx(said["eval_loss"], abs=1e-6)
     assert evaluated(tiny_world.base, held_out, *few_bits)["loss"] != pytest.approx(said["eval_loss"], abs=1e-3)
     if quantization is not None:  # over the base as it is stored it is another model
-        assert evaluated(run, held_out)["loss"] != pytest.approx(said["eval_loss"], abs=1e-6)
+        whole = evaluated(run, held_out, "--quantization", "none")
+        assert whole["loss"] != pytest.approx(said["eval_loss"], abs=1e-6)
 
 
 def test_a_run_says_what_to_do_with_its_adapter(tiny_world, tmp_path, capsys):

@@ -128,9 +128,23 @@ class AdapterSet:
             raise
 
     def remove(self, name: str) -> None:
-        """Takes an adapter out; the base is what it was, but for an initialisation that changed it."""
+        """Takes an adapter out, and puts back what its initialisation took from the base.
+
+        Raises ModelError where that base is packed: it cannot be had back without rounding again.
+        """
         added = self.added[name]
+        starts = [site for site in added.sites if _takes_from_base(added.modules[site.name])]
+        if any(site.module.weight is None for site in starts):
+            raise ModelError(
+                f"adapter {name!r} ({added.section.init}) took its start out of a base that was packed without it. "
+                "Load the base anew to be without it"
+            )
         self.activate(*(other for other in self.active if other != name))
+        for site in starts:
+            module: Any = added.modules[site.name]
+            weight = site.module.weight
+            with torch.no_grad():
+                weight.addmm_(module.initial_B.to(weight.dtype), module.initial_A.to(weight.dtype), alpha=module.scale)
         for slot in added.slots():
             del self._slot(slot)[name]
         del self.added[name]
@@ -261,16 +275,17 @@ class AdapterSet:
     # ── switching ──
 
     def activate(self, *names: str) -> None:
-        """Makes exactly these active, lowest first; none leaves the base, bit for bit.
+        """Makes exactly these active, lowest first; none leaves the base.
 
         Raises ModelError for a name that is not there, and for an order that cannot be computed.
         """
         if unknown := [name for name in names if name not in self.added]:
             raise ModelError(f"there is no adapter {unknown[0]!r}; there are: {', '.join(self.added) or 'none'}")
-        for name in names[1:]:
+        asleep = [name for name in self.added if name not in names and self._takes_from_base(name)]
+        for name in names:
             if self.added[name].section.kind == "dora" and any(
                 {site.name for site in self.added[below].sites} & {site.name for site in self.added[name].sites}
-                for below in names[: names.index(name)]
+                for below in (*asleep, *names[: names.index(name)])
             ):
                 raise ModelError(
                     f"adapter {name!r} is DoRA, which scales the weight itself: no other adapter can lie below it. "
@@ -281,6 +296,9 @@ class AdapterSet:
         for slot in self._slots():
             slot.active = names
         for added in self.added.values():
+            for module in added.modules.values():
+                if isinstance(module, LowRank):
+                    module.asleep = added.name in asleep
             for copy in added.copies:
                 setattr(copy.owner, copy.attribute, copy.original)
         for name in names:
@@ -292,9 +310,16 @@ class AdapterSet:
         """Ids past the vocabulary that every document has to begin with while the active adapters are active."""
         return tuple(one for name in self.active for virtual in self.added[name].virtual() for one in virtual.ids)
 
+    def _takes_from_base(self, name: str) -> bool:
+        return any(_takes_from_base(module) for module in self.added[name].modules.values())
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within it the model is its base: the reference of preference and reinforcement learning, at no cost."""
+        """Within it the model is its base, bit for bit: the reference of preference and reinforcement learning.
+
+        Where an initialisation took its start out of the base (PiSSA, OLoRA, LoftQ) it is base and start, which is the
+        model before training up to rounding; what is left without the start never was a model.
+        """
         active = self.active
         self.activate()
         try:
@@ -391,7 +416,7 @@ class AdapterSet:
                 slot_owner.packed = None
             if before.bias is not None and bias is not None:
                 slot_owner.bias = Parameter(bias.to(before.bias.dtype), requires_grad=False)
-            slot.active = ()
+            slot.merged = True
 
     @torch.no_grad()
     def unties_head(self) -> bool:
@@ -431,7 +456,7 @@ class AdapterSet:
                 before.owner.packed = before.packed
             if before.bias is not None:
                 before.owner.bias = before.bias
-            before.slot.active = self.active
+            before.slot.merged = False
         self._merged = []
 
     def check_mergeable(self) -> None:
@@ -463,6 +488,10 @@ def wide(tensor: Tensor) -> Tensor:
 def _dense(linear: Any) -> Dense:
     weight = linear.dense_weight(torch.float32) if linear.weight is None else wide(linear.weight)
     return Dense(weight, None if linear.bias is None else wide(linear.bias))
+
+
+def _takes_from_base(module: nn.Module) -> bool:
+    return isinstance(module, LowRank) and module.takes_from_base
 
 
 def _within(parameter: str, disk_name: str, module: str) -> bool:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from danlu import __version__
-from danlu.adapters.adapter_set import AdapterSet, Added
+from danlu.adapters.adapter_set import CHANGES_BASE, AdapterSet, Added
 from danlu.adapters.description import CONFIG, DANLU, WEIGHTS, AdapterFolder, describe
 from danlu.adapters.peft_kinds import FORMATS, format_of
 from danlu.adapters.peft_low_rank import PREFIX
@@ -44,10 +44,12 @@ def write_adapter(
     base: str,
     base_fingerprint: str | None,
     below: Sequence[str] = (),
+    quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes one adapter of the set into an existing, empty folder; float32.
 
-    base: the model it belongs to. below: adapter folders that lay between the two, if any.
+    base: the model it belongs to. below: adapter folders that lay between the two, if any. quantization: how the base
+    was held, as the recipe says it.
     """
     added = adapters.added[name]
     values, tensors = format_of(added.section).to_peft(added.section, added.modules, adapters.sites)
@@ -64,6 +66,8 @@ def write_adapter(
         "base_fingerprint": base_fingerprint,
         "below": list(below),
         "adapter": added.section.model_dump(mode="json"),
+        # One that took its start out of the weights is written for the weights as they were, before any rounding.
+        "quantization": None if getattr(added.section, "init", None) in CHANGES_BASE else quantization,
     }
     write_files(folder, config, own, tensors | more)
 

@@ -21,7 +21,8 @@ class LowRank(Adapter):
 
     Parameters: lora_A [r, I], lora_B [O, r], and for DoRA lora_magnitude_vector [O]; uninitialised until `draw` and
     `measure`. Where the start was taken out of the base (PiSSA, OLoRA, LoftQ), it stays as initial_A and initial_B:
-    only with it the adapter can be told from the base again.
+    only with it the adapter can be told from the base again, and while the adapter is not active (`asleep`) it is the
+    start alone, so that the model is what it was before.
     """
 
     initial_A: nn.Parameter | None
@@ -43,7 +44,8 @@ class LowRank(Adapter):
         super().__init__()
         outputs, inputs = shape
         self.scale = scale
-        self.dropout = dropout
+        self.asleep = False
+        self._dropout = dropout
         self.exact_norm = exact_norm
         self.lora_A = nn.Parameter(torch.empty(rank, inputs, device=device), requires_grad=not freeze_a)
         self.lora_B = nn.Parameter(torch.empty(outputs, rank, device=device))
@@ -55,6 +57,20 @@ class LowRank(Adapter):
     @property
     def rank(self) -> int:
         return self.lora_A.shape[0]
+
+    @property
+    def dropout(self) -> Dropout | None:
+        return None if self.asleep else self._dropout
+
+    @property
+    def share(self) -> float:
+        """Of inputs that dropout takes."""
+        return 0.0 if self.asleep else self._dropout.share
+
+    @property
+    def takes_from_base(self) -> bool:
+        """Whether the base is what it was only with this adapter's start."""
+        return self.initial_A is not None
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator, *, gaussian: bool = False) -> None:
@@ -95,6 +111,9 @@ class LowRank(Adapter):
             self.lora_magnitude_vector.copy_(torch.linalg.vector_norm(direction, dim=1))
 
     def factors(self) -> LowRankFactors:
+        if self.asleep:
+            assert self.initial_A is not None and self.initial_B is not None, "only a start that was taken out sleeps"
+            return LowRankFactors(self.initial_A, self.initial_B, self.scale)
         return LowRankFactors(
             self.lora_A, self.lora_B, self.scale, self.lora_magnitude_vector, self.weight_norm, self.exact_norm
         )
@@ -104,17 +123,18 @@ class LowRank(Adapter):
 
     def add(self, x: Tensor, y: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor:
         """For LoRA upon another adapter. DoRA scales the weight itself, so nothing may lie below it."""
-        assert self.lora_magnitude_vector is None, "DoRA is first in its slot"
-        low = F.linear(self.dropout(x), self.lora_A.to(x.dtype))
-        return y + F.linear(low, (self.lora_B * self.scale).to(x.dtype))
+        one = self.factors()
+        assert one.magnitude is None, "DoRA is first in its slot"
+        low = F.linear(x if self.dropout is None else self.dropout(x), one.a.to(x.dtype))
+        return y + F.linear(low, (one.b * one.scale).to(x.dtype))
 
     def applied(self, dense: Dense) -> Dense:
-        a, b = self.lora_A.to(dense.weight.dtype), self.lora_B.to(dense.weight.dtype)
-        weight = dense.weight.addmm(b, a, alpha=self.scale)
-        if self.lora_magnitude_vector is None:
+        one = self.factors()
+        weight = dense.weight.addmm(one.b.to(dense.weight.dtype), one.a.to(dense.weight.dtype), alpha=one.scale)
+        if one.magnitude is None:
             return Dense(weight, dense.bias)
         norm = torch.linalg.vector_norm(weight, dim=1)
-        gain = self.lora_magnitude_vector / (norm if self.exact_norm else norm.detach())
+        gain = one.magnitude / (norm if self.exact_norm else norm.detach())
         return Dense(weight * gain.unsqueeze(1), dense.bias)
 
 

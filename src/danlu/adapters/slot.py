@@ -24,10 +24,15 @@ class Slot(nn.ModuleDict):
     def __init__(self) -> None:
         super().__init__()
         self.active: tuple[str, ...] = ()
+        self.merged = False
+        """Whether all of it is part of the weights for the time being."""
 
     def stack(self) -> list[nn.Module]:
-        """The active adapters that are here, lowest first."""
-        return [self[name] for name in self.active if name in self]
+        """The active adapters that are here, lowest first; below them starts that others have taken out of the base."""
+        if self.merged:
+            return []
+        asleep = [adapter for adapter in self.values() if isinstance(adapter, LowRank) and adapter.asleep]
+        return [*asleep, *(self[name] for name in self.active if name in self)]
 
 
 class LinearSlot(Slot):
@@ -55,7 +60,7 @@ class LinearSlot(Slot):
         stacks = [linear.adapter.stack() if isinstance(linear.adapter, LinearSlot) else [] for linear in linears]
         alone = [stack[0] if stack else None for stack in stacks]
         low_rank = [adapter for adapter in alone if isinstance(adapter, LowRank)]
-        shared = len({adapter.dropout.share for adapter in low_rank}) == 1
+        shared = len({adapter.share for adapter in low_rank}) == 1
         if not shared or any(len(stack) > 1 or not isinstance(stack[0], LowRank) for stack in stacks if stack):
             return tuple(linear.base(x) if linear.adapter is None else linear.adapter(x, linear) for linear in linears)
         branches = [

@@ -58,6 +58,8 @@ class Merged:
     """Whether the base was held in few bits."""
     dtype: torch.dtype
     rounding: Rounding
+    trained_over: str | None
+    """In which few bits the base of the last adapter was held in training, if in any."""
 
 
 def merge(
@@ -118,7 +120,8 @@ def merge(
         value=lambda name: _measured(name, value(name), written, rounding),
     )
     packed = any(getattr(site.module, "packed", None) is not None for site in adapted.adapters.sites)
-    return Merged(base.folder, tuple(stack[-1].path for stack in stacks), packed, written, rounding)
+    held = (stacks[-1][-1].danlu.get("quantization") or {}).get("kind")
+    return Merged(base.folder, tuple(stack[-1].path for stack in stacks), packed, written, rounding, held)
 
 
 def check_free(target: Path) -> None:

@@ -71,6 +71,21 @@ def adapted_model(
     return adapted, base
 
 
+def doubts(model: sections.Model) -> list[str]:
+    """For the console: adapters of other tools that name a base of another name than the recipe does."""
+    if not model.adapters or model.path is None:
+        return []
+    base = find_base(model.path)
+    return [
+        f"{folder.path}: was trained on {folder.base}, and here it is put on {base.named}: the shapes fit, but if they "
+        "are two models its result makes no sense"
+        for folder in _stack(model.adapters)
+        if folder.danlu.get("base_fingerprint") is None
+        and folder.base
+        and Path(folder.base).name.lower() != Path(base.named).name.lower()
+    ]
+
+
 def merged_model(model: sections.Model, *, device: torch.device) -> Decoder:
     """A base in float32 with the adapters of `model.adapters` merged into it, to be trained as a whole."""
     assert model.path is not None, "the recipe's rules ask for a base"
@@ -91,12 +106,14 @@ def write_result(
     *,
     started_from: Sequence[str],
     continued: bool,
+    quantization: sections.QuantizationSection | None,
     tokenizer_from: Path,
     chat_template: str | None,
 ) -> None:
     """The trained adapter as a PEFT folder with the words beside it; it appears whole or not at all.
 
     started_from: `model.adapters`, upon which it was trained and which it needs; continued: all but the last.
+    quantization: how the base was held meanwhile, so that it is held the same way when the adapter is used.
     """
     below = _stack(started_from)
     if continued:
@@ -104,7 +121,15 @@ def write_result(
     needed = sum(4 * tensor.numel() for tensor in adapters.tensors(TRAINED).values())
     with fresh_folder(target, 3 * needed, holds=CONFIG) as fresh:
         paths = [str(folder.path.resolve()) for folder in below]
-        write_adapter(adapters, TRAINED, fresh, base=base.named, base_fingerprint=base.fingerprint, below=paths)
+        write_adapter(
+            adapters,
+            TRAINED,
+            fresh,
+            base=base.named,
+            base_fingerprint=base.fingerprint,
+            below=paths,
+            quantization=None if quantization is None else quantization.model_dump(mode="json"),
+        )
         copy_words(tokenizer_from, fresh)
         if chat_template is not None:
             write_template(fresh, chat_template)

@@ -91,7 +91,7 @@ def chat(
     wording = open_wording(found.words, chat_template, model=found.folder)
     wording.require_chat_template()
     opened = open_model(
-        found, wording, precision=precision, device=device, quantization=quantization_section(quantization)
+        found, wording, precision=precision, device=device, quantization=quantization_section(quantization, found)
     )
     voices = Voices(found, opened, chat_template)
     voice = voices.switch(voices.now)

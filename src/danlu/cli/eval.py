@@ -84,7 +84,7 @@ def eval(
         open_wording(found.words, chat_template, model=found.folder),
         precision=precision,
         device=device,
-        quantization=quantization_section(quantization),
+        quantization=quantization_section(quantization, found),
     )
     scores = score(opened, prepared, recipe)
     statistics = prepared.statistics

@@ -37,7 +37,10 @@ ModelArgument = Annotated[
 ]
 Base = Annotated[str | None, typer.Option(help="Of an adapter: the model it sits on, if not where it was trained.")]
 Quantization = Annotated[
-    str | None, typer.Option(help="Hold linear layers in few bits: nf4, fp4, int8 or int4. Default: as stored.")
+    str | None,
+    typer.Option(
+        help="Linear layers in few bits: nf4, fp4, int8, int4; none. Default: as an adapter was trained, or stored."
+    ),
 ]
 
 QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
@@ -97,7 +100,7 @@ def generate(
         wording,
         precision=precision,
         device=device,
-        quantization=quantization_section(quantization),
+        quantization=quantization_section(quantization, found),
         merged=True,
     )
     silent_stops, stop_strings = wording.split_stops(stop or [])
@@ -199,8 +202,8 @@ def check_flags(
         problems.append(f"dtype: {dtype!r} is unknown; use {', '.join(PRECISIONS)}")
     if device not in DEVICES:
         problems.append(f"device: {device!r} is unknown; use {', '.join(DEVICES)}")
-    if quantization not in (None, *QUANTIZATIONS):
-        problems.append(f"quantization: {quantization!r} is unknown; use {', '.join(QUANTIZATIONS)}")
+    if quantization not in (None, "none", *QUANTIZATIONS):
+        problems.append(f"quantization: {quantization!r} is unknown; use {', '.join(QUANTIZATIONS)} or none")
     if "" in stops:
         problems.append("stop: an empty text would stop before the first token")
     if problems:
@@ -210,14 +213,24 @@ def check_flags(
     return cast("Precision", dtype)
 
 
-def quantization_section(kind: str | None) -> QuantizationSection | None:
-    """What --quantization names, as a recipe would say it."""
+def quantization_section(kind: str | None, found: Found | None = None) -> QuantizationSection | None:
+    """What --quantization names, as a recipe would say it; without it, how an adapter's base was held in training."""
+    values: dict[str, Any] = {"kind": kind}
     if kind is None:
+        from danlu.models.folder import CONFIG, read_json
+
+        stored = found is not None and "quantization_config" in read_json(found.folder / CONFIG)
+        own = found.stacks[0][-1].danlu.get("quantization") if found is not None and found.stacks else None
+        if own is None or stored:
+            return None
+        values = own
+    elif kind == "none":
         return None
     # Here: it brings pydantic, half a second that those who do not ask for it need not wait.
     from danlu.recipe import sections
 
-    return {"nf4": sections.Nf4, "fp4": sections.Fp4, "int8": sections.Int8, "int4": sections.Int4}[kind]()
+    known = {"nf4": sections.Nf4, "fp4": sections.Fp4, "int8": sections.Int8, "int4": sections.Int4}
+    return known[values["kind"]](**values)
 
 
 def sampling_options(found: Found, asked: dict[str, Any], seed: int) -> SamplingOptions:

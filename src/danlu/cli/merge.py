@@ -98,6 +98,9 @@ def write_model(
         combination=combination,
         quantization=quantization_section(quantization),
     )
+    if quantization is None and merged.trained_over is not None and not merged.packed:
+        kind = merged.trained_over
+        say(f"trained over the base in {kind}, merged into the base as stored: --quantization {kind} takes the former")
     how = "" if combination is None else f" ({told(combination)})"
     say(f"{', '.join(map(str, merged.adapters))}{how} merged into {merged.base}")
     for line in rounding_lines(merged):
