@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from made.adapted import logits
-from made.tiny_world import World, danlu, differences, last_state, metrics
+from made.tiny_world import World, danlu, differences, last_state, metrics, write_rows
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -243,6 +243,20 @@ def test_an_adapter_of_another_tool_with_another_base_s_name_is_doubted(
     assert "was trained on owner/Other-1B, and here it is put on" in capfd.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"adapter": "lora"}, {"adapter": "dora", "quantization": "nf4"}], ids=str)
+def test_a_compiled_run_is_the_same_but_for_rounding(
+    tiny_world: World, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    losses = {}
+    for compiled in (False, True):
+        output = tmp_path / f"compiled-{compiled}"
+        assert danlu("train", recipe(tiny_world, output, **changes, compile=compiled, steps=4)) == 0
+        losses[compiled] = [line["loss"] for line in metrics(output) if "loss" in line]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+    assert len(set(losses[True])) == 4
+
+
 BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"adapter": {"kind": "lora", "targets": "q_prj"}}, 2, "'q_prj' matches no layer of this model. Near: q_proj"),
     ({"adapter": {"kind": "lora", "rank": 64}}, 2, "adapter.rank: 64 is above 32"),
@@ -259,6 +273,7 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
 def test_what_cannot_be_is_said_before_the_first_step(
     tiny_world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any], code: int, said: str
 ) -> None:
+    changes = {**changes, "data": {"train": str(write_rows(tmp_path / "broken.jsonl", ["{"]))}}  # is not even read
     assert danlu("train", recipe(tiny_world, tmp_path / "run", **changes)) == code
     assert said in capfd.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists() or not any((tmp_path / "run" / "checkpoints").iterdir())

@@ -20,9 +20,10 @@ from typing import TextIO
 import torch
 
 from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.slot import leave_slots_uncompiled
 from danlu.assembly.base import Base
 from danlu.assembly.frozen import model_bytes
-from danlu.assembly.trained import adapted_model, doubts, merged_model, write_result
+from danlu.assembly.trained import adapted_model, check_adapters, doubts, merged_model, write_result
 from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.statistics import Statistics
@@ -38,7 +39,7 @@ from danlu.models.loading import build, load
 from danlu.models.presets import from_scratch
 from danlu.models.saving import save as save_model
 from danlu.numerics.loss_scaling import LossScaler
-from danlu.numerics.product import leave_products_uncompiled, shared_bytes
+from danlu.numerics.product import PackedWeight, leave_products_uncompiled, shared_bytes
 from danlu.objectives.crossentropy import slice_bytes, workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
@@ -143,6 +144,7 @@ def _train(loaded: Loaded, folder: Path, resume: str, faults: StopRequest, say: 
     for note in loaded.notes:
         say(note)
     _describe(folder, recipe, device, start, say)
+    check_adapters(recipe.model, recipe.adapter)
     prepared = _prepare(recipe, stream)
     for line in data_lines(prepared):
         say(line)
@@ -242,8 +244,9 @@ def _build(
         micro = read_state(start.path)["micro"]  # found anew it could differ, and with it how sums are rounded
     else:
         micro = _micro(recipe, model, optimizer, per_step, device)
-    if recipe.compile:
+    if recipe.compile and any(isinstance(module, PackedWeight) for module in model.modules()):
         leave_products_uncompiled()
+        leave_slots_uncompiled()
     forward = model.compiled() if recipe.compile else model
     compute = Compute(
         model,

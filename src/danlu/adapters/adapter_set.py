@@ -105,11 +105,7 @@ class AdapterSet:
         """
         if name in self.added:
             raise ModelError(f"an adapter named {name!r} is there already")
-        self._check_patterns(section)
-        sites = [self._opened(site) for site in select(self.sites, targets_of(section))]
-        if isinstance(section, sections.LowRank) and not given:
-            for site in sites:
-                check_rank(site, section)
+        sites = [self._opened(site) for site in self.chosen(section, given=given)]
         taken = [one.ids.stop for other in self.added.values() for one in other.virtual()]
         (words,) = (site.shape[0] for site in self.sites if site.group == "embedding")
         modules = make(sites, section, name, self.making, every=self.sites, first_virtual=max([words, *taken]))
@@ -126,6 +122,15 @@ class AdapterSet:
         except ModelError:
             self.remove(name)
             raise
+
+    def chosen(self, section: Any, *, given: bool = False) -> list[Site]:
+        """Where an adapter would sit. Raises RecipeError for what no layer matches, and for ranks that none has."""
+        self._check_patterns(section)
+        sites = select(self.sites, targets_of(section))
+        if isinstance(section, sections.LowRank) and not given:
+            for site in sites:
+                check_rank(site, section)
+        return sites
 
     def remove(self, name: str) -> None:
         """Takes an adapter out, and puts back what its initialisation took from the base.

@@ -6,6 +6,7 @@ T tokens · O, I outputs and inputs of a layer · K key/value heads · C head wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,14 @@ class LinearSlot(Slot):
             assert isinstance(adapter, Adapter)
             dense = adapter.applied(dense)
         return dense
+
+
+@cache
+def leave_slots_uncompiled() -> None:
+    """Before torch.compile of a model with a packed base, whose kernels it cannot follow."""
+    # No decorators: they would import torch._dynamo, a second that only a process which compiles should wait.
+    LinearSlot.forward = torch.compiler.disable(LinearSlot.forward)  # type: ignore[method-assign]
+    LinearSlot.together = torch.compiler.disable(LinearSlot.together)  # type: ignore[method-assign]
 
 
 class EmbeddingSlot(Slot):

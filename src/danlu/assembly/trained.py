@@ -16,7 +16,8 @@ from danlu.assembly.frozen import Adapted, adapters_of, load_frozen
 from danlu.assembly.stacks import Stacks
 from danlu.errors import ModelError
 from danlu.models.decoder import Decoder
-from danlu.models.loading import load
+from danlu.models.folder import read_config
+from danlu.models.loading import load, skeleton
 from danlu.models.saving import copy_words, fresh_folder, write_template
 from danlu.recipe import sections
 
@@ -69,6 +70,19 @@ def adapted_model(
         adapters.activate(*adapters.active, TRAINED)
     adapters.train_only(TRAINED)
     return adapted, base
+
+
+def check_adapters(model: sections.Model, adapter: sections.AdapterSection | None) -> None:
+    """What can be told of a recipe's adapters before its data is read: folders, their base, targets, ranks.
+
+    Raises ModelError and RecipeError as `adapted_model` would.
+    """
+    if model.path is None or (adapter is None and not model.adapters):
+        return
+    base = find_base(model.path)
+    _open(model.adapters, base)
+    if adapter is not None and not isinstance(adapter, sections.Continue):
+        adapters_of(skeleton(read_config(base.folder))).chosen(adapter)
 
 
 def doubts(model: sections.Model) -> list[str]:
