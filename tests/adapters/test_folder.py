@@ -1,58 +1,23 @@
-"""Adapter folders against PEFT: ours loaded there, theirs loaded here, and the same logits."""
+"""Adapter folders of LoRA and DoRA against PEFT: ours loaded there, theirs loaded here, and the same logits."""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from made.adapted import DOCUMENTS, adapter_set, logits, stirred
+from made.adapted import adapter_set, logits, stirred
+from made.peft_side import TOKENS, hugging_face, theirs
 from made.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, open_adapter, write_adapter
 from danlu.errors import ModelError
 from danlu.models.loading import load
-from danlu.models.saving import save
 from danlu.recipe import sections
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True},
-    "phi3": {"model_type": "phi3", "pad_token_id": 0},
-    "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
-    "tied": {"tie_word_embeddings": True},
-}
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("bases")
-    for name, changes in FAMILIES.items():
-        save(tiny_model(**changes), folder / name)
-    return {name: folder / name for name in FAMILIES}
-
-
-TOKENS = torch.randint(0, 64, (DOCUMENTS[-1],), generator=torch.Generator().manual_seed(5))
-
-
-def theirs(model: Any) -> Tensor:
-    """[T, V] of the documents of `logits`, one by one."""
-    model.eval()
-    pieces = [TOKENS[start:end] for start, end in pairwise(DOCUMENTS)]
-    with torch.no_grad():
-        # A soft prompt has logits too.
-        return torch.cat([model(input_ids=piece.unsqueeze(0)).logits[0, -len(piece) :] for piece in pieces])
-
-
-def hugging_face(base: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-
 
 CASES: list[tuple[str, Any]] = [
     ("llama", sections.Lora()),
@@ -74,37 +39,7 @@ CASES: list[tuple[str, Any]] = [
     ("tied", sections.Lora(modules_to_save=["embed_tokens"])),
     ("tied", sections.Lora(targets=["all-linear", "lm_head"])),
     ("llama", sections.Vera(rank=16, modules_to_save=["lm_head"])),
-    ("phi3", sections.Ia3()),
-    ("llama", sections.Prefix(tokens=3)),
-    ("gemma2", sections.Prompt(tokens=3)),
 ]
-OURS_ALONE: list[tuple[str, Any]] = [
-    ("llama", sections.Mora(modules_to_save=["norm"])),
-    ("phi3", sections.Mora(form="sharing")),
-    ("llama", sections.Bottleneck(placement="pfeiffer", width=8)),
-    ("llama", sections.Prefix(tokens=3, projection=16)),
-]
-
-
-@pytest.mark.parametrize(("family", "section"), OURS_ALONE)
-def test_what_peft_does_not_have_comes_back_the_same(
-    bases: dict[str, Path], tmp_path: Path, family: str, section: Any
-) -> None:
-    model = load(bases[family])
-    adapters = adapter_set(model)
-    base = logits(model, TOKENS)
-    adapters.add("mine", section)
-    adapters.train_only("mine")
-    stirred(adapters, "mine", size=0.1)
-    ours = logits(model, TOKENS, before=adapters.virtual_tokens)
-    write_adapter(adapters, "mine", tmp_path, base=str(bases[family]), base_fingerprint=None)
-    again = load(bases[family])
-    fresh = adapter_set(again)
-    add_adapter(fresh, "back", open_adapter(tmp_path))
-    torch.testing.assert_close(logits(again, TOKENS, before=fresh.virtual_tokens), ours, rtol=1e-5, atol=1e-5)
-    assert (ours - base).abs().max() > 1e-3
-    if not isinstance(section, sections.Prefix):
-        assert json.loads((tmp_path / CONFIG).read_text())["peft_type"].startswith("DANLU_")
 
 
 @pytest.mark.parametrize(("family", "section"), CASES)

@@ -3,62 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import peft
 import pytest
 import torch
-from made.adapted import DOCUMENTS, adapter_set, logits, stirred
+from made.adapted import adapter_set, logits, stirred
+from made.peft_side import TOKENS, hugging_face, theirs
 from made.tiny_run import tiny_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from danlu.adapters import bottleneck, ia3, mora, prefix, prompt, vera
 from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, open_adapter, write_adapter
+from danlu.adapters.peft_kinds import FORMATS, format_of
 from danlu.errors import ModelError
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
-from danlu.models.saving import save
 from danlu.recipe import sections
-
-KINDS: dict[str, ModuleType] = {
-    "VERA": vera, "IA3": ia3, "PROMPT_TUNING": prompt, "PREFIX_TUNING": prefix,
-    "DANLU_MORA": mora, "DANLU_BOTTLENECK": bottleneck,
-}  # fmt: skip
-SECTIONS = {"vera": "VERA", "ia3": "IA3", "prompt": "PROMPT_TUNING", "prefix": "PREFIX_TUNING", "mora": "DANLU_MORA",
-            "bottleneck": "DANLU_BOTTLENECK"}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True},
-    "phi3": {"model_type": "phi3", "pad_token_id": 0},
-    "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
-    "tied": {"tie_word_embeddings": True},
-}
-TOKENS = torch.randint(0, 64, (DOCUMENTS[-1],), generator=torch.Generator().manual_seed(5))
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("bases")
-    for name, changes in FAMILIES.items():
-        save(tiny_model(**changes), folder / name)
-    return {name: folder / name for name in FAMILIES}
-
-
-def hugging_face(base: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-
-
-def theirs(model: Any) -> Tensor:
-    """[T, V] of the documents of `logits`, one by one; a soft prompt's own logits are left out."""
-    model.eval()
-    pieces = [TOKENS[start:end] for start, end in pairwise(DOCUMENTS)]
-    with torch.no_grad():
-        return torch.cat([model(input_ids=piece.unsqueeze(0)).logits[0, -len(piece) :] for piece in pieces])
 
 
 def ours(model: Decoder, adapters: AdapterSet) -> Tensor:
@@ -67,25 +30,8 @@ def ours(model: Decoder, adapters: AdapterSet) -> Tensor:
 
 def written(adapters: AdapterSet, name: str, folder: Path, base: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """One adapter of the set as a folder, its config values and its tensors."""
-    added = adapters.added[name]
-    kind = KINDS[SECTIONS[added.section.kind]]
-    values, tensors = kind.to_peft(added.section, added.modules, adapters.sites)
-    config = {**values, "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    return config, tensors
-
-
-def taken(adapters: AdapterSet, name: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Puts an adapter that was read off a folder into the set."""
-    section, by_place, used = KINDS[values["peft_type"]].from_peft(values, tensors, adapters.sites, "file")
-    assert used == set(tensors)
-    adapters.add(name, section, given=True)
-    for place, own in by_place.items():
-        parameters = dict(adapters.added[name].modules[place].named_parameters())
-        for key, value in own.items():
-            assert parameters[key].shape == value.shape
-            parameters[key].data.copy_(value)
+    write_adapter(adapters, name, folder, base=str(base), base_fingerprint=None)
+    return json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
 
 
 CASES: list[tuple[str, Any]] = [
@@ -113,6 +59,7 @@ CASES: list[tuple[str, Any]] = [
 ]
 OWN_CASES: list[tuple[str, Any]] = [
     ("llama", sections.Mora(rank=3, targets=["all-linear", "lm_head"])),
+    ("llama", sections.Mora(modules_to_save=["norm"])),
     ("phi3", sections.Mora(rank=2, form="sharing", targets=["k_proj", "mlp"])),
     ("llama", sections.Bottleneck(width=5)),
     ("gemma2", sections.Bottleneck(placement="pfeiffer", activation="silu", width=3)),
@@ -149,15 +96,17 @@ def test_danlu_reads_what_it_wrote(bases: dict[str, Path], tmp_path: Path, famil
         assert "written by danlu; PEFT has no such kind" in values["description"]
     again = load(bases[family])
     fresh = adapter_set(again, seed=9)
-    taken(fresh, "back", values, load_file(tmp_path / "adapter_model.safetensors"))
+    add_adapter(fresh, "back", open_adapter(tmp_path))
     if getattr(section, "projection", None) is None:  # a projection is folded in another order
         assert torch.equal(ours(again, fresh), expected)
     torch.testing.assert_close(ours(again, fresh), expected, rtol=1e-5, atol=1e-5)
     assert (expected - base).abs().max() > 1e-2
-    rewritten, same = KINDS[values["peft_type"]].to_peft(
+    rewritten, same = FORMATS[values["peft_type"]].to_peft(
         fresh.added["back"].section, fresh.added["back"].modules, fresh.sites
     )
-    assert {key: values[key] for key in rewritten} == rewritten and set(same) == set(tensors)
+    assert {key: values[key] for key in rewritten} == rewritten and set(same) == {
+        key for key in tensors if "model.norm." not in key
+    }
 
 
 PEFT_CONFIGS: list[tuple[str, Any]] = [
@@ -194,8 +143,7 @@ def test_danlu_computes_what_peft_wrote(bases: dict[str, Path], tmp_path: Path, 
     decoder = load(bases[family])
     before = logits(decoder, TOKENS)
     adapters = adapter_set(decoder)
-    values = json.loads((tmp_path / "adapter_config.json").read_text())
-    taken(adapters, "theirs", values, load_file(tmp_path / "adapter_model.safetensors"))
+    add_adapter(adapters, "theirs", open_adapter(tmp_path))
     torch.testing.assert_close(ours(decoder, adapters), expected, rtol=1e-5, atol=1e-5)
     assert (before - expected).abs().max() > 1e-2
 
@@ -218,7 +166,7 @@ def test_danlu_computes_what_peft_wrote(bases: dict[str, Path], tmp_path: Path, 
 def test_what_does_not_fit_is_said(section: Any, change: dict[str, Any], said: str) -> None:
     adapters = adapter_set(tiny_model())
     adapters.add("one", section)
-    kind = KINDS[SECTIONS[section.kind]]
+    kind = format_of(section)
     values, tensors = kind.to_peft(section, adapters.added["one"].modules, adapters.sites)
     kind.from_peft(values, tensors, adapters.sites, "file")
     with pytest.raises(ModelError, match=said):
@@ -234,7 +182,7 @@ def test_what_does_not_fit_is_said(section: Any, change: dict[str, Any], said: s
 def test_tensors_that_are_missing_or_of_another_model_are_said(section: Any) -> None:
     adapters = adapter_set(tiny_model())
     adapters.add("one", section)
-    kind = KINDS[SECTIONS[section.kind]]
+    kind = format_of(section)
     values, tensors = kind.to_peft(section, adapters.added["one"].modules, adapters.sites)
     wider = adapter_set(tiny_model(hidden_size=48, intermediate_size=40, num_key_value_heads=1)).sites
     with pytest.raises(
