@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from danlu import recipe as recipes
 from danlu.errors import CheckpointError, RecipeError, ResourceError
 from danlu.recipe import Recipe, changes, resolved_yaml
+from danlu.recipe.explanation import value_at
 from danlu.recipe.sections import Section
 from danlu.report.study import SEED, STUDY, Combination, Varied, grid, is_finished, known_runs, study_json
 from danlu.train.durable import write_durably
@@ -187,12 +188,7 @@ def _told(combination: Combination) -> str:
 
 def shown(recipe: Recipe, key: str) -> str:
     """A value of a recipe as a table shows it: a section by what stands for it alone, its kind or its path."""
-    value: Any = recipe
-    for part in key.split("."):
-        if isinstance(value, list):
-            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
-        else:
-            value = getattr(value, part, None)
+    value = value_at(recipe, key)
     if isinstance(value, Section) and value.short is not None:
         value = getattr(value, value.short)
     if isinstance(value, bool):

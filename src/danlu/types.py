@@ -131,9 +131,9 @@ class LinearLayer(Protocol):
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor: ...  # [O, I]; the weight itself where it has that type
 
-    def lent_weight(
-        self, dtype: torch.dtype
-    ) -> AbstractContextManager[Tensor]: ...  # the same to read, and not to keep
+    def lent_weight(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # the same, and not to keep
+
+    def scaled_rows(self, lent: Tensor, factors: Tensor) -> Tensor: ...  # [O, I] times [O]; in place if only lent
 
     def base(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] without any adapter
 

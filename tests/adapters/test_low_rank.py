@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from danlu.adapters.dropout import Dropout, Noise
 from danlu.adapters.lora import row_squares
 from danlu.adapters.low_rank import Branch, LowRankFactors, products
 from danlu.models import ops
 from danlu.models.decoder import Linear
+from danlu.numerics.packed import FourBitWeight
 from danlu.types import Remade
 
 TOKENS, INPUTS = 7, 10
@@ -183,3 +185,29 @@ def test_a_row_of_zeros_in_the_base_gives_dora_no_nan() -> None:
     (y,) = products(x, [Branch(linear, one)])
     assert torch.equal(y[:, 2], torch.zeros(TOKENS, dtype=torch.float64))
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(y.sum(), [x, one.a, one.b, one.magnitude]))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_dora_over_a_packed_base_holds_one_dense_matrix(exact: bool) -> None:
+    """It is scaled in the memory that is lent for the product; results are as over dense weights."""
+    torch.manual_seed(0)
+    outputs, inputs = 96, 128
+    packed, dense = Linear(inputs, outputs, bias=False), Linear(inputs, outputs, bias=False)
+    packed.store(FourBitWeight.pack(torch.randn(outputs, inputs)))
+    dense.weight = nn.Parameter(packed.dense_weight(torch.float32), requires_grad=False)
+    a, b, m = (torch.randn(shape, requires_grad=True) for shape in ((2, inputs), (outputs, 2), (outputs,)))
+    one = LowRankFactors(a, b, 0.7, m, row_squares(dense.weight), exact)
+    x = torch.randn(4, inputs, requires_grad=True)
+    found, largest = [], []
+    for linear in (packed, dense):
+        products(x, [Branch(linear, one)])  # the memory that is lent is there from the first use on
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            (y,) = products(x, [Branch(linear, one)])
+            found.append((y, *torch.autograd.grad(y.square().sum(), [x, a, b, m])))
+        events = profiled.profiler.kineto_results.events()
+        largest.append(max(event.nbytes() for event in events if event.name() == "[memory]"))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
+    if not exact:  # over dense weights a scaled copy is made each time
+        assert largest[0] < 4 * outputs * inputs == largest[1]
+    assert torch.equal(packed.dense_weight(torch.float32), dense.weight)

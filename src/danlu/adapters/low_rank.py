@@ -104,14 +104,15 @@ def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[_Made]]:
         bias = None if linear.bias is None else linear.bias.to(x.dtype)
         with linear.lent_weight(x.dtype) as weight:
             direction = None if factors.magnitude is None else _direction(factors, weight)
-            y = F.linear(x, _scaled(weight, direction), bias)
+            through = weight if direction is None else linear.scaled_rows(weight, direction.gain)
+            y = F.linear(x, through, bias)
         y.addmm_(own, _scaled(factors.b * factors.scale, direction).to(x.dtype).t())
         made.append(_Made(y, direction))
     return u, made
 
 
 def _scaled(rows: Tensor, direction: _Direction | None) -> Tensor:
-    """W or B with each row times DoRA's gain: fewer numbers than outputs, unless there are very few tokens."""
+    """B [O, r] with each row times DoRA's gain. So is W: fewer numbers than outputs, unless there are few tokens."""
     return rows if direction is None else rows * direction.gain.to(rows.dtype).unsqueeze(1)
 
 
@@ -184,7 +185,7 @@ class _Products(torch.autograd.Function):
                     if exact is not None:
                         results[a_at], results[b_at] = _through_norm(exact, by_gain, direction, weight)
                     if wants_x:
-                        through = _scaled(weight, direction)
+                        through = weight if direction is None else branch.linear.scaled_rows(weight, direction.gain)
                         grad_x = grad @ through if grad_x is None else grad_x.addmm_(grad, through)
             if factors is not None:
                 grad_u[:, own] = grad @ _scaled(b * factors.scale, direction).to(grad.dtype)

@@ -71,6 +71,11 @@ class Linear(nn.Module):
         with self.packed.lent(dtype) as weight:
             yield weight
 
+    def scaled_rows(self, lent: Tensor, factors: Tensor) -> Tensor:
+        """What `lent_weight` lends, each row times a factor [out]; in place where packed: no second matrix is held."""
+        column = factors.to(lent.dtype).unsqueeze(1)
+        return lent.mul_(column) if self.weight is None else lent * column
+
     def base(self, x: Tensor) -> Tensor:
         """The product without any adapter."""
         if self.weight is not None:

@@ -45,7 +45,7 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
     allowed = tuple(words) or tuple(sorted(kinds(hint)))
     value = origin = None
     if loaded is not None:
-        value, origin = _value(loaded.recipe, key), loaded.origin(key)
+        value, origin = _as_yaml(value_at(loaded.recipe, key)), loaded.origin(key)
     return Explanation(
         key=key,
         takes=describe(hint) if len(owners) == 1 or not choices(hint) else f"one of {', '.join(allowed)}",
@@ -102,14 +102,15 @@ def _default(section: type[Section], name: str) -> str:
     return "required" if default is PydanticUndefined else _as_yaml(default)
 
 
-def _value(recipe: Recipe, key: str) -> str:
+def value_at(recipe: Recipe, key: str) -> Any:
+    """The value at a dotted key; None where there is none."""
     value: Any = recipe
     for part in key.split("."):
         if isinstance(value, list):
             value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
         else:
             value = getattr(value, part, None)
-    return _as_yaml(value)
+    return value
 
 
 def _as_yaml(value: Any) -> str:
