@@ -1,0 +1,1 @@
+"""What is made again or kept elsewhere to save memory."""

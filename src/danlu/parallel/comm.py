@@ -1,0 +1,98 @@
+"""The only file that calls collectives: what a group of processes does together, and nothing when it is one.
+
+torch renames collectives between versions, and gloo lacks some (no uneven all-gather): both are dealt with here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some processes, in an order that all of them know. Satisfies `danlu.types.Across`.
+
+    A group of one sends nothing and needs no torch.distributed.
+    """
+
+    name: str = "alone"  # the axis of the layout, for messages and counts of traffic
+    ranks: tuple[int, ...] = (0,)  # in the world
+    index: int = 0  # of this process among them
+    handle: Any = None  # torch's ProcessGroup
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def alone(self) -> bool:
+        return len(self.ranks) == 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x becomes its sum over the group."""
+        if not self.alone:
+            dist.all_reduce(x, dist.ReduceOp.SUM, group=self.handle)
+        return x
+
+    def max(self, x: Tensor) -> Tensor:
+        """x becomes its maximum over the group."""
+        if not self.alone:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.handle)
+        return x
+
+    def gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The group's tensors, all of one shape, one behind the other along `dim`, in the group's order."""
+        if self.alone:
+            return x
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]) if x.ndim else (self.size,))
+        _all_gather(out, x.contiguous(), group=self.handle)
+        return out if dim == 0 else torch.cat(out.chunk(self.size), dim)
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """This process's share, by rows, of the sum of x over the group; the number of rows is a multiple of `size`."""
+        if self.alone:
+            return x
+        assert x.shape[0] % self.size == 0, f"{x.shape[0]} rows cannot be dealt out to {self.size} processes"
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        _reduce_scatter(out, x.contiguous(), group=self.handle)
+        return out
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """x becomes what member number `source` has."""
+        if not self.alone:
+            dist.broadcast(x, self.ranks[source], group=self.handle)
+        return x
+
+    def objects(self, value: Any) -> list[Any]:
+        """What each member gave, in order. Values travel as pickles between processes that this run has started."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.handle)
+        return found
+
+    def barrier(self) -> None:
+        """Returns when every member has come here."""
+        if not self.alone:
+            dist.barrier(group=self.handle)
+
+
+ALONE = Group()
+
+
+def new_group(name: str, ranks: Sequence[int], *, backend: str | None = None) -> Group:
+    """A group of its own, with its own queue of collectives; every process of the world calls this, in one order."""
+    rank = dist.get_rank()
+    handle = dist.new_group(list(ranks), backend=backend)
+    return Group(name, tuple(ranks), ranks.index(rank) if rank in ranks else -1, handle)
+
+
+# torch 2.13 renames these two; 2.11 has the old names alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
