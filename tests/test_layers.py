@@ -31,10 +31,14 @@ LAYERS: dict[str, int] = {
     "rollout": 3,
     "train": 3,
     "__main__": 4,
+    "classifying": 4,
     "cli": 4,
     "demo": 4,
+    "language": 4,
+    "placing": 4,
     "run": 4,
     "study": 4,
+    "tasks": 4,
     "verify": 4,
 }
 # Layer 0 is words and layer 4 the surface: their rooms may use each other. The parts between may not.

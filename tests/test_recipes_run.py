@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made.digits import digits_folder
 from made.tiny_world import CONFIG, World, danlu
 
 from danlu import study
@@ -100,6 +101,15 @@ def test_the_recipe_of_an_adapter_trains(here: Path, capsys: pytest.CaptureFixtu
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_the_recipe_of_a_classifier_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digits_folder(here / "mnist")
+    recipe = library.folder() / "lenet_mnist.yaml"
+    assert danlu("train", recipe, "batch.sequences=32", "epochs=2", "evaluation=16", "checkpoint.every=16") == 0
+    capsys.readouterr()
+    assert danlu("eval", "runs/lenet_mnist", "--data", "mnist", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] > 0.9
+
+
 class Ended:
     """A run of a study that was trained in this process."""
 
@@ -140,4 +150,4 @@ def test_the_rank_study_compares_ranks(
 
 def test_every_shipped_recipe_is_tried() -> None:
     tried = {case[0] for mark in test_a_shipped_recipe_trains.pytestmark for case in mark.args[1]}
-    assert tried | {"lora", "rank_study"} == set(library.shipped())
+    assert tried | {"lenet_mnist", "lora", "rank_study"} == set(library.shipped())

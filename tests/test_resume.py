@@ -13,7 +13,7 @@ import pytest
 import torch
 from made.tiny_world import World, danlu, differences, events, last_state, metrics, spike_at, write_rows
 
-from danlu import run
+from danlu import language, run
 from danlu.data.synthesis import conversations
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.train import loop
@@ -258,11 +258,11 @@ def test_the_size_of_micro_batches_is_kept_when_it_was_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = tiny_world.recipe(tmp_path / "run", batch={"micro": "auto"})
-    monkeypatch.setattr(run, "MOST_CPU_TOKENS", 128)
+    monkeypatch.setattr(language, "MOST_CPU_TOKENS", 128)
     in_step(3, send(signal.SIGINT))
     assert danlu("train", recipe) == 130
     assert last_state(tmp_path / "run")[2]["micro"] == 2
-    monkeypatch.setattr(run, "MOST_CPU_TOKENS", 256)  # as if more memory were free now
+    monkeypatch.setattr(language, "MOST_CPU_TOKENS", 256)  # as if more memory were free now
     assert danlu("train", recipe) == 0
     assert last_state(tmp_path / "run")[2]["micro"] == 2
     assert danlu("train", tiny_world.recipe(tmp_path / "new", batch={"micro": "auto"})) == 0
@@ -339,7 +339,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     weights = tmp_path / "run" / "model" / "model.safetensors"
     written = weights.stat().st_mtime_ns
     capsys.readouterr()
-    monkeypatch.setattr(run, "prepare", lambda *arguments, **options: pytest.fail("the data was read again"))
+    monkeypatch.setattr(language, "prepare", lambda *arguments, **options: pytest.fail("the data was read again"))
     assert danlu("train", recipe) == 0
     said = capsys.readouterr().err
     assert said.startswith(f"was finished already, after step 2: {tmp_path}/run\n")

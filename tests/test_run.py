@@ -15,7 +15,7 @@ import torch
 from made.tiny_world import CONFIG, World, danlu, events, last_state, metrics, spike_at
 from safetensors.torch import load_file
 
-from danlu import run
+from danlu import language, run
 from danlu.models.folder import read_config
 from danlu.models.loading import load
 from danlu.numerics.loss_scaling import LossScaler
@@ -388,7 +388,7 @@ def test_missing_wandb_is_said_before_anything_expensive(
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else real(name, *rest))
-    monkeypatch.setattr(run, "prepare", lambda *arguments, **options: pytest.fail("the data was read"))
+    monkeypatch.setattr(language, "prepare", lambda *arguments, **options: pytest.fail("the data was read"))
     assert danlu("train", tiny_world.recipe(tmp_path / "run", log={"wandb": "project"})) == 2
     assert "log.wandb: the wandb package is not installed. Run `pip install wandb`" in capsys.readouterr().err
 

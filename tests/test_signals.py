@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from made.tiny_world import World, danlu, differences, last_state, metrics, start
 
-from danlu import run
+from danlu import language, run
 from danlu.train import loop
 from danlu.train.manifest import verify
+from danlu.train.step import Compute
 
 
 def ctrl_c(*arguments: Any, **options: Any) -> None:
@@ -99,7 +100,7 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
 ) -> None:
     recipe = tiny_world.recipe(tmp_path / "run", steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "prepare", before(run.prepare, lambda: signal.raise_signal(number)))
+        patch.setattr(language, "prepare", before(language.prepare, lambda: signal.raise_signal(number)))
         assert danlu("train", recipe) == code
     assert capsys.readouterr().err == "stopped at once; nothing was saved, and the same command goes on from there\n"
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -123,7 +124,7 @@ def test_while_exporting_the_training_is_safe_and_the_export_is_done_again(
 ) -> None:
     recipe = tiny_world.recipe(tmp_path / "run", ema=0.9)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "save_model", before(run.save_model, ctrl_c, at=2))
+        patch.setattr(language, "save", before(language.save, ctrl_c, at=2))
         assert danlu("train", recipe) == 130
     said = capsys.readouterr().err
     assert "stopped at once; the checkpoint of step 12 stays, and the same command goes on from there\n" in said
@@ -154,10 +155,9 @@ def test_during_an_evaluation_it_is_cut_short_and_done_anew(
 ) -> None:
     changes = {"data": {"eval": 10}, "evaluation": {"every": 5}, "checkpoint": {"every": 5, "keep_best": True}}
     recipe = tiny_world.recipe(tmp_path / "run", **changes)
-    from danlu.train import evaluation
-
+    training = 5 * 2  # micro-batches
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "cross_entropy", before(evaluation.cross_entropy, ctrl_c, at=2))
+        patch.setattr(Compute, "losses", before(Compute.losses, ctrl_c, at=training + 2))
         assert danlu("train", recipe) == 130
     assert last_state(tmp_path / "run")[0].name == "step-00000005"
     assert not [line for line in metrics(tmp_path / "run") if "eval_loss" in line]

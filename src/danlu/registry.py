@@ -32,6 +32,7 @@ VERBS: dict[str, Verb] = {
     "recipes": Verb("danlu.cli.recipes:app", "Begin", "list and copy the recipes that come with danlu; the schema"),
     "study": Verb("danlu.cli.study:study", "Train", "vary keys of a recipe, train every combination, and compare"),
     "train": Verb("danlu.cli.train:train", "Train", "train from a recipe, or go on where a run stopped"),
+    "verify": Verb("danlu.cli.verify:verify", "Train", "prove that many processes compute what one does"),
 }
 
 

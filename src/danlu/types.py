@@ -39,6 +39,27 @@ class Pack:
     def tokens(self) -> int:
         return sum(len(sample.tokens) for sample in self.samples)
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(sample.tokens) for sample in self.samples)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return tuple(sample.row for sample in self.samples)
+
+
+class Item(Protocol):
+    """What a step's batch is counted in, as the loop sees it: a pack of documents, or an image."""
+
+    @property
+    def tokens(self) -> int: ...  # an image counts as one
+
+    @property
+    def lengths(self) -> tuple[int, ...]: ...  # tokens of each document
+
+    @property
+    def rows(self) -> tuple[str, ...]: ...  # where each came from, for messages
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -107,6 +128,8 @@ class StoredWeight(Protocol):
 
     def lent(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # the same to read, and not to keep
 
+    def box(self, rows: slice, columns: slice) -> StoredWeight: ...  # some of its rows and columns
+
     def product(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] in x's dtype, differentiable in x
 
 
@@ -125,6 +148,9 @@ class LinearLayer(Protocol):
 
     @property
     def bias(self) -> Tensor | None: ...  # [O]
+
+    @property
+    def added_bias(self) -> Tensor | None: ...  # [O]: what this process adds of it
 
     @property
     def adapter(self) -> LinearAdapter | None: ...
@@ -154,6 +180,8 @@ class EmbeddingLayer(Protocol):
     @property
     def weight(self) -> Tensor: ...  # [V, D]
 
+    def held(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]: ...  # [T] row of each; [T] bool, True: elsewhere
+
     def base(self, tokens: Tensor, dtype: torch.dtype) -> Tensor: ...  # [T] -> [T, D]
 
 
@@ -171,6 +199,9 @@ class KeyValuePrefix(Protocol):
 
 class Across(Protocol):
     """Sums and maxima over the processes among which something is cut; alone, both give back what they are given."""
+
+    @property
+    def size(self) -> int: ...  # of processes
 
     def sum(self, x: Tensor) -> Tensor: ...  # in place
 
@@ -194,6 +225,33 @@ class Piece:
     def of(self, tensor: Tensor) -> Tensor:
         """A view of the box in the whole tensor."""
         return tensor[tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))]
+
+
+Axis = Literal["outputs", "inputs"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process holds of a linear layer [O, I], or of an embedding with its words as outputs.
+
+    Layers cut by outputs make each a part of the outputs; those cut by inputs make parts of a sum, which `across` adds
+    up behind the layer. So whatever of the layer is not cut along `axis` gets a part of its gradient only.
+    """
+
+    axis: Axis  # along which it is cut
+    outputs: slice  # of the whole layer's
+    inputs: slice
+    across: Across
+    first: bool  # whether this process adds what must be added once
+
+
+@dataclass(frozen=True)
+class Words:
+    """The rows of embedding and head that one process holds of a vocabulary that is cut among several."""
+
+    first: int  # number of the first row
+    across: Across
+    gather: Callable[[Tensor], Tensor]  # [.., rows] -> [.., V], differentiable
 
 
 @dataclass(frozen=True)

@@ -105,15 +105,15 @@ def test_dropout_reaches_the_low_rank_path_alone_and_backward_draws_the_same_mas
     made = case(dora=dora)
     x = torch.randn(TOKENS, INPUTS, dtype=torch.float64, requires_grad=True)
     noise = Noise(3)
-    noise.begin(5, 100)
+    noise.begin(5, [(2, TOKENS)])
     dropout = Dropout(0.4, "layers.0", noise)
     mask = dropout(torch.ones(TOKENS, INPUTS, dtype=torch.float64))
     branches = [Branch(linear, one) for linear, one in zip(*made, strict=True)]
 
     def ours(x: Tensor) -> tuple[Tensor, ...]:
-        noise.begin(5, 100)
+        noise.begin(5, [(2, TOKENS)])
         ys = products(x, branches, dropout)
-        noise.begin(6, 0)  # by the time of the backward pass the run may be elsewhere
+        noise.begin(6, [(0, TOKENS)])  # by the time of the backward pass the run may be elsewhere
         return ys
 
     found = gradients(ours, x, made)

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.nn.parallel", "danlu.run"])
+# FSDP2 imports dynamo when it is first used, which takes two seconds.
+SERVER.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "danlu.placing"])
 
 Worker = Callable[..., Any]
 

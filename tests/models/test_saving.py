@@ -64,6 +64,21 @@ def test_shards_and_index_are_what_transformers_reads(model: Decoder, tmp_path: 
     assert torch.equal(fused, mine.to(torch.bfloat16))
 
 
+def test_who_does_not_write_asks_for_the_same_and_touches_no_file(model: Decoder, tmp_path: Path) -> None:
+    asked: list[list[str]] = [[], []]
+
+    def value(name: str) -> torch.Tensor:
+        asked[0].append(name)
+        return model.get_parameter(name) * 2
+
+    save(model, tmp_path / "one", value=value, shard_bytes=50_000)
+    save(model, tmp_path / "two", value=asked[1].append, shard_bytes=50_000, writes=False)
+    assert asked[0] == asked[1] == list(dict.fromkeys(asked[0]))
+    assert len(asked[0]) == len(list(model.parameters()))
+    assert not (tmp_path / "two").exists()
+    assert torch.equal(load(tmp_path / "one").norm.weight, model.norm.weight * 2)
+
+
 def test_the_tokenizer_goes_along_byte_for_byte(model: Decoder, tokenizer: Path, tmp_path: Path) -> None:
     save(model, tmp_path / "out", tokenizer_from=tokenizer)
     saved, source = content(tmp_path / "out"), content(tokenizer)

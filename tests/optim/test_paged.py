@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.errors import ResourceError
-from danlu.optim import paged
+from danlu.optim import page_file
 from danlu.optim.build import Optimizers, build
 from danlu.optim.moments import Float32Moments
-from danlu.optim.paged import Pages, default_folder
+from danlu.optim.page_file import default_folder
+from danlu.optim.paged import Pages
 from danlu.recipe.sections import AdamW, AdamW8bit, Optimizer, PagedAdamW
 
 SHAPES = {"layers.0.up_proj.weight": (96, 70), "layers.1.up_proj.weight": (70, 96), "norm.weight": (70,)}
@@ -94,7 +95,7 @@ def test_only_the_parameter_at_hand_is_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_cannot_fetch_all_pages_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(page_file, "_POPULATE_WRITE", 9999)
     assert equal(dict(trained(PagedAdamW(folder=str(tmp_path)))[0]), dict(trained(AdamW())[0]))
 
 

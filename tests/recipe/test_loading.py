@@ -79,7 +79,7 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
                 "schedule: {warmup: lots}",
                 "steps: 1e4",
                 "batch: {micro: x}",
-                "parallel: {tensor: 8}",
+                "rollouts: {engine: paged}",
                 "lr: 1e-3",
                 "compile: yes",
                 "output: 5",
@@ -87,7 +87,7 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
         )
     )
     assert problems(path, "ema=3", "checkpoint.kep=1", "seed") == [
-        "recipe.yaml:1:8 stage: expected one of pretrain, sft, not 'sftt'. Did you mean 'sft'?",
+        "recipe.yaml:1:8 stage: expected one of pretrain, sft, classify, not 'sftt'. Did you mean 'sft'?",
         "recipe.yaml:4:29 data.train.0.formt: unknown key in Source. Did you mean 'format'?",
         "recipe.yaml:5:10 data.eval.0.path: missing: add 'path: ...' under 'data.eval.0' (a text): "
         "A json, jsonl, csv, parquet, arrow or txt file, a folder of them, or a hub data set id.",
@@ -102,9 +102,9 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
         "not 'lots'",
         "recipe.yaml:10:8 steps: expected a whole number, 1 or more, or null, not 10000.0. Write 10000",
         "recipe.yaml:11:16 batch.micro: expected a whole number, 1 or more, or auto, not 'x'.",
-        "recipe.yaml:12:1 parallel: unknown key. Known: stage, model, data, adapter, quantization, optimizer, "
-        "schedule, batch, epochs, steps, precision, loss, gradient_clipping, watch, ema, evaluation, checkpoint, log, "
-        "compile, device, threads, seed, output",
+        "recipe.yaml:12:1 rollouts: unknown key. Known: stage, model, data, adapter, quantization, optimizer, "
+        "schedule, batch, epochs, steps, precision, parallel, memory, loss, gradient_clipping, watch, ema, evaluation, "
+        "checkpoint, log, compile, device, threads, seed, output",
         "recipe.yaml:13:1 lr: unknown key. danlu's key for it is optimizer.learning_rate",
         "recipe.yaml:14:10 compile: expected true or false, not 'yes'. Write true",
         "recipe.yaml:15:9 output: expected a text, not 5",

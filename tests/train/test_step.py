@@ -55,7 +55,7 @@ def test_packed_equals_one_document_at_a_time() -> None:
 def test_filling_up_to_few_sizes_changes_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     packs = [MadePacks().at(n) for n in range(40)]
     got, got_gradients = gradients_of(100, packs)
-    monkeypatch.setattr("danlu.train.step.fill_up", lambda batch: batch)
+    monkeypatch.setattr("danlu.train.step.fill_up", lambda batch, multiple: batch)
     want, want_gradients = gradients_of(100, packs)
     assert got.tokens % 16  # there was something to fill up
     assert (got.tokens, got.trained_tokens, got.lengths) == (want.tokens, want.trained_tokens, want.lengths)
@@ -63,8 +63,8 @@ def test_filling_up_to_few_sizes_changes_neither_loss_nor_gradient(monkeypatch: 
     for name, gradient in want_gradients.items():
         torch.testing.assert_close(got_gradients[name], gradient, rtol=2e-5, atol=1e-7)
 
-    def with_weight(batch: Batch) -> Batch:
-        filled = fill_up(batch)
+    def with_weight(batch: Batch, multiple: int) -> Batch:
+        filled = fill_up(batch, multiple)
         return replace(filled, weights=filled.weights + 1e-3)
 
     monkeypatch.setattr("danlu.train.step.fill_up", with_weight)

@@ -6,11 +6,16 @@ T tokens · O, I outputs and inputs of the layer · D model width
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from danlu.types import EmbeddingLayer, LinearLayer, Remade
+from danlu.types import Axis, EmbeddingLayer, LinearLayer, Remade, Share
+
+TensorAxes = Mapping[str, tuple[Axis | None, ...]]
+"""For tensor parallelism: which dimensions of a parameter are cut with the outputs or the inputs of its layer. What is
+not named is whole on every process; its gradient there is a part of a sum over them."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,18 @@ class Dense:
 
 
 class Adapter(nn.Module):
-    """The adapter of one linear layer. Its parameters are float32, whatever the type of activations."""
+    """The adapter of one linear layer. Its parameters are float32, whatever the type of activations.
+
+    Where the layer is cut over processes by its inputs, what goes into the adapter is cut as well, and what it gives is
+    a part of a sum.
+    """
+
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return {}
+
+    def narrow(self, share: Share) -> None:
+        """Told that the layer has been cut, once, when its parameters have been cut by `tensor_axes`."""
 
     def below(self, x: Tensor, remade: Remade | None = None) -> Tensor:
         """x [T, I] as the layer below this adapter is to have it."""
@@ -41,7 +57,14 @@ class Adapter(nn.Module):
 
 
 class EmbeddingAdapter(nn.Module):
-    """The adapter of an embedding."""
+    """The adapter of an embedding, whose outputs are words here and its inputs what the rows hold."""
+
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return {}
+
+    def narrow(self, share: Share) -> None:
+        """As that of `Adapter`."""
 
     @abstractmethod
     def add(self, tokens: Tensor, y: Tensor, embedding: EmbeddingLayer) -> Tensor:

@@ -277,6 +277,12 @@ class AdapterSet:
         original = getattr(owner, attribute)
         return Copy(name, owner, attribute, original, Parameter(wide(original.detach()).clone()))
 
+    def follow(self) -> None:
+        """After parameters have been replaced where they sit: copies of active adapters are what sits there now."""
+        for name in self.active:
+            for copy in self.added[name].copies:
+                copy.trained = getattr(copy.owner, copy.attribute)
+
     # ── switching ──
 
     def activate(self, *names: str) -> None:

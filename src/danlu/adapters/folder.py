@@ -7,7 +7,8 @@ does not know are written the same way under a peft_type of our own, so that no 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.nn import Parameter
 
 from danlu import __version__
 from danlu.adapters.adapter_set import CHANGES_BASE, AdapterSet, Added
@@ -45,15 +47,24 @@ def write_adapter(
     base_fingerprint: str | None,
     below: Sequence[str] = (),
     quantization: Mapping[str, Any] | None = None,
+    value: Callable[[str], Tensor | None] | None = None,
+    writes: bool = True,
 ) -> None:
     """Writes one adapter of the set into an existing, empty folder; float32.
 
     base: the model it belongs to. below: adapter folders that lay between the two, if any. quantization: how the base
     was held, as the recipe says it.
+    value: whole tensors by their names in the model, where the adapter is cut among processes; writes: False on those
+    that only help with it, and touch no file.
     """
     added = adapters.added[name]
-    values, tensors = format_of(added.section).to_peft(added.section, added.modules, adapters.sites)
-    saved, more = _copies(adapters, added)
+    whole = None if value is None else {own: value(own) for own in adapters.tensors(name)}
+    if not writes:
+        return
+    with _holding(adapters, added, whole):
+        values, tensors = format_of(added.section).to_peft(added.section, added.modules, adapters.sites)
+        saved, more = _copies(adapters, added)
+        tensors |= more
     config = {
         **values,
         "task_type": "CAUSAL_LM",
@@ -69,7 +80,35 @@ def write_adapter(
         # One that took its start out of the weights is written for the weights as they were, before any rounding.
         "quantization": None if getattr(added.section, "init", None) in CHANGES_BASE else quantization,
     }
-    write_files(folder, config, own, tensors | more)
+    write_files(folder, config, own, tensors)
+
+
+@contextmanager
+def _holding(adapters: AdapterSet, added: Added, whole: Mapping[str, Tensor | None] | None) -> Iterator[None]:
+    """Within it the modules of an adapter hold `whole` tensors, by their names in the model, in place of their own."""
+    if whole is None:
+        yield
+        return
+    held: dict[Tensor, Parameter] = {}
+    for name, parameter in adapters.tensors(added.name).items():
+        value = whole[name]
+        assert value is not None, f"{name}: no value on the process that writes"
+        held[parameter] = Parameter(value, requires_grad=False)
+    # The modules' own tables, since what is there may be a shard that no other parameter may be assigned to.
+    tables = {id(part): part._parameters for module in added.modules.values() for part in module.modules()}
+    before = [(table, dict(table)) for table in tables.values()]
+    copies = [(copy, copy.trained) for copy in added.copies]
+    try:
+        for table in tables.values():
+            table.update({key: held[one] for key, one in table.items() if one is not None})
+        for copy in added.copies:
+            copy.trained = held[copy.trained]
+        yield
+    finally:
+        for table, values in before:
+            table.update(values)
+        for copy, trained in copies:
+            copy.trained = trained
 
 
 def write_files(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, Dense
+from danlu.adapters.adapter import Adapter, Dense, TensorAxes
 from danlu.adapters.disk import check_supported, disk_layers, take
 from danlu.adapters.peft_low_rank import PREFIX, target_modules
 from danlu.errors import ModelError
@@ -40,6 +40,10 @@ class Ia3(Adapter):
         super().__init__()
         self.of_inputs = of_inputs
         self.ia3_l = nn.Parameter(torch.ones(shape[of_inputs], device=device)) if vector is None else vector
+
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return {"ia3_l": ("inputs" if self.of_inputs else "outputs",)}
 
     def below(self, x: Tensor, remade: Remade | None = None) -> Tensor:
         return _scaled(x, self.ia3_l, remade) if self.of_inputs else x

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, Dense, EmbeddingAdapter
+from danlu.adapters.adapter import Adapter, Dense, EmbeddingAdapter, TensorAxes
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.low_rank import Branch, LowRankFactors
-from danlu.types import EmbeddingLayer, LinearLayer, Remade
+from danlu.types import Across, EmbeddingLayer, LinearLayer, Remade, Share
 
 # T tokens · O, I outputs and inputs · r rank · V vocabulary · D model width
 
@@ -53,6 +53,8 @@ class LowRank(Adapter):
         self.register_parameter("initial_A", None)
         self.register_parameter("initial_B", None)
         self.register_buffer("weight_norm", None, persistent=False)
+        self.across: Across | None = None
+        """The processes among which the layer's inputs are cut, and with them the rows whose norms DoRA takes."""
 
     @property
     def rank(self) -> int:
@@ -110,12 +112,35 @@ class LowRank(Adapter):
             direction = dense.double().addmm_(b, a, alpha=self.scale)
             self.lora_magnitude_vector.copy_(torch.linalg.vector_norm(direction, dim=1))
 
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return {
+            "lora_A": (None, "inputs"),
+            "lora_B": ("outputs", None),
+            "lora_magnitude_vector": ("outputs",),
+            "initial_A": (None, "inputs"),
+            "initial_B": ("outputs", None),
+        }
+
+    def narrow(self, share: Share) -> None:
+        self._dropout.first_feature = share.inputs.start
+        if share.axis == "inputs":
+            self.across = share.across
+        elif self.weight_norm is not None:
+            self.weight_norm = self.weight_norm[share.outputs].clone()
+
     def factors(self) -> LowRankFactors:
         if self.asleep:
             assert self.initial_A is not None and self.initial_B is not None, "only a start that was taken out sleeps"
             return LowRankFactors(self.initial_A, self.initial_B, self.scale)
         return LowRankFactors(
-            self.lora_A, self.lora_B, self.scale, self.lora_magnitude_vector, self.weight_norm, self.exact_norm
+            self.lora_A,
+            self.lora_B,
+            self.scale,
+            self.lora_magnitude_vector,
+            self.weight_norm,
+            self.exact_norm,
+            self.across,
         )
 
     def branch(self, linear: LinearLayer) -> Branch:
@@ -133,6 +158,7 @@ class LowRank(Adapter):
         weight = dense.weight.addmm(one.b.to(dense.weight.dtype), one.a.to(dense.weight.dtype), alpha=one.scale)
         if one.magnitude is None:
             return Dense(weight, dense.bias)
+        assert self.across is None, "no process has whole rows to take the norms of"
         norm = torch.linalg.vector_norm(weight, dim=1)
         gain = one.magnitude / (norm if self.exact_norm else norm.detach())
         return Dense(weight * gain.unsqueeze(1), dense.bias)
@@ -158,8 +184,14 @@ class EmbeddingLowRank(EmbeddingAdapter):
         self.lora_embedding_A.zero_()
         self.lora_embedding_B.copy_(torch.empty(self.lora_embedding_B.shape).normal_(generator=generator))
 
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return {"lora_embedding_A": (None, "outputs")}
+
     def add(self, tokens: Tensor, y: Tensor, embedding: EmbeddingLayer) -> Tensor:
-        low = F.embedding(tokens.clamp_max(self.lora_embedding_A.shape[1] - 1), self.lora_embedding_A.t())  # [T, r]
+        rows, elsewhere = embedding.held(tokens)
+        low = F.embedding(rows.clamp_max(self.lora_embedding_A.shape[1] - 1), self.lora_embedding_A.t())  # [T, r]
+        low = low if elsewhere is None else low.masked_fill(elsewhere.unsqueeze(1), 0)
         return y + F.linear(low.to(y.dtype), (self.lora_embedding_B * self.scale).to(y.dtype))
 
     def applied(self, weight: Tensor) -> Tensor:

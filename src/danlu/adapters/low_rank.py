@@ -6,7 +6,7 @@ its gradient; a packed one is made dense when it is used, forward and backward, 
 
 DoRA: y = m / |V| (V x), V = W + s B A, |V| the 2-norm of each row, taken as a constant unless `exact_norm` (the paper's
 section 4.3). The norm needs no O x I temporary: |V|^2 = |W|^2 + 2 s sum(B * W A^T) + s^2 diag(B A A^T B^T), and |W|^2
-does not change.
+does not change. Where inputs are cut over processes, so are these sums, and they are added up among them.
 
 T tokens · O, I outputs and inputs of a layer · r its rank · R sum of ranks
 """
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.adapters.dropout import Dropout
-from danlu.types import LinearLayer, Remade
+from danlu.types import Across, LinearLayer, Remade
 
 _ROWS = 128
 
@@ -37,6 +37,7 @@ class LowRankFactors:
     magnitude: Tensor | None = None  # [O]
     weight_norm: Tensor | None = None  # [O] float32: |W|^2 by row, with magnitude
     exact_norm: bool = False
+    across: Across | None = None  # the processes among which I is cut; |W|^2 is of whole rows all the same
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def products(
     flat: list[Tensor | None] = []
     for branch in branches:
         factors = branch.factors
-        flat.append(branch.linear.bias)
+        flat.append(branch.linear.added_bias)
         flat += (None, None, None) if factors is None else (factors.a, factors.b, factors.magnitude)
     outputs: tuple[Tensor, ...] = _Products.apply(x, call, *flat)
     return outputs
@@ -86,7 +87,8 @@ class _Made:
 class _Direction:
     gain: Tensor  # [O] float32: m / |V|
     norm: Tensor  # [O] float32: |V|
-    wa: Tensor  # [O, r] float32: W A^T, with exact_norm
+    wa: Tensor  # [O, r] float32: W A^T, of whole rows with exact_norm
+    gram: Tensor  # [r, r] float32: A A^T, of whole rows
 
 
 def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[_Made]]:
@@ -101,7 +103,7 @@ def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[_Made]]:
         rank = factors.a.shape[0]
         own = u[:, start : start + rank]
         start += rank
-        bias = None if linear.bias is None else linear.bias.to(x.dtype)
+        bias = None if linear.added_bias is None else linear.added_bias.to(x.dtype)
         with linear.lent_weight(x.dtype) as weight:
             direction = None if factors.magnitude is None else _direction(factors, weight)
             through = weight if direction is None else linear.scaled_rows(weight, direction.gain)
@@ -127,10 +129,22 @@ def _direction(factors: LowRankFactors, weight: Tensor) -> _Direction:
     wide = factors.weight_norm.dtype
     a, b, scale = factors.a.to(wide), factors.b.to(wide), factors.scale
     wa = (weight @ factors.a.to(weight.dtype).t()).to(wide)
+    gram = a @ a.t()
+    if factors.across is not None and factors.exact_norm:
+        wa, gram = _whole((wa, gram), factors.across)
     cross = (b * wa).sum(1)
-    square = factors.weight_norm + 2 * scale * cross + scale**2 * ((b @ (a @ a.t())) * b).sum(1)
+    if factors.across is not None and not factors.exact_norm:
+        cross, gram = _whole((cross, gram), factors.across)
+    square = factors.weight_norm + 2 * scale * cross + scale**2 * ((b @ gram) * b).sum(1)
     norm = square.clamp_min_(torch.finfo(wide).tiny).sqrt_()  # a row of zeros has gain 0 / small = 0, not NaN
-    return _Direction(factors.magnitude / norm, norm, wa)
+    return _Direction(factors.magnitude / norm, norm, wa, gram)
+
+
+def _whole(parts: Sequence[Tensor], across: Across) -> tuple[Tensor, ...]:
+    """Sums over processes of what each has a part of, in one go."""
+    flat = across.sum(torch.cat([part.flatten() for part in parts]))
+    pieces = flat.split([part.numel() for part in parts])
+    return tuple(piece.view_as(part) for piece, part in zip(pieces, parts, strict=True))
 
 
 class _Products(torch.autograd.Function):
@@ -221,12 +235,16 @@ def _by_gain(grad: Tensor, y: Tensor, bias: Tensor | None, direction: _Direction
 def _through_norm(
     factors: LowRankFactors, by_gain: Tensor, direction: _Direction, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What DoRA's A and B get through |V|, with gain = m / |V| and |V|^2 as at the top of this file."""
+    """What DoRA's A and B get through |V|, with gain = m / |V| and |V|^2 as at the top of this file.
+
+    Where inputs are cut, each process has a part of `by_gain`. B is whole on each and gets its gradient in parts, of
+    which this is one; columns of A are on one alone, and get all of theirs there.
+    """
     a, b, scale = factors.a, factors.b, factors.scale
     share = (-by_gain * direction.gain / direction.norm.square()).to(a.dtype).unsqueeze(1)  # d|V|^2 / 2 of each row
-    shared = share * b  # [O, r]
+    grad_b = share * (scale * direction.wa.to(a.dtype) + scale**2 * (b @ direction.gram.to(a.dtype)))
+    shared = (share if factors.across is None else factors.across.sum(share.clone())) * b  # [O, r]
     grad_a = scale * (shared.t() @ weight.to(a.dtype)) + scale**2 * (shared.t() @ b @ a)
-    grad_b = share * (scale * direction.wa.to(a.dtype) + scale**2 * (b @ (a @ a.t())))
     return grad_a, grad_b
 
 

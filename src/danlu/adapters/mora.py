@@ -6,6 +6,9 @@ sums the groups, takes the sum through the square and repeats the result over th
 6) turns group g by the angles of rotary embedding at position g, takes each group through the square, and lays the
 results end to end over the outputs, from the front again where there are too few. The path is not scaled.
 
+Where a layer is cut over processes, the square is whole on each: every input reaches every output through it. Inputs
+that are elsewhere count as zeros, outputs that are elsewhere are left out.
+
 T tokens · O, I outputs and inputs of a layer · w width of the square · G groups of inputs
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,7 +29,7 @@ from danlu.adapters.dropout import Dropout
 from danlu.adapters.peft_low_rank import PREFIX, target_modules
 from danlu.errors import ModelError
 from danlu.recipe import sections
-from danlu.types import LinearLayer, Remade, Site
+from danlu.types import LinearLayer, Remade, Share, Site
 
 Form = Literal["rotation", "sharing"]
 Angles = tuple[Tensor, Tensor] | None
@@ -51,6 +54,8 @@ class Folding:
     outputs: int
     width: int
     form: Form
+    held_inputs: slice | None = None  # what of them is here; None: all
+    held_outputs: slice | None = None
 
     @property
     def groups(self) -> int:
@@ -64,6 +69,7 @@ class Folding:
 
     def compress(self, x: Tensor, angles: Angles) -> Tensor:
         """[T, I] -> [T, G, w]; sharing has one group, the sum of all."""
+        x = _widened(x, self.held_inputs, self.inputs)
         missing = self.groups * self.width - self.inputs
         grouped = torch.cat((x, x[:, :missing]), 1) if missing else x
         grouped = grouped.unflatten(1, (self.groups, self.width))
@@ -73,22 +79,29 @@ class Folding:
         """[T, G, w] -> [T, I]"""
         z = z.expand(-1, self.groups, -1) if angles is None else _turned(z, angles[0], -angles[1])
         x = z.flatten(1)  # [T, G w]
-        if x.shape[1] == self.inputs:
-            return x
-        x, wrapped = x[:, : self.inputs], x[:, self.inputs :]
-        return x + F.pad(wrapped, (0, self.inputs - wrapped.shape[1]))
+        if x.shape[1] != self.inputs:
+            x, wrapped = x[:, : self.inputs], x[:, self.inputs :]
+            x = x + F.pad(wrapped, (0, self.inputs - wrapped.shape[1]))
+        return x if self.held_inputs is None else x[:, self.held_inputs]
 
     def decompress(self, z: Tensor) -> Tensor:
         """[T, G, w] -> [T, O]"""
         flat = z.flatten(1)
         repeats = -(-self.outputs // flat.shape[1])
-        return flat.repeat(1, repeats)[:, : self.outputs] if repeats > 1 else flat[:, : self.outputs]
+        y = flat.repeat(1, repeats)[:, : self.outputs] if repeats > 1 else flat[:, : self.outputs]
+        return y if self.held_outputs is None else y[:, self.held_outputs]
 
     def decompress_transposed(self, y: Tensor) -> Tensor:
         """[T, O] -> [T, G, w]"""
         groups = 1 if self.form == "sharing" else self.groups
+        y = _widened(y, self.held_outputs, self.outputs)
         y = F.pad(y, (0, -self.outputs % (groups * self.width)))
         return y.unflatten(1, (-1, groups, self.width)).sum(1)
+
+
+def _widened(x: Tensor, held: slice | None, features: int) -> Tensor:
+    """[T, those held] -> [T, features], with zeros for the others."""
+    return x if held is None else F.pad(x, (held.start, features - held.stop))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -115,6 +128,13 @@ class Mora(Adapter):
         self.register_buffer("cos", None if cos is None else cos.to(device), persistent=False)
         self.register_buffer("sin", None if sin is None else sin.to(device), persistent=False)
 
+    def narrow(self, share: Share) -> None:
+        if share.axis == "inputs":
+            self.folding = replace(self.folding, held_inputs=share.inputs)
+        else:
+            self.folding = replace(self.folding, held_outputs=share.outputs)
+        self.dropout.first_feature = share.inputs.start
+
     def add(self, x: Tensor, y: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor:
         dropout = self.dropout if self.dropout.active else None
         path: Tensor = _Path.apply(x, self.mora_M, self.cos, self.sin, self.folding, dropout, remade)
@@ -125,7 +145,9 @@ class Mora(Adapter):
 
     def delta(self, dtype: torch.dtype) -> Tensor:
         """[O, I]: the path as a matrix, from what it makes of the columns of the identity; differentiable."""
-        m, inputs, angles = self.mora_M.to(dtype), self.folding.inputs, _angles(self.cos, self.sin, dtype)
+        m, angles = self.mora_M.to(dtype), _angles(self.cos, self.sin, dtype)
+        held = self.folding.held_inputs
+        inputs = self.folding.inputs if held is None else held.stop - held.start
         columns = []
         for start in range(0, inputs, TILE):
             count = min(TILE, inputs - start)

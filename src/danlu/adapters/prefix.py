@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from danlu.adapters.adapter import TensorAxes
 from danlu.adapters.disk import check_supported, take, whole
 from danlu.adapters.virtual import Places, VirtualTokens
 from danlu.recipe import sections
-from danlu.types import Site
+from danlu.types import Share, Site
 
 Draw = Callable[[str], torch.Generator]
 """A generator for the name of a parameter."""
@@ -63,6 +64,9 @@ class LayerPrefix(nn.Module):
     """Keys and values of one layer: embedding.weight [P, 2 D], or with a projection weight [2 D, H] and bias [2 D].
 
     Either gives the keys, then the values, each head by head. Sits in a layer's slot `prefix`.
+
+    Where heads are cut over processes, these parameters stay whole (keys and values of some heads are no one box of
+    them), and each takes what its heads need.
     """
 
     def __init__(
@@ -77,6 +81,8 @@ class LayerPrefix(nn.Module):
         self._tokens = (tokens,)  # in a tuple, so that it is no part of this module
         self.width = width
         self.projection = projection
+        self.features = slice(0, width)
+        """Those of keys (and of values) that are here."""
         if projection is None:
             self.embedding = _table(len(tokens.ids), 2 * width, device)
         else:
@@ -90,6 +96,14 @@ class LayerPrefix(nn.Module):
         else:
             _uniform(self, self.weight.shape[1], draw)
 
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return {}
+
+    def narrow(self, share: Share) -> None:
+        """share: of the layer that makes the keys."""
+        self.features = share.outputs
+
     def table(self) -> Tensor:
         """[P, 2 D] float32, with any projection folded in."""
         if self.projection is None:
@@ -102,7 +116,8 @@ class LayerPrefix(nn.Module):
         assert present is not None, "a pass begins at the embedding"
         if not len(present.rows):  # cached decoding: the prefix is in the cache
             return k, v
-        keys, values = self.table()[present.which].to(k.dtype).unflatten(1, (2, *k.shape[1:])).unbind(1)  # [N, K, C]
+        rows = self.table()[present.which].to(k.dtype)  # [N, 2 D]
+        keys, values = rows.unflatten(1, (2, -1))[..., self.features].unflatten(2, k.shape[1:]).unbind(1)  # [N, K, C]
         return k.index_copy(0, present.rows, keys), v.index_copy(0, present.rows, values)
 
 

@@ -71,8 +71,11 @@ class LinearSlot(Slot):
         return products(x, branches, low_rank[0].dropout)
 
     def effective(self, linear: LinearLayer) -> Tensor:
-        """W [O, I] in float32 with the active adapters in it, differentiable."""
-        return self.applied(Dense(linear.dense_weight(torch.float32), None)).weight
+        """W [O, I] with the active adapters in it, in float32 or wider as they are; differentiable."""
+        stack = self.stack()
+        own = next(stack[0].parameters()).dtype if stack else torch.float32
+        weight = linear.dense_weight(torch.promote_types(own, torch.float32))
+        return self.applied(Dense(weight, None)).weight
 
     def applied(self, dense: Dense) -> Dense:
         """The layer with the active adapters in it."""
@@ -107,7 +110,7 @@ class EmbeddingSlot(Slot):
             if isinstance(adapter, EmbeddingAdapter):
                 y = adapter.add(tokens, y, embedding)
         for adapter, places in virtual:
-            y = y.index_copy(0, places.rows, adapter.vectors(places, dtype))
+            y = y.index_copy(0, places.rows, adapter.added(places, dtype))
         return y
 
     def applied(self, weight: Tensor) -> Tensor:

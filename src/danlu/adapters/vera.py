@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, Dense
+from danlu.adapters.adapter import Adapter, Dense, TensorAxes
 from danlu.adapters.disk import DiskLayer, check_supported, disk_layers, take, whole
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.peft_low_rank import PREFIX, target_modules
 from danlu.errors import ModelError
 from danlu.recipe import sections
-from danlu.types import LinearLayer, Remade, Site
+from danlu.types import LinearLayer, Remade, Share, Site
 
 _A, _B = "base_model.vera_A", "base_model.vera_B"
 _HARMLESS: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "fan_in_fan_out": (False, None)}
@@ -56,6 +56,8 @@ class Vera(Adapter):
     Args:
         rows: which rows of B; a part of a layer that Hugging Face folders keep fused has those of its own outputs.
         lambda_d: that of the other parts of such a layer, which is one for PEFT.
+
+    Cut over processes, each layer takes fewer rows or columns of the shared matrices, which stay whole.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Vera(Adapter):
     ) -> None:
         super().__init__()
         a, b = projection.vera_A, projection.vera_B
-        self.inputs = inputs
+        self.columns = slice(0, inputs)
         self.rows = rows
         self.dropout = dropout
         self.vera_lambda_d = nn.Parameter(a.new_full((len(a),), initial_d)) if lambda_d is None else lambda_d
@@ -79,11 +81,21 @@ class Vera(Adapter):
 
     @property
     def a(self) -> Tensor:  # [r, I]
-        return self.projection.vera_A[:, : self.inputs]
+        return self.projection.vera_A[:, self.columns]
 
     @property
     def b(self) -> Tensor:  # [O, r]
         return self.projection.vera_B[self.rows]
+
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return {"vera_lambda_b": ("outputs",)}
+
+    def narrow(self, share: Share) -> None:
+        first = self.rows.start
+        self.rows = slice(first + share.outputs.start, first + share.outputs.stop)
+        self.columns = share.inputs
+        self.dropout.first_feature = share.inputs.start
 
     def add(self, x: Tensor, y: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor:
         dropout = self.dropout if self.dropout.active else None

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from danlu.adapters.adapter import TensorAxes
+from danlu.types import Share
+
 
 @dataclass(frozen=True)
 class Places:
@@ -30,6 +33,15 @@ class VirtualTokens(nn.Module):
     def __init__(self, first: int, count: int) -> None:
         super().__init__()
         self.ids = range(first, first + count)
+        self.adds = True
+        """False where the words are cut over processes, and another one gives the vectors."""
+
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return {}
+
+    def narrow(self, share: Share) -> None:
+        self.adds = share.first
 
     def find(self, tokens: Tensor) -> Places:
         """Where this adapter's tokens are among tokens [T]."""
@@ -39,3 +51,8 @@ class VirtualTokens(nn.Module):
     @abstractmethod
     def vectors(self, places: Places, dtype: torch.dtype) -> Tensor:
         """[N, D] what the embedding gives for them, before any multiplier."""
+
+    def added(self, places: Places, dtype: torch.dtype) -> Tensor:
+        """The same, or zeros where another process gives them, which still lead back: all have a gradient."""
+        vectors = self.vectors(places, dtype)
+        return vectors if self.adds else vectors * 0

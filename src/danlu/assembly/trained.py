@@ -123,12 +123,20 @@ def write_result(
     quantization: sections.QuantizationSection | None,
     tokenizer_from: Path,
     chat_template: str | None,
+    value: Callable[[str], Tensor | None] | None = None,
+    writes: bool = True,
 ) -> None:
     """The trained adapter as a PEFT folder with the words beside it; it appears whole or not at all.
 
     started_from: `model.adapters`, upon which it was trained and which it needs; continued: all but the last.
     quantization: how the base was held meanwhile, so that it is held the same way when the adapter is used.
+    value, writes: as `adapters.folder.write_adapter` has them, for an adapter cut among processes.
     """
+    if not writes:
+        for name in adapters.tensors(TRAINED):
+            assert value is not None, "processes that write nothing help with values"
+            value(name)
+        return
     below = _stack(started_from)
     if continued:
         _last(below, started_from)
@@ -143,6 +151,7 @@ def write_result(
             base_fingerprint=base.fingerprint,
             below=paths,
             quantization=None if quantization is None else quantization.model_dump(mode="json"),
+            value=value,
         )
         copy_words(tokenizer_from, fresh)
         if chat_template is not None:

@@ -24,6 +24,7 @@ from danlu.cli.generate import (
 )
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.recipe.composing import compose
+from danlu.recipe.rules import language_stage
 
 if TYPE_CHECKING:
     from danlu.data.packs import Packs
@@ -61,6 +62,8 @@ def eval(
 ) -> None:
     """Loss, perplexity and token accuracy of a model on a file; of plain text also bits per byte.
 
+    Of a classifier of images: loss and accuracy on the test files of a folder, or on a file of images.
+
     Of text every token is scored, of conversations the assistant's, of prompts with completions the completions.
 
     Rows longer than the model's context (or 2048 tokens) are cut into pieces, so that nothing is left out.
@@ -69,7 +72,21 @@ def eval(
     """
     precision = check_flags({}, 0, dtype, device, [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.models.folder import read_config
+    from danlu.models.folder import LENET, model_type, read_config
+
+    if model_type(model) == LENET:
+        from danlu.cli.eval_images import evaluate_images
+
+        flags = {"--chat-template": chat_template, "--base": base, "--quantization": quantization}
+        evaluate_images(
+            model,
+            data,
+            [*(overrides or []), *(name for name, given in flags.items() if given)],
+            as_json=as_json,
+            precision=precision,
+            device=device,
+        )
+        return
     from danlu.rollout.finding import find
     from danlu.rollout.request import context_length
 
@@ -146,7 +163,7 @@ def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> Prepa
         with closing(RowProgress(sys.stderr)) as progress:
             return prepare(
                 recipe.data,
-                stage=recipe.stage,
+                stage=language_stage(recipe, "this evaluation"),
                 tokenizer_path=str(folder),
                 chat_template=template,
                 seed=0,

@@ -11,6 +11,7 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.errors import DataError, ResourceError
+from danlu.recipe.rules import language_stage
 
 
 def preview(
@@ -45,7 +46,7 @@ def preview(
     chosen, most = loaded.recipe, tokens or None
     ingredients = Ingredients(
         data=chosen.data,
-        stage=chosen.stage,
+        stage=language_stage(chosen, "danlu preview"),
         tokenizer_path=chosen.model.tokenizer or chosen.model.path or "",
         chat_template=chosen.model.chat_template,
         seed=chosen.seed,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +13,12 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.adapters.description import is_adapter
+from danlu.cli.working import print_into, work
+from danlu.errors import RecipeError
+from danlu.models.folder import LENET, model_type
+from danlu.parallel.layout import layout_of
+from danlu.parallel.world import World, found
+from danlu.recipe import Loaded, Recipe
 
 
 def train(
@@ -20,26 +29,106 @@ def train(
     resume: Annotated[
         str, typer.Option(help="auto: go on where the output folder's run stopped; never; or a checkpoint folder.")
     ] = "auto",
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Train in so many processes on this machine, laid out as the recipe's `parallel` says."
+        ),
+    ] = None,
 ) -> None:
-    """Train a recipe. The output folder holds everything; the same command goes on after an interruption."""
+    """Train a recipe. The output folder holds everything; the same command goes on after an interruption.
+
+    Under torchrun, or SLURM's srun with several tasks, danlu joins the processes that they have started.
+    """
+    world = found(os.environ)
+    if world is not None and processes is not None:
+        raise RecipeError(
+            f"--processes {processes}: this was started by {world.found_in} as process {world.rank} of {world.size} "
+            "already. Leave --processes out there"
+        )
+    if world is not None:
+        work(world, lambda: _share(world, recipe, overrides or [], resume))
     loaded = recipes.load(recipe, overrides or [])
+    if processes is None or processes == 1:
+        code = _train(loaded, resume)
+    else:
+        layout_of(loaded.recipe.parallel, processes)  # a layout that does not fit is told before any process starts
+        code = _launch(loaded.recipe, [str(recipe), *(overrides or [])], resume, processes)
+    if code:
+        raise typer.Exit(code)
+
+
+def _share(world: World, recipe: Path, overrides: list[str], resume: str) -> int:
+    """What one process of several does."""
+    loaded = recipes.load(recipe, overrides)
+    print_into(world, Path(loaded.recipe.output).expanduser())
+    # Here: see `_train`.
+    from danlu.parallel.joining import join, leave
+
+    join(loaded.recipe.device, loaded.recipe.parallel.timeout_s)
+    code = _train(loaded, resume)
+    leave()
+    return code
+
+
+def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: int) -> int:
+    """Runs the verb with the same arguments in so many processes."""
+    # Here: see `_train`.
+    from danlu.cli.launching import launch
+    from danlu.train.checkpoint import CheckpointStore
+    from danlu.train.lock import RunLock
+    from danlu.train.manifest import MARK
+    from danlu.train.run_folder import CHECKPOINTS, refuse_strangers
+
+    folder = Path(recipe.output).expanduser()
+    refuse_strangers(folder)
+    with RunLock(folder):  # let go again for rank 0 of the processes: only a run that is going on should hinder them
+        pass
+    began = time.time()
+
+    def command(attempt: int) -> list[str]:
+        latest = CheckpointStore(folder / CHECKPOINTS).latest() if attempt else None
+        # What has been saved since the beginning is this run's, wherever it began.
+        ours = latest is not None and (latest.path / MARK).stat().st_mtime >= began
+        return ["-P", "-m", "danlu", "train", *arguments, "--resume", "auto" if ours else resume]
+
+    def from_where() -> str:
+        latest = CheckpointStore(folder / CHECKPOINTS).latest()
+        return "from the beginning" if latest is None else f"from step {latest.step}"
+
+    return launch(
+        command,
+        processes,
+        folder,
+        restarts=recipe.parallel.restarts,
+        threads=recipe.threads,
+        from_where=from_where,
+        say=_say,
+    )
+
+
+def _train(loaded: Loaded, resume: str) -> int:
+    """Returns the exit code."""
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu import run
 
     outcome = run.train(loaded, resume=resume, say=_say)
     if outcome.exit_code:
         _say(outcome.stopped)
-        raise typer.Exit(outcome.exit_code)
+        return outcome.exit_code
     already = "was finished already, " if outcome.already else "finished "
     _say(f"{already}after step {outcome.steps}: {outcome.folder}")
     for folder in outcome.exported:
         _say(f"  {'adapter' if is_adapter(folder) else 'model'} in {folder}: {what_to_try(folder)}")
+    return 0
 
 
 def what_to_try(folder: Path) -> str:
     """What can be done with a result, a model or an adapter."""
     if is_adapter(folder):
         return f"try `danlu chat {folder}` or `danlu merge {folder} MODEL_FOLDER`"
+    if model_type(folder) == LENET:
+        return f"try `danlu eval {folder} --data FOLDER_OF_IMAGES`"
     return f"try `danlu generate {folder} --prompt ...` or `danlu chat {folder}`"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from danlu.types import Batch, Pack
+from danlu.types import Batch, Pack, Sample
 
 # T packed tokens · N trained targets
 
@@ -56,13 +56,20 @@ def collate(packs: Sequence[Pack], device: torch.device | str = "cpu", before: S
     )
 
 
-def fill_up(batch: Batch) -> Batch:
+NOTHING = Pack((Sample(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32), "filled up"),))
+"""A pack without targets, for a process that has none left where others have."""
+
+
+def fill_up(batch: Batch, multiple: int = 1) -> Batch:
     """The same batch in one of few sizes: T and N grow by a thirty-second at most, by what adds nothing to any sum.
+
+    multiple: T becomes one of it, for processes that cut tokens among them.
 
     Every new shape of product makes oneDNN generate code and keep it (1.6 ms and up to a megabyte), and packs seldom
     have the same length. The tokens added are a document of their own, the targets added have weight 0.
     """
     more_tokens, more_targets = (_to_next_size(len(column)) for column in (batch.tokens, batch.targets))
+    more_tokens += -(len(batch.tokens) + more_tokens) % multiple
     boundaries = batch.boundaries + ((len(batch.tokens) + more_tokens,) if more_tokens else ())
     tokens, positions = (F.pad(column, (0, more_tokens)) for column in (batch.tokens, batch.positions))
     sources, targets, weights = (

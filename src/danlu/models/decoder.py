@@ -9,7 +9,7 @@ T packed tokens · D model width · H query heads · K key/value heads · C head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import ClassVar, Literal
@@ -20,17 +20,25 @@ from torch import Tensor, nn
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.rope import rotary_tables
-from danlu.types import Attend, EmbeddingAdapter, KeyValuePrefix, LinearAdapter, Remade, StoredWeight
+from danlu.types import Attend, EmbeddingAdapter, KeyValuePrefix, LinearAdapter, Remade, StoredWeight, Words
 
-Role = Literal["column", "row", "vocabulary"]
-"""How a matrix may be cut over devices: by its outputs, by its inputs, or by rows of the vocabulary."""
+Role = Literal["column", "grouped", "row", "vocabulary"]
+"""How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several
+hold the same head), by its inputs, or by rows of the vocabulary."""
+
+Border = Callable[[Tensor], Tensor]
+"""What happens where activations enter or leave the part of a model that is cut over processes."""
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 class Linear(nn.Module):
     """x [T, in] -> [T, out] in x's dtype. Parameters are uninitialised: load or `initialize` them.
 
     Two slots are filled from outside: `packed` holds a frozen weight in few bits, in place of `weight`; `adapter` takes
-    over the whole product.
+    over the whole product. Cut over processes it is a smaller layer, and `shape` is what is here.
     """
 
     packed: StoredWeight | None
@@ -44,6 +52,13 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.register_module("packed", None)
         self.register_module("adapter", None)
+        self.adds_bias = True
+        """False where the outputs are a part of a sum over processes, to which another one adds the bias."""
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        """[out]: zeros where another process adds it, which still lead back to the bias: all have a gradient."""
+        return self.bias if self.bias is None or self.adds_bias else self.bias * 0
 
     def store(self, packed: StoredWeight) -> None:
         """Holds the weight in few bits from now on."""
@@ -79,10 +94,10 @@ class Linear(nn.Module):
     def base(self, x: Tensor) -> Tensor:
         """The product without any adapter."""
         if self.weight is not None:
-            return ops.linear(x, self.weight, self.bias)
+            return ops.linear(x, self.weight, self.added_bias)
         assert self.packed is not None, "a linear layer has a weight or a packed one"
-        y = self.packed.product(x)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y, bias = self.packed.product(x), self.added_bias
+        return y if bias is None else y + bias.to(y.dtype)
 
     def forward(self, x: Tensor, remade: Remade | None = None) -> Tensor:
         return self.base(x) if self.adapter is None else self.adapter(x, self, remade)
@@ -109,7 +124,10 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """tokens [T] -> [T, D]. The slot `adapter` takes over the look-up, also of tokens past the vocabulary."""
+    """tokens [T] -> [T, D]. The slot `adapter` takes over the look-up, also of tokens past the vocabulary.
+
+    Where the vocabulary is cut over processes, words that are elsewhere give zeros, and `leave` adds up.
+    """
 
     adapter: EmbeddingAdapter | None
     weight: Tensor
@@ -119,11 +137,16 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.register_module("adapter", None)
         self.multiplier = config.embedding_multiplier
+        self.vocabulary = config.vocab_size
+        self.first_word = 0
+        """That `weight` has a row for."""
+        self.leave: Border = as_it_is
         self.gradient_of_rows = False
         """Whether the weight's gradient holds only the rows of words that occur: see `ops.embedding`."""
 
     def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         x = self.base(tokens, dtype) if self.adapter is None else self.adapter(tokens, dtype, self)  # [T, D]
+        x = self.leave(x)
         if self.multiplier == 1.0:
             return x
         # Gemma was trained with the multiplier rounded to the type of activations: in bfloat16 sqrt(3072) is 55.5.
@@ -131,21 +154,39 @@ class Embedding(nn.Module):
 
     def base(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows themselves, before any multiplier."""
-        return ops.embedding(tokens, self.weight, dtype, gradient_of_rows=self.gradient_of_rows)
+        rows, elsewhere = self.held(tokens)
+        x = ops.embedding(rows, self.weight, dtype, gradient_of_rows=self.gradient_of_rows)
+        return x if elsewhere is None else x.masked_fill(elsewhere.unsqueeze(1), 0)
+
+    def held(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """For tokens [T] the rows of `weight`, and which words have theirs elsewhere (None: all are here).
+
+        A token outside of the vocabulary stays outside on the process with the nearest row: an error of the look-up.
+        """
+        end = self.first_word + self.weight.shape[0]
+        elsewhere = None
+        if self.first_word > 0:
+            elsewhere = tokens < self.first_word
+        if end < self.vocabulary:
+            elsewhere = tokens >= end if elsewhere is None else elsewhere | (tokens >= end)
+        if elsewhere is None:
+            return tokens, None
+        return (tokens - self.first_word).masked_fill(elsewhere, 0), elsewhere
 
 
 class Attention(nn.Module):
     """Multi-head (K = H), grouped-query or multi-query (K = 1) attention.
 
-    The slot `prefix` may put other keys and values in the place of those of some tokens.
+    The slot `prefix` may put other keys and values in the place of those of some tokens. Cut over processes, each has
+    some of the heads.
     """
 
     prefix: KeyValuePrefix | None
 
     tensor_roles: ClassVar[Mapping[str, Role]] = {
         "q_proj": "column",
-        "k_proj": "column",
-        "v_proj": "column",
+        "k_proj": "grouped",
+        "v_proj": "grouped",
         "o_proj": "row",
     }
 
@@ -167,16 +208,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [T, D]; cos, sin [T, R] in x's dtype -> [T, D]."""
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim)) for y in together(x, self.q_proj, self.k_proj, self.v_proj)
-        )  # [T, H, C], [T, K, C], [T, K, C]
+        q, k, v = together(x, self.q_proj, self.k_proj, self.v_proj)  # [T, H*C], [T, K*C], [T, K*C]
+        out: Tensor = self.o_proj(self.between(q, k, v, cos, sin, attend))
+        return out
+
+    def between(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """What lies between the products: norms, rotation, attention. q [T, H*C]; k, v [T, K*C] -> [T, H*C]."""
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [T, H, C], [T, K, C], [T, K, C]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rope(q, k, cos, sin)
         if self.prefix is not None:
             k, v = self.prefix(k, v)
-        out: Tensor = self.o_proj(self._mix(attend, q, k, v).flatten(1))
-        return out
+        return self._mix(attend, q, k, v).flatten(1)
 
     def _mix(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [T, H, C]
         return attend(self.layer, q, k, v, scale=self.scale, window=self.window, softcap=self.softcap)
@@ -195,18 +239,19 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = together(x, self.gate_proj, self.up_proj)
-        inner = ops.gated_mlp_activation(gate, up, self.activation)
-        out: Tensor = self.down_proj(inner, Remade(self._inner, (gate, up)))
+        out: Tensor = self.down_proj(self.inner(gate, up), Remade(self.inner, (gate, up)))
         return out
 
-    def _inner(self, gate: Tensor, up: Tensor) -> Tensor:
+    def inner(self, gate: Tensor, up: Tensor) -> Tensor:
         return ops.gated_mlp_activation(gate, up, self.activation)
 
 
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); Gemma-2 also norms what joins the residual stream.
 
-    The slots `after_attention` and `after_mlp` take a module [T, D] -> [T, D] right behind each half.
+    The slots `after_attention` and `after_mlp` take a module [T, D] -> [T, D] right behind each half. Attention and MLP
+    may be cut over processes, between `enter` and `leave`. Under sequence parallelism (arXiv:2205.05198) all tokens are
+    there only between these; the rest of the layer has local ones, [T/tp, D].
     """
 
     after_attention: nn.Module | None
@@ -222,12 +267,14 @@ class Layer(nn.Module):
         self.post_mlp_norm = RMSNorm(config.hidden_size, config) if config.sandwich_norms else None
         self.register_module("after_attention", None)
         self.register_module("after_mlp", None)
+        self.enter: Border = as_it_is
+        self.leave: Border = as_it_is
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        branch = self.attention(self.attention_norm(x), cos, sin, attend)
+        branch = self.leave(self.attention(self.enter(self.attention_norm(x)), cos, sin, attend))
         branch = branch if self.after_attention is None else self.after_attention(branch)
         x = x + (branch if self.post_attention_norm is None else self.post_attention_norm(branch))
-        branch = self.mlp(self.mlp_norm(x))
+        branch = self.leave(self.mlp(self.enter(self.mlp_norm(x))))
         branch = branch if self.after_mlp is None else self.after_mlp(branch)
         out: Tensor = x + (branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
         return out
@@ -237,7 +284,11 @@ class Decoder(nn.Module):
     """Tokens to hidden states to logits. Parameters are uninitialised: see `loading.load` and `initialize`.
 
     With a tied head there is one parameter, `embed_tokens.weight`, and `lm_head` is None.
+
+    The slot `segments` may hold callables, each of which runs a few layers in a row, in place of the layers one by one.
     """
+
+    segments: Sequence[Callable[..., Tensor]]
 
     tensor_roles: ClassVar[Mapping[str, Role]] = {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}
 
@@ -247,9 +298,13 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config)
         # Keyed by layer number, not a list: names stay what they are when a pipeline stage keeps only some layers.
         self.layers = nn.ModuleDict({str(index): Layer(config, index) for index in range(config.layers)})
+        self.segments = ()
         self.norm = RMSNorm(config.hidden_size, config)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.enter_head: Border = as_it_is
+        self.words: Words | None = None
+        """Where the vocabulary is cut over processes: what is here of it."""
 
     def compiled(self) -> Callable[..., Tensor]:
         """`forward` under torch.compile, all but attention, which goes by the documents of each pack."""
@@ -258,7 +313,10 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output matrix [V, D]: the head's own, with its adapter, or the embedding's where they are tied."""
+        """The output matrix [V, D]: the head's own, with its adapter, or the embedding's where they are tied.
+
+        Where the vocabulary is cut, the rows that are here.
+        """
         if self.lm_head is None:
             return self.embed_tokens.weight
         assert self.lm_head.weight is not None, "the head is never packed"
@@ -281,17 +339,17 @@ class Decoder(nn.Module):
         """
         cos, sin = (table.to(dtype) for table in rotary_tables(self.config, positions))  # [T, R]
         x = self.embed_tokens(tokens, dtype)  # [T, D]
-        for layer in self.layers.values():
-            x = layer(x, cos, sin, attend)
-        hidden: Tensor = self.norm(x)
-        return hidden
+        for part in self.segments or self.layers.values():
+            x = part(x, cos, sin, attend)
+        return self.enter_head(self.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [.., D] -> [.., V] float32, with the family's softcap."""
+        """hidden [.., D] -> [.., V] float32, with the family's softcap; all words, also where they are cut."""
         head = ops.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
         logits: Tensor = head.float()
         cap = self.config.final_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if self.words is None else self.words.gather(logits)
 
 
 @cache

@@ -28,6 +28,8 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+LENET = "lenet5"
+"""The model type of a classifier of images (`models.lenet`), which is read by other means than a decoder."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _RUN_RESULT = "model"
 _SAMPLE_BYTES = 4096
@@ -72,6 +74,13 @@ def _hub_snapshot(name: str) -> Path:
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{name}: the hub snapshot at {folder} has no {CONFIG}; it holds {_listing(folder)}")
     return folder
+
+
+def model_type(path_or_id: str | Path) -> str | None:
+    """What the config of a local model folder, or finished run, says it is; None where there is none."""
+    path = Path(path_or_id).expanduser()
+    file = next((one / CONFIG for one in (path, path / _RUN_RESULT) if (one / CONFIG).is_file()), None)
+    return None if file is None else read_json(file).get("model_type")
 
 
 def read_config(folder: str | Path) -> ModelConfig:

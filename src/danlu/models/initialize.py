@@ -20,9 +20,11 @@ so an untied embedding carries the scale itself. A tied one cannot, and keeps th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
+from torch import Tensor
 
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
@@ -31,15 +33,18 @@ _WRITE_TO_STREAM = ("o_proj", "down_proj")
 
 
 def initialize(model: Decoder, seed: int) -> None:
-    """Draws every parameter in place. Values are drawn on the CPU in float32, so no device or type changes them."""
+    """Draws every parameter in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            std = initial_std(model.config, name)
-            if std is None:
-                parameter.fill_(initial_constant(model.config, name))
-            else:
-                values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                parameter.copy_(values.normal_(std=std, generator=named_generator(seed, name)))
+            parameter.copy_(initial_value(model.config, name, parameter.shape, seed))
+
+
+def initial_value(config: ModelConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """A whole parameter, drawn on the CPU in float32, so that no device, type or layout changes the values."""
+    std = initial_std(config, name)
+    if std is None:
+        return torch.full(tuple(shape), initial_constant(config, name))
+    return torch.empty(tuple(shape)).normal_(std=std, generator=named_generator(seed, name))
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:

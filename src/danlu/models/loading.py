@@ -60,6 +60,23 @@ def load(
     return model
 
 
+def stored_values(
+    folder: str | Path, config: ModelConfig, *, check_finite: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by name as it is stored, one after the other in the order of the files.
+
+    Raises ModelError as `load` does.
+    """
+    folder = Path(folder)
+    reader = _Reader(check_finite)
+    shapes = {name: parameter.shape for name, parameter in skeleton(config).named_parameters()}
+    for handle, tensor, place in _walk(_places(folder, config, packed=False)):
+        for part in tensor.parts:
+            value = torch.empty(shapes[part], dtype=DTYPES[place.dtype])
+            reader.fill(value, handle, place, tensor.name)
+            yield part, value
+
+
 def load_into(
     model: Decoder,
     folder: str | Path,

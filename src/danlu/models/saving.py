@@ -40,23 +40,32 @@ def save(
     chat_template: str | None = None,
     shard_bytes: int = 5_000_000_000,
     config: ModelConfig | None = None,
-    value: Callable[[str], Tensor] | None = None,
+    value: Callable[[str], Tensor | None] | None = None,
+    writes: bool = True,
 ) -> None:
     """Writes config, weights in `dtype`, generation config and, from `tokenizer_from`, the tokenizer byte for byte.
 
     generation_from: whose generation config is taken over, where the tokenizer's folder has none.
     chat_template: Jinja source that takes the place of the tokenizer's own.
     config, value: what is written, where it is not the model as it stands: parameter by parameter, as each is needed.
+    writes: False on those of several processes that only help with `value`: they ask for the same parameters in the
+    same order, leave aside what they get, and touch no file.
 
     The folder appears whole or not at all. One that is there already is replaced if it is a model folder or empty.
     Raises ModelError for a folder that holds something else, for a tokenizer folder without a tokenizer, and for
     weights that are not finite in `dtype`; ResourceError for a full disk or a folder that cannot be written.
     """
+    shape = config or model.config
+    tensors = disk_tensors(shape)
+    value = value or model.get_parameter
+    if not writes:
+        for tensor in tensors:
+            for part in tensor.parts:
+                value(part)
+        return
     folder = Path(os.path.abspath(folder))
     if tokenizer_from is not None:
         _files_to_copy(tokenizer_from)  # told before anything is written
-    shape = config or model.config
-    tensors = disk_tensors(shape)
     values = config_values(shape, torch_dtype=str(dtype).removeprefix("torch."))
     needed = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
     with fresh_folder(folder, needed, holds=CONFIG) as fresh:
@@ -68,7 +77,7 @@ def save(
             copy_words(tokenizer_from, fresh)
         if chat_template is not None:
             write_template(fresh, chat_template)
-        _write_weights(fresh, value or model.get_parameter, _shards(tensors, dtype, shard_bytes), dtype)
+        _write_weights(fresh, value, _shards(tensors, dtype, shard_bytes), dtype)
 
 
 def _check_replaceable(folder: Path, holds: str) -> None:
@@ -119,7 +128,7 @@ def _shards(tensors: list[DiskTensor], dtype: torch.dtype, shard_bytes: int) -> 
 
 
 def _write_weights(
-    folder: Path, value: Callable[[str], Tensor], shards: Mapping[str, list[DiskTensor]], dtype: torch.dtype
+    folder: Path, value: Callable[[str], Tensor | None], shards: Mapping[str, list[DiskTensor]], dtype: torch.dtype
 ) -> None:
     for name, shard in shards.items():
         header = encode_header(((one.name, STORED_AS[dtype], one.shape) for one in shard), _METADATA)
@@ -127,7 +136,9 @@ def _write_weights(
             handle.write(header)
             for tensor in shard:
                 for part in tensor.parts:
-                    for values in _pieces(value(part), dtype):
+                    parameter = value(part)
+                    assert parameter is not None, f"{part}: no value on the process that writes"
+                    for values in _pieces(parameter, dtype):
                         if not is_finite(values):
                             raise ModelError(f"{part}: not finite as {dtype}; the model is not written")
                         handle.write(raw_bytes(values))

@@ -78,6 +78,19 @@ def pack(matrix: Tensor, kind: Kind, block: int) -> tuple[Tensor, Tensor]:
     return codes.unsqueeze(1), absmax
 
 
+def apart(codes: Tensor, count: int) -> Tensor:
+    """codes [ceil(N / 2), 1] -> [N] uint8, one a byte."""
+    both = codes.view(-1)
+    return torch.stack((both >> 4, both & 15), dim=1).view(-1)[:count]
+
+
+def join(codes: Tensor) -> Tensor:
+    """Codes one a byte, of any shape and strides, row by row -> [ceil(N / 2), 1]."""
+    flat = codes.reshape(-1)
+    flat = F.pad(flat, (0, flat.numel() % 2))
+    return ((flat[::2] << 4) | flat[1::2]).unsqueeze(1)
+
+
 def unpack_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
     """Writes the matrix into `out` (contiguous, N numbers, any float type): products in float32, rounded once."""
     flat, packed, values = out.view(-1), codes.view(-1), pairs(kind, out.device)

@@ -9,6 +9,7 @@ O, I outputs and inputs · G groups of inputs, of which the last may be short
 from __future__ import annotations
 
 from functools import cache
+from math import gcd
 from typing import Literal, Self
 
 import torch
@@ -73,6 +74,21 @@ class IntegerWeight(PackedWeight):
         if not bool(torch.isfinite(scales).all()):
             raise ModelError(f"{where} cannot be quantized: it holds NaN or infinite values. Use a sound model.")
         return cls(codes, scales, bits=bits, group=group, shape=(outputs, inputs), dtype=weight.dtype)
+
+    def box(self, rows: slice, columns: slice) -> IntegerWeight:
+        """Some rows and columns, by the same codes; groups get smaller where the columns do not begin with one."""
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        group = gcd(self.group, columns.start)
+        firsts = torch.arange(columns.start, columns.stop, group, device=self.device)
+        scales = self.scales[rows][:, firsts // self.group].clone()
+        if self.bits == 8:
+            codes = self.codes[rows, columns].clone()
+        else:
+            both = self.codes[rows]
+            codes = torch.stack((both >> 4, both & 15), dim=2).flatten(1)[:, columns]
+            codes = F.pad(codes, (0, shape[1] % 2), value=8)
+            codes = (codes[:, ::2] << 4) | codes[:, 1::2]
+        return IntegerWeight(codes, scales, bits=self.bits, group=group, shape=shape, dtype=self.dtype)
 
     def write(self, out: Tensor) -> None:
         outputs, inputs = self.shape

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from danlu.numerics import four_bit
 from danlu.numerics.codebooks import KINDS, Kind, dynamic_map
-from danlu.numerics.four_bit import NESTED_BLOCK, Nested
+from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, Nested
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(platform, ".so")
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -43,10 +43,13 @@ class Library(NamedTuple):
 def unpack_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
     """`four_bit.unpack_into` by the fastest means there is; the same bits.
 
-    Numbers below 1.2e-38 aside: CPUs with bfloat16 instructions make them 0, plain torch does not.
+    Numbers below 1.2e-38 aside: CPUs with bfloat16 instructions make them 0, plain torch does not. Blocks that
+    bitsandbytes does not know, as those of a matrix that was cut may be, are left to plain torch.
     """
     device = out.device.type
-    if device == "cuda" and out.dtype in _TYPES and operators_agree():
+    if block not in BLOCKS:
+        four_bit.unpack_into(out, codes, absmax, kind, block)
+    elif device == "cuda" and out.dtype in _TYPES and operators_agree():
         torch.ops.bitsandbytes.dequantize_4bit.out(codes, absmax, block, kind, out.shape, out.dtype, out=out)
     elif device == "cpu" and out.dtype in _TYPES and block <= _LONGEST_BLOCK and (found := library()[0]) is not None:
         _unpack(found.unpack[kind, out.dtype], out.view(-1), codes.view(-1), absmax, kind, block)

@@ -6,6 +6,7 @@ O, I outputs and inputs · N = O I numbers · B blocks of them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Self
 
 import torch
@@ -112,6 +113,30 @@ class FourBitWeight(PackedWeight):
             codes = self.codes[start // 2 : (stop + 1) // 2].clone()
             parts.append(FourBitWeight(Packed(self.kind, self.block, (count, width), self.dtype, codes, absmax)))
         return parts
+
+    def box(self, rows: slice, columns: slice) -> FourBitWeight:
+        """Some rows and columns, by the same codes.
+
+        A block of the box is never of two blocks here, so blocks get smaller where the box does not begin and end with
+        them: by 2 down to the next number that divides where it does. Magnitudes in 8 bits stay so for rows that begin
+        with a block of theirs, and are else float32: 0.5 bits a number in blocks of 64, 1 in blocks of 32.
+        """
+        outputs, inputs = self.shape
+        shape = height, width = rows.stop - rows.start, columns.stop - columns.start
+        start, count = rows.start * inputs + columns.start, height * width
+        if width == inputs and start % self.block == 0:
+            absmax = _absmax_of(self.packed().absmax, start // self.block, -(-(start + count) // self.block))
+            codes = self.codes[start // 2 : (start + count + 1) // 2].clone()
+            return FourBitWeight(Packed(self.kind, self.block, shape, self.dtype, codes, absmax))
+        block = gcd(self.block, start) if width == inputs else gcd(self.block, inputs, columns.start, width)
+        nested = self._nested()
+        magnitudes = self.absmax if nested is None else native.unpack_absmax(nested)
+        places = torch.arange(0, count, block, device=self.device)  # of each block's first number, in the box
+        places = (rows.start + places // width) * inputs + columns.start + places % width  # and in the whole
+        codes = four_bit.join(four_bit.apart(self.codes, outputs * inputs).view(outputs, inputs)[rows, columns])
+        return FourBitWeight(
+            Packed(self.kind, block, shape, self.dtype, codes, magnitudes[places // self.block].clone())
+        )
 
     def packed(self) -> Packed:
         nested = self._nested()

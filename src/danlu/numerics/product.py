@@ -27,6 +27,10 @@ class PackedWeight(nn.Module):
     def write(self, out: Tensor) -> None:
         """The matrix, into `out` [O, I]: contiguous, any float type, on this weight's device."""
 
+    @abstractmethod
+    def box(self, rows: slice, columns: slice) -> PackedWeight:
+        """Some rows and columns of the matrix, by the same codes: the same numbers, as nothing is rounded anew."""
+
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """[O, I], made anew by each call; in the type of the matrix that was packed unless told otherwise."""
         out = torch.empty(self.shape, dtype=self.dtype if dtype is None else dtype, device=self.device)
@@ -50,7 +54,13 @@ class PackedWeight(nn.Module):
 
     def stored_bytes(self) -> int:
         """Of codes and constants."""
-        return sum(buffer.nbytes for buffer in self.buffers())
+        return sum(one.nbytes for one in (*self.buffers(), *self.parameters()))
+
+    def share_codes(self) -> None:
+        """Makes the codes a frozen parameter, which is what processes can share among them; constants stay here."""
+        codes = self._buffers.pop("codes")
+        assert codes is not None, "codes are shared once"
+        self.register_parameter("codes", nn.Parameter(codes, requires_grad=False))
 
     @property
     def device(self) -> torch.device:

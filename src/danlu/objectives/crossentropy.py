@@ -6,6 +6,9 @@ would make them once, but add a [V, D] gradient to the last one for every few hu
 the head: at V = 128256 that is no faster, and takes 0.3 GB more. A frozen head has no gradient, and mostly is stored in
 the type of activations: then going by rows saves the third product and half of the exponentials for nothing.
 
+Where the vocabulary is cut over processes (arXiv:1909.08053, section 3), each has the logits of its own rows, and a few
+numbers a target are sent: the largest logit, then the denominator and the target's own logit.
+
 N trained targets · D model width · V vocabulary · S rows of the vocabulary in a slice
 """
 
@@ -17,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from danlu.types import Across
 
 # Bytes of one slice's float32 logits. On CPU they stay in the cores' caches; a GPU wants large products.
 SLICE_BYTES_CPU = 4 * 2**20
@@ -45,6 +50,14 @@ class _Options:
     z_loss: float
     gradient_scale: float
     slice_rows: int
+    words: int  # V
+    first_word: int
+    across: Across | None
+
+    @property
+    def most_words(self) -> int:
+        """Rows of the head that the largest part has: the same number on all, whose collectives go by it."""
+        return self.words if self.across is None else -(-self.words // self.across.size)
 
 
 def slice_bytes(device_type: str) -> int:
@@ -83,6 +96,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     gradient_scale: float = 1.0,
     slice_rows: int | None = None,
+    across: Across | None = None,
+    first_word: int = 0,
+    words: int | None = None,
 ) -> CrossEntropy:
     """Weighted cross-entropy of `hidden @ head.T` against `targets`.
 
@@ -98,11 +114,16 @@ def linear_cross_entropy(
         z_loss: weight of log(Z)^2 (PaLM, arXiv:2204.02311, sec. 5).
         gradient_scale: multiplies the gradients but not the loss; applied before they are rounded to half precision.
         slice_rows: S; by default as many as `slice_bytes` allows.
+        across: the processes among which the vocabulary is cut. Then `head` is the rows from `first_word` on of its
+            `words` in all, every sum that is returned is the whole one on each, the head's gradient is that of its
+            rows, and the hidden states' is a part: the sum over the processes is the whole.
     """
+    assert across is None or words is not None, "the size of a vocabulary that is cut must be told"
     if slice_rows is None:
         room = slice_bytes(hidden.device.type) // 2
         slice_rows = max(NARROWEST_SLICE, room // (4 * max(1, hidden.shape[0])))
-    options = _Options(softcap, label_smoothing, z_loss, gradient_scale, slice_rows)
+    words = head.shape[0] if words is None else words
+    options = _Options(softcap, label_smoothing, z_loss, gradient_scale, slice_rows, words, first_word, across)
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     total, nll, correct = _LinearCrossEntropy.apply(hidden, head, targets, weights, options, wants_gradient)
     return CrossEntropy(total, nll, correct)
@@ -125,7 +146,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nll = rows.log_z - rows.at_target
         loss = nll
         if options.label_smoothing:
-            loss = nll + options.label_smoothing * (rows.at_target - rows.sum / head.shape[0])
+            loss = nll + options.label_smoothing * (rows.at_target - rows.sum / options.words)
         if options.z_loss:
             loss = loss + options.z_loss * rows.log_z.square()
         correct = (rows.at_target >= rows.highest).to(wide)
@@ -159,7 +180,7 @@ class _Slices:
     def __iter__(self) -> Iterator[_Slice]:
         for start in range(0, self.head.shape[0], self.options.slice_rows):
             head = self.head[start : start + self.options.slice_rows].to(self.hidden.dtype)  # [S, D]
-            place = self.targets - start
+            place = self.targets - (self.options.first_word + start)
             inside = (place >= 0) & (place < head.shape[0])
             yield _Slice(start, head, place.clamp_(0, head.shape[0] - 1).unsqueeze(1), inside)
 
@@ -201,6 +222,15 @@ def _softmax_statistics(slices: _Slices, wide: torch.dtype) -> _Rows:
         raised = torch.maximum(highest, y.amax(1))
         mass.mul_((highest - raised).exp_()).add_(y.sub_(raised.unsqueeze(1)).exp_().sum(1))
         highest = raised
+    return _joined(highest, mass, at_target, total, slices.options)
+
+
+def _joined(highest: Tensor, mass: Tensor, at_target: Tensor, total: Tensor, options: _Options) -> _Rows:
+    """What rows [N] come to over the whole vocabulary, from what they come to here; `mass` is relative to `highest`."""
+    if options.across is not None and len(highest):
+        here, highest = highest, options.across.max(highest.clone())
+        mass = mass * (here - highest).exp_()
+        mass, at_target, total = options.across.sum(torch.stack((mass, at_target, total)))
     return _Rows(highest, highest + mass.log(), at_target, total)
 
 
@@ -211,7 +241,7 @@ def _gradients(slices: _Slices, rows: _Rows, weights: Tensor, for_head: bool) ->
     grad_head = torch.empty_like(head) if for_head else None
     for part in slices:
         y = slices.logits(part, weights.dtype)
-        grad = _by_logits(y, rows.log_z, weights, part, head.shape[0], slices.options).to(hidden.dtype)  # [N, S]
+        grad = _by_logits(y, rows.log_z, weights, part, slices.options).to(hidden.dtype)  # [N, S]
         grad_hidden += grad @ part.head
         if grad_head is not None:
             grad_head[part.start : part.start + part.head.shape[0]] = grad.t() @ hidden
@@ -227,14 +257,52 @@ def _by_rows(slices: _Slices, weights: Tensor) -> tuple[_Rows, Tensor]:
     hidden, head, options = slices.hidden, slices.head, slices.options
     found: list[_Rows] = []
     grad_hidden = torch.empty_like(hidden)
-    for many in _cut(hidden.shape[0], _rows_kept(head.shape[0], hidden.element_size())):
+    for many in _cut(hidden.shape[0], _rows_kept(options.most_words, hidden.element_size())):
         logits = hidden[many] @ head.t()
-        for few in _cut(logits.shape[0], max(1, slice_bytes(hidden.device.type) // (8 * head.shape[0]))):
-            targets, weight = (one[many][few].unsqueeze(1) for one in (slices.targets, weights))
-            found.append(_into_gradient(logits[few], targets, weight, options))
+        parts = _cut(logits.shape[0], max(1, slice_bytes(hidden.device.type) // (8 * head.shape[0])))
+        own = [_own_words(slices, many, few) for few in parts]
+        if options.across is None:
+            for few, part in zip(parts, own, strict=True):
+                found.append(_into_gradient(logits[few], part, weights[many][few], options))
+        else:  # the gradient waits until all processes have said what the rows come to
+            rows = _statistics(logits, parts, own, weights.dtype, options)
+            for few, part in zip(parts, own, strict=True):
+                y = _capped(logits[few].to(weights.dtype), options)
+                logits[few].copy_(_by_logits(y, rows.log_z[few], weights[many][few], part, options))
+            found.append(rows)
         torch.mm(logits, head, out=grad_hidden[many])
+    return _end_to_end(found), grad_hidden
+
+
+def _end_to_end(found: list[_Rows]) -> _Rows:
     columns = zip(*((one.highest, one.log_z, one.at_target, one.sum) for one in found), strict=True)
-    return _Rows(*(torch.cat(column) for column in columns)), grad_hidden
+    return _Rows(*(torch.cat(column) for column in columns))
+
+
+def _own_words(slices: _Slices, many: slice, few: slice) -> _Slice:
+    """The whole head that is here, as one slice, for a few rows."""
+    place = slices.targets[many][few] - slices.options.first_word
+    if slices.options.across is None:
+        return _Slice(0, slices.head, place.unsqueeze(1), torch.ones_like(place, dtype=torch.bool))
+    inside = (place >= 0) & (place < slices.head.shape[0])
+    return _Slice(0, slices.head, place.clamp(0, slices.head.shape[0] - 1).unsqueeze(1), inside)
+
+
+def _capped(y: Tensor, options: _Options) -> Tensor:
+    return y if options.softcap is None else options.softcap * torch.tanh(y / options.softcap)
+
+
+def _statistics(logits: Tensor, parts: list[slice], own: list[_Slice], wide: torch.dtype, options: _Options) -> _Rows:
+    """What rows of logits [n, V] come to over the whole vocabulary, of which these are the words that are here."""
+    found: list[tuple[Tensor, ...]] = []
+    for few, part in zip(parts, own, strict=True):
+        y = _capped(logits[few].to(wide), options)
+        highest = y.amax(1)
+        at_target = y.gather(1, part.place).squeeze(1).masked_fill_(~part.inside, 0)
+        total = y.sum(1) if options.label_smoothing else torch.zeros_like(highest)
+        found.append((highest, (y - highest.unsqueeze(1)).exp_().sum(1), at_target, total))
+    highest, mass, at_target, total = (torch.cat(column) for column in zip(*found, strict=True))
+    return _joined(highest, mass, at_target, total, options)
 
 
 def _cut(count: int, size: int) -> list[slice]:
@@ -242,30 +310,24 @@ def _cut(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(1, count), size)]
 
 
-def _into_gradient(logits: Tensor, targets: Tensor, weights: Tensor, options: _Options) -> _Rows:
-    """Puts the gradient of the loss in the place of logits [n, V], and gives what rows come to.
-
-    targets, weights: [n, 1].
-    """
-    y = logits.to(weights.dtype)
-    if options.softcap is not None:
-        y = options.softcap * torch.tanh(y / options.softcap)
-    highest, at_target = y.amax(1), y.gather(1, targets).squeeze(1)
+def _into_gradient(logits: Tensor, part: _Slice, weights: Tensor, options: _Options) -> _Rows:
+    """Puts the gradient of the loss in the place of logits [n, V], and gives what rows come to. weights: [n]."""
+    y = _capped(logits.to(weights.dtype), options)
+    highest, at_target = y.amax(1), y.gather(1, part.place).squeeze(1)
     if options.softcap is not None or options.label_smoothing or options.z_loss:
         total, log_z = y.sum(1), y.logsumexp(1)
-        inside = torch.ones_like(targets.squeeze(1), dtype=torch.bool)
-        gradient = _by_logits(y, log_z, weights.squeeze(1), _Slice(0, y, targets, inside), y.shape[1], options)
+        gradient = _by_logits(y, log_z, weights, part, options)
     else:
         gradient = torch.softmax(y, 1)
         # The largest probability is 1 / V at least, so nothing is lost here where others are too small for float32.
         total, log_z = torch.zeros_like(highest), highest - gradient.amax(1).log()
-        gradient.mul_(weights * options.gradient_scale)
-        gradient.scatter_add_(1, targets, weights * -options.gradient_scale)
+        gradient.mul_(weights.unsqueeze(1) * options.gradient_scale)
+        gradient.scatter_add_(1, part.place, weights.unsqueeze(1) * -options.gradient_scale)
     logits.copy_(gradient)
     return _Rows(highest, log_z, at_target, total)
 
 
-def _by_logits(y: Tensor, log_z: Tensor, weights: Tensor, part: _Slice, words: int, options: _Options) -> Tensor:
+def _by_logits(y: Tensor, log_z: Tensor, weights: Tensor, part: _Slice, options: _Options) -> Tensor:
     """The gradient of the loss by logits y [N, S], in their place.
 
     d loss / d y = (1 + 2 z log Z) p - (1 - s) onehot - s / V, times each row's weight
@@ -274,7 +336,7 @@ def _by_logits(y: Tensor, log_z: Tensor, weights: Tensor, part: _Slice, words: i
     slope = None if options.softcap is None else 1 - (y / options.softcap).square_()
     y.sub_(log_z.unsqueeze(1)).exp_().mul_((scaled * (1 + 2 * options.z_loss * log_z)).unsqueeze(1))
     if options.label_smoothing:
-        y.sub_((scaled * (options.label_smoothing / words)).unsqueeze(1))
+        y.sub_((scaled * (options.label_smoothing / options.words)).unsqueeze(1))
     on_target = (scaled * (options.label_smoothing - 1)).unsqueeze(1)
     y.scatter_add_(1, part.place, on_target.masked_fill(~part.inside.unsqueeze(1), 0))
     return y if slope is None else y.mul_(slope)

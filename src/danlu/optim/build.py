@@ -19,7 +19,8 @@ from danlu.optim.galore import GaLore
 from danlu.optim.groups import Group, parameter_groups, role, trainable
 from danlu.optim.lion import Lion
 from danlu.optim.moments import Float32Moments, Moments, Spec, Specs
-from danlu.optim.paged import Pages, default_folder
+from danlu.optim.page_file import default_folder
+from danlu.optim.paged import Pages
 from danlu.optim.sparse import is_rows, make_whole
 from danlu.recipe import sections
 
@@ -196,11 +197,17 @@ class Optimizers:
 
 
 def build(
-    named_parameters: Iterable[tuple[str, Parameter]], section: sections.Optimizer, *, rate_of: RateOf | None = None
+    named_parameters: Iterable[tuple[str, Parameter]],
+    section: sections.Optimizer,
+    *,
+    rate_of: RateOf | None = None,
+    offload: bool = False,
+    folder: str | None = None,
 ) -> Optimizers:
     """The optimizer of a recipe over the trainable ones of `named_parameters` (all float32; frozen ones may be any).
 
     rate_of: the ratio of a parameter's learning rate, by its name, to the recipe's; by default 1 for all.
+    offload: keep AdamW's moments as paged-adamw does: in a file in `folder`, or on a GPU in the host's memory.
     Raises ModelError when nothing is trainable or a parameter is not float32; RecipeError when the section does not fit
     the parameters; ResourceError when paged state has no room.
     """
@@ -213,7 +220,22 @@ def build(
                 f"parameter {name} is {parameter.dtype}, but trained parameters are float32. "
                 "Load the model in float32; `precision` sets the type of activations."
             )
-    return Optimizers(section.kind, _parts(named, section, rate_of), named)
+    # By its own name: the state is the same, so a run may begin to offload it, or cease to.
+    return Optimizers(section.kind, _parts(named, _paged(section, folder) if offload else section, rate_of), named)
+
+
+def _paged(section: sections.Optimizer, folder: str | None) -> sections.Optimizer:
+    match section:
+        case sections.PagedAdamW():
+            return section.model_copy(update={"folder": section.folder or folder})
+        case sections.AdamW() | sections.AdamW8bit():
+            common = {
+                name: getattr(section, name) for name in ("learning_rate", "weight_decay", "betas", "eps", "decay")
+            }
+            return sections.PagedAdamW(
+                **common, bits=8 if isinstance(section, sections.AdamW8bit) else 32, folder=folder
+            )
+    raise AssertionError(f"the recipe's rules offload AdamW's state alone, not that of {section.kind}")
 
 
 def _parts(named: NamedParameters, section: sections.Optimizer, rate_of: RateOf | None) -> list[Part]:

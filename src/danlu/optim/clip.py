@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from danlu.optim.pieces import pieces
 from danlu.optim.sparse import numbers
+from danlu.types import Across
 
 # Elements whose squares are summed in float32 before float64 takes over. torch's own norm sums a whole tensor in
 # float32 on CPU and is 3.5e-4 too small on 16M elements; in pieces it is right to 1e-6 at the same speed.
@@ -24,16 +25,26 @@ class HasGradient(Protocol):
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[HasGradient], max_norm: float | None, scale: float = 1.0) -> float:
+def clip_grad_norm(
+    parameters: Iterable[HasGradient],
+    max_norm: float | None,
+    scale: float = 1.0,
+    *,
+    across: Across | None = None,
+    shares: Mapping[Any, float] | None = None,
+) -> float:
     """Multiplies all gradients by `scale`, then by what brings their global 2-norm down to `max_norm`, in one pass.
 
     Args: `scale` is usually 1 / (global weight x loss scale); `max_norm` None only scales. Parameters without a
-    gradient are skipped; gradients of rows must be `sparse.compact`.
+    gradient are skipped; gradients of rows must be `sparse.compact`. `across`: the processes among which parameters are
+    dealt out; `shares`: what of a parameter's square counts on this one, where several hold the same part of it.
     Returns the norm after scaling and before clipping. If it is not finite, no gradient has been touched: the step must
     be left out. `non_finite` tells whose it is; none when single squares overflowed float32 (elements above 1e19).
     """
-    grads = [numbers(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norm = abs(scale) * _global_norm(grads)
+    holders = [one for one in parameters if one.grad is not None]
+    grads = [numbers(one.grad) for one in holders if one.grad is not None]
+    counted = [1.0 if shares is None else shares[one] for one in holders]
+    norm = abs(scale) * _global_norm(grads, counted, across)
     if not math.isfinite(norm):
         return norm
     factor = scale if max_norm is None or norm <= max_norm else scale * (max_norm / norm)
@@ -56,15 +67,20 @@ def non_finite(named_gradients: Iterable[tuple[str, Tensor | None]]) -> list[str
     return names
 
 
-def _global_norm(grads: list[Tensor]) -> float:
-    """Squares in float32 within a piece, in float64 across pieces, always in the same order."""
+def _global_norm(grads: list[Tensor], shares: list[float], across: Across | None) -> float:
+    """Squares in float32 within a piece, in float64 across pieces and processes, always in the same order."""
     # CUDA sums by trees, which is accurate at any size.
-    norms = [
-        torch.linalg.vector_norm(piece)
-        for grad in grads
+    cut = [
+        (piece, share)
+        for grad, share in zip(grads, shares, strict=True)
         for piece in pieces(grad, grad.numel() if grad.is_cuda else _PIECE_CPU)
+        if piece.numel()
     ]
-    if not norms:
-        return 0.0
-    # One transfer at the end: reading each norm would make CUDA wait for each.
-    return math.sqrt(torch.stack([norm.double() for norm in norms]).square_().sum().item())
+    total = torch.zeros((), dtype=torch.float64)
+    if cut:
+        # One transfer at the end: reading each norm would make CUDA wait for each.
+        squares = torch.stack([torch.linalg.vector_norm(piece).double() for piece, _ in cut]).square_()
+        if any(share != 1.0 for _, share in cut):
+            squares *= torch.tensor([share for _, share in cut], dtype=torch.float64, device=squares.device)
+        total = squares.sum()
+    return math.sqrt((total if across is None else across.sum(total)).item())

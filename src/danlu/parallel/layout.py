@@ -70,25 +70,28 @@ def layout_of(section: Parallel, world: int) -> Layout:
     for axis in ("pipeline", "context", "expert"):
         if getattr(section, axis) != 1:
             raise RecipeError(f"parallel.{axis}: {getattr(section, axis)}, but only 1 works so far. Leave it out")
+    if section.workers == "threads":
+        if world > 1:
+            raise RecipeError(
+                f"parallel.workers: threads trains in one process, and there are {world}. Start danlu without "
+                "--processes, or use workers: processes"
+            )
+        return Layout()
     others = section.tensor
     if world % others:
         near = ", ".join(f"tensor: {degree}" for degree in _nearest(divisors(world), section.tensor))
         raise RecipeError(
-            f"parallel.tensor: {section.tensor} does not divide the {world} processes of this run. Use {near}, "
-            f"or start {_multiples(world, others)} processes"
+            f"parallel.tensor: {section.tensor} does not divide the {_processes(world)} of this run. Use {near}, or "
+            f"start danlu with --processes {_multiples(world, others)}"
         )
     data = world // others
     if section.data not in ("auto", data):
         raise RecipeError(
-            f"parallel.data: {section.data} (times tensor {others}) needs {section.data * others} processes, and there "
-            f"{'is' if world == 1 else 'are'} {world}. Use data: {data}, or start danlu with "
+            f"parallel.data: {section.data} (times tensor {others}) asks for {section.data * others} processes, not "
+            f"for the {_processes(world)} of this run. Use data: {data}, or start danlu with "
             f"--processes {section.data * others}"
         )
     if section.shard == "none":
-        if section.replicate != 1:
-            raise RecipeError(
-                "parallel.replicate: only read when sharding (shard: zero1, zero2 or zero3). Leave it out"
-            )
         return Layout(replicate=data, tensor=others)
     if data % section.replicate:
         near = " or ".join(str(degree) for degree in _nearest(divisors(data), section.replicate))
@@ -100,8 +103,6 @@ def problems(section: Parallel, sizes: Sizes) -> Iterator[str]:
     """What of a layout a model cannot be cut into, each with the nearest that it can."""
     degree = section.tensor
     if degree == 1:
-        if section.sequence:
-            yield "parallel.sequence: tokens are cut among tensor ranks, and tensor is 1. Use tensor: 2 or more"
         return
     fits = [one for one in divisors(sizes.heads) if _kv_fits(sizes.kv_heads, one) and sizes.intermediate % one == 0]
     near = " or ".join(str(one) for one in _nearest(fits, degree))
@@ -136,3 +137,7 @@ def _nearest(fits: list[int], wanted: int) -> list[int]:
 def _multiples(world: int, degree: int) -> str:
     below = world // degree * degree
     return f"{below} or {below + degree}" if below else f"{degree}"
+
+
+def _processes(count: int) -> str:
+    return "one process" if count == 1 else f"{count} processes"

@@ -21,7 +21,9 @@ HARMLESS: dict[str, str] = {
     "evaluation.every": "when the model is judged, not how it is trained; but it matters with `evaluation.early_stop`",
     "evaluation.samples": "texts to read",
     "log": "what is written down",
+    "memory": "what is kept where and made again; the numbers are the same",
     "output": "where the run writes; a run folder may be moved",
+    "parallel": "the same sums, in another order",
     "threads": "the same mathematics, rounded differently",
 }
 

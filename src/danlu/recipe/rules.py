@@ -9,8 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import ceil
 from pathlib import Path
+from typing import Literal
 
-from danlu.recipe.sections import SGD, AdamW8bit, Continue, Data, Dora, GaLore, LowRank, Recipe, Source
+from danlu.errors import RecipeError
+from danlu.recipe.sections import (
+    SGD,
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    Continue,
+    Data,
+    Dora,
+    GaLore,
+    LowRank,
+    Muon,
+    PagedAdamW,
+    Recipe,
+    Section,
+    Source,
+)
 from danlu.recipe.tree import Problem
 from danlu.recipe.words import nearest, show
 
@@ -34,7 +51,7 @@ def model_start(recipe: Recipe) -> Iterator[Problem]:
         said = "path, preset and config are all missing" if not given else f"both {' and '.join(given)} are given"
         message = f"{said}: give exactly one (path: a folder to start from; preset or config: from scratch)"
         yield Problem("model", message, reads=tuple(f"model.{name}" for name in model.one_of))
-    elif given != ["path"] and model.tokenizer is None:
+    elif given != ["path"] and model.tokenizer is None and recipe.stage != "classify":
         message = f"a model from a {given[0]} needs a tokenizer: add model.tokenizer (a folder or a hub id)"
         yield Problem("model.tokenizer", message, reads=(f"model.{given[0]}",))
 
@@ -117,6 +134,39 @@ def pretraining_has_no_roles(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.train_on", message, reads=("stage",))
     if recipe.data.system is not None:
         yield Problem("data.system", "pretraining has no system prompt: it is for stage sft", reads=("stage",))
+
+
+# What is about words, tokens and layers, and would be passed over in silence by a classifier of images.
+_OF_LANGUAGE = (
+    "model.config", "model.tokenizer", "model.chat_template", "model.adapters", "data.max_length", "data.packing",
+    "data.overlong", "data.train_on", "data.system", "data.on_bad_row", "data.bad_row_limit", "data.append_eos",
+    "data.streaming", "data.shuffle_buffer", "data.workers", "data.cache", "adapter", "quantization", "batch.tokens",
+    "batch.memory", "evaluation.samples", "parallel.tensor", "parallel.sequence", "memory.recompute", "memory.offload",
+    "memory.folder", "compile",
+)  # fmt: skip
+
+
+def images_have_no_words(recipe: Recipe) -> Iterator[Problem]:
+    preset = recipe.model.preset
+    if recipe.stage != "classify":
+        if preset == "lenet5":
+            message = "lenet5 classifies images: it needs stage classify. For language models use tiny or small"
+            yield Problem("model.preset", message, reads=("stage",))
+        return
+    if preset not in (None, "lenet5"):
+        yield Problem("model.preset", f"{preset} is a language model; stage classify trains lenet5", reads=("stage",))
+    for key in _OF_LANGUAGE:
+        section: Section = recipe
+        *above, name = key.split(".")
+        for part in above:
+            section = getattr(section, part)
+        if getattr(section, name) != type(section).model_fields[name].get_default():
+            said = ". A step is counted in images: give batch.sequences" if key == "batch.tokens" else ""
+            yield Problem(key, f"not read with stage classify, which has no tokens{said}", reads=("stage",))
+    for key, source in _sources(recipe.data):
+        for name in ("weight", "format"):
+            if getattr(source, name) != Source.model_fields[name].get_default():
+                yield Problem(key.replace("path", name), "not read with stage classify", reads=("stage",))
 
 
 def sources_mix(recipe: Recipe) -> Iterator[Problem]:
@@ -223,6 +273,75 @@ def quantization_has_adapter(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("quantization", message, reads=("adapter",))
 
 
+def layout_suits(recipe: Recipe) -> Iterator[Problem]:
+    parallel, optimizer = recipe.parallel, recipe.optimizer
+    if parallel.shard == "none":
+        if parallel.replicate != 1:
+            message = "copies of a sharded model, and nothing is sharded. Add shard: zero3, or leave it out"
+            yield Problem("parallel.replicate", message, reads=("parallel.shard",))
+        if parallel.accumulate == "sharded":
+            message = "gradients are not sharded. Add shard: zero2 or zero3, or leave it out"
+            yield Problem("parallel.accumulate", message, reads=("parallel.shard",))
+    if parallel.sequence and parallel.tensor == 1:
+        message = "tokens are cut among tensor ranks, and parallel.tensor is 1. Raise it, or leave this out"
+        yield Problem("parallel.sequence", message, reads=("parallel.tensor",))
+    if parallel.workers == "threads":
+        others = ("shard", "tensor", "pipeline", "context", "expert")
+        for name in (name for name in others if getattr(parallel, name) not in ("none", 1)):
+            message = "threads in one process each hold all of the model. Use workers: processes, or leave this out"
+            yield Problem(f"parallel.{name}", message, reads=("parallel.workers",))
+        if recipe.adapter is not None or recipe.compile:
+            key = "adapter" if recipe.adapter is not None else "compile"
+            message = "threads are for looking at how whole models are trained in parallel. Use workers: processes"
+            yield Problem(key, message, reads=("parallel.workers",))
+    if isinstance(optimizer, WHOLE_MATRICES) and (parallel.shard != "none" or parallel.tensor > 1):
+        message = (
+            f"{optimizer.kind} works on whole matrices, and here each process has a part of them. "
+            "Use adamw, adamw8bit, lion or sgd, or parallel.shard: none"
+        )
+        yield Problem("optimizer.kind", message, reads=("parallel.shard", "parallel.tensor"))
+    if recipe.compile and parallel.tensor > 1:
+        message = "torch.compile does not follow what tensor ranks send each other. Leave it out"
+        yield Problem("compile", message, reads=("parallel.tensor",))
+
+
+def memory_suits(recipe: Recipe) -> Iterator[Problem]:
+    memory, recompute = recipe.memory, recipe.memory.recompute
+    if recompute.kind != "every" and recompute.layers is not None:
+        yield Problem("memory.recompute.layers", "only read with kind: every", reads=("memory.recompute.kind",))
+    if recompute.kind != "planned" and recompute.budget is not None:
+        yield Problem("memory.recompute.budget", "only read with kind: planned", reads=("memory.recompute.kind",))
+    if recompute.kind == "planned":
+        if recompute.budget is None:
+            message = "missing: a plan needs to know how many GiB activations may take"
+            yield Problem("memory.recompute.budget", message, reads=("memory.recompute.kind",))
+        if recipe.batch.micro == "auto":
+            message = "auto, but a plan of recomputation needs to know how many packs there are. Give a number"
+            yield Problem("batch.micro", message, reads=("memory.recompute.kind",))
+    if recipe.compile and (recompute.kind != "none" or "activations" in memory.offload):
+        message = (
+            "compiled code decides itself what it keeps. Leave out compile, or recompute and offload of activations"
+        )
+        yield Problem("compile", message, reads=("memory.recompute.kind", "memory.offload"))
+    if "gradients" in memory.offload and "parameters" not in memory.offload:
+        message = "gradients are kept where their parameters are. Add parameters"
+        yield Problem("memory.offload", message)
+    if "optimizer" in memory.offload and not isinstance(recipe.optimizer, AdamW | AdamW8bit | PagedAdamW):
+        message = (
+            f"the state of {recipe.optimizer.kind} stays on the device. Use adamw or adamw8bit, or leave out optimizer"
+        )
+        yield Problem("memory.offload", message, reads=("optimizer.kind",))
+    eight = recipe.optimizer
+    if "optimizer" in memory.offload and isinstance(eight, AdamW8bit) and (eight.block, eight.smallest) != (256, 4096):
+        message = "offloaded 8-bit moments have blocks of 256 and begin at 4096 elements. Leave block and smallest out"
+        yield Problem("optimizer.block", message, reads=("memory.offload",))
+    if memory.folder is not None and not memory.offload:
+        yield Problem("memory.folder", "nothing is offloaded to it: add memory.offload", reads=("memory.offload",))
+
+
+WHOLE_MATRICES = (Muon, GaLore, Adafactor)
+
+
 def output_is_apart(recipe: Recipe) -> Iterator[Problem]:
     output = _resolve(recipe.output)
     named = {
@@ -257,6 +376,13 @@ def _file_of(source: Source) -> str:
     return path if mark and rows.isdecimal() else source.path
 
 
+def language_stage(recipe: Recipe, reader: str) -> Literal["pretrain", "sft"]:
+    """The stage of a recipe for a language model. Raises RecipeError: `reader` can do nothing with another."""
+    if recipe.stage == "classify":
+        raise RecipeError(f"stage: classify has no tokens, and {reader} is for language models")
+    return recipe.stage
+
+
 def missing_files(recipe: Recipe) -> list[Problem]:
     """Paths that cannot be hub ids and are not there, each with the nearest name in its folder."""
     named = {
@@ -267,7 +393,9 @@ def missing_files(recipe: Recipe) -> list[Problem]:
     paths = {key: value for key, value in named.items() if isinstance(value, str)}
     paths["model.chat_template"] = recipe.model.chat_template or ""
     paths.update({key: _file_of(source) for key, source in _sources(recipe.data)})
-    local_only = ("model.config", "model.chat_template")
+    local_only = {"model.config", "model.chat_template"}
+    if recipe.stage == "classify":
+        local_only |= {key for key, _ in _sources(recipe.data)}
     return [
         Problem(key, _not_there(_resolve(path), path))
         for key, path in paths.items()
@@ -301,10 +429,12 @@ def notes(recipe: Recipe) -> list[str]:
     found = []
     if recipe.precision == "fp16" and recipe.device == "cpu":
         found.append("precision: fp16 on a CPU is several times slower than bf16 or fp32 and has no advantage there")
-    evaluated = {_file_of(source) for key, source in _sources(recipe.data) if key.startswith("data.eval")}
-    both = sorted(evaluated & {_file_of(source) for source in recipe.data.train})
+    named = [(key, (_file_of(source), source.split)) for key, source in _sources(recipe.data)]
+    evaluated = {rows for key, rows in named if key.startswith("data.eval")}
+    both = evaluated & {rows for key, rows in named if key.startswith("data.train")}
     if both:
-        found.append(f"data.eval: {', '.join(both)} is also trained on, so the evaluation loss says little")
+        names = ", ".join(sorted(file for file, _ in both))
+        found.append(f"data.eval: {names} is also trained on, so the evaluation loss says little")
     if isinstance(recipe.optimizer, AdamW8bit) and recipe.device != "cuda":
         found.append(
             "optimizer: adamw8bit keeps 2 bytes of state a parameter instead of 8, and on a CPU its update takes about "
@@ -322,6 +452,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     schedule_fits,
     packing_suits,
     pretraining_has_no_roles,
+    images_have_no_words,
     sources_mix,
     streaming_suits,
     bad_rows,
@@ -330,5 +461,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     optimizer_works,
     adapter_has_base,
     quantization_has_adapter,
+    layout_suits,
+    memory_suits,
     output_is_apart,
 )

@@ -45,9 +45,9 @@ class Model(Section):
 
     path: str | None = None
     """A folder in Hugging Face form, a finished danlu run, or a hub id (read from the local cache when offline)."""
-    preset: Literal["tiny", "small"] | None = None
-    """A Llama-shaped model from scratch: tiny (about 5M parameters) or small (about 58M). The
-    vocabulary comes from the tokenizer."""
+    preset: Literal["tiny", "small", "lenet5"] | None = None
+    """A model from scratch: Llama-shaped, tiny (about 5M parameters) or small (about 58M), with the vocabulary of the
+    tokenizer; for stage classify, lenet5 (61,706 parameters)."""
     config: str | dict[str, Any] | None = None
     """From scratch: a config.json (path) or its content. Weights are drawn from (seed, parameter name)."""
     tokenizer: str | None = None
@@ -66,8 +66,8 @@ class Source(Section):
     short = "path"
 
     path: str
-    """A json, jsonl, csv, parquet, arrow or txt file, a folder of them, or a hub data set id. `path#500` takes the
-    first 500 rows."""
+    """A json, jsonl, csv, parquet, arrow or txt file, a folder of them, or a hub data set id. For stage classify a
+    folder with idx files of images and labels, or such a file of images. `path#500` takes the first 500 rows."""
     rows: PositiveInt | None = None
     """Take only this many rows from the front (the same as `path#N`)."""
     weight: Annotated[float, Field(gt=0)] | None = None
@@ -76,7 +76,7 @@ class Source(Section):
     format: Literal["auto", "text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized"] = "auto"
     """How to read a row; auto recognises it from the columns."""
     split: str = "train"
-    """Split of a hub data set."""
+    """Split of a hub data set; of a folder of images, train or test."""
 
 
 class Packing(Section):
@@ -583,7 +583,7 @@ class BatchSize(Section):
     tokens: PositiveInt | None = None
     """Tokens in a step; a multiple of data.max_length when packing."""
     sequences: PositiveInt | None = None
-    """Packs in a step (rows, without packing)."""
+    """Packs in a step (rows, without packing; images, with stage classify)."""
     micro: PositiveInt | Literal["auto"] = "auto"
     """Packs that go through the model at once; auto finds the most that fit in `memory`."""
     memory: Annotated[float, Field(gt=0)] | None = None
@@ -770,8 +770,8 @@ class Recipe(Section):
 
     one_of = ("epochs", "steps")
 
-    stage: Literal["pretrain", "sft"]
-    """What is trained: plain text (pretrain) or conversations (sft)."""
+    stage: Literal["pretrain", "sft", "classify"]
+    """What is trained: plain text (pretrain), conversations (sft), or a classifier of small images (classify)."""
     model: Model
     """Where the weights start."""
     data: Data

@@ -9,6 +9,9 @@ change them right afterwards and a copy would double the memory. 700 MB cost 0.9
 thread that hashed the files later would take the same time from the training steps, and its hash would no longer be of
 what memory held. Waiting for the disk (0.3 to 0.5 s), renaming, marking and pruning cost no CPU and go to a background
 thread.
+
+Several processes write one checkpoint: each the boxes that are its own, into files of its own, in one folder that the
+first of them creates, publishes, lists and prunes. Whatever goes wrong on one of them is raised on all.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +37,8 @@ import torch
 from torch import Tensor
 
 from danlu.errors import CheckpointError, ResourceError
+from danlu.parallel.comm import ALONE, Group
+from danlu.train.agreement import agree
 from danlu.train.durable import sync_file, sync_folder, write_durably
 from danlu.train.lock import pid_is_alive
 from danlu.train.manifest import (
@@ -38,23 +47,22 @@ from danlu.train.manifest import (
     STATE,
     CheckpointInfo,
     Manifest,
+    Shard,
     aside_folder_name,
     best_checkpoint,
+    box_problems,
     is_complete,
     list_checkpoints,
     mark_text,
-    read_manifest,
     remove_checkpoint,
     step_folder_name,
-    step_of,
     temporary_folder_name,
     to_prune,
-    verify,
 )
-from danlu.train.shards import empty_for, mismatch, plan_shards, read_tensor, write_shard
+from danlu.train.reading import Groups, Pieces, empty_tensors, fill, intact_manifest, require_fit
+from danlu.train.shards import ShardPlan, is_whole, plan_shards, write_shard
 from danlu.train.units import format_bytes
-
-Groups = Mapping[str, Mapping[str, Tensor]]
+from danlu.types import Piece
 
 _GROUP_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(\d+)\.tmp")
@@ -72,9 +80,11 @@ class CheckpointStore:
         keep_every  also keep steps that are a multiple of this
         keep_best   also keep the one with the lowest evaluation loss
         background  flush, publish and prune in a thread; an error there is raised by the next call
+        group       the processes that save together, in a group that nothing else uses: the thread talks in it while
+                    training talks in others. All of them make every call, with one folder on a disk that they share.
 
-    Only one process may save into a folder: hold its `RunLock`. The thread does not outlive the process, so whoever
-    leaves without `close` may leave an unmarked folder, which the next run clears away.
+    Only one process or group may save into a folder: hold its `RunLock`. The thread does not outlive the process, so
+    whoever leaves without `close` may leave an unmarked folder, which the next run clears away.
     """
 
     def __init__(
@@ -85,12 +95,14 @@ class CheckpointStore:
         keep_every: int | None = None,
         keep_best: bool = False,
         background: bool = True,
+        group: Group = ALONE,
     ) -> None:
         self.folder = folder
         self.keep = keep
         self.keep_every = keep_every
         self.keep_best = keep_best
         self.background = background
+        self.group = group
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -100,49 +112,49 @@ class CheckpointStore:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def save(self, step: int, tensors: Groups, state: dict[str, Any], *, loss: float | None = None) -> Path:
+    def save(
+        self,
+        step: int,
+        tensors: Groups,
+        state: dict[str, Any],
+        *,
+        loss: float | None = None,
+        pieces: Pieces | None = None,
+    ) -> Path:
         """Write the checkpoint of `step`; when this returns, tensors and state may be changed.
 
         Args:
             tensors  groups ("model", "optimizer", "ema") of named tensors on any device
-            state    everything else; only what JSON brings back unchanged: str, int, float, bool, None, list, dict
+            state    everything else; only what JSON brings back unchanged: str, int, float, bool, None, list, dict.
+                     Of several processes, that of the first is kept
             loss     evaluation loss at this step, for `keep_best`
+            pieces   the box of the whole that a tensor is; one without is whole and the same on all processes. One that
+                     has not its box's shape (state in blocks) is kept with the box, and loads into the same box alone
         Returns the folder it will be in once it is published. An earlier checkpoint of the same step is replaced.
         Raises ResourceError when it cannot be written (also for the previous save, when that failed in the
-        background); older checkpoints stay as they were. TypeError for state that JSON would change.
+        background, and with several processes what failed while writing); older checkpoints stay as they were.
+        TypeError for state that JSON would change. CheckpointError where the pieces do not make up the whole.
         """
         self.wait()
-        _require_json(state, "state")
-        for group in tensors:
-            if not _GROUP_NAME.fullmatch(group):
-                raise ValueError(f"{group!r}: a group is named in lower-case letters, digits and underscores")
-        state_json = json.dumps(state).encode()
-        plans = [plan for group, named in tensors.items() for plan in plan_shards(group, named)]
-        count = sum(len(named) for named in tensors.values())
-        need = sum(plan.bytes for plan in plans) + len(state_json) + count * _MANIFEST_BYTES_PER_TENSOR + (1 << 16)
-        temporary = self.folder / temporary_folder_name(step, os.getpid())
-        with self._explained(step, need, temporary):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._tidy()
-            if shutil.disk_usage(self.folder).free < need:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            temporary.mkdir()
-            threads = min(_MOST_THREADS, torch.get_num_threads())
-            shards = tuple(write_shard(temporary, plan, tensors[plan.group], threads) for plan in plans)
-            manifest = Manifest(
-                step, tuple(tensors), shards, len(state_json), hashlib.sha256(state_json).hexdigest()
-            ).to_json()
-            (temporary / STATE).write_bytes(state_json)
-            (temporary / MANIFEST).write_bytes(manifest.encode())
-        total = sum(plan.bytes for plan in plans) + len(state_json) + len(manifest)
-        mark = mark_text(manifest, total_bytes=total, loss=loss, time=time.time())
+        draft = _Draft(tensors, state, pieces or {}, self.group)
+        name, need = agree(self.group, draft.plan, partial(self._begin, step))
+        temporary = self.folder / name
+        written: list[Shard] | Exception
+        try:
+            with self._explained(step, need, temporary):
+                written = draft.write(temporary)
+        except Exception as error:
+            if self.group.alone:
+                raise
+            written = error  # the others wait for it in _publish
+        publish = partial(self._publish, step, temporary, need, draft, written, loss)
         if self.background:
             self._thread = threading.Thread(
-                target=self._publish_and_remember, args=(step, temporary, mark, need), name="checkpoint", daemon=True
+                target=self._publish_and_remember, args=(publish,), name="checkpoint", daemon=True
             )
             self._thread.start()
         else:
-            self._publish(step, temporary, mark, need)
+            publish()
         return self.folder / step_folder_name(step)
 
     def wait(self) -> None:
@@ -160,7 +172,7 @@ class CheckpointStore:
     def checkpoints(self) -> list[CheckpointInfo]:
         """All checkpoints by rising step, after waiting for a save under way."""
         self.wait()
-        return list_checkpoints(self.folder)
+        return agree(self.group, lambda: None, lambda _: list_checkpoints(self.folder))
 
     def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint; whether it is intact shows when it is loaded."""
@@ -172,35 +184,89 @@ class CheckpointStore:
 
     def discard_after(self, step: int) -> list[Path]:
         """Delete checkpoints of later steps; for a run that goes back on purpose, whose future they no longer are."""
-        later = [info.path for info in self.checkpoints() if info.step > step]
+        self.wait()
+        return agree(self.group, lambda: None, lambda _: self._discard_after(step))
+
+    def _discard_after(self, step: int) -> list[Path]:
+        later = [info.path for info in list_checkpoints(self.folder) if info.step > step]
         for path in later:
             remove_checkpoint(path)
         return later
 
-    def _publish_and_remember(self, step: int, temporary: Path, mark: str, need: int) -> None:
+    def _begin(self, step: int, needs: list[int]) -> tuple[str, int]:
+        """On the first process: an empty temporary folder. Returns its name, and the bytes that will be in it."""
+        need = sum(needs)
+        temporary = self.folder / temporary_folder_name(step, os.getpid())
+        with self._explained(step, need, temporary):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._tidy()
+            if shutil.disk_usage(self.folder).free < need:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            temporary.mkdir()
+        return temporary.name, need
+
+    def _publish_and_remember(self, publish: partial[None]) -> None:
         try:
-            self._publish(step, temporary, mark, need)
+            publish()
         except BaseException as failure:  # raised again by wait(), in the thread that can act on it
             self._failure = failure
 
-    def _publish(self, step: int, temporary: Path, mark: str, need: int) -> None:
+    def _publish(
+        self,
+        step: int,
+        temporary: Path,
+        need: int,
+        draft: _Draft,
+        written: list[Shard] | Exception,
+        loss: float | None,
+    ) -> None:
+        def flush() -> list[Shard]:
+            if isinstance(written, Exception):
+                raise written
+            with self._explained(step, need, temporary):
+                # An error of earlier write-back is still reported to a descriptor opened now (Linux, since 4.17).
+                for shard in written:
+                    sync_file(temporary / shard.file)
+            return written
+
+        def finish(shards: list[list[Shard]]) -> None:
+            with self._explained(step, need, temporary):
+                self._finish(step, temporary, draft, tuple(chain.from_iterable(shards)), loss)
+
+        try:
+            agree(self.group, flush, finish)
+        except BaseException:
+            self._drop(temporary)
+            raise
+
+    def _finish(self, step: int, temporary: Path, draft: _Draft, shards: tuple[Shard, ...], loss: float | None) -> None:
+        """On the first process, once all tensors are on the disk: the rest of the folder, its place, its mark."""
+        groups = tuple(dict.fromkeys([*draft.tensors, *(shard.group for shard in shards)]))
+        if wrong := [problem for group in groups for problem in box_problems(group, shards)]:
+            raise CheckpointError(
+                f"{self.folder}: the checkpoint of step {step} is not kept, for its parts are not the whole (an error "
+                "of danlu, please report it):\n  " + "\n  ".join(wrong)
+            )
+        state_hash = hashlib.sha256(draft.state_json).hexdigest()
+        manifest = Manifest(step, groups, shards, len(draft.state_json), state_hash).to_json()
+        for name, content in ((STATE, draft.state_json), (MANIFEST, manifest.encode())):
+            (temporary / name).write_bytes(content)
+            sync_file(temporary / name)
+        sync_folder(temporary)
         target, aside = self.folder / step_folder_name(step), self.folder / aside_folder_name(step)
-        with self._explained(step, need, temporary):
-            # An error of earlier write-back is still reported to a descriptor opened now (Linux, since 4.17).
-            for file in temporary.iterdir():
-                sync_file(file)
-            sync_folder(temporary)
-            if target.exists():
-                target.rename(aside)
-            temporary.rename(target)
-            sync_folder(self.folder)
-            write_durably(target / MARK, mark.encode())
-            if aside.exists():
-                remove_checkpoint(aside)
-            for info in to_prune(
-                list_checkpoints(self.folder), keep=self.keep, keep_every=self.keep_every, keep_best=self.keep_best
-            ):
-                remove_checkpoint(info.path)
+        if target.exists():
+            target.rename(aside)
+        temporary.rename(target)
+        sync_folder(self.folder)
+        total = sum(shard.bytes for shard in shards) + len(draft.state_json) + len(manifest)
+        mark = mark_text(manifest, total_bytes=total, loss=loss, time=time.time())
+        write_durably(target / MARK, mark.encode())
+        if aside.exists():
+            remove_checkpoint(aside)
+        for info in to_prune(
+            list_checkpoints(self.folder), keep=self.keep, keep_every=self.keep_every, keep_best=self.keep_best
+        ):
+            remove_checkpoint(info.path)
 
     def _tidy(self) -> None:
         """Clear away what killed runs left; bring back a checkpoint that was set aside for one that never came."""
@@ -219,13 +285,18 @@ class CheckpointStore:
             if not info.complete:
                 shutil.rmtree(info.path)
 
+    def _drop(self, temporary: Path) -> None:
+        if self.group.index == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
     @contextlib.contextmanager
     def _explained(self, step: int, need: int, temporary: Path) -> Iterator[None]:
-        """Remove the temporary folder when anything goes wrong, and say what the system's error means here."""
+        """Say what the system's error means here; and remove the temporary folder, unless others still write in it."""
         try:
             yield
         except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if self.group.alone:
+                self._drop(temporary)
             if isinstance(error, OSError):
                 raise ResourceError(self._explanation(step, need, error)) from error
             raise
@@ -254,85 +325,88 @@ class CheckpointStore:
         return "There is no earlier checkpoint."
 
 
-def load_checkpoint(path: Path, into: Groups) -> dict[str, Any]:
+@dataclass
+class _Draft:
+    """What one process brings to a checkpoint."""
+
+    tensors: Groups
+    state: dict[str, Any]
+    pieces: Pieces
+    group: Group
+    plans: list[ShardPlan] = field(default_factory=list)
+    state_json: bytes = b""
+
+    def plan(self) -> int:
+        """Lays the tensors that this process writes out in files; returns an upper estimate of the bytes."""
+        _require_json(self.state, "state")
+        for group in self.tensors:
+            if not _GROUP_NAME.fullmatch(group):
+                raise ValueError(f"{group!r}: a group is named in lower-case letters, digits and underscores")
+        rank = None if self.group.alone else self.group.index
+        for group, named in self.tensors.items():
+            pieces = self.pieces.get(group, {})
+            own = {name: tensor for name, tensor in named.items() if self._writes(tensor, pieces.get(name))}
+            self.plans += plan_shards(group, own, pieces=pieces, rank=rank)
+        self.state_json = json.dumps(self.state).encode() if self.group.index == 0 else b""
+        count = sum(len(plan.offsets) for plan in self.plans)
+        need = sum(plan.bytes for plan in self.plans) + count * _MANIFEST_BYTES_PER_TENSOR
+        return need + (len(self.state_json) + (1 << 16) if self.group.index == 0 else 0)
+
+    def write(self, folder: Path) -> list[Shard]:
+        if not self.group.alone and not folder.is_dir():
+            raise ResourceError(
+                f"{folder}: not seen by rank {self.group.ranks[self.group.index]}, though rank {self.group.ranks[0]} "
+                "has made it. All processes of a run need one `output` folder, on a disk that their machines share."
+            )
+        threads = min(_MOST_THREADS, torch.get_num_threads())
+        return [write_shard(folder, plan, self.tensors[plan.group], threads) for plan in self.plans]
+
+    def _writes(self, tensor: Tensor, piece: Piece | None) -> bool:
+        if piece is None or not math.prod(piece.whole):
+            return self.group.index == 0
+        return piece.writes and (is_whole(piece) or tensor.numel() > 0)
+
+
+def load_checkpoint(path: Path, into: Groups, pieces: Pieces | None = None, group: Group = ALONE) -> dict[str, Any]:
     """Copy tensors of the checkpoint at `path` into existing ones, and return its state.
 
-    Args:  into  the groups to load, each with every tensor the checkpoint has for it: same names, dtypes, shapes.
+    Args:
+        into    the groups to load, each with every tensor the checkpoint has for it: same names, dtypes, whole shapes
+        pieces  the box of the whole that a tensor is, whatever boxes it was saved in; one without is whole
+        group   processes that load together, each its own boxes; they share the work of proving hashes
     Nothing is touched before all hashes have been proved and all tensors been matched. Raises CheckpointError that
     names each damage and the newest older checkpoint that is intact, or each tensor that does not match.
     """
-    manifest = _intact_manifest(path, into)
-    problems = sorted(
-        f"{group}.{name}: {problem}"
-        for group, tensors in into.items()
-        for name, problem in _mismatches(manifest, group, tensors)
-    )
-    if problems:
-        shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
-        raise CheckpointError(f"{path} does not fit this run:\n  " + "\n  ".join(shown))
-    for group, tensors in into.items():
-        _fill(path, manifest, group, tensors)
-    state: dict[str, Any] = json.loads((path / STATE).read_bytes())
-    return state
+    pieces = pieces or {}
+    manifest = intact_manifest(path, into, group)
+    require_fit(path, manifest, into, pieces, group)
+
+    def read() -> None:
+        for kind, tensors in into.items():
+            fill(path, manifest, kind, tensors, pieces.get(kind, {}))
+
+    agree(group, read, lambda _: None)
+    return _state_of(path)
 
 
 def read_group(path: Path, group: str) -> dict[str, Tensor]:
-    """All tensors of one group of the checkpoint at `path`, newly made on the CPU. Raises CheckpointError."""
-    manifest = _intact_manifest(path, [group])
-    tensors = {name: empty_for(entry) for name, (_, entry) in manifest.tensors(group).items()}
-    _fill(path, manifest, group, tensors)
+    """All tensors of one group of the checkpoint at `path`, whole and newly made on the CPU. Raises CheckpointError."""
+    manifest = intact_manifest(path, [group], ALONE)
+    tensors = empty_tensors(manifest, group)
+    require_fit(path, manifest, {group: tensors}, {}, ALONE)
+    fill(path, manifest, group, tensors, {})
     return tensors
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """The state of the checkpoint at `path`, for deciding before any tensor is read. Raises CheckpointError."""
-    _intact_manifest(path, [])
+    intact_manifest(path, [], ALONE)
+    return _state_of(path)
+
+
+def _state_of(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((path / STATE).read_bytes())
     return state
-
-
-def _intact_manifest(path: Path, groups: Mapping[str, object] | list[str]) -> Manifest:
-    problems = verify(path, groups)
-    if problems:
-        raise CheckpointError("\n  ".join([f"{path} is damaged:", *problems]) + "\n" + _way_out(path))
-    manifest = read_manifest(path)
-    for group in groups:
-        if group not in manifest.groups:
-            raise CheckpointError(f"{path} has no tensors of {group!r}; it has {', '.join(manifest.groups)}.")
-    return manifest
-
-
-def _way_out(path: Path) -> str:
-    """What to do about a damaged checkpoint: the newest older one that is intact, and how to go on from it."""
-    damaged = step_of(path)
-    older = [info for info in list_checkpoints(path.parent) if info.complete and info.step < damaged]
-    for info in reversed(older):
-        if not verify(info.path):
-            recipe = path.parent.parent / "recipe.yaml"
-            return f"Step {info.step} is intact. To go on from it: danlu train {recipe} --resume {info.path}"
-    return "No older checkpoint is intact. Give the run a new output folder to start again."
-
-
-def _mismatches(manifest: Manifest, group: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    saved = manifest.tensors(group)
-    for name in saved.keys() | tensors.keys():
-        if name not in saved:
-            yield name, "this run needs it, the checkpoint does not have it"
-        elif name not in tensors:
-            yield name, "the checkpoint has it, this run does not"
-        elif problem := mismatch(saved[name][1], tensors[name]):
-            yield name, problem
-
-
-def _fill(path: Path, manifest: Manifest, group: str, tensors: Mapping[str, Tensor]) -> None:
-    for shard in manifest.shards:
-        if shard.group == group:
-            fd = os.open(path / shard.file, os.O_RDONLY)
-            try:
-                for name, entry in shard.tensors.items():
-                    read_tensor(fd, entry, tensors[name])
-            finally:
-                os.close(fd)
 
 
 def _require_json(value: object, where: str) -> None:

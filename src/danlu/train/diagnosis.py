@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.objectives.crossentropy import linear_cross_entropy
 from danlu.optim.clip import non_finite
-from danlu.types import Batch, Pack
+from danlu.types import Batch, Item
 
 _ROWS_SHOWN = 3
 
@@ -37,11 +37,11 @@ def explain_non_finite(model: Decoder, batch: Batch, dtype: torch.dtype, step: i
 
 
 def explain_gradient(
-    named_gradients: Iterable[tuple[str, Tensor | None]], packs: Sequence[Pack], step: int
+    named_gradients: Iterable[tuple[str, Tensor | None]], packs: Sequence[Item], step: int
 ) -> TrainingError:
     """Which gradients are not finite, when every loss was."""
     names = non_finite(named_gradients)
-    rows = [sample.row for pack in packs for sample in pack.samples]
+    rows = [row for pack in packs for row in pack.rows]
     return TrainingError(
         f"step {step}: the loss is finite but its gradient is not, in {_some(names) if names else 'its global norm'}. "
         f"The run stopped before the update. The step's rows: {_some(rows)}. "
@@ -49,9 +49,9 @@ def explain_gradient(
     )
 
 
-def explain_weights(model: Decoder, step: int) -> TrainingError | None:
+def explain_weights(weights: Mapping[str, Tensor], step: int) -> TrainingError | None:
     """Which weights are not finite after the update of `step`; None when all are."""
-    names = non_finite(model.named_parameters())
+    names = non_finite(weights.items())
     if not names:
         return None
     return TrainingError(
@@ -92,6 +92,9 @@ def _rows_of(model: Decoder, batch: Batch, hidden: Tensor) -> list[str]:
                 batch.targets[mine],
                 batch.weights[mine],
                 softcap=model.config.final_softcap,
+                across=None if model.words is None else model.words.across,
+                first_word=0 if model.words is None else model.words.first,
+                words=model.config.vocab_size,
             ).total
             if not total.isfinite():
                 rows.append(row)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from danlu.recipe.sections import LossOptions
-from danlu.train.step import Compute, cross_entropy
-from danlu.types import Pack
+from danlu.train.step import Learner
+from danlu.types import Item
 
 
 @dataclass(frozen=True)
@@ -31,32 +32,34 @@ class Scores:
 
 
 @torch.no_grad()
-def evaluate(compute: Compute, packs: Iterable[Pack], *, stop: Callable[[], bool] = lambda: False) -> Scores | None:
-    """Scores over all `packs`; None when there is no trained token, or when `stop` turned true on the way."""
-    sums = torch.zeros(2, dtype=torch.float64, device=compute.device)
-    weight = 0.0
-    tokens = trained = 0
-    for group in _groups(packs, compute.micro):
+def evaluate(compute: Learner, packs: Iterable[Item], *, stop: Callable[[], bool] = lambda: False) -> Scores | None:
+    """Scores over all `packs`; None when there is no trained token, or when `stop` turned true on the way.
+
+    Of many processes each takes its share; all of them ask `stop` equally often.
+    """
+    sums = torch.zeros(5, dtype=torch.float64)  # nll, correct, weight, tokens, trained
+    for group in _groups(packs, compute.micro) if compute.spread.alone else _own_groups(compute, list(packs)):
         if stop():
             return None
         batch = compute.collate(group)
-        entropy = cross_entropy(compute, batch, LossOptions())
-        sums += torch.stack((entropy.nll, entropy.correct))
-        weight += batch.weight
-        tokens += sum(pack.tokens for pack in group)
-        trained += len(batch.targets)
+        entropy = compute.losses(batch, LossOptions())
+        counts = torch.tensor([batch.weight, sum(pack.tokens for pack in group), len(batch.targets)])
+        sums += torch.cat((torch.stack((entropy.nll, entropy.correct)).double().cpu(), counts.double()))
+    nll, correct, weight, tokens, trained = compute.spread.total(sums).tolist()
+    compute.spread.forget()
     if not weight:
         return None
-    nll, correct = (sums / weight).tolist()
-    return Scores(loss=nll, accuracy=correct, tokens=tokens, trained_tokens=trained)
+    return Scores(loss=nll / weight, accuracy=correct / weight, tokens=int(tokens), trained_tokens=int(trained))
 
 
-def _groups(packs: Iterable[Pack], size: int) -> Iterable[list[Pack]]:
-    group: list[Pack] = []
-    for pack in packs:
-        group.append(pack)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
+def _groups(packs: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    packs = iter(packs)
+    while group := list(islice(packs, size)):
         yield group
+
+
+def _own_groups(compute: Learner, packs: list[Item]) -> Iterator[list[Item]]:
+    """As many on each process; where others have packs left, one has none."""
+    own, size = compute.spread.own(packs), compute.micro
+    for number in range(compute.spread.rounds(len(packs), size)):
+        yield [packs[place] for place in own[number * size : (number + 1) * size]]

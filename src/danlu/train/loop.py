@@ -8,10 +8,11 @@ from collections.abc import Mapping
 
 from danlu.errors import TrainingError
 from danlu.optim.schedules import multiplier
+from danlu.parallel.hangs import WHERE
 from danlu.train.diagnosis import explain_gradient, explain_weights
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.metrics import Value, peak_memory_bytes
-from danlu.train.state import Run, restore, snapshot
+from danlu.train.state import Run, pieces, restore, snapshot
 from danlu.train.step import Gradients, accumulate
 from danlu.types import StepMetrics
 
@@ -24,7 +25,7 @@ def fit(run: Run) -> None:
     saved first, if it is finite itself. KeyboardInterrupt passes through at once, leaving the last checkpoint.
     """
     try:
-        while not run.faults.requested:
+        while not run.stopping():
             scores, late = None, False
             if run.due(run.cadence.evaluation, since=run.state.assessed_step):
                 scores = assess(run)
@@ -32,11 +33,11 @@ def fit(run: Run) -> None:
                 late = run.state.saved_step == run.state.assessed_step == run.state.step
             if run.due(run.cadence.checkpoint, since=run.state.saved_step) or late or best(run, scores):
                 save(run, scores)
-            if run.finished or run.faults.requested:
+            if run.finished or run.stopping():
                 break
             take_step(run)
     except TrainingError:
-        if run.state.step > run.state.saved_step and explain_weights(run.compute.model, run.state.step) is None:
+        if run.state.step > run.state.saved_step and broken_weights(run) is None:
             save(run)
         raise
     if run.state.step > run.state.saved_step:
@@ -67,7 +68,9 @@ def _step(run: Run) -> None:
     gradients = accumulate(run.compute, packs, step=step, clip=run.clip, loss_scale=scale, holders=holders)
     finite = math.isfinite(gradients.norm)
     if not finite and run.scaler is None:
-        raise explain_gradient(run.optimizer.named_gradients(), packs, step)
+        error = run.agreed(explain_gradient(run.optimizer.named_gradients(), packs, step))
+        assert error is not None, "each process has one"
+        raise error
     run.optimizer.set_learning_rate(multiplier(step, run.cadence.total, run.schedule))
     run.state.step = step
     wanted = finite and not _spiked(run, gradients)
@@ -77,9 +80,11 @@ def _step(run: Run) -> None:
     if run.scaler is not None and (change := run.scaler.update(step, finite)) is not None:
         run.tell("overflow" if change.overflow else "loss_scale", before=change.before, after=change.after)
     if wanted:
+        WHERE.begin("optimizer")
         run.optimizer.step(free_gradients=True)
         if run.ema is not None:
             run.ema.update()
+        run.compute.spread.put_away()
     run.optimizer.zero_grad()
     run.state.tokens += gradients.tokens
     if run.due(run.cadence.log, since=step - 1):
@@ -131,11 +136,13 @@ def assess(run: Run) -> Scores | None:
     A signal that comes meanwhile leaves all of it undone: saving does not wait, and a resumed run does it anew.
     """
     started = time.perf_counter()
+    WHERE.begin("evaluation", run.state.step)
     with run.averaged():
-        scores = evaluate(run.compute, run.held_out, stop=lambda: run.faults.requested) if run.held_out else None
-        if run.faults.requested:
+        scores = evaluate(run.compute, run.held_out, stop=run.stopping) if run.held_out else None
+        if run.stopping():
             return None
         texts = run.generate(run.sample_prompts) if run.generate is not None and run.sample_prompts else []
+        run.compute.spread.forget()
     run.state.assessed_step = run.state.step
     for prompt, text in zip(run.sample_prompts, texts, strict=False):
         run.tell("sample", prompt=prompt, text=text)
@@ -169,12 +176,21 @@ def save(run: Run, scores: Scores | None = None) -> None:
 
     Raises TrainingError for weights that are not finite: they would take the place of good ones.
     """
-    if (broken := explain_weights(run.compute.model, run.state.step)) is not None:
+    WHERE.begin("checkpoint", run.state.step)
+    if (broken := broken_weights(run)) is not None:
         raise broken
     run.state.saved_step = run.state.step
-    run.metrics.sync()
+    if run.metrics is not None:
+        run.metrics.sync()
     groups, state = snapshot(run)
-    run.store.save(run.state.step, groups, state, loss=None if scores is None else scores.loss)
+    loss = None if scores is None else scores.loss
+    run.store.save(run.state.step, groups, state, loss=loss, pieces=pieces(run, groups))
+    run.compute.spread.put_away()
+
+
+def broken_weights(run: Run) -> TrainingError | None:
+    """Which weights are not finite, on whichever process they are."""
+    return run.agreed(explain_weights(run.compute.weights(), run.state.step))
 
 
 def _log(run: Run, gradients: Gradients, seconds: float) -> None:

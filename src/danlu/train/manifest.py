@@ -5,11 +5,12 @@ Nothing here needs torch, so `danlu checkpoint` answers at once::
     checkpoints/
       step-00000500/
         model-00001-of-00002.safetensors    tensors of the group "model", readable by any safetensors reader
-        ...
+        ...                                 or, of rank 3 of several, model-rank00003-00001-of-00002.safetensors
         state.json                          everything that is not a tensor
-        manifest.json                       size of each file; dtype, shape, place and SHA-256 of each tensor
+        manifest.json                       size of each file; dtype, shape, place and SHA-256 of each tensor, and
+                                            which box of the whole it is, where it is a part
         COMPLETE                            the mark: SHA-256 of manifest.json, and what a listing shows
-      .step-00000600.4711.tmp/              being written by process 4711
+      .step-00000600.4711.tmp/              being written by process 4711 and those it works with
       .step-00000600.old/                   stands in for step 600 while that step is written again
 
 The mark is written last, after everything else has reached the disk, so a folder without it is not a checkpoint. Each
@@ -25,18 +26,21 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
 from danlu.errors import CheckpointError
+from danlu.train.boxes import Box, gap, overlap
 
 MARK = "COMPLETE"
 MANIFEST = "manifest.json"
 STATE = "state.json"
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # format 1 has no boxes: every tensor is whole
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _ASIDE_FOLDER = re.compile(r"\.step-(\d{8,})\.old")
@@ -45,13 +49,33 @@ _HASH_CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies in its shard, and the hash of its bytes."""
+    """Where one tensor lies in its shard, and the hash of its bytes; of a part, which box of the whole it is."""
 
     dtype: str  # as safetensors names it: "F32", "BF16", ...
     shape: tuple[int, ...]
     offset: int  # from the start of the file
     bytes: int
     sha256: str
+    whole: tuple[int, ...] | None = None  # shape of the tensor that this is a part of; None: it is all there is
+    start: tuple[int, ...] | None = None  # of the box, with `whole`
+    size: tuple[int, ...] | None = None
+    """Of the box, with `whole`, for what belongs to a box and has not its shape: it cannot be cut into other boxes."""
+
+    @property
+    def box(self) -> Box:
+        """What it is of the whole."""
+        if self.start is None:
+            return Box.all_of(self.shape)
+        return Box(self.start, self.shape if self.size is None else self.size)
+
+    @property
+    def of(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        return self.shape if self.whole is None else self.whole
+
+    def named(self, name: str) -> str:
+        """For messages: a part with its box."""
+        return name if self.whole is None else f"{name}{self.box}"
 
 
 @dataclass(frozen=True)
@@ -75,12 +99,16 @@ class Manifest:
     state_sha256: str
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        shards = [
+            {**vars(shard), "tensors": {name: _fields(entry) for name, entry in shard.tensors.items()}}
+            for shard in self.shards
+        ]
+        return json.dumps({"format": FORMAT, **vars(self), "shards": shards}, indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
         fields = json.loads(text)
-        if fields.pop("format") != FORMAT:
+        if fields.pop("format") not in READABLE:
             raise ValueError("written by a newer danlu")
         shards = tuple(
             Shard(**{**shard, "tensors": {name: _tensor_entry(entry) for name, entry in shard["tensors"].items()}})
@@ -89,13 +117,22 @@ class Manifest:
         return cls(groups=tuple(fields.pop("groups")), shards=shards, **fields)
 
     def tensors(self, group: str) -> dict[str, tuple[Shard, TensorEntry]]:
-        """Every tensor of `group` by name, with the shard that holds it."""
+        """Every tensor of `group` by name, a part by name and box ("w[0:4, 0:8]"), with the shard that holds it."""
         return {
-            name: (shard, entry)
+            entry.named(name): (shard, entry)
             for shard in self.shards
             if shard.group == group
             for name, entry in shard.tensors.items()
         }
+
+    def boxes(self, group: str) -> dict[str, list[TensorEntry]]:
+        """The parts of every tensor of `group` by name; one that is whole is its only part."""
+        found: dict[str, list[TensorEntry]] = {}
+        for shard in self.shards:
+            if shard.group == group:
+                for name, entry in shard.tensors.items():
+                    found.setdefault(name, []).append(entry)
+        return found
 
 
 @dataclass(frozen=True)
@@ -194,10 +231,13 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path / MANIFEST}: cannot be read by this version of danlu ({error}).") from error
 
 
-def verify(path: Path, groups: Iterable[str] | None = None) -> list[str]:
+def verify(path: Path, groups: Iterable[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Hash the checkpoint at `path` again, on all cores; one line for each damage, none when it is intact.
 
-    Args:  groups  look only at the tensors of these (and at the state and the manifest); None = at all.
+    Args:
+        groups  look only at the tensors of these (and at the state and the manifest); None = at all
+        share   (number, of how many): of several processes that verify together, which this is. Each hashes a share of
+                the tensors; what all of them find, taken together, is what one alone would find.
     A line names the file and, where the damage lies in a tensor's bytes, the tensor.
     """
     try:
@@ -205,12 +245,35 @@ def verify(path: Path, groups: Iterable[str] | None = None) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     problems = _state_problems(path, manifest)
-    wanted = set(manifest.groups if groups is None else groups)
+    wanted = [shard for shard in manifest.shards if groups is None or shard.group in groups]
+    problems += [f"{path}: {problem}" for group in manifest.groups for problem in box_problems(group, wanted)]
+    mine = _share(wanted, *share)
     # Threads are enough: hashlib and pread release the interpreter lock.
     with ThreadPoolExecutor(max_workers=_cores()) as pool:
-        for shard in manifest.shards:
-            if shard.group in wanted:
-                problems += _shard_problems(path / shard.file, shard, pool)
+        for shard in wanted:
+            problems += _shard_problems(path / shard.file, shard, mine[shard.file], pool)
+    return problems
+
+
+def box_problems(group: str, shards: Iterable[Shard]) -> list[str]:
+    """Tensors of a group whose parts are not exactly the whole: something is in no file, or in two."""
+    boxes: dict[str, list[TensorEntry]] = {}
+    for shard in shards:
+        for name, entry in shard.tensors.items():
+            # What cannot be cut is of a box that may have its like nowhere else: a moment in 8 bits here, in 32 there.
+            if shard.group == group and entry.size is None:
+                boxes.setdefault(name, []).append(entry)
+    problems = []
+    for name, entries in boxes.items():
+        parts, whole = [entry.box for entry in entries], entries[0].of
+        if any(entry.of != whole for entry in entries):
+            problems.append(f"tensor {group}.{name} has parts of tensors of other shapes than {list(whole)}.")
+        elif (twice := overlap(parts)) is not None:
+            problems.append(f"tensor {group}.{name}: {twice} of {list(whole)} is in two files.")
+        elif len(entries) > 1 and not math.prod(whole):
+            problems.append(f"tensor {group}.{name} is in two files.")
+        elif (missing := gap(whole, parts)) is not None:
+            problems.append(f"tensor {group}.{name}: {missing} of {list(whole)} is in no file.")
     return problems
 
 
@@ -266,8 +329,13 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
 
 
-def _tensor_entry(fields: dict[str, Any]) -> TensorEntry:
-    return TensorEntry(**{**fields, "shape": tuple(fields["shape"])})
+def _tensor_entry(values: dict[str, Any]) -> TensorEntry:
+    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return TensorEntry(**made)
+
+
+def _fields(entry: TensorEntry) -> dict[str, Any]:
+    return {name: value for name, value in vars(entry).items() if value is not None}
 
 
 def _cores() -> int:
@@ -285,24 +353,44 @@ def _state_problems(path: Path, manifest: Manifest) -> list[str]:
     return []
 
 
-def _shard_problems(file: Path, shard: Shard, pool: ThreadPoolExecutor) -> list[str]:
+def _share(shards: Sequence[Shard], number: int, of: int) -> dict[str, set[str | None]]:
+    """By file, the tensors that one of several processes hashes, None for the header; about as many bytes for each."""
+    jobs: list[tuple[int, str, str | None]] = []
+    for shard in shards:
+        jobs.append((shard.header_bytes, shard.file, None))
+        jobs += [(entry.bytes, shard.file, name) for name, entry in shard.tensors.items()]
+    mine: dict[str, set[str | None]] = {shard.file: set() for shard in shards}
+    loads = [(0, one) for one in range(of)]  # the largest goes to whoever has least so far: the same on every process
+    for size, file, name in sorted(jobs, key=lambda job: -job[0]):
+        load, taker = heappop(loads)
+        heappush(loads, (load + size, taker))
+        if taker == number:
+            mine[file].add(name)
+    return mine
+
+
+def _shard_problems(file: Path, shard: Shard, mine: Collection[str | None], pool: ThreadPoolExecutor) -> list[str]:
+    """mine: what is hashed of it, None for the header."""
     try:
         fd = os.open(file, os.O_RDONLY)
     except FileNotFoundError:
-        return [f"{file}: missing; it held {_some(list(shard.tensors))}."]
+        held = [entry.named(name) for name, entry in shard.tensors.items()]
+        return [f"{file}: missing; it held {_some(held)}."]
     try:
         size = os.fstat(fd).st_size
         if size != shard.bytes:
             return [f"{file}: {size:,} bytes, {shard.bytes:,} were written."]
-        header = pool.submit(_hash_range, fd, 0, shard.header_bytes)
+        header = pool.submit(_hash_range, fd, 0, shard.header_bytes) if None in mine else None
         hashes = {
-            name: pool.submit(_hash_range, fd, entry.offset, entry.bytes) for name, entry in shard.tensors.items()
+            name: pool.submit(_hash_range, fd, entry.offset, entry.bytes)
+            for name, entry in shard.tensors.items()
+            if name in mine
         }
         problems = []
-        if header.result() != shard.header_sha256:
+        if header is not None and header.result() != shard.header_sha256:
             problems.append(f"{file}: its header was altered.")
         problems += [
-            f"{file}: tensor {name} was altered (SHA-256 differs)."
+            f"{file}: tensor {shard.tensors[name].named(name)} was altered (SHA-256 differs)."
             for name, digest in hashes.items()
             if digest.result() != shard.tensors[name].sha256
         ]

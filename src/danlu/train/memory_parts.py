@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from danlu.train.metrics import peak_memory_bytes
 from danlu.train.units import format_bytes
@@ -66,7 +68,8 @@ class Activations:
 
     @classmethod
     def beside(cls, tensors: Iterable[Tensor]) -> Activations:
-        return cls(frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors))
+        local = (one.to_local() if isinstance(one, DTensor) else one for one in tensors)
+        return cls(frozenset(tensor.untyped_storage().data_ptr() for tensor in local))
 
     @contextmanager
     def counted(self, targets: int) -> Iterator[None]:
@@ -83,7 +86,8 @@ class Activations:
 
     def _count(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.weights:
+        gathered = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)  # whole for a while, by FSDP2
+        if storage.data_ptr() not in self.weights and not gathered:
             self._now[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # itself would hold the graph that holds it
 

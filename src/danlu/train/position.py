@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from danlu.types import Pack
+from danlu.types import Item
 
 
 class PackSource(Protocol):
     """The n-th pack of a run, a pure function of (seed, n); a stream gives them in order only."""
 
-    def at(self, number: int) -> Pack: ...
+    def at(self, number: int) -> Item: ...
 
     def state(self, number: int) -> dict[str, Any]:
         """What brings the source to where pack `number` is next."""
@@ -40,10 +40,10 @@ class Feed:
     def exhausted(self) -> bool:
         return self.total is not None and not any(n not in self.excluded for n in range(self.next, self.total))
 
-    def take(self) -> list[Pack]:
+    def take(self) -> list[Item]:
         """The packs of the next step; at least one, unless `exhausted`."""
         self.last_taken = []
-        packs: list[Pack] = []
+        packs: list[Item] = []
         while len(packs) < self.per_step and (self.total is None or self.next < self.total):
             pack = self.source.at(self.next)  # also of one left out: a stream must be read through
             if self.next not in self.excluded:

@@ -1,4 +1,4 @@
-"""Tensors to safetensors shards and back, without a second copy of the data in the process.
+"""Tensors to safetensors shards and boxes of them back, without a second copy of the data in the process.
 
 A shard's layout is known from shapes and dtypes alone, so it is planned first and each tensor then goes straight from
 its memory to its place by pwrite(2), while the same thread hashes it. Tensors are independent of each other: several
@@ -11,18 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from danlu.train.boxes import Box, runs
 from danlu.train.manifest import Shard, TensorEntry
+from danlu.types import Piece
 
 SHARD_BYTES = 4 << 30
-_CHUNK_BYTES = 16 << 20  # of one write; also the staging buffer a CUDA tensor passes through
+_CHUNK_BYTES = 16 << 20  # of one write or read; also the staging buffer a CUDA tensor passes through
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -38,7 +41,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,22 @@ class ShardPlan:
     header: bytes
     offsets: dict[str, int]  # from the start of the file
     bytes: int
+    pieces: Mapping[str, Piece] = field(default_factory=dict)  # of those tensors that are parts
 
 
-def plan_shards(group: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> list[ShardPlan]:
+def plan_shards(
+    group: str,
+    tensors: Mapping[str, Tensor],
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    pieces: Mapping[str, Piece] | None = None,
+    rank: int | None = None,
+) -> list[ShardPlan]:
     """Lay `tensors` out in files of at most `shard_bytes` (more only for one larger tensor). Touches no tensor data.
 
+    Args:
+        pieces  which box of a whole each tensor is; one that has none is whole
+        rank    number of this process among those that write files into one folder; None: it is the only one
     Raises TypeError for a dtype that safetensors has no name for.
     """
     for name, tensor in tensors.items():
@@ -70,8 +84,10 @@ def plan_shards(group: str, tensors: Mapping[str, Tensor], shard_bytes: int = SH
             room = shard_bytes
         files[-1].append(name)
         room -= tensors[name].nbytes
+    stem = group if rank is None else f"{group}-rank{rank:05d}"
+    parts = {name: piece for name, piece in (pieces or {}).items() if not is_whole(piece)}
     return [
-        _plan_shard(f"{group}-{number:05d}-of-{len(files):05d}.safetensors", group, {n: tensors[n] for n in file})
+        _plan_shard(f"{stem}-{number:05d}-of-{len(files):05d}.safetensors", group, {n: tensors[n] for n in file}, parts)
         for number, file in enumerate(files, 1)
     ]
 
@@ -95,6 +111,7 @@ def write_shard(folder: Path, plan: ShardPlan, tensors: Mapping[str, Tensor], th
             offset=offset,
             bytes=tensors[name].nbytes,
             sha256=hashes[name],
+            **_box_fields(plan.pieces.get(name), tensors[name]),
         )
         for name, offset in plan.offsets.items()
     }
@@ -102,32 +119,53 @@ def write_shard(folder: Path, plan: ShardPlan, tensors: Mapping[str, Tensor], th
     return Shard(plan.file, plan.group, plan.bytes, len(plan.header), header_sha256, entries)
 
 
-def read_tensor(fd: int, entry: TensorEntry, into: Tensor) -> None:
-    """Fill `into` (same dtype and shape as `entry`) from an open shard; straight into its memory where that is flat.
+def is_whole(piece: Piece) -> bool:
+    """Whether the box is all there is of the tensor."""
+    return piece.size == piece.whole
 
+
+def cannot_be_cut(piece: Piece, tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a part of a parameter without having its shape, as moments in blocks do."""
+    return not is_whole(piece) and tuple(tensor.shape) != piece.size
+
+
+def read_box(fd: int, entry: TensorEntry, box: Box, into: Tensor) -> None:
+    """Fill `into` with a box of what `entry` holds, of the same shape and dtype, from an open shard.
+
+    Only the bytes of the box are read, stretch by stretch; into its memory where that is flat, else through a buffer.
     Raises EOFError when the file ends early.
     """
     target = into.detach()
     if target.device.type == "cpu" and target.is_contiguous():
-        _pread_all(fd, _bytes_of(target), entry.offset)
+        _read_runs(fd, entry, box, target)
         return
-    staged = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-    _pread_all(fd, _bytes_of(staged), entry.offset)
-    target.copy_(staged)
+    rows = max(1, _CHUNK_BYTES // max(1, target[:1].nbytes)) if target.ndim else 1
+    for first in range(0, box.size[0] if box.size else 1, rows):
+        part = box
+        if box.size:
+            count = min(rows, box.size[0] - first)
+            part = Box((box.start[0] + first, *box.start[1:]), (count, *box.size[1:]))
+        staged = torch.empty(part.size, dtype=target.dtype)
+        _read_runs(fd, entry, part, staged)
+        (target[first : first + rows] if box.size else target).copy_(staged)
 
 
-def empty_for(entry: TensorEntry) -> Tensor:
-    """An uninitialised CPU tensor that `read_tensor` can fill from `entry`."""
-    return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+def _read_runs(fd: int, entry: TensorEntry, box: Box, target: Tensor) -> None:
+    room = _bytes_of(target)
+    width = target.element_size()
+    for offset, count in runs(entry.shape, box):
+        _pread_all(fd, room[: count * width], entry.offset + offset * width)
+        room = room[count * width :]
 
 
-def mismatch(entry: TensorEntry, tensor: Tensor) -> str | None:
-    """How `tensor` differs in dtype or shape from what was saved; None when it does not."""
-    found, expected = _spell(_DTYPES[entry.dtype], entry.shape), _spell(tensor.dtype, tuple(tensor.shape))
-    return None if found == expected else f"the checkpoint has {found}, this run needs {expected}"
+def _box_fields(piece: Piece | None, tensor: Tensor) -> dict[str, Any]:
+    if piece is None:
+        return {}
+    own = {"size": piece.size} if cannot_be_cut(piece, tensor) else {}
+    return {"whole": piece.whole, "start": piece.start, **own}
 
 
-def _plan_shard(file: str, group: str, tensors: Mapping[str, Tensor]) -> ShardPlan:
+def _plan_shard(file: str, group: str, tensors: Mapping[str, Tensor], parts: Mapping[str, Piece]) -> ShardPlan:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     end = 0
@@ -141,9 +179,9 @@ def _plan_shard(file: str, group: str, tensors: Mapping[str, Tensor]) -> ShardPl
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants the data to start at a multiple of 8
     header = len(text).to_bytes(8, "little") + text
-    return ShardPlan(
-        file, group, header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
-    )
+    offsets = {name: len(header) + start for name, start in starts.items()}
+    pieces = {name: parts[name] for name in tensors if name in parts}
+    return ShardPlan(file, group, header, offsets, len(header) + end, pieces)
 
 
 def _write_tensor(fd: int, tensor: Tensor, offset: int) -> str:
@@ -187,7 +225,3 @@ def _pread_all(fd: int, data: memoryview, offset: int) -> None:
         if count == 0:
             raise EOFError(f"{len(data)} bytes short")
         data, offset = data[count:], offset + count
-
-
-def _spell(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"

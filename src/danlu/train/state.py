@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from danlu.errors import CheckpointError
+from danlu.errors import CheckpointError, TrainingError
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
 from danlu.optim.ema import Ema
@@ -19,10 +19,11 @@ from danlu.recipe.sections import EarlyStop, Schedule
 from danlu.train.checkpoint import CheckpointStore, load_checkpoint
 from danlu.train.faults import StopRequest
 from danlu.train.metrics import MetricsLog, Recorder, Value
+from danlu.train.pieces import state_piece
 from danlu.train.position import Feed
-from danlu.train.step import Compute
+from danlu.train.step import Learner
 from danlu.train.watch import Watch
-from danlu.types import Pack
+from danlu.types import Item, Piece
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Cadence:
 class Run:
     """Everything a run is made of. `fit` works on it; `state` is what a checkpoint brings back."""
 
-    compute: Compute
+    compute: Learner
     optimizer: Optimizers
     schedule: Schedule
     clip: float | None
@@ -68,12 +69,12 @@ class Run:
     cadence: Cadence
     watch: Watch
     store: CheckpointStore
-    metrics: MetricsLog
+    metrics: MetricsLog | None  # None on processes that write nothing
     recorders: Sequence[Recorder]  # the metrics file is one of them
     faults: StopRequest
     scaler: LossScaler | None = None  # fp16
     ema: Ema | None = None
-    held_out: Sequence[Pack] | None = None
+    held_out: Sequence[Item] | None = None
     early_stop: EarlyStop | None = None
     sample_prompts: Sequence[str] = ()
     generate: Generate | None = None
@@ -88,6 +89,14 @@ class Run:
     def due(self, every: int | None, *, since: int) -> bool:
         """Whether what happens every so many steps, and at the end, has to happen now; last it did after `since`."""
         return every is not None and self.state.step > since and (self.state.step % every == 0 or self.finished)
+
+    def stopping(self) -> bool:
+        """Whether a signal asks to stop, on any process; all of them ask at the same places."""
+        return self.compute.spread.any(self.faults.requested)
+
+    def agreed(self, error: TrainingError | None) -> TrainingError | None:
+        """The error of the first process that has one; all of them ask."""
+        return next((one for one in self.compute.spread.ranks.world.objects(error) if one is not None), None)
 
     def tell(self, event: str, **values: Value) -> None:
         for recorder in self.recorders:
@@ -113,7 +122,7 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
         "micro": run.compute.micro,
         "total_steps": run.cadence.total,
         "finished": run.finished,
-        "metrics_lines": run.metrics.lines,
+        "metrics_lines": 0 if run.metrics is None else run.metrics.lines,
     }
     if run.scaler is not None:
         state["scaler"] = run.scaler.state()
@@ -123,6 +132,20 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
     return groups, state
 
 
+def pieces(run: Run, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Piece]] | None:
+    """Which box of a whole tensor each tensor of `snapshot` is; None where every tensor is whole."""
+    held = run.compute.spread.held
+    if not held:
+        return None
+    found: dict[str, dict[str, Piece]] = {}
+    for group, tensors in groups.items():
+        found[group] = {}
+        for name, tensor in tensors.items():
+            parameter = held[name.partition(".")[2] if group == "optimizer" else name].piece
+            found[group][name] = state_piece(tensor, parameter) if group == "optimizer" else parameter
+    return found
+
+
 def restore(run: Run, path: Path) -> dict[str, Any]:
     """Puts `run` back to what `snapshot` saw, and returns the JSON part of it.
 
@@ -130,19 +153,21 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     """
     model = run.compute.weights()
     into = {"model": model} if run.ema is None else {"model": model, "ema": run.ema.state_tensors()}
-    state = load_checkpoint(path, into)
+    together = run.compute.spread.ranks.world
+    state = load_checkpoint(path, into, pieces(run, into), together)
     wanted = (
         {"run", "feed", "optimizer", "watch"} | ({"scaler"} if run.scaler else set()) | ({"ema"} if run.ema else set())
     )
     if missing := wanted - state.keys():
         raise CheckpointError(f"{path}: its state lacks {', '.join(sorted(missing))}: it is of another recipe.")
     room = run.optimizer.room_for_state(state["optimizer"])
-    load_checkpoint(path, {"optimizer": room})
+    load_checkpoint(path, {"optimizer": room}, pieces(run, {"optimizer": room}), together)
     run.optimizer.load_state(room, state["optimizer"])
     if run.scaler is not None:
         run.scaler.load(state["scaler"])
     if run.ema is not None:
         run.ema.updates = int(state["ema"]["updates"])
+    run.compute.spread.forget()
     run.watch.load(state["watch"])
     run.feed.restore(state["feed"])
     known = {field.name for field in fields(RunState)}

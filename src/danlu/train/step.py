@@ -8,29 +8,77 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.data.batch import collate, fill_up
+from danlu.data.batch import NOTHING, collate, fill_up
+from danlu.memory.offload import Offload
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
 from danlu.optim.clip import HasGradient, clip_grad_norm
 from danlu.optim.sparse import compact
+from danlu.parallel.hangs import WHERE
+from danlu.parallel.spread import Spread
+from danlu.parallel.threads import Replicas, shares_of
 from danlu.recipe.sections import LossOptions
 from danlu.train.diagnosis import explain_non_finite
 from danlu.train.memory_parts import Activations
-from danlu.types import Batch, Pack
+from danlu.types import Batch, Item, Pack
 
 Forward = Callable[..., Tensor]
 
 
+class MicroBatch(Protocol):
+    """What of a micro-batch the loop looks at, whatever it is made of."""
+
+    @property
+    def weight(self) -> float: ...  # sum over its targets
+
+    @property
+    def targets(self) -> Tensor: ...  # [N]
+
+
+class Learner(Protocol):
+    """What is trained, and how its loss is made: all that a language model and a classifier of images differ in."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def micro(self) -> int: ...  # packs in a micro-batch
+
+    @property
+    def loss(self) -> LossOptions: ...
+
+    @property
+    def activations(self) -> Activations | None: ...
+
+    @property
+    def spread(self) -> Spread: ...
+
+    def weights(self) -> dict[str, Tensor]: ...  # what training changes, by name, live: as much as this process holds
+
+    # Of what its own data is made of: packs, images. A MicroBatch on the device; of nothing, one that is nothing.
+    def collate(self, packs: Sequence[Any]) -> Any: ...
+
+    def noise(self, step: int | None, packs: Sequence[tuple[int, Any]] = ()) -> None: ...  # dropout; None: no more
+
+    def losses(self, batch: Any, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy: ...
+
+    def explain(self, batch: Any, step: int) -> Exception: ...  # why a loss is not finite
+
+
 @dataclass(frozen=True)
 class Compute:
-    """How numbers are made: where, in which type, through which (perhaps compiled) forward, how much at a time."""
+    """A decoder as it learns: where, in which type, through which (perhaps compiled) forward, how much at a time."""
 
     model: Decoder
     forward: Forward  # the model itself, or its compiled form
@@ -40,21 +88,105 @@ class Compute:
     loss: LossOptions
     adapters: AdapterSet | None = None  # with one, the model itself is frozen
     activations: Activations | None = None  # counts what autograd keeps; None where the forward is compiled
+    spread: Spread = field(default_factory=Spread)
+    through: Callable[..., CrossEntropy] | None = None  # DDP around `Losses`
+    away: Offload | None = None  # where activations wait for the backward pass, if not on the device
+    multiple: int = 1  # of which the number of tokens is one, where ranks cut them
 
     def weights(self) -> dict[str, Tensor]:
         """What training changes, by name, live: all of the model, or the adapter that is trained."""
-        return trained_weights(self.model, self.adapters)
+        named = trained_weights(self.model, self.adapters)
+        held = self.spread.held
+        return {name: held[name].local.detach() for name in named} if held else named
 
     def collate(self, packs: Sequence[Pack]) -> Batch:
         """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""
         virtual = () if self.adapters is None else self.adapters.virtual_tokens
-        return collate(packs, self.device, before=virtual) if virtual else collate(packs, self.device)
+        return collate(packs or [NOTHING], self.device, before=virtual)
 
-    def dropout(self, step: int | None, first: int = 0) -> None:
-        """Dropout of adapters for tokens from number `first` of a step on; None: no more of it."""
+    def noise(self, step: int | None, packs: Sequence[tuple[int, Pack]] = ()) -> None:
+        """Dropout of adapters for packs of a step, each with its number in the step; None: no more of it."""
         if self.adapters is not None:
-            noise = self.adapters.making.noise
-            noise.end() if step is None else noise.begin(step, first)
+            noise, virtual = self.adapters.making.noise, len(self.adapters.virtual_tokens)
+            if step is None:
+                noise.end()
+            else:
+                told = packs or [(0, NOTHING)]
+                noise.begin(step, [(number, pack.tokens + virtual * len(pack.samples)) for number, pack in told])
+
+    def losses(self, batch: Batch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
+        """The weighted sum of losses of a micro-batch."""
+        if not torch.is_grad_enabled():
+            return cross_entropy(self, batch, loss, gradient_scale)
+        with nullcontext() if self.away is None else self.away.active():
+            if self.through is not None:
+                return self.through(batch, loss, gradient_scale)
+            return cross_entropy(self, batch, loss, gradient_scale)
+
+    def explain(self, batch: Batch, step: int) -> Exception:
+        """Why the loss of `batch` is not finite."""
+        return explain_non_finite(self.model, batch, self.dtype, step)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A micro-batch dealt out to the replicas of one process."""
+
+    parts: tuple[Batch, ...]
+
+    @property
+    def weight(self) -> float:
+        return sum(part.weight for part in self.parts)
+
+    @property
+    def targets(self) -> Tensor:
+        """[N], on the first device."""
+        return torch.cat([part.targets.to(self.parts[0].targets.device) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class ThreadedCompute(Compute):
+    """The same over replicas in one process: see `parallel.threads`."""
+
+    replicas: Replicas | None = None
+
+    def collate(self, packs: Sequence[Pack]) -> Any:
+        """Each replica's part of a micro-batch, on its device."""
+        assert self.replicas is not None, "threads run replicas"
+        devices = self.replicas.devices
+        parts = zip(shares_of(packs, len(devices)), devices, strict=True)
+        return Split(tuple(collate(part or [NOTHING], device) for part, device in parts))
+
+    def losses(self, batch: Any, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
+        """The sum of all replicas' losses, on the first device."""
+        assert self.replicas is not None, "threads run replicas"
+
+        def work(model: Any, part: Batch) -> CrossEntropy:
+            own = replace(self, model=model, forward=model, device=part.tokens.device)
+            return cross_entropy(own, part, loss, gradient_scale)
+
+        found = self.replicas.run(work, batch.parts)
+        total, nll, correct = (
+            torch.stack([getattr(one, name).to(self.device) for one in found]).sum()
+            for name in ("total", "nll", "correct")
+        )
+        return CrossEntropy(total, nll, correct)
+
+    def explain(self, batch: Any, step: int) -> Exception:
+        """Why a loss is not finite, for the first part of which it is not."""
+        return explain_non_finite(self.model, batch.parts[0], self.dtype, step)
+
+
+class Losses(nn.Module):
+    """A model with its loss as one module, which is what DDP wants to be put around."""
+
+    def __init__(self, model: nn.Module, of: Callable[..., CrossEntropy]) -> None:
+        super().__init__()
+        self.model = model
+        self._of = of
+
+    def forward(self, batch: Any, loss: LossOptions, gradient_scale: float) -> CrossEntropy:
+        return self._of(batch, loss, gradient_scale)
 
 
 def trained_weights(model: Decoder, adapters: AdapterSet | None) -> dict[str, Tensor]:
@@ -78,14 +210,18 @@ class Gradients:
 
 def cross_entropy(compute: Compute, batch: Batch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
     """The weighted sum of losses of a micro-batch; the head runs on its N trained positions only."""
-    batch = fill_up(batch)
+    batch = fill_up(batch, compute.multiple)
     hidden = compute.forward(batch.tokens, batch.positions, PackedAttention(batch.boundaries), compute.dtype)  # [T, D]
+    model, words = compute.model, compute.model.words
     return linear_cross_entropy(
         hidden.index_select(0, batch.sources),  # [N, D]
-        compute.model.head_weight,
+        model.head_weight,
         batch.targets,
         batch.weights,
-        softcap=compute.model.config.final_softcap,
+        softcap=model.config.final_softcap,
+        across=None if words is None else words.across,
+        first_word=0 if words is None else words.first,
+        words=model.config.vocab_size,
         label_smoothing=loss.label_smoothing,
         z_loss=loss.z_loss,
         gradient_scale=gradient_scale,
@@ -97,8 +233,8 @@ def micro_batches(packs: Sequence[Pack], size: int) -> list[Sequence[Pack]]:
 
 
 def accumulate(
-    compute: Compute,
-    packs: Sequence[Pack],
+    compute: Learner,
+    packs: Sequence[Item],
     *,
     step: int,
     clip: float | None,
@@ -108,36 +244,49 @@ def accumulate(
     """Leaves in `.grad` the clipped gradient of the mean loss over `packs`, however they are cut into micro-batches.
 
     Each micro-batch adds the gradient of a sum; the division by the step's whole weight happens once, with clipping.
-    With an fp16 `loss_scale`, a gradient that overflowed is left alone and its norm returned as it is. `holders` are
-    what the optimizer takes gradients from (`Optimizers.gradient_holders`), by default the model's parameters.
+    Of many processes each takes its share of the packs. With an fp16 `loss_scale`, a gradient that overflowed is left
+    alone and its norm returned as it is. `holders` are what the optimizer takes gradients from
+    (`Optimizers.gradient_holders`), by default the model's parameters.
 
     Raises TrainingError, which names step, rows and tensor, when a loss is not finite.
     """
+    spread = compute.spread
+    own = [(number, packs[number]) for number in spread.own(packs)]
+    rounds = spread.rounds(len(packs), compute.micro)
+    groups = [own[start : start + compute.micro] for start in range(0, rounds * compute.micro, compute.micro)]
     sums: list[Tensor] = []
     weight = 0.0
-    trained = place = 0
+    trained = 0
     lengths: list[int] = []
-    for group in micro_batches(packs, compute.micro):
-        batch = compute.collate(group)
-        compute.dropout(step, place)
-        place += len(batch.tokens)
-        with nullcontext() if compute.activations is None else compute.activations.counted(len(batch.targets)):
-            entropy = cross_entropy(compute, batch, compute.loss, loss_scale)
-        compute.dropout(None)
-        entropy.total.backward()
-        compact(compute.model.parameters())
+    for number, group in enumerate(groups, 1):
+        batch = compute.collate([pack for _, pack in group])
+        compute.noise(step, group)
+        WHERE.begin("forward", step)
+        with spread.begin(number == rounds):
+            with nullcontext() if compute.activations is None else compute.activations.counted(len(batch.targets)):
+                entropy = compute.losses(batch, compute.loss, loss_scale)
+            WHERE.begin("backward")
+            entropy.total.backward()
+        compute.noise(None)
+        if spread.alone:
+            compact(compute.model.parameters())
         sums.append(torch.stack((entropy.total.detach(), entropy.nll, entropy.correct)))
         weight += batch.weight
         trained += len(batch.targets)
-        lengths += [end - start for start, end in zip(batch.boundaries[:-1], batch.boundaries[1:], strict=True)]
+        lengths += [length for _, pack in group for length in pack.lengths]
+    WHERE.begin("sum of gradients")
+    spread.finish()
     by_micro = torch.stack(sums).double().cpu()  # one wait for the device, after all the work has been handed to it
-    total, nll, correct = by_micro.sum(0).tolist()
+    counts = torch.tensor([weight, trained], dtype=torch.float64)
+    total, nll, correct, weight, every_trained = spread.total(torch.cat((by_micro.sum(0), counts))).tolist()
     if not math.isfinite(total):
-        culprit = int((~by_micro[:, 0].isfinite()).nonzero()[0])
-        group = micro_batches(packs, compute.micro)[culprit]
-        raise explain_non_finite(compute.model, compute.collate(group), compute.dtype, step)
+        raise _explained(compute, by_micro, groups, step)
     norm = clip_grad_norm(
-        compute.model.parameters() if holders is None else holders, clip, scale=1 / (weight * loss_scale)
+        compute.model.parameters() if holders is None else holders,
+        clip,
+        scale=1 / (weight * loss_scale),
+        across=None if spread.alone else spread.ranks.world,
+        shares=None if spread.alone else spread.shares(),
     )
     return Gradients(
         loss=total / weight,
@@ -145,6 +294,18 @@ def accumulate(
         accuracy=correct / weight,
         norm=norm,
         tokens=sum(pack.tokens for pack in packs),
-        trained_tokens=trained,
+        trained_tokens=int(every_trained),
         lengths=tuple(lengths),
     )
+
+
+def _explained(
+    compute: Learner, by_micro: Tensor, groups: Sequence[Sequence[tuple[int, Item]]], step: int
+) -> Exception:
+    """The explanation of the first process whose loss is not finite; all look, for looking takes collectives."""
+    culprits = (~by_micro[:, 0].isfinite()).nonzero()
+    mine = compute.explain(
+        compute.collate([pack for _, pack in groups[int(culprits[0]) if len(culprits) else 0]]), step
+    )
+    found = compute.spread.ranks.world.objects((len(culprits) > 0, mine))
+    return next(error for bad, error in found if bad)

@@ -20,8 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torch import nn
+
 from danlu.errors import ResourceError
-from danlu.models.decoder import Decoder, Linear
+from danlu.models.decoder import Linear
 from danlu.train.durable import write_durably
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.metrics import peak_memory_bytes, read_metrics
@@ -37,6 +39,7 @@ def write_summary(run: Run, result: Path, memory: MemoryParts | None = None) -> 
 
     Numbers that only metrics.jsonl had are null where that file was lost. Raises ResourceError.
     """
+    assert run.metrics is not None, "the process that sums up has the metrics"
     folder = run.metrics.path.parent
     lines = read_metrics(run.metrics.path)
     steps = [line for line in lines if "tokens_per_second" in line]
@@ -88,7 +91,7 @@ def seconds_in(lines: Lines) -> float:
     return seconds
 
 
-def parameters_of(model: Decoder) -> int:
+def parameters_of(model: nn.Module) -> int:
     """All numbers of the model and its adapters, those held in few bits included; a tied matrix counts once."""
     packed = (one.packed.shape for one in model.modules() if isinstance(one, Linear) and one.packed is not None)
     return sum(one.numel() for one in model.parameters()) + sum(out * inputs for out, inputs in packed)

@@ -1,0 +1,50 @@
+"""`danlu eval` of a classifier of images."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from danlu.classifying import MOST_IMAGES, Classifier
+from danlu.data.images import read_images
+from danlu.errors import ModelError, RecipeError, ResourceError
+from danlu.models import lenet
+from danlu.models.folder import resolve_folder
+from danlu.parallel.spread import Spread
+from danlu.placing import DTYPES
+from danlu.recipe.sections import LossOptions, Source
+from danlu.train.evaluation import evaluate
+
+
+def evaluate_images(model: str, data: str, useless: list[str], *, as_json: bool, precision: str, device: str) -> None:
+    """Prints loss and accuracy over the test files of a folder, or over a file of images.
+
+    useless: arguments that were given and mean nothing here.
+    Raises RecipeError for those, DataError, ModelError, and ResourceError for a device that is not there.
+    """
+    if useless:
+        raise RecipeError(f"{', '.join(useless)}: of no use for a classifier of images. Leave it out")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ResourceError("device cuda: torch sees no CUDA device here. Use auto or cpu")
+    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    folder = resolve_folder(model)
+    pictures = read_images([Source(path=data, split="test")], side=lenet.SIDE, classes=lenet.CLASSES)
+    classifier = Classifier(
+        lenet.load(folder, device=place),
+        place,
+        DTYPES["fp32" if precision == "auto" else precision],
+        MOST_IMAGES,
+        LossOptions(),
+        Spread(),
+    )
+    scores = evaluate(classifier, (pictures.image(number) for number in range(len(pictures))))
+    if scores is None or scores.loss != scores.loss:
+        raise ModelError(f"{folder}: no image of {data} has a loss that is a number; try --dtype fp32")
+    wrong = round((1 - scores.accuracy) * scores.tokens)
+    if as_json:
+        row = {"model": str(model), "data": data, "loss": scores.loss, "accuracy": scores.accuracy}
+        print(json.dumps(row | {"images": scores.tokens, "wrong": wrong}, ensure_ascii=False))
+        return
+    print(f"loss      {scores.loss:.4f} nats per image")
+    print(f"accuracy  {scores.accuracy:.2%}: {wrong:,} of {scores.tokens:,} images are taken for something else")

@@ -1,0 +1,245 @@
+"""`danlu train R --processes N`: starts the processes through torch's elastic agent, and tells how they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed.elastic.rendezvous.registry as rendezvous
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from danlu.cli.working import LOGS, ending_file, log_file
+from danlu.errors import ResourceError, Stopped
+from danlu.parallel import endings
+from danlu.parallel.endings import Cause, Ending
+from danlu.parallel.joining import LAUNCHER
+
+GRACE_S = 10.0
+"""For the others to notice by themselves that one is gone; then they are ended."""
+
+LOOPBACK = "127.0.0.1"
+# A process group of the terminal gets HUP and QUIT too; a run that they end should be saved.
+_ASKS_TO_STOP = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGQUIT: signal.SIGTERM,
+}
+
+
+def launch(
+    arguments: Callable[[int], Sequence[str]],
+    processes: int,
+    folder: Path,
+    *,
+    restarts: int = 0,
+    threads: int | None = None,
+    from_where: Callable[[], str] = lambda: "from the beginning",
+    say: Callable[[str], None],
+    grace_s: float = GRACE_S,
+) -> int:
+    """Runs `python ARGUMENTS` in so many processes of one group, to their end.
+
+    arguments: of attempt 0, 1, .. restarts. Each process calls `danlu.cli.working.work`.
+    folder: of the run, which the processes print into.
+    threads: for each process, where OMP_NUM_THREADS is not set; by default an even share of the cores.
+    from_where: a restarted group's beginning, in words (``from step 500``).
+    Returns 0, or 128 + the signal that stopped the run. Raises the DanluError that the first failing process met.
+    """
+    try:
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"{folder}: the run folder cannot be written: {error.strerror}") from error
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=f"{LOOPBACK}:0",
+        run_id=uuid.uuid4().hex,
+        min_nodes=1,
+        max_nodes=1,
+        local_addr=LOOPBACK,
+    )
+    # torch's own words about restarts and signals: this file has better ones.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    spec = WorkerSpec(
+        role="danlu",
+        local_world_size=processes,
+        rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+        entrypoint=sys.executable,
+        max_restarts=restarts,
+        monitor_interval=0.05,
+        local_addr=LOOPBACK,
+    )
+    agent = Agent(
+        spec, Places(folder, threads or cores() // processes or 1), folder, arguments, from_where, say, grace_s
+    )
+    before = {number: signal.getsignal(number) for number in _ASKS_TO_STOP} if _in_main_thread() else {}
+    try:
+        agent.run()
+    except SignalException as early:  # before the agent's own handlers were replaced
+        agent.stopping = early.sigval
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        spec.rdzv_handler.shutdown()
+    if agent.stopping is not None:
+        return _stopped(agent.stopping, agent.endings())
+    if agent.cause is not None:
+        raise agent.cause.error
+    return max((ending.exit_code for ending in agent.endings().values() if ending is not None), default=0)
+
+
+def _stopped(number: int, left: Mapping[int, Ending | None]) -> int:
+    """The first process has said how far the run came, unless it had not begun."""
+    first = left[0]
+    if first is None or not first.well:
+        raise Stopped(number, "stopped at once; the same command goes on from the last checkpoint, if there is one")
+    return first.exit_code or 0
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+class Places(LogsSpecs):
+    """What a process finds in its environment beside the agent's variables; what it prints is its own affair."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        super().__init__()
+        self._folder = folder
+        self._threads = threads
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for rank, environ in envs.items():
+            environ[LAUNCHER] = str(os.getpid())
+            environ[endings.ENDING] = str(ending_file(self._folder, rank))
+            environ.setdefault("OMP_NUM_THREADS", str(self._threads))
+            if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+                environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name may lead nowhere
+        nowhere = dict.fromkeys(envs, "")
+        return LogsDest(
+            stdouts=nowhere,
+            stderrs=nowhere,
+            tee_stdouts={},
+            tee_stderrs={},
+            error_files={rank: str(ending_file(self._folder, rank)) for rank in envs},
+        )
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder / LOGS)
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, which starts processes and starts them again; judged by what they leave, not by exit codes alone.
+
+    Attributes:
+        cause     why the last attempt failed; None after one that did not
+        stopping  the signal that asked the run to stop, if any
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        places: Places,
+        folder: Path,
+        arguments: Callable[[int], Sequence[str]],
+        from_where: Callable[[], str],
+        say: Callable[[str], None],
+        grace_s: float,
+    ) -> None:
+        super().__init__(spec, places, exit_barrier_timeout=10)  # for other machines: there are none
+        self._folder, self._arguments, self._from_where = folder, arguments, from_where
+        self._say, self._grace_s = say, grace_s
+        self._processes = spec.local_world_size
+        self.cause: Cause | None = None
+        self.stopping: int | None = None
+
+    def endings(self) -> dict[int, Ending | None]:
+        """What each process has left. One machine has all of them, so their local number is their rank."""
+        return {rank: endings.read(ending_file(self._folder, rank)) for rank in range(self._processes)}
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        attempt = spec.max_restarts - self._remaining_restarts
+        spec.args = tuple(self._arguments(attempt))
+        for rank in range(self._processes):
+            ending_file(self._folder, rank).unlink(missing_ok=True)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        if _in_main_thread():  # in the place of those that the call above has installed
+            for number in _ASKS_TO_STOP:
+                signal.signal(number, self._ask_to_stop)
+        return started
+
+    def _popen(self) -> dict[int, Any]:
+        assert self._pcontext is not None, "processes are watched after they have been started"
+        return {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}  # type: ignore[attr-defined]
+
+    def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
+        """Hands a signal on to processes that are at work. One that has not begun has nothing to save."""
+        self.stopping = number
+        left = self.endings()
+        for rank, process in self._popen().items():
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL if left[rank] is None else _ASKS_TO_STOP[signal.Signals(number)])
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        exits = {rank: process.poll() for rank, process in self._popen().items()}
+        left = self.endings()
+        ended = {rank: ending for rank, ending in left.items() if exits[rank] is not None}
+        if all(ending is not None and ending.well for ending in ended.values()):
+            if len(ended) < self._processes:
+                return RunResult(WorkerState.HEALTHY)
+            self.cause = None
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(left))
+        exits |= self._end_the_rest()
+        self._judge(exits)
+        return RunResult(WorkerState.FAILED)
+
+    def _end_the_rest(self) -> dict[int, int | None]:
+        """Waits for the others to fail by themselves. Returns exit codes, None of those that had to be ended."""
+        until = time.monotonic() + self._grace_s
+        running = self._popen()
+        while time.monotonic() < until and any(process.poll() is None for process in running.values()):
+            time.sleep(0.02)
+        exits = {rank: process.poll() for rank, process in running.items()}
+        for rank, process in running.items():
+            if exits[rank] is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that read its data
+                process.wait()
+        return exits
+
+    def _judge(self, exits: Mapping[int, int | None]) -> None:
+        """Why the processes failed, and whether they are started again."""
+        self.cause = endings.cause(
+            self.endings(), exits, {rank: log_file(self._folder, rank) for rank in range(1, self._processes)}
+        )
+        allowed = self._worker_group.spec.max_restarts
+        if self.stopping is not None or not self.cause.again:
+            self._remaining_restarts = 0
+        elif self._remaining_restarts:
+            number = allowed - self._remaining_restarts + 1
+            self._say(f"{self.cause.short}; restart {number} of {allowed}, {self._from_where()}")
+        elif allowed:
+            error = self.cause.error
+            times = "time" if allowed == 1 else "times"
+            error.args = (f"{error}\nThe processes were started again {allowed} {times} (parallel.restarts)",)

@@ -1,0 +1,121 @@
+"""`danlu verify`: whether a recipe's layout computes what one process does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from danlu import recipe as recipes
+from danlu.errors import DanluError, RecipeError, ResourceError
+from danlu.recipe.rules import language_stage
+
+if TYPE_CHECKING:
+    from danlu.parallel.sent import Row
+    from danlu.report.verification import Verification
+
+
+def verify(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values that replace the file's: section.key=value.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes; by default the fewest that the layout needs.")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="The recipe's own sizes and weights instead of small ones.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    precision: Annotated[
+        str, typer.Option(metavar="fp32|recipe", help="fp32 tells mistakes from rounding; recipe: as it is trained.")
+    ] = "fp32",
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page; only an earlier one is overwritten.")
+    ] = None,
+    traffic: Annotated[
+        bool, typer.Option("--traffic", help="Also count what a process sends, beside formulas.")
+    ] = False,
+    pretend: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Only --traffic, as one of so many pretended processes.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which processes that wait have failed.")] = 300,
+    inject: Annotated[
+        str | None, typer.Option(metavar="NAME", hidden=True, help="Make this mistake on purpose (for teaching).")
+    ] = None,
+) -> None:
+    """Prove that a recipe's layout computes what one process does: loss, gradients, norms, weights, checkpoints.
+
+    The model is shrunk, the layout runs on local processes. Exit code 1 where anything differs.
+    """
+    loaded = recipes.load(recipe, overrides or [])
+    language_stage(loaded.recipe, "danlu verify")
+    if precision not in ("fp32", "recipe"):
+        raise RecipeError(
+            f"--precision {precision}: use fp32, or recipe for the recipe's own ({loaded.recipe.precision})"
+        )
+    # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
+    from danlu.report.verification_page import check_target, page
+    from danlu.train.durable import write_durably
+    from danlu.verify import proving
+
+    if html is not None:
+        check_target(html)
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    options = proving.Options(
+        processes=processes,
+        full=full,
+        steps=steps,
+        precision="fp32" if precision == "fp32" else "recipe",
+        traffic=traffic,
+        fault=inject,
+        timeout_s=timeout,
+    )
+    if pretend is not None:
+        layout, rows = proving.pretend(loaded.recipe, pretend, options)
+        _show(f"one of {pretend} pretended processes ({layout}) sends in a step with two micro-batches:", rows)
+        return
+    found, rows = proving.prove(recipe.name, loaded.recipe, options)
+    _print(found)
+    if traffic:
+        _show("one process sends in a step:", rows)
+    if html is not None:
+        try:
+            write_durably(html, page(found, rows).encode())
+        except OSError as error:
+            raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
+        print(f"written to {html}", file=sys.stderr)
+    if not found.holds:
+        raise typer.Exit(DanluError.exit_code)
+
+
+def _print(found: Verification) -> None:
+    """Tables in colour at a terminal, plain elsewhere."""
+    from rich.console import Console
+
+    from danlu.report import verification as report
+
+    if not sys.stdout.isatty():
+        print("\n".join(report.lines(found)))
+        return
+    console = Console(highlight=False)
+    for part in report.parts(found):
+        console.print(part)
+    for line in report.verdict(found):
+        console.print(line, style="green" if found.holds else "bold red", markup=False)
+
+
+def _show(heading: str, rows: Sequence[Row]) -> None:
+    from rich.console import Console
+
+    from danlu.report import verification as report
+
+    print(f"\n{heading}")
+    if sys.stdout.isatty():
+        Console(highlight=False).print(report.traffic_table(rows))
+    else:
+        print("\n".join(report.rendered(report.traffic_table(rows), width=160)))

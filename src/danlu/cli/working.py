@@ -1,0 +1,115 @@
+"""One process of several that do the work of a verb: where its words go, and what it leaves for whoever started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from danlu.errors import DanluError, RecipeError, ResourceError, Stopped
+from danlu.parallel import endings
+from danlu.parallel.endings import Ending
+from danlu.parallel.world import World, named
+
+LOGS = "logs"
+"""The folder, inside that of a run, for what each process but the first prints, and for how each ended."""
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    return folder / LOGS / f"rank-{rank}.txt"
+
+
+def ending_file(folder: Path, rank: int) -> Path:
+    return folder / LOGS / f"rank-{rank}.json"
+
+
+def work(world: World, body: Callable[[], int]) -> NoReturn:
+    """Does one process's share of a run, and ends the process.
+
+    body: calls `print_into` as soon as it knows the run's folder, and returns the exit code: 0, or 128 + the signal
+    that stopped it. An error is left for the launcher; where something else has started the processes, one of those
+    that met it tells the terminal. Ends by os._exit: gloo's threads may abort a process that ends in the ordinary way.
+    """
+    terminal = os.dup(sys.stderr.fileno())
+    ending = Ending(world.rank, "begun")
+    try:
+        endings.note(ending)
+        code = body()
+        ending = Ending(world.rank, "stopped" if code else "finished", code)
+    except (Stopped, KeyboardInterrupt) as stop:
+        said = str(stop) or "interrupted"
+        print(said, file=sys.stderr)
+        ending = Ending(world.rank, "stopped", getattr(stop, "exit_code", 128 + signal.SIGINT), (said,))
+    except BaseException as error:
+        ending = ending_of(world.rank, error)
+        _tell(ending, terminal)
+    endings.note(ending)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The launcher would take a stopped process for one that failed, and end those that are still saving.
+    os._exit(0 if ending.well and _launched() else ending.exit_code)
+
+
+def print_into(world: World, folder: Path) -> None:
+    """From now on all that this process and its libraries print goes to a file in the run's folder; rank 0's does not.
+
+    Raises ResourceError if the file cannot be written.
+    """
+    if not world.rank:
+        return
+    file = log_file(folder, world.rank)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        raise ResourceError(f"{file}: cannot be written: {error.strerror}. Choose another `output`") from error
+    os.write(log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n".encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    os.close(log)
+
+
+def ending_of(rank: int, error: BaseException) -> Ending:
+    """What is told of an error: a DanluError's text; else the traceback, and what the process was doing."""
+    joined = _joined()
+    shown = error if joined is None else joined.told(error)
+    if isinstance(shown, RecipeError):
+        return Ending(rank, "error", shown.exit_code, tuple(shown.problems))
+    if isinstance(shown, DanluError):
+        return Ending(rank, "error" if shown is error else "hang", shown.exit_code, (str(shown),))
+    where = "" if joined is None or not str(joined.WHERE) else f" at {joined.WHERE}"
+    said = f"{type(error).__name__}{where}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+    return Ending(rank, "consequence" if endings.is_consequence(error) else "failure", DanluError.exit_code, (said,))
+
+
+def _joined() -> Any:
+    """`danlu.parallel.joining`, where this process has come so far as to load it: an error before that is told without
+    torch, a second earlier."""
+    return sys.modules.get("danlu.parallel.joining")
+
+
+def _launched() -> bool:
+    return endings.ENDING in os.environ
+
+
+def _tell(ending: Ending, terminal: int) -> None:
+    """Into this process's log; and to the terminal, unless the launcher does it or another process has done it."""
+    text = "".join(f"error: {said}\n" for said in ending.said)
+    in_a_log = not os.path.sameopenfile(terminal, sys.stderr.fileno())
+    if in_a_log:
+        print(text, end="", file=sys.stderr)
+    elif ending.rank and ending.exit_code == RecipeError.exit_code:
+        return  # a recipe that cannot be read: rank 0 says it too
+    if _launched() or (ending.kind == "consequence" and ending.rank):
+        return
+    joined = _joined()
+    if joined is None or joined.first_to_tell():
+        whose = "" if ending.kind == "hang" or not in_a_log else f"{named([ending.rank])}: "
+        os.write(terminal, text.replace("error: ", f"error: {whose}", 1).encode())

@@ -1,0 +1,218 @@
+"""Images with labels: pairs of idx files, the endless sequence of images, and micro-batches of them.
+
+The n-th image of a run is a pure function of (images, seed, n), as packs are.
+
+N images · H, W pixels
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from danlu.data.idx import read_idx
+from danlu.data.order import Order
+from danlu.errors import CheckpointError, DataError
+from danlu.recipe.sections import Source
+
+IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+# The test files of MNIST and of sets made like it are called t10k.
+PREFIXES = {"train": ("train",), "test": ("t10k", "test")}
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image with its label: what a step of a classifier is counted in."""
+
+    pixels: np.ndarray  # [H, W] uint8
+    label: int
+    file: str
+    number: int  # in the file, from 0
+
+    @property
+    def tokens(self) -> int:
+        return 1
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (1,)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return (f"{self.file} image {self.number + 1}",)
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """A micro-batch on the device."""
+
+    pixels: Tensor  # [N, H, W] uint8
+    targets: Tensor  # [N] int64
+    weights: Tensor  # [N] float32
+    weight: float  # sum of `weights`
+    rows: tuple[str, ...]  # [N]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Some images in memory."""
+
+    pixels: np.ndarray  # [N, H, W] uint8
+    labels: np.ndarray  # [N] uint8
+    files: tuple[str, ...]
+    origin: np.ndarray  # [N] int32, into files
+    numbers: np.ndarray  # [N] int32, in the file
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, place: int) -> Image:
+        return Image(
+            self.pixels[place], int(self.labels[place]), self.files[self.origin[place]], int(self.numbers[place])
+        )
+
+    def chosen(self, places: np.ndarray) -> Pictures:
+        return Pictures(self.pixels[places], self.labels[places], self.files, self.origin[places], self.numbers[places])
+
+    def digest(self) -> str:
+        """Equal for equal images and labels in the same order."""
+        state = hashlib.sha256(repr(self.pixels.shape).encode())
+        for array in (self.pixels, self.labels):
+            state.update(np.ascontiguousarray(array).tobytes())
+        return state.hexdigest()[:16]
+
+
+class Images:
+    """Pictures in an order of their own each epoch, decided by the seed; in their own order without shuffling.
+
+    Raises DataError if there are none.
+    """
+
+    def __init__(self, pictures: Pictures, seed: int, *, shuffle: bool = True) -> None:
+        if not len(pictures):
+            raise DataError("there are no images to train on: every one is held out")
+        self._pictures = pictures
+        self._seed = seed
+        self._shuffle = shuffle
+        self._digest = f"{pictures.digest()} {seed}"
+        # Of one epoch at a time: an order costs milliseconds as a whole, and as much for each hundred single elements.
+        self._epoch, self._order = -1, np.arange(len(pictures))
+
+    @property
+    def per_epoch(self) -> int:
+        return len(self._pictures)
+
+    def at(self, number: int) -> Image:
+        """Image `number` of the endless sequence; epoch = number // per_epoch."""
+        epoch, place = divmod(number, len(self._pictures))
+        if self._shuffle and epoch != self._epoch:
+            self._epoch, self._order = epoch, Order.of(len(self._pictures), self._seed, "images", epoch).all()
+        return self._pictures.image(int(self._order[place]))
+
+    def state(self, number: int | None = None) -> dict[str, Any]:
+        """What a checkpoint keeps: a digest by which `restore` knows the images again."""
+        return {"images": self._digest}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError if these are not the images the checkpoint was made with."""
+        if state != self.state():
+            raise CheckpointError(
+                f"the training images are not what the checkpoint was made with ({self._digest}, checkpoint "
+                f"{state.get('images')}): the files, their share or the seed changed. Restore them, or start a new run"
+            )
+
+
+def collate_images(images: Sequence[Image], device: torch.device, *, side: int) -> ImageBatch:
+    """A micro-batch of weight 1 an image; of no images, one that is empty."""
+    shape = (len(images), side, side)
+    pixels = np.stack([one.pixels for one in images]) if images else np.empty(shape, dtype=np.uint8)
+    labels = np.array([one.label for one in images], dtype=np.int64)
+    return ImageBatch(
+        torch.from_numpy(pixels).to(device),
+        torch.from_numpy(labels).to(device),
+        torch.ones(len(images), device=device),
+        float(len(images)),
+        tuple(row for one in images for row in one.rows),
+    )
+
+
+def read_images(sources: Sequence[Source], *, side: int, classes: int) -> Pictures:
+    """The images of all sources, one behind the other.
+
+    side: pixels each way that an image must have. classes: labels are below.
+    Raises DataError for files that are missing, broken, do not belong together, or hold other images.
+    """
+    parts = [_read(source, side, classes) for source in sources]
+    files = tuple(name for name, _, _ in parts)
+    counts = [len(labels) for _, _, labels in parts]
+    return Pictures(
+        np.concatenate([pixels for _, pixels, _ in parts]),
+        np.concatenate([labels for _, _, labels in parts]),
+        files,
+        np.repeat(np.arange(len(parts), dtype=np.int32), counts),
+        np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+    )
+
+
+def held_out(pictures: Pictures, share: float | int, seed: int) -> tuple[Pictures, Pictures]:
+    """(the rest, those set aside): a share of the pictures, or so many, chosen by the seed."""
+    count = share if isinstance(share, int) else max(1, round(share * len(pictures)))
+    if count >= len(pictures):
+        raise DataError(f"data.eval: {share} of {len(pictures)} images leaves none to train on")
+    order = Order.of(len(pictures), seed, "held out").all()
+    return pictures.chosen(np.sort(order[count:])), pictures.chosen(np.sort(order[:count]))
+
+
+def _read(source: Source, side: int, classes: int) -> tuple[str, np.ndarray, np.ndarray]:
+    """(name, pixels [N, H, W], labels [N]) of one source."""
+    path, mark, few = source.path.rpartition("#")
+    named = path if mark and few.isdecimal() else source.path
+    rows = int(few) if mark and few.isdecimal() else source.rows
+    file = _images_file(Path(named).expanduser(), source.split)
+    labels_file = file.with_name(file.name.replace(IMAGES, LABELS))
+    if not labels_file.is_file():
+        raise DataError(f"{file}: its labels are missing: there is no {labels_file.name} beside it")
+    pixels, labels = read_idx(file), read_idx(labels_file)
+    if pixels.ndim != 3 or pixels.shape[1:] != (side, side):
+        raise DataError(f"{file}: images of {' x '.join(map(str, pixels.shape[1:]))}; the model takes {side} x {side}")
+    if labels.shape != pixels.shape[:1]:
+        raise DataError(f"{labels_file}: {labels.size} labels for the {len(pixels)} images in {file.name}")
+    if labels.size and labels.max() >= classes:
+        first = int(np.flatnonzero(labels >= classes)[0])
+        raise DataError(
+            f"{labels_file}: label {labels[first]} of image {first + 1}; the model tells {classes} classes apart, "
+            f"0 to {classes - 1}"
+        )
+    return str(file), pixels[:rows], labels[:rows]
+
+
+def _images_file(path: Path, split: str) -> Path:
+    """The file of images that a source means: itself, or the one of the split in a folder."""
+    if path.is_file():
+        if IMAGES not in path.name:
+            raise DataError(f"{path}: a file of images has {IMAGES} in its name, with its labels beside it")
+        return path
+    if not path.is_dir():
+        raise DataError(f"{path}: no such folder of images")
+    if split not in PREFIXES:
+        raise DataError(f"{path}: split {split!r}; a folder of images has the splits {' and '.join(PREFIXES)}")
+    starts = PREFIXES[split]
+    found = {
+        file.name.removesuffix(".gz"): file
+        for suffix in (".gz", "")  # plain files take the place of packed ones
+        for file in sorted(path.glob(f"*{IMAGES}{suffix}"))
+        if file.name.startswith(starts)
+    }
+    if not found:
+        expected = " or ".join(f"{start}-{IMAGES}[.gz]" for start in starts)
+        raise DataError(f"{path}: no images of split {split}: expected {expected}")
+    if len(found) > 1:
+        raise DataError(f"{path}: several files of split {split}: {', '.join(sorted(found))}. Name the one to read")
+    return next(iter(found.values()))

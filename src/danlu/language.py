@@ -1,0 +1,391 @@
+"""Language models as the task of a run: tokenised rows, a decoder or adapters on top of one, a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from danlu.adapters.slot import leave_slots_uncompiled
+from danlu.assembly.frozen import model_bytes
+from danlu.assembly.trained import check_adapters, doubts, write_result
+from danlu.data.packs import Packs
+from danlu.data.prepare import Prepared, prepare
+from danlu.data.statistics import Statistics
+from danlu.data.stream import Stream
+from danlu.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from danlu.data.tokenizing import TokenizerFacts, facts_of
+from danlu.errors import RecipeError
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+from danlu.models.folder import check_vocabulary, read_config, resolve_folder
+from danlu.models.presets import from_scratch
+from danlu.models.saving import save
+from danlu.numerics.product import PackedWeight, leave_products_uncompiled, shared_bytes
+from danlu.objectives.crossentropy import slice_bytes, workspace_bytes
+from danlu.optim.build import Optimizers
+from danlu.parallel.layout import Sizes, problems
+from danlu.parallel.ranks import Ranks
+from danlu.parallel.spread import Spread
+from danlu.placing import DTYPES, Placed, Subject, learner, place, subject_of
+from danlu.plan import memory
+from danlu.plan.flops import Shape, training_flops
+from danlu.plan.gemm import measured_peak
+from danlu.recipe import Recipe, sections
+from danlu.recipe.rules import language_stage
+from danlu.rollout.generate import generate
+from danlu.rollout.request import SamplingOptions
+from danlu.rollout.wording import Wording
+from danlu.tasks import LeastSeconds, Material
+from danlu.train.checkpoint import read_group
+from danlu.train.memory_parts import Activations, MemoryParts
+from danlu.train.progress import RowProgress
+from danlu.train.run_folder import Start
+from danlu.train.state import Generate, Run
+from danlu.train.step import Compute, trained_weights
+from danlu.types import Pack
+
+# More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
+MOST_CPU_TOKENS = 4096
+
+
+class Language:
+    """A `Task`: a language model on packs of tokens."""
+
+    items = "packs"
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._words: TokenizerFacts | None = None  # known once rows are prepared, unless they are streamed
+
+    def check(self) -> None:
+        recipe = self.recipe
+        check_adapters(recipe.model, recipe.adapter)
+        if recipe.model.path is not None:
+            self._check_layout(read_config(resolve_folder(recipe.model.path)))
+
+    def _check_layout(self, config: ModelConfig) -> None:
+        if wrong := list(problems(self.recipe.parallel, _sizes(config))):
+            raise RecipeError(wrong)
+
+    def read(self, stream: TextIO) -> Material:
+        """Of several processes the first tokenises; the others find it in the cache."""
+        recipe, prepared = self.recipe, self._prepared(stream)
+        self._words = prepared.tokenizer
+        lines = data_lines(prepared)
+        held_out = _held_out(recipe, prepared)
+        if prepared.train is not None:
+            packs = Packs(prepared.train, recipe.data.packing, recipe.data.max_length, recipe.seed)
+            return Material(packs, packs.packs_per_epoch, held_out, lines)
+        source = Stream(
+            recipe.data,
+            stage=language_stage(recipe, "a stream of tokens"),
+            tokenizer_path=_tokenizer_path(recipe),
+            chat_template=recipe.model.chat_template,
+            seed=recipe.seed,
+        )
+        late = "data, as far as it was read"
+        return Material(source, None, held_out, lines, lambda: row_lines(late, source.statistics), source.close)
+
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None) -> PlacedDecoder:
+        recipe, config = self.recipe, self._config()
+        self._check_layout(config)
+        subject = self._subject(config, device, start, shapes_only=not ranks.alone)
+        placed = place(subject, recipe, ranks, device, resumed=start is not None)
+        # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
+        # Processes sum whole gradients.
+        rows = device.type == "cpu" and not recipe.compile and ranks.alone
+        placed.subject.model.embed_tokens.gradient_of_rows = rows
+        return PlacedDecoder(recipe, placed, device)
+
+    def unplaced(self, checkpoint: Path) -> PlacedDecoder:
+        device = torch.device("cpu")
+        subject = self._subject(self._config(), device, Start(checkpoint, ()))
+        return PlacedDecoder(self.recipe, Placed(subject, Spread()), device)
+
+    def amount(self, items: int) -> str:
+        data = self.recipe.data
+        return f"{items} x {data.max_length} tokens" if data.packing.kind != "none" else f"{items} rows"
+
+    def targets(self, items: int) -> int:
+        return items * self.recipe.data.max_length
+
+    def _prepared(self, stream: TextIO) -> Prepared:
+        recipe, rows = self.recipe, RowProgress(stream)
+        try:
+            return prepare(
+                recipe.data,
+                stage=language_stage(recipe, "tokenising"),
+                tokenizer_path=_tokenizer_path(recipe),
+                chat_template=recipe.model.chat_template,
+                seed=recipe.seed,
+                progress=rows,
+            )
+        finally:
+            rows.close()
+
+    def _config(self) -> ModelConfig:
+        model, words = self.recipe.model, self._words or facts_of(_tokenizer(self.recipe))
+        if model.path is None:
+            config = from_scratch(model, words.size, words.bos_id, words.eos_id)
+        else:
+            config = read_config(resolve_folder(model.path))
+        check_vocabulary(config, words.size)
+        return config
+
+    def _subject(
+        self, config: ModelConfig, device: torch.device, start: Start | None, *, shapes_only: bool = False
+    ) -> Subject:
+        recipe = self.recipe
+        saved = None if start is None or recipe.adapter is None else read_group(start.path, "model")
+        return subject_of(
+            recipe,
+            config,
+            device,
+            saved=saved,
+            resumed=start is not None,
+            encode=lambda text: Wording(_tokenizer(recipe)).encode_prompt(text),
+            shapes_only=shapes_only,
+        )
+
+
+@dataclass(frozen=True)
+class PlacedDecoder:
+    """A `PlacedModel`: a decoder, or adapters on one."""
+
+    recipe: Recipe
+    placed: Placed
+    device: torch.device
+
+    @property
+    def model(self) -> Decoder:
+        return self.placed.subject.model
+
+    @property
+    def spread(self) -> Spread:
+        return self.placed.spread
+
+    @property
+    def name(self) -> str:
+        return self.model.config.family
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return (*doubts(self.recipe.model), *self.placed.notes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.recipe.precision]
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        return self.placed.parameters()
+
+    def weights(self) -> dict[str, Tensor]:
+        return trained_weights(self.model, self.placed.subject.adapters)
+
+    def micro(self, optimizer: Optimizers, most: int) -> int:
+        return _micro(self.recipe, self.model, optimizer, most, self.device)
+
+    def learner(self, micro: int) -> Compute:
+        model, compiled = self.model, self.recipe.compile
+        if compiled and any(isinstance(module, PackedWeight) for module in model.modules()):
+            leave_products_uncompiled()
+            leave_slots_uncompiled()
+        counted = None if compiled else Activations.beside([*model.parameters(), *model.buffers()])
+        return learner(self.placed, self.recipe, self.device, micro, compiled=compiled, activations=counted)
+
+    def generate(self) -> Generate | None:
+        return _sampler(self.recipe, self.placed.subject, self.dtype)
+
+    def least_seconds(self) -> LeastSeconds:
+        shape, peak = _shape(self.model.config), measured_peak(self.dtype, self.device)
+        frozen = self.placed.subject.adapters is not None
+        return lambda lengths, targets: training_flops(shape, lengths, targets, frozen=frozen) / peak
+
+    def memory(self, run: Run) -> MemoryParts:
+        return _memory(run)
+
+    def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
+        """A model in the type of activations that it was trained with (fp16: float32), or an adapter."""
+        _write(self.placed.subject, self.recipe, target, value, writes=writes)
+
+
+def _tokenizer_path(recipe: Recipe) -> str:
+    named = recipe.model.tokenizer
+    if named is not None:
+        return named
+    assert recipe.model.path is not None, "the recipe's rules ask for a tokenizer when the model is from scratch"
+    return str(resolve_folder(recipe.model.path))
+
+
+def _tokenizer(recipe: Recipe) -> Tokenizer:
+    return load_tokenizer(_tokenizer_path(recipe), recipe.model.chat_template)
+
+
+def _held_out(recipe: Recipe, prepared: Prepared) -> list[Pack] | None:
+    if prepared.eval is None:
+        return None
+    packs = Packs(prepared.eval, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
+    return [packs.at(number) for number in range(packs.packs_per_epoch)]
+
+
+def _sizes(config: ModelConfig) -> Sizes:
+    return Sizes(config.heads, config.kv_heads, config.intermediate_size, config.vocab_size)
+
+
+def _shape(config: ModelConfig) -> Shape:
+    return Shape(
+        hidden_size=config.hidden_size,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        windows=config.windows,
+    )
+
+
+def _memory(run: Run) -> MemoryParts:
+    """The parts of the run's memory, as they were in training."""
+    compute, optimizer = run.compute, run.optimizer
+    assert isinstance(compute, Compute), "these are the parts of a language model's memory"
+    adapter = 0 if compute.adapters is None else sum(one.nbytes for one in compute.weights().values())
+    assert compute.activations is not None
+    return MemoryParts(
+        weights=model_bytes(compute.model) - adapter,
+        adapter=adapter,
+        gradients=optimizer.gradient_bytes(),
+        optimizer=optimizer.held_state_bytes(),
+        average=0 if run.ema is None else sum(one.nbytes for one in run.ema.state_tensors().values()),
+        activations=compute.activations.most,
+        logits=workspace_bytes(
+            compute.activations.targets,
+            compute.model.config.hidden_size,
+            compute.model.config.vocab_size,
+            element_bytes=compute.dtype.itemsize,
+            device_type=compute.device.type,
+            frozen=not compute.model.head_weight.requires_grad,
+        ),
+        packed=shared_bytes(),
+    )
+
+
+def _micro(recipe: Recipe, model: Decoder, optimizer: Optimizers, per_step: int, device: torch.device) -> int:
+    """Packs in a micro-batch: as given, or the most whose activations fit into what memory the rest leaves."""
+    if recipe.batch.micro != "auto":
+        return min(recipe.batch.micro, per_step)
+    shape, width, length = _shape(model.config), DTYPES[recipe.precision].itemsize, recipe.data.max_length
+    held = model_bytes(model)
+    fixed = held + optimizer.gradient_bytes() + optimizer.held_state_bytes() + slice_bytes(device.type)
+    if recipe.ema is not None:
+        fixed += sum(parameter.nbytes for parameter in optimizer.parameters.values())
+    if recipe.batch.memory is not None:
+        budget = recipe.batch.memory * 2**30 - fixed
+        if budget < memory.activation_bytes(shape, [length], width):
+            need = (fixed + memory.activation_bytes(shape, [length], width)) / 2**30
+            raise RecipeError(
+                f"batch.memory: {recipe.batch.memory} GiB do not hold one pack: weights, gradients, optimizer and a "
+                f"pack of {length} tokens need about {need:.2f} GiB. Give more, or lower data.max_length."
+            )
+    else:
+        budget = 0.8 * (_free_memory(device) - (fixed - held))  # the weights are in memory already
+    most = per_step if device.type == "cuda" else min(per_step, max(1, MOST_CPU_TOKENS // length))
+    return memory.largest_micro(shape, [length], width, budget, most)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate | None:
+    samples = recipe.evaluation.samples
+    if samples is None:
+        return None
+    wording = Wording(_tokenizer(recipe))
+    options = SamplingOptions(temperature=samples.temperature, seed=recipe.seed)
+    encode = wording.encode_prompt if recipe.stage == "pretrain" else wording.encode_chat_prompt
+
+    def write(prompts: Sequence[str]) -> list[str]:
+        tokens = [encode(prompt) for prompt in prompts]
+        stops = sorted(wording.stop_ids)
+        answers = generate(
+            subject.model,
+            tokens,
+            options,
+            samples.max_new_tokens,
+            stops,
+            decode=wording.decode,
+            dtype=dtype,
+            before=() if subject.adapters is None else subject.adapters.virtual_tokens,
+        )
+        return [answer.text for answer in answers]
+
+    return write
+
+
+def _write(
+    subject: Subject, recipe: Recipe, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool
+) -> None:
+    given = recipe.model.chat_template
+    words = tokenizer_folder(_tokenizer_path(recipe))
+    template = None if given is None else Path(given).expanduser().read_text(encoding="utf-8")
+    if subject.adapters is not None and subject.base is not None:
+        write_result(
+            subject.adapters,
+            subject.base,
+            target,
+            started_from=recipe.model.adapters,
+            quantization=recipe.quantization,
+            continued=isinstance(recipe.adapter, sections.Continue),
+            tokenizer_from=words,
+            chat_template=template,
+            value=value,
+            writes=writes,
+        )
+        return
+    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    save(
+        subject.model,
+        target,
+        dtype=dtype,
+        tokenizer_from=words,
+        chat_template=template,
+        value=value,
+        writes=writes,
+    )
+
+
+def data_lines(prepared: Prepared) -> list[str]:
+    """What became of the rows, for the console: nothing is cut, dropped or skipped without being told."""
+    lines = row_lines("data", prepared.statistics)
+    if prepared.eval_statistics is not None:
+        lines += row_lines("evaluation data", prepared.eval_statistics)
+    elif prepared.train is not None and prepared.eval is not None:
+        lines.append(f"evaluation data: {len(prepared.eval):,} samples of these rows are held out")
+    if prepared.tokenizer is not None and prepared.tokenizer.warning:
+        lines.append(prepared.tokenizer.warning)
+    return lines
+
+
+def row_lines(name: str, found: Statistics) -> list[str]:
+    if not found.rows:  # a stream is counted while it is read
+        return []
+    lines = [f"{name}: {found.rows:,} rows, {found.tokens:,} tokens, {found.trained_share:.0%} of them trained"]
+    if found.shortened:
+        what = ", ".join(f"{count:,} {done}" for done, count in found.shortened.items())
+        lost = f"{found.lost_tokens:,} tokens are left out"
+        lines.append(f"{name}: {found.shortened.total():,} rows are longer than data.max_length: {what}; {lost}")
+    lines += [f"{name}: {count:,} rows dropped: {reason}" for reason, count in found.dropped.items()]
+    if found.bad_rows:
+        rows = "row" if found.bad_rows == 1 else "rows"
+        lines.append(f"{name}: {found.bad_rows:,} bad {rows} skipped, the first: {found.bad_examples[0]}")
+    return lines

@@ -1,0 +1,146 @@
+"""Which layers drop what in the forward pass, as data; and decoder layers that do so.
+
+Kept per token and layer, in numbers (D model width · Q all query heads · K all key/value heads · F inner width), with
+full fine-tuning; norms keep one more number each, attention its own statistics where it is not made again:
+
+    none          4 D + 2 Q + 2 K + 3 F
+    elementwise   2 D + 2 Q + 2 K + 2 F    norms' outputs and the gated product are made again
+    selective     2 D +   Q + 2 K + 2 F    rotation and attention too: only inputs of products that nothing else gives
+    full              D                    the layer's input
+
+`every` keeps the D of each segment's first layer alone. In the backward pass the inputs of the segment's layers are
+made first, then each layer from its input: the memory of sqrt(L) + sqrt(L) inputs and one layer (arXiv:1604.06174 with
+a second level), for most of a forward pass more than `full`. The paper's single level would hold the activations of a
+whole segment at once, and as those of one layer are some twenty times its input, that is mostly more than `full`
+holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+from torch import Tensor
+
+from danlu.memory.frames import Dropping, Framed
+from danlu.models.decoder import Decoder, Layer
+from danlu.recipe.sections import Recompute
+
+Kind = Literal["none", "elementwise", "selective", "full"]
+KINDS: tuple[Kind, ...] = ("none", "elementwise", "selective", "full")
+"""From the most that is kept to the least."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer makes again in the backward pass."""
+
+    layer: int
+    kind: Kind
+    segment: int | None = None  # the number of the segment that keeps nothing but its input
+
+
+Plan = Sequence[LayerPlan]
+
+
+def plan_of(section: Recompute, model: Decoder, planned: Callable[[], Plan] | None = None) -> list[LayerPlan]:
+    """One entry for each layer that `model` has.
+
+    planned: the plan of kind `planned`, whose measurements only the caller can make (see `memory.planning`).
+    """
+    layers = [int(name) for name in model.layers]
+    match section.kind:
+        case "planned":
+            assert planned is not None, "a plan from measurements needs them"
+            return list(planned())
+        case "every":
+            size = section.layers or max(1, round(math.sqrt(len(layers))))
+            return [LayerPlan(layer, "full", place // size) for place, layer in enumerate(layers)]
+        case kind:
+            return [LayerPlan(layer, kind) for layer in layers]
+
+
+def wrap(model: Decoder, plan: Plan) -> None:
+    """Makes the layers drop and remake what the plan says.
+
+    It goes by instance attributes (`layer.forward`), so hooks that are installed on the modules later, as FSDP's, stay
+    outside of what is made again; the layers of a segment are called as modules once more, with their hooks.
+    Raises nothing; a model is wrapped once.
+    """
+    for one in plan:
+        wrap_layer(model.layers[str(one.layer)], one.kind, f"layers.{one.layer}")
+    parts: list[Callable[..., Tensor]] = []
+    for segment, group in groupby(plan, key=lambda one: one.segment):
+        layers = [model.layers[str(one.layer)] for one in group]
+        if segment is None or len(layers) == 1:
+            parts += layers
+        else:
+            parts.append(Framed(_Segment(layers), f"segment {segment} of the layers"))
+    model.segments = parts if any(isinstance(part, Framed) for part in parts) else ()
+
+
+class _Segment:
+    """Layers one after the other."""
+
+    def __init__(self, layers: Sequence[Callable[..., Tensor]]) -> None:
+        self.layers = layers
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, *args)
+        return x
+
+
+def wrap_layer(layer: Any, kind: Kind, where: str = "layer") -> None:
+    """One layer. It is not wrapped yet, or was unwrapped."""
+    assert isinstance(layer, Layer) and "forward" not in vars(layer), "a layer is wrapped once"
+    if kind == "full":
+        layer.forward = Framed(layer.forward, where)  # type: ignore[assignment,method-assign]
+    elif kind != "none":
+        dropping = Dropping(layer.forward)
+        layer.forward = dropping  # type: ignore[assignment,method-assign]
+        for owner, name, place in _between_products(layer, kind):
+            setattr(owner, name, Framed(getattr(owner, name), f"{where}.{place}", dropping))
+
+
+def unwrap_layer(layer: Layer) -> None:
+    """The layer as it was."""
+    for owner, name in [
+        (layer, "forward"),
+        *((owner, name) for kind in KINDS for owner, name, _ in _between_products(layer, kind)),
+    ]:
+        vars(owner).pop(name, None)
+
+
+def _between_products(layer: Layer, kind: Kind) -> Iterator[tuple[Any, str, str]]:
+    """(object, name of its function, name for messages) of what is made again. Norms behind a half of the layer are
+    not: no product saves what they give."""
+    yield layer.attention_norm, "forward", "attention_norm"
+    yield layer.mlp_norm, "forward", "mlp_norm"
+    yield layer.mlp, "inner", "mlp"
+    if kind == "selective":
+        yield layer.attention, "between", "attention"
+    else:
+        for name in ("q_norm", "k_norm"):
+            if (norm := getattr(layer.attention, name)) is not None:
+                yield norm, "forward", f"attention.{name}"
+
+
+def describe(plan: Plan) -> str:
+    """`recompute: full in layers 0-3 and 6, selective in layers 4-5`, for the console."""
+    if any(one.segment is not None for one in plan):
+        segments = [[one.layer for one in group] for _, group in groupby(plan, key=lambda one: one.segment)]
+        return f"recompute: all but the inputs of layers {', '.join(str(layers[0]) for layers in segments)}"
+    by_kind = {kind: [one.layer for one in plan if one.kind == kind] for kind in KINDS}
+    said = [f"{kind} in layers {_spans(layers)}" for kind, layers in by_kind.items() if layers]
+    return f"recompute: {', '.join(said)}"
+
+
+def _spans(layers: Sequence[int]) -> str:
+    """0, 1, 2, 5 -> `0-2 and 5`."""
+    runs = [[layer for _, layer in group] for _, group in groupby(enumerate(layers), key=lambda one: one[1] - one[0])]
+    spans = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return spans[0] if len(spans) == 1 else f"{', '.join(spans[:-1])} and {spans[-1]}"

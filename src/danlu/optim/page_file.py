@@ -1,0 +1,97 @@
+"""Memory in a file, of which the system may take what is not in use and bring it back.
+
+What a process holds otherwise can only go to swap, or end the run. The file has no name: when the process ends, however
+it does, nothing of it is left, and nobody else can find it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from danlu.errors import ResourceError
+
+# Linux 5.14 and later: make pages present, to be read or to be written, at once. Without them each page of 4 KiB is a
+# fault of its own.
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+_ALIGNMENT = 64  # of a tensor, in bytes: what torch gives its own
+
+
+class PageFile:
+    """So many bytes, all of them reserved at once, so that it does not fail halfway.
+
+    Args:
+        folder: where the file is; None for the host's memory instead, which does not come and go.
+        what, field: for messages: what is kept, and the field of the recipe that names the folder.
+    Raises ResourceError when the file cannot be made there.
+    """
+
+    def __init__(self, size: int, folder: Path | None, *, what: str, field: str) -> None:
+        self.in_file = folder is not None
+        size = max(size, 1)
+        self._map = mmap.mmap(-1, size) if folder is None else _mapped_file(folder, size, what, field)
+
+    def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The bytes from an aligned offset on, whatever they hold; pages that were never written are zeros."""
+        count = shape.numel()
+        if not count:  # torch takes no buffer for nothing
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def fetch(self, start: int, size: int, *, to_write: bool) -> None:
+        """Some pages are in memory when this returns."""
+        if not self.in_file or not size:
+            return
+        try:
+            self._map.madvise(_POPULATE_WRITE if to_write else _POPULATE_READ, start, size)
+        except OSError:  # an older kernel: pages come one by one, as they are touched
+            self._map.madvise(mmap.MADV_WILLNEED, start, size)
+
+    def ahead(self, start: int, size: int) -> None:
+        """Some pages are read from the disk meanwhile, if they are no longer in the system's cache."""
+        if self.in_file and size:
+            self._map.madvise(mmap.MADV_WILLNEED, start, size)
+
+    def let_go(self, start: int, size: int) -> None:
+        """Some pages are no longer held by this process; the file keeps them, in the system's cache or on the disk."""
+        if self.in_file and size:
+            self._map.madvise(mmap.MADV_DONTNEED, start, size)
+
+
+def aligned(size: int) -> int:
+    """Bytes that a tensor of `size` takes, so that the next begins where torch's own would."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def whole_pages(size: int) -> int:
+    """Bytes of the pages that `size` touches: what shares no page comes and goes alone."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def default_folder() -> Path:
+    """TMPDIR, or the system's folder for large temporary files: /tmp is often memory, which would be no page file."""
+    if (chosen := os.environ.get("TMPDIR")) is not None:
+        return Path(chosen)
+    large = Path("/var/tmp")
+    return large if os.access(large, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _mapped_file(folder: Path, size: int, what: str, field: str) -> mmap.mmap:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Reserved now: a disk that fills up later would end the process by a signal, in the middle of a step.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:  # macOS cannot reserve
+                file.truncate(size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise ResourceError(
+            f"{field}: {folder} cannot hold {size / 2**30:.2f} GiB of {what}: {error.strerror or error}. Name a folder "
+            "on a disk with that much room."
+        ) from error

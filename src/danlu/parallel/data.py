@@ -1,0 +1,159 @@
+"""Data parallelism: DDP where every rank holds all of the model, FSDP2 where data ranks share it (ZeRO 1, 2 and 3).
+
+======  =========================================  ================================  =====================
+shard   parameters                                 gradients between micro-batches   optimizer state
+======  =========================================  ================================  =====================
+none    whole                                      whole                             whole
+zero1   a share; whole from forward to backward    whole                             a share
+zero2   a share; whole from forward to backward    a share                           a share
+zero3   a share; one layer whole at a time         a share                           a share
+======  =========================================  ================================  =====================
+
+(arXiv:1910.02054; hybrid sharding, arXiv:2304.11277.) All of them sum: the one division by the step's weight comes with
+clipping. Weights of norms are left to us: they are few, FSDP2 would round them to the type of activations where one
+process does not, and under sequence parallelism their gradients are sums over other ranks too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from danlu.numerics.product import PackedWeight
+from danlu.parallel.comm import Group
+from danlu.parallel.ranks import Ranks
+from danlu.recipe.sections import Parallel
+
+Begin = Callable[[bool], AbstractContextManager[None]]
+"""Called around a micro-batch, with whether it is the step's last."""
+
+BUCKET_MB = 25
+
+
+def shard(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    ranks: Ranks,
+    section: Parallel,
+    *,
+    gathered: torch.dtype | None,
+    whole: Iterable[Parameter],
+    offload: bool = False,
+) -> None:
+    """FSDP2 over `model`, a unit for each of `layers` and one for the rest; parameters may be on meta.
+
+    gathered: the type in which whole parameters are gathered and used; None for their own.
+    whole: parameters that stay whole on each rank.
+    offload: keep shards, their gradients and optimizer state in the host's memory.
+    """
+    mesh = ranks.mesh["replicate", "shard"] if ranks.replicate.size > 1 else ranks.mesh["shard"]
+    reduce = torch.bfloat16 if section.reduce == "bf16" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce, cast_forward_inputs=False)
+    where = CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda") if offload else OffloadPolicy()
+    # Hidden states are a view where they enter a head that is cut; nothing changes them in place.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*", category=UserWarning)
+    ignored = set(whole)
+    for module in model.modules():
+        if isinstance(module, PackedWeight):
+            module.share_codes()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": where}
+    for layer in layers:
+        own = {parameter for parameter in layer.parameters() if parameter in ignored}
+        fully_shard(layer, reshard_after_forward=section.shard == "zero3", ignored_params=own, **options)
+    fully_shard(model, reshard_after_forward=False, ignored_params=ignored, **options)
+    for module in _units(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    for here, ahead in zip(layers, _following(layers, section.prefetch), strict=True):
+        here.set_modules_to_forward_prefetch(ahead)  # type: ignore[operator]
+    backwards = list(reversed(layers))
+    for here, ahead in zip(backwards, _following(backwards, section.prefetch), strict=True):
+        here.set_modules_to_backward_prefetch(ahead)  # type: ignore[operator]
+
+
+def accumulation(model: nn.Module, section: Parallel) -> Begin:
+    """What happens around each micro-batch of a sharded model."""
+    local = section.accumulate == "local" or (section.accumulate == "auto" and section.shard == "zero1")
+    root: Any = model
+
+    def begin(last: bool) -> AbstractContextManager[None]:
+        root.set_is_last_backward(last)
+        root.set_requires_gradient_sync(last or not local)
+        root.set_requires_all_reduce(last)  # over copies of the sharded model
+        if section.shard != "zero3":
+            root.set_reshard_after_backward(last)  # gathered once a step
+        return nullcontext()
+
+    return begin
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Frees parameters that are whole, so that the next forward pass gathers what shards hold now."""
+    for module in _units(model):
+        module.reshard()
+
+
+def replicate(task: nn.Module, ranks: Ranks, section: Parallel) -> DistributedDataParallel:
+    """DDP over the data ranks: gradients are summed in buckets while the backward pass goes on."""
+    with warnings.catch_warnings():
+        # torch 2.13 announces another name for broadcast_buffers, which 2.11 does not have.
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = DistributedDataParallel(
+            task,
+            process_group=ranks.data.handle,
+            broadcast_buffers=False,
+            init_sync=False,  # every rank starts from the same seed or the same files
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=BUCKET_MB,
+        )
+    # A lambda: torch compares annotations of hooks, and ours are strings.
+    wrapped.register_comm_hook((ranks.data, section.reduce), lambda state, bucket: _sum_bucket(state, bucket))
+    return wrapped
+
+
+def settle(wrapped: DistributedDataParallel, *inputs: Any) -> None:
+    """Goes through DDP once, for nothing: it then puts its buckets into the order in which gradients come.
+
+    It would do so after the first step, which then rounds its sums in another way than all later ones: a run that goes
+    on from a checkpoint would not end where an uninterrupted one does.
+    """
+    wrapped(*inputs).total.backward()
+    for parameter in wrapped.parameters():
+        parameter.grad = None
+
+
+def local_accumulation(wrapped: DistributedDataParallel) -> Begin:
+    """Nothing is sent until the last micro-batch."""
+
+    @contextmanager
+    def begin(last: bool) -> Iterator[None]:
+        with nullcontext() if last else wrapped.no_sync():
+            yield
+
+    return begin
+
+
+def _sum_bucket(state: tuple[Group, str], bucket: Any) -> torch.futures.Future[Tensor]:
+    """DDP's own reduction divides by the number of ranks; a sum is what is wanted."""
+    group, reduce = state
+    buffer: Tensor = bucket.buffer()
+    if reduce == "fp32":
+        return group.sum_later(buffer)
+    narrow = group.sum_later(buffer.to(torch.bfloat16))
+    return narrow.then(lambda done: buffer.copy_(done.value()))  # type: ignore[no-any-return]
+
+
+def _units(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _following(layers: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
+    return [list(layers[place + 1 : place + 1 + count]) for place in range(len(layers))]

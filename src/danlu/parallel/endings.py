@@ -1,0 +1,194 @@
+"""How each process of a run ended: a small file that it leaves, and what of many such files is told to the user.
+
+Exit codes alone do not say it: gloo's threads may abort a process that has done all its work, and of four processes
+that failed three failed only because the first was gone. Without torch, as the command line is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from danlu.errors import (
+    CheckpointError,
+    DanluError,
+    DataError,
+    ModelError,
+    RecipeError,
+    ResourceError,
+    TrainingError,
+)
+from danlu.parallel.world import named
+
+Kind = Literal["begun", "finished", "stopped", "error", "failure", "hang", "consequence"]
+"""begun: still at work, or died without a word; stopped: by a signal, saved what it could; error: a DanluError;
+failure: any other exception; hang: waited too long for another; consequence: failed because another was gone."""
+
+ENDING = "DANLU_ENDING"
+"""The environment variable that names the file of a process."""
+
+_ERRORS: dict[int, type[DanluError]] = {
+    kind.exit_code: kind
+    for kind in (DanluError, RecipeError, DataError, ModelError, CheckpointError, ResourceError, TrainingError)
+}
+
+# What torch and its libraries say in a process whose peer is gone.
+_PEER_IS_GONE = re.compile(
+    r"gloo|transport/tcp|Connection (closed|reset|refused)|Broken pipe|NCCL|DistBackendError|TCPStore|recvValue"
+    r"|socketPoll|failed to (recv|send)|Timed out waiting|remote process exited|Socket Timeout",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What one process says about itself."""
+
+    rank: int
+    kind: Kind
+    exit_code: int = 0
+    said: tuple[str, ...] = ()  # problems, one each; or the text of the error and its traceback
+    at: float = field(default_factory=time.time)  # seconds since 1970
+
+    @property
+    def well(self) -> bool:
+        """Whether it did what it was asked to, which includes stopping."""
+        return self.kind in ("finished", "stopped")
+
+    def write(self, file: Path) -> None:
+        unfinished = file.with_name(f"{file.name}.tmp")
+        unfinished.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        unfinished.rename(file)
+
+
+def read(file: Path) -> Ending | None:
+    """What the process said; None if it never came so far."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return Ending(**{**values, "said": tuple(values["said"])})
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an exception only says that another process is gone or does not answer."""
+    if isinstance(error, DanluError) or not isinstance(error, RuntimeError | OSError):
+        return False
+    return isinstance(error, ConnectionError) or bool(_PEER_IS_GONE.search(str(error)))
+
+
+def note(ending: Ending, environ: Mapping[str, str] = os.environ) -> None:
+    """Leaves the file where whoever started this process wants one.
+
+    torchrun names a file of its own, and shows what it finds there.
+    """
+    if ENDING in environ:
+        ending.write(Path(environ[ENDING]))
+    elif "TORCHELASTIC_ERROR_FILE" in environ and ending.kind in ("error", "failure", "hang"):
+        text = {"message": "\n".join(ending.said), "extraInfo": {"timestamp": int(ending.at), "rank": ending.rank}}
+        Path(environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": text}), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a group of processes failed, the first reason first."""
+
+    error: DanluError
+    short: str  # one line
+    again: bool  # whether another attempt may end otherwise
+
+
+def cause(endings: Mapping[int, Ending | None], exits: Mapping[int, int | None], logs: Mapping[int, Path]) -> Cause:
+    """What is told of processes of which at least one failed.
+
+    endings: what each left, by rank. exits: exit code, negative for a signal; None for one that was still running when
+    the first failed. logs: where each wrote, for those that died without a word.
+    """
+    died = {rank: code for rank, code in exits.items() if code is not None and _silent(endings[rank])}
+    told = sorted(
+        (ending for ending in endings.values() if ending is not None and ending.kind in ("error", "failure", "hang")),
+        key=lambda ending: ending.at,
+    )
+    # A process is killed from outside, so others may fail of that, in words of any kind; but not in a DanluError's.
+    killed = -signal.SIGKILL in died.values()
+    if told and not (died and told[0].kind == "hang") and not (killed and told[0].kind == "failure"):
+        first = [ending for ending in told if _same(ending, told[0])]
+        return _told(first, told, endings)
+    if died:
+        return _died(died, logs, endings)
+    waited = [ending for ending in endings.values() if ending is not None and ending.kind == "consequence"]
+    assert waited, "a group fails of at least one process"
+    first = [min(waited, key=lambda ending: ending.at)]
+    return _told(first, first, endings)
+
+
+def _silent(ending: Ending | None) -> bool:
+    return ending is None or ending.kind == "begun"
+
+
+def _same(one: Ending, other: Ending) -> bool:
+    return one.kind == other.kind and (one.said == other.said or one.kind == "hang")
+
+
+def _told(first: Sequence[Ending], told: Sequence[Ending], endings: Mapping[int, Ending | None]) -> Cause:
+    ranks = [ending.rank for ending in first]
+    reason = first[0]
+    everyone = len(ranks) == len(endings) or reason.kind == "hang"  # a hang's words name the ranks
+    whose = "" if everyone else f"{named(ranks)}: "
+    texts = list(reason.said)
+    others = [ending for ending in told if ending.rank not in ranks]
+    texts += [f"{named([ending.rank])} failed as well: {_headline(ending)}" for ending in others]
+    texts += _folded(set(endings) - set(ranks) - {ending.rank for ending in others}, endings)
+    kind = _ERRORS.get(reason.exit_code, DanluError)
+    problems = [f"{whose}{texts[0]}", *texts[1:]]
+    error = RecipeError(problems) if kind is RecipeError else kind("\n".join(problems))
+    return Cause(error, f"{whose}{_headline(reason)}", again=reason.kind != "error")
+
+
+def _died(died: Mapping[int, int], logs: Mapping[int, Path], endings: Mapping[int, Ending | None]) -> Cause:
+    lines = []
+    for code in sorted(set(died.values())):
+        ranks = [rank for rank, its in died.items() if its == code]
+        verb = "were" if len(ranks) > 1 else "was"
+        if code >= 0:
+            lines.append(f"{named(ranks)} ended with exit code {code} and without a word")
+        elif -code == signal.SIGKILL:
+            lines.append(f"{named(ranks)} {verb} killed (SIGKILL), as the system does where memory runs out")
+        else:
+            lines.append(f"{named(ranks)} {verb} ended by {_signal(-code)}")
+    short = "; ".join(lines)
+    folded = _folded(set(endings) - set(died), endings)
+    return Cause(ResourceError("\n".join([short + _where(logs, died), *folded])), short, again=True)
+
+
+def _folded(ranks: set[int], endings: Mapping[int, Ending | None]) -> list[str]:
+    waited = [rank for rank in ranks if (ending := endings[rank]) is not None and ending.kind == "consequence"]
+    return [f"{named(waited)} then stopped waiting"] if waited else []
+
+
+def _where(logs: Mapping[int, Path], ranks: Mapping[int, object]) -> str:
+    """The last words in the logs, if any."""
+    texts = []
+    for rank in ranks:
+        if rank in logs and logs[rank].is_file():
+            last = logs[rank].read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+            texts += [f"\n  the end of {logs[rank]}:", *(f"\n    {line}" for line in last)] if last else []
+    return "".join(texts)
+
+
+def _headline(ending: Ending) -> str:
+    return ending.said[0].splitlines()[0] if ending.said and ending.said[0] else ending.kind
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,74 @@
+"""What this process holds of a model's parameters: plain local tensors, each with the box of the whole that it is.
+
+FSDP2 keeps its shards as DTensors, and what trains on them one by one (optimizers, clipping, averages, checkpoints)
+wants plain tensors: `local` shares the memory of the DTensor's local part, and its gradient is handed over after the
+backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from danlu.parallel.ranks import Ranks
+from danlu.types import Piece
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter, as much of it as is here."""
+
+    name: str  # in the whole model
+    parameter: Parameter  # of the module
+    local: Parameter  # the same memory as a plain tensor; the parameter itself where that is plain
+    piece: Piece
+
+    @property
+    def sharded(self) -> bool:
+        return self.local is not self.parameter
+
+    def take_gradient(self) -> None:
+        """Moves the gradient from the parameter to `local`; a shard without rows has an empty one."""
+        if self.sharded and self.parameter.grad is not None:
+            grad = self.parameter.grad
+            self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
+            self.parameter.grad = None
+
+
+def held_of(model: nn.Module, ranks: Ranks, cut: Mapping[str, Piece]) -> dict[str, Held]:
+    """Every parameter of a placed model by name. `cut` has the boxes that tensor parallelism left, by name."""
+    return {name: _held(name, parameter, ranks, cut) for name, parameter in model.named_parameters()}
+
+
+def _held(name: str, parameter: Parameter, ranks: Ranks, cut: Mapping[str, Piece]) -> Held:
+    tensor = ranks.tensor
+    piece = cut.get(name) or Piece.all_of(parameter.shape, copies=tensor.size, writes=tensor.index == 0)
+    if not isinstance(parameter, DTensor):
+        piece = replace(piece, copies=piece.copies * ranks.data.size, writes=piece.writes and ranks.data.index == 0)
+        return Held(name, parameter, parameter, piece)
+    with torch.no_grad():
+        data = parameter.to_local()
+    local = Parameter(data, requires_grad=parameter.requires_grad) if data.is_floating_point() else _codes(data)
+    # torch.chunk's rule: as many rows for each of the first ranks as ceil(rows / ranks), the last ones have fewer.
+    rows = piece.size[0]
+    chunk = -(-rows // ranks.shard.size)
+    first = min(rows, chunk * ranks.shard.index)
+    count = min(rows, first + chunk) - first
+    assert count == len(data), f"{name}: {len(data)} rows are here, {count} were expected"
+    box = Piece(
+        piece.whole,
+        (piece.start[0] + first, *piece.start[1:]),
+        (count, *piece.size[1:]),
+        copies=piece.copies * ranks.replicate.size,
+        writes=piece.writes and ranks.replicate.index == 0,
+    )
+    return Held(name, parameter, local, box)
+
+
+def _codes(data: Tensor) -> Parameter:
+    return Parameter(data, requires_grad=False)

@@ -1,0 +1,186 @@
+"""Becoming one of a run's processes, and ceasing to be: torch.distributed is initialised here and nowhere else.
+
+Processes do not take torch.distributed down again: gloo's threads may abort a process that does so, or that ends in the
+ordinary way. Whoever has joined ends by os._exit, as `danlu train` does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from danlu.errors import RecipeError, ResourceError, TrainingError
+from danlu.parallel import endings
+from danlu.parallel.hangs import RECORDS, WHERE, Watch
+from danlu.parallel.world import World, found
+
+__all__ = ["LAUNCHER", "WHERE", "Joined", "assemble", "first_to_tell", "join", "leave", "told"]
+
+LAUNCHER = "DANLU_LAUNCHER"
+"""The environment variable with the process number of the danlu that has started this process."""
+
+_LEAST_FOR_MEETING_S = 300.0  # processes load torch at different speeds
+_LEAVING_S = 60.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This process's place among all."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+
+@dataclass
+class _Membership:
+    """What `leave` needs."""
+
+    store: Any
+    watch: Watch
+    rank: int
+    world: int
+
+
+_membership: _Membership | None = None
+
+
+def join(device: str, timeout_s: float, say: Callable[[str], None] | None = None) -> Joined:
+    """Joins the processes that the environment tells of, and watches over their collectives; alone, does nothing.
+
+    device: cpu, cuda, or auto for cuda where there is one; a process takes the CUDA device of its local rank.
+    timeout_s: after which a collective has failed. `say` tells the user of one that is about to, in rank 0.
+    Raises RecipeError for more processes than devices, ResourceError if the others cannot be reached.
+    """
+    global _membership
+    if dist.is_initialized():
+        return Joined(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+    world = found(os.environ)
+    if world is None:
+        return Joined()
+    on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    local = _take_device(world) if on_cuda else world.local_rank or 0
+    os.environ.update(world.variables())
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDS))
+    store = _meet(world, timeout_s)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        store=PrefixStore("groups", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    launcher = os.environ.get(LAUNCHER)
+    watch = Watch(
+        PrefixStore("watch", store.clone()),
+        world.rank,
+        world.size,
+        timeout_s,
+        say=say or _say_stderr,
+        end=lambda text: _end(world.rank, text),
+        launcher=None if launcher is None else int(launcher),
+    ).start()
+    _membership = _Membership(store, watch, world.rank, world.size)
+    return Joined(world.rank, world.size, local)
+
+
+def leave() -> None:
+    """To be called once the work is done, before the process ends; alone, does nothing.
+
+    Rank 0, which may keep the store that the others ask, waits until they have left.
+    """
+    if _membership is None:
+        return
+    _membership.watch.stop()
+    left = _membership.store.add("left", 1)
+    until = time.monotonic() + _LEAVING_S
+    while _membership.rank == 0 and left < _membership.world and time.monotonic() < until:
+        time.sleep(0.01)
+        left = _membership.store.add("left", 0)
+
+
+def assemble(name: str) -> None:
+    """Returns when every process has come here, however long the slowest takes: a barrier without a time limit.
+
+    name: another for each place. Alone, or where something else has joined this process, does nothing.
+    """
+    if _membership is None:
+        return
+    come = _membership.store.add(f"assemble/{name}", 1)
+    while come < _membership.world:
+        time.sleep(0.02)
+        come = _membership.store.add(f"assemble/{name}", 0)
+
+
+def told(error: BaseException) -> BaseException:
+    """What to tell the user of an error: for a collective that failed after a hang was reported, the report."""
+    if (
+        _membership is not None
+        and endings.is_consequence(error)
+        and (report := _membership.watch.settled()) is not None
+    ):
+        return TrainingError(report)
+    return error
+
+
+def first_to_tell() -> bool:
+    """Whether no other process has asked before: of many that fail at once, one tells the user."""
+    if _membership is None:
+        return True
+    try:
+        first: bool = _membership.store.add("told", 1) == 1
+    except dist.DistError:  # the store is gone: this process is not the first to end
+        return False
+    return first
+
+
+def _take_device(world: World) -> int:
+    """Takes the CUDA device of a process. Raises RecipeError if there is none for it."""
+    devices = torch.cuda.device_count()
+    local = world.rank % devices if world.local_rank is None else world.local_rank
+    if local >= devices:
+        raise RecipeError(
+            f"device: cuda, and process number {local} of this machine finds only {devices} CUDA devices. "
+            f"Start {devices} processes on it, or use device: cpu"
+        )
+    torch.cuda.set_device(local)
+    return local
+
+
+def _meet(world: World, timeout_s: float) -> Any:
+    """torch's store, in which all processes find each other."""
+    timeout = timedelta(seconds=max(timeout_s, _LEAST_FOR_MEETING_S))
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except (RuntimeError, OSError) as error:
+        raise ResourceError(
+            f"rank {world.rank} of {world.size} (from {world.found_in}) cannot reach the others at "
+            f"{world.address}:{world.port}: {str(error).splitlines()[0]}. "
+            "Are all of them running, and is the port free?"
+        ) from error
+    # An elastic agent keeps one store for all attempts: addresses of processes that are gone would be found there.
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _end(rank: int, text: str) -> None:
+    """Ends this process, whose main thread may never come back."""
+    endings.note(endings.Ending(rank, "hang", TrainingError.exit_code, (text,)))
+    if endings.ENDING not in os.environ:
+        _say_stderr(f"error: {text}")
+    sys.stdout.flush()
+    os._exit(TrainingError.exit_code)
+
+
+def _say_stderr(text: str) -> None:
+    # By write(2): a progress bar of the main thread may hold Python's own stream.
+    os.write(2, f"\n{text}\n".encode())

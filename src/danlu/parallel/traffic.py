@@ -1,0 +1,181 @@
+"""Counts what this process sends, by axis and collective, under whatever sends it: our groups, DDP, FSDP2, DTensor.
+
+All of torch's collectives pass its dispatcher as operators of `c10d` or `_c10d_functional`; a dispatch mode sees them
+there, forward and backward, on any backend. On the `fake` one a single process can pretend to be one of 512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from danlu.parallel.layout import Layout
+from danlu.parallel.sent import Kind, Sent, axis_of, ring_bytes
+
+
+@dataclass(frozen=True)
+class _Collective:
+    kind: Kind
+    full: str  # the argument that is (or makes up) the full tensor of `ring_bytes`
+    times: bool = False  # whether it is one process's share, of as many as there are
+
+
+_COLLECTIVES: Mapping[str, _Collective] = {
+    "c10d::_allgather_base_": _Collective("all-gather", "output_tensor"),
+    "c10d::_reduce_scatter_base_": _Collective("reduce-scatter", "input_tensor"),
+    "c10d::allgather_": _Collective("all-gather", "output_tensors"),
+    "c10d::allgather_coalesced_": _Collective("all-gather", "output_lists"),
+    "c10d::allgather_into_tensor_coalesced_": _Collective("all-gather", "outputs"),
+    "c10d::allreduce_": _Collective("all-reduce", "tensors"),
+    "c10d::allreduce_coalesced_": _Collective("all-reduce", "tensors"),
+    "c10d::alltoall_": _Collective("all-to-all", "input_tensors"),
+    "c10d::alltoall_base_": _Collective("all-to-all", "input"),
+    "c10d::broadcast_": _Collective("broadcast", "tensors"),
+    "c10d::gather_": _Collective("gather", "input_tensors"),
+    "c10d::reduce_": _Collective("reduce", "tensors"),
+    "c10d::reduce_scatter_": _Collective("reduce-scatter", "input_tensors"),
+    "c10d::reduce_scatter_tensor_coalesced_": _Collective("reduce-scatter", "inputs"),
+    "c10d::scatter_": _Collective("scatter", "output_tensors"),
+    "c10d::send": _Collective("point-to-point", "tensors"),
+    "_c10d_functional::all_gather_into_tensor": _Collective("all-gather", "input", times=True),
+    "_c10d_functional::all_gather_into_tensor_coalesced": _Collective("all-gather", "inputs", times=True),
+    "_c10d_functional::all_gather_into_tensor_out": _Collective("all-gather", "input", times=True),
+    "_c10d_functional::all_reduce": _Collective("all-reduce", "input"),
+    "_c10d_functional::all_reduce_": _Collective("all-reduce", "input"),
+    "_c10d_functional::all_reduce_coalesced": _Collective("all-reduce", "inputs"),
+    "_c10d_functional::all_reduce_coalesced_": _Collective("all-reduce", "inputs"),
+    "_c10d_functional::all_to_all_single": _Collective("all-to-all", "input"),
+    "_c10d_functional::broadcast": _Collective("broadcast", "input"),
+    "_c10d_functional::broadcast_": _Collective("broadcast", "input"),
+    "_c10d_functional::isend": _Collective("point-to-point", "tensor"),
+    "_c10d_functional::reduce_scatter_tensor": _Collective("reduce-scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": _Collective("reduce-scatter", "inputs"),
+    "_c10d_functional::reduce_scatter_tensor_out": _Collective("reduce-scatter", "input"),
+}
+_SEND_NOTHING = frozenset(
+    {
+        "c10d::barrier",
+        "c10d::check_for_nan",
+        "c10d::monitored_barrier_",
+        "c10d::recv_",
+        "c10d::recv_any_source_",
+        "_c10d_functional::irecv",
+        "_c10d_functional::wait_tensor",
+        "_c10d_functional::_wrap_tensor_autograd",
+    }
+)
+_SPACES = ("c10d", "_c10d_functional")
+
+
+class Traffic(TorchDispatchMode):
+    """`with Traffic(layout) as traffic: step()`, then `traffic.sent()`.
+
+    Counts what the thread inside the block starts, and its backward passes; a checkpoint that is written in another
+    thread is left out. Compiled functions run uncompiled meanwhile. Bytes are those of a ring, whatever the backend
+    does, and each message is counted when it is started, whether or not anyone waits for it.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._layout = layout
+        self._counts: dict[tuple[str, Kind], tuple[Fraction, int]] = {}
+
+    def sent(self) -> list[Sent]:
+        """What has been sent until now, a line for each axis and kind."""
+        return [Sent(axis, kind, count, calls) for (axis, kind), (count, calls) in self._counts.items()]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # A DTensor first becomes operations on local tensors, which come here in their turn.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace in _SPACES:
+            self._count(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = func._schema.name
+        if name in _SEND_NOTHING:
+            return
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        ranks = _ranks(given["process_group"] if "process_group" in given else given["group_name"])
+        if name == "_c10d_functional::batch_p2p_ops":
+            sends = [x for what, x in zip(given["op_list"], given["tensors"], strict=True) if "send" in what]
+            self._add(ranks, "point-to-point", sum(map(_bytes, sends)))
+            return
+        collective = _COLLECTIVES.get(name)
+        assert collective is not None, f"{name} is not known to send so and so much: add it to _COLLECTIVES"
+        full_bytes = _bytes(given[collective.full]) * (len(ranks) if collective.times else 1)
+        stays = _own_rows(given, ranks) if collective.kind == "all-to-all" else None
+        self._add(ranks, collective.kind, full_bytes, stays)
+
+    def _add(self, ranks: tuple[int, ...], kind: Kind, full_bytes: int, stays: Fraction | None = None) -> None:
+        """stays: the share of the full tensor that stays here, where it need not be one of as many as there are."""
+        sent = ring_bytes(kind, len(ranks), full_bytes) if stays is None else (1 - stays) * full_bytes
+        key = _axis(ranks, self._layout), kind
+        before, calls = self._counts.get(key, (Fraction(0), 0))
+        self._counts[key] = before + sent, calls + 1
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    """Members of a group that is given as an operator's argument: wrapped, or by name."""
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type,attr-defined]
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+@cache
+def _axis(ranks: tuple[int, ...], layout: Layout) -> str:
+    return axis_of(ranks, layout)
+
+
+def _bytes(what: Any) -> int:
+    """Of a tensor, or of all in lists of them."""
+    if isinstance(what, Tensor):
+        return what.numel() * what.element_size()
+    return sum(map(_bytes, what))
+
+
+def _own_rows(given: Mapping[str, Any], ranks: tuple[int, ...]) -> Fraction | None:
+    """The share of an all-to-all's input that stays with this process, where shares are given."""
+    index = ranks.index(dist.get_rank())
+    if "input_tensors" in given:
+        whole = _bytes(given["input_tensors"])
+        return Fraction(_bytes(given["input_tensors"][index]), whole) if whole else None
+    rows = given["input_split_sizes"]
+    return Fraction(rows[index], sum(rows)) if sum(rows) else None
+
+
+@contextmanager
+def pretended(world: int, rank: int = 0) -> Iterator[None]:
+    """torch.distributed as one of so many processes that are not there: collectives return at once, and move nothing.
+
+    What comes out of them is not initialised, so only shapes and counts of what runs inside mean anything.
+    """
+    assert not dist.is_initialized(), "this process belongs to a world already"
+    dist.init_process_group("fake", store=_fake_store(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _fake_store() -> Any:
+    # Importing it registers the backend, which nothing but counting needs.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store: Callable[[], Any] = FakeStore
+    return store()

@@ -1,0 +1,302 @@
+"""From a recipe to what is trained, placed on the processes of a run: the order of `place` is the documentation.
+
+Alone this is a model in float32, or a frozen one with adapters. Of several processes each holds its part: the model is
+made as shapes, cut and sharded, and only then are weights drawn or read, one whole tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.assembly.base import Base
+from danlu.assembly.trained import adapted_model, merged_model
+from danlu.errors import RecipeError
+from danlu.memory import offload, planning, recompute
+from danlu.memory.nvme import offload_parameters
+from danlu.models.attend import PackedAttention
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder, RMSNorm
+from danlu.models.folder import resolve_folder
+from danlu.models.initialize import initial_value, initialize
+from danlu.models.loading import build, load, skeleton, stored_values
+from danlu.optim.build import Optimizers
+from danlu.optim.build import build as build_optimizer
+from danlu.parallel import data, tensor
+from danlu.parallel.comm import Group
+from danlu.parallel.held import Held, held_of
+from danlu.parallel.ranks import Ranks
+from danlu.parallel.spread import Spread
+from danlu.parallel.threads import NOTE, Replicas
+from danlu.recipe import Recipe
+from danlu.train.checkpoint import read_group
+from danlu.train.memory_parts import Activations
+from danlu.train.step import Compute, Losses, ThreadedCompute, cross_entropy
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: a model, or the adapters of one that is frozen."""
+
+    model: Decoder
+    adapters: AdapterSet | None = None
+    base: Base | None = None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A subject on the processes of a run."""
+
+    subject: Subject
+    spread: Spread
+    notes: tuple[str, ...] = ()
+    """For the console."""
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """What optimizers and averages work on, by name: as much of each parameter as is here."""
+        if not self.spread.held:
+            return list(self.subject.model.named_parameters())
+        return [(name, one.local) for name, one in self.spread.held.items()]
+
+
+def subject_of(
+    recipe: Recipe,
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    saved: Mapping[str, Tensor] | None = None,
+    resumed: bool = False,
+    encode: Callable[[str], list[int]] | None = None,
+    shapes_only: bool = False,
+) -> Subject:
+    """The decoder in float32 with its first weights, or a frozen one with adapters.
+
+    resumed: weights will be read from a checkpoint, so there is only memory for them. saved: of adapters, what the
+    checkpoint holds. shapes_only: a whole model's parameters have shapes, to be placed before they have values.
+    """
+    if recipe.adapter is not None:
+        adapted, base = adapted_model(
+            recipe.model,
+            recipe.adapter,
+            recipe.quantization,
+            dtype=DTYPES[recipe.precision],
+            device=device,
+            seed=recipe.seed,
+            encode=encode,
+            taken_up=saved,
+        )
+        return Subject(adapted.model, adapted.adapters, base)
+    if recipe.model.adapters and not resumed:
+        return Subject(merged_model(recipe.model, device=device))
+    if shapes_only:
+        return Subject(skeleton(config))
+    if resumed:
+        return Subject(build(config, device=device))
+    if recipe.model.path is not None:
+        return Subject(load(resolve_folder(recipe.model.path), device=device))
+    model = build(config, device=device)
+    initialize(model, recipe.seed)
+    return Subject(model)
+
+
+def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, *, resumed: bool = False) -> Placed:
+    """Puts a subject on the processes, in place. Everything here does nothing along an axis of one."""
+    model, adapters, section = subject.model, subject.adapters, recipe.parallel
+    layers = list(model.layers.values())
+    empty = any(parameter.is_meta for parameter in model.parameters())
+    if recipe.optimizer.kind == "galore" and not ranks.alone:
+        raise RecipeError(
+            "optimizer.kind: galore projects a gradient as soon as it is there, before other processes have added "
+            "theirs. Use adamw or adamw8bit, or one process"
+        )
+    cuts = tensor.cut(model, adapters, ranks.tensor, sequence=section.sequence)
+    plan = recompute.plan_of(recipe.memory.recompute, model, lambda: _cheapest_plan(model, recipe, ranks, device))
+    recompute.wrap(model, plan)
+    notes = [recompute.describe(plan)] if recipe.memory.recompute.kind != "none" else []
+    notes += [NOTE] if section.workers == "threads" else []
+    notes += offload_notes(recipe, device)
+    sharded = section.shard != "none" and ranks.data.size > 1
+    if "parameters" in recipe.memory.offload and device.type == "cuda" and not sharded:
+        raise RecipeError(
+            "memory.offload: parameters leave a GPU as shards, which takes parallel.shard: zero3 (or zero1, zero2) and "
+            "two processes or more. On one GPU offload optimizer and activations"
+        )
+    norms = norm_weights(model)
+    if sharded:
+        gathered = None if adapters is not None or recipe.precision == "fp32" else DTYPES[recipe.precision]
+        data.shard(
+            model,
+            layers,
+            ranks,
+            section,
+            gathered=gathered,
+            whole=norms.values(),
+            offload="parameters" in recipe.memory.offload and device.type == "cuda",
+        )
+    if empty:
+        model.to_empty(device=device)
+    if adapters is not None:
+        adapters.follow()
+    held = {} if ranks.alone else held_of(model, ranks, cuts.pieces)
+    if empty and not resumed:
+        fill(held, first_values(recipe, model.config, {name: one.piece.whole for name, one in held.items()}))
+    folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
+    in_file = None
+    if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
+        folder.mkdir(parents=True, exist_ok=True)
+        in_file = offload_parameters(model, folder, ahead=section.prefetch)
+        held = {} if ranks.alone else held_of(model, ranks, cuts.pieces)
+    sums: list[tuple[Group, str]] = []
+    if sharded:
+        sums += [(ranks.data, name) for name in norms]
+    sums += [(group, name) for name, group in cuts.partial.items()]
+    spread = Spread(ranks, held, tuple(sums))
+    if in_file is not None:
+        spread.put_away = in_file.let_go
+    if sharded:
+        spread.begin = data.accumulation(model, section)
+        spread.forget = lambda: data.drop_gathered(model)
+    return Placed(subject, spread, tuple(notes))
+
+
+def offload_notes(recipe: Recipe, device: torch.device) -> list[str]:
+    """What of `memory.offload` changes nothing on this device."""
+    section = recipe.memory
+    folder = None if section.folder is None else Path(section.folder).expanduser()
+    found = []
+    if "activations" in section.offload and (line := offload.note(device, folder)) is not None:
+        found.append(line)
+    idle = [part for part in section.offload if part != "activations"]
+    if idle and device.type == "cpu" and folder is None:
+        found.append(
+            f"memory.offload: {', '.join(idle)}: on a CPU they are in the host's memory already, and stay there; with "
+            "memory.folder they would go to a file on that disk"
+        )
+    return found
+
+
+def _cheapest_plan(model: Decoder, recipe: Recipe, ranks: Ranks, device: torch.device) -> list[recompute.LayerPlan]:
+    """Of kind `planned`: measured on this model, or on one layer like its where that has no weights yet.
+
+    All processes measure, for cut layers communicate; the first one's numbers make the plan for all.
+    """
+    section, micro = recipe.memory.recompute, recipe.batch.micro
+    assert isinstance(micro, int) and section.budget is not None, "the recipe's rules ask for both"
+    length = recipe.data.max_length
+    if any(parameter.is_meta for parameter in model.parameters()):
+        config = replace(model.config, layers=1, windows=model.config.windows[:1])
+        probe = build(config, device=device)
+        initialize(probe, recipe.seed)
+        tensor.cut(probe, None, ranks.tensor, sequence=recipe.parallel.sequence)
+    else:
+        probe = model
+    tokens = torch.zeros(micro * length, dtype=torch.int64, device=device)
+    positions = torch.arange(length, device=device).repeat(micro)
+    attend = PackedAttention(tuple(range(0, micro * length + 1, length)))
+    costs = planning.measure(probe, tokens, positions, attend, DTYPES[recipe.precision])
+    if probe is not model:
+        costs = [replace(costs[0], layer=int(name)) for name in model.layers]
+    return ranks.world.from_first(lambda: planning.cheapest(costs, int((section.budget or 0) * 2**30)))
+
+
+def learner(
+    placed: Placed,
+    recipe: Recipe,
+    device: torch.device,
+    micro: int,
+    *,
+    compiled: bool = False,
+    activations: Activations | None = None,
+) -> Compute:
+    """What learns: a placed model with its loss, under DDP where every data rank holds all that is trained."""
+    model, ranks = placed.subject.model, placed.spread.ranks
+    away = None
+    if "activations" in recipe.memory.offload:
+        folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
+        away = offload.activations(device, folder)
+    compute = Compute(
+        model,
+        model.compiled() if compiled else model,
+        device,
+        DTYPES[recipe.precision],
+        micro,
+        recipe.loss,
+        placed.subject.adapters,
+        activations,
+        placed.spread,
+        away=away,
+        multiple=ranks.tensor.size if recipe.parallel.sequence else 1,
+    )
+    if recipe.parallel.workers == "threads":
+        return ThreadedCompute(**vars(compute), replicas=Replicas(model, replica_devices(recipe, device)))
+    if ranks.data.alone or recipe.parallel.shard != "none":
+        return compute
+    wrapped = data.replicate(Losses(model, partial(cross_entropy, compute)), ranks, recipe.parallel)
+    data.settle(wrapped, compute.collate([]), compute.loss, 1.0)
+    compute.spread.begin = data.local_accumulation(wrapped)
+    return replace(compute, through=wrapped)
+
+
+def optimizer_of(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, device: torch.device) -> Optimizers:
+    """The optimizer of a recipe over what is here of the parameters, its state where `memory` says."""
+    memory, ratio = recipe.memory, getattr(recipe.adapter, "rate_ratio", 1.0)  # LoRA+: what B's rate is multiplied by
+    return build_optimizer(
+        parameters,
+        recipe.optimizer,
+        rate_of=None if ratio == 1 else lambda name: ratio if name.endswith("lora_B") else 1.0,
+        offload="optimizer" in memory.offload and (device.type == "cuda" or memory.folder is not None),
+        folder=memory.folder,
+    )
+
+
+def replica_devices(recipe: Recipe, device: torch.device) -> list[torch.device]:
+    """Of data parallelism in one process: every GPU, or as many copies on the CPU as `parallel.data` says."""
+    count = recipe.parallel.data
+    if device.type == "cpu":
+        return [device] * (2 if count == "auto" else count)
+    there = torch.cuda.device_count()
+    if count != "auto" and count > there:
+        raise RecipeError(f"parallel.data: {count}, but torch sees {there} GPUs. Use {there} or less")
+    return [torch.device("cuda", number) for number in range(there if count == "auto" else count)]
+
+
+def norm_weights(model: Decoder) -> dict[str, nn.Parameter]:
+    """Weights of norms by name: few, and used in float32."""
+    return {
+        f"{name}.{attribute}": parameter
+        for name, module in model.named_modules()
+        if isinstance(module, RMSNorm)
+        for attribute, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def first_values(
+    recipe: Recipe, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of a whole model by name: read from the folder it starts from, or drawn."""
+    if recipe.model.path is not None:
+        yield from stored_values(resolve_folder(recipe.model.path), config)
+        return
+    for name, shape in shapes.items():
+        yield name, initial_value(config, name, shape, recipe.seed)
+
+
+@torch.no_grad()
+def fill(held: Mapping[str, Held], values: Iterator[tuple[str, Tensor]]) -> None:
+    """Copies of each whole tensor the box that is here."""
+    for name, value in values:
+        one = held[name]
+        one.local.copy_(one.piece.of(value))
+
+
+def saved_adapter(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of the adapter that a checkpoint holds."""
+    return read_group(path, "model")

@@ -1,0 +1,141 @@
+"""Bytes that one process sends in a step, in closed form: a line for each axis of the layout. Imports no torch.
+
+Ψ counts what travels. fully_shard deals out a tensor's rows and fills the last shares up, so a tensor of 10 rows goes
+as 12 among 4 (`padded_elements`); parameters that tensor parallelism cuts count with the box that is left of them. The
+formulas follow a ring (`parallel.rings`): of N, each sends (N-1)/N of what is gathered or scattered, twice that of what
+is summed for all. Tests compare them with what is counted (`parallel.traffic`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from danlu.parallel.layout import Layout
+from danlu.parallel.sent import Kind, Sent, axis_along, ring_bytes
+from danlu.recipe.sections import Parallel
+
+REDUCED_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as data ranks share it."""
+
+    shape: tuple[int, ...]  # of the box that tensor parallelism leaves
+    trained: bool = True
+    sharded: bool = True
+    """Dealt out by fully_shard. Norms are not: each process holds them whole, and their gradients are summed apart."""
+    gathered_bytes: int = 4
+    """Of one element when it is gathered: 2 where fully_shard's policy computes in bf16, 1 of packed codes."""
+    gathers: int = 2
+    """zero3: how often in a micro-batch. Forward and backward, with or without recompute; 1 of what lies outside of
+    layers, which is kept, for the backward pass begins with it."""
+
+
+def padded_elements(shape: Sequence[int], shards: int) -> int:
+    """Numbers that travel for a tensor whose rows are dealt out: as many rows to each, the last ones filled up."""
+    rows, *rest = shape or (1,)
+    return -(-rows // shards) * shards * math.prod(rest)
+
+
+def padding_elements(weights: Sequence[Weight], layout: Layout) -> int:
+    """Numbers among them that mean nothing: fewer rows of each parameter than there are shards."""
+    sharded = [weight for weight in weights if weight.sharded]
+    return sum(padded_elements(weight.shape, layout.shard) - math.prod(weight.shape) for weight in sharded)
+
+
+def data_sent(weights: Sequence[Weight], layout: Layout, section: Parallel, *, micro_batches: int) -> Iterator[Sent]:
+    """What data ranks send each other in a step of so many micro-batches: gradients and parameters.
+
+    With Ψ bytes in each type, N data ranks, M micro-batches:
+
+        none             2(N-1)/N·Ψ          gradients are summed, once (DDP)
+        zero1            2(N-1)/N·Ψ          gradients are scattered, and parameters gathered, once
+        zero2            (M+1)(N-1)/N·Ψ      gradients are scattered after each micro-batch, parameters gathered once
+        zero3            3M(N-1)/N·Ψ         parameters are gathered forward and backward, gradients scattered
+                         (less M(N-1)/N of embedding and head, which stay from forward to backward)
+        replicate: R     the above among N/R shards, and 2(R-1)/R·ΨR/N of gradients' shares, once
+
+    `accumulate: local` scatters once where zero2 and zero3 do so M times, and `sharded` M times where zero1 does once.
+    Gradients of parameters that are not sharded are summed over all data ranks in float32, once.
+    """
+    reduced = REDUCED_BYTES[section.reduce]
+    if section.shard == "none":
+        gradients = sum(math.prod(weight.shape) for weight in weights if weight.trained)
+        yield from _sent(layout, ("replicate", "shard"), "all-reduce", gradients * reduced, "gradients")
+        return
+    sharded = [(weight, padded_elements(weight.shape, layout.shard)) for weight in weights if weight.sharded]
+    each = micro_batches if section.shard == "zero3" else 0
+    gathered = sum(count * weight.gathered_bytes * (each * weight.gathers or 1) for weight, count in sharded)
+    gradients = sum(count for weight, count in sharded if weight.trained) * reduced
+    apart = sum(math.prod(weight.shape) for weight in weights if weight.trained and not weight.sharded)
+    scatters = micro_batches if _scatters_each(section) else 1
+    shards = ("shard",)
+    yield from _sent(layout, shards, "all-gather", gathered, "parameters")
+    yield from _sent(layout, shards, "reduce-scatter", scatters * gradients, "gradients")
+    yield from _sent(layout, ("replicate",), "all-reduce", gradients // layout.shard, "shares of gradients")
+    yield from _sent(layout, ("replicate", "shard"), "all-reduce", apart * 4, "gradients of norms")
+
+
+def _scatters_each(section: Parallel) -> bool:
+    return section.accumulate == "sharded" or (section.accumulate == "auto" and section.shard in ("zero2", "zero3"))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of a model, and of a step on it, decides what tensor ranks send each other."""
+
+    tokens: int  # that one process takes through the model in a step, over all micro-batches
+    targets: int  # of them, with a loss
+    hidden_size: int
+    layers: int
+    activation_bytes: int  # of one element
+    partial: Mapping[int, int] = field(default_factory=dict)
+    """Processes of a sum -> numbers held here whose gradients are parts of such a sum: norms of queries and keys; with
+    `sequence` all norms and biases behind rows; of adapters the matrix that is whole; keys and values of a head that
+    several processes hold, among these."""
+    remade: int = 0
+    """Layers that are run again as a whole in the backward pass (`memory.recompute`), up to the last thing that is
+    wanted there. Anything less sends nothing."""
+    remade_to_the_end: bool = False
+    """Whether that lies behind the MLP's sum: norms behind the halves of a layer, or bottlenecks."""
+    unneeded: int = 0
+    """Halves of layers (attention, MLP) up to the first that has anything trained in or before it: no gradient goes
+    back through their entrances, nor out of what lies before them."""
+    losses: int = 4
+    """Numbers of each target that the cross-entropy reduces: greatest logit, sum of exponentials, the target's logit,
+    and for label smoothing the sum of all."""
+
+
+def tensor_sent(cut: Cut, layout: Layout, section: Parallel) -> Iterator[Sent]:
+    """What tensor ranks send each other in a step: activations (Megatron, arXiv:1909.08053, section 3).
+
+    Forward, two sums of [T, D] a layer (behind attention and MLP) and one behind the embedding; backward, two a layer
+    (at their entrances) and one before the head: 4L + 2 all-reduces of T·D. With `sequence` each becomes an all-gather
+    and a reduce-scatter of the same size, at entrance and exit (arXiv:2205.05198, section 4.2.2): the same bytes.
+    The cross-entropy sends a few numbers for each target, never logits.
+    """
+    each = cut.tokens * cut.hidden_size * cut.activation_bytes
+    sums = 4 * cut.layers + 2 - cut.unneeded
+    entrances, exits = 2 * cut.remade, (2 if cut.remade_to_the_end else 1) * cut.remade
+    along = ("tensor",)
+    if section.sequence:
+        yield from _sent(layout, along, "all-gather", (sums + entrances) * each, "activations")
+        yield from _sent(layout, along, "reduce-scatter", (sums + exits) * each, "activations")
+    else:
+        yield from _sent(layout, along, "all-reduce", (sums + exits) * each, "activations")
+    yield from _sent(layout, along, "all-reduce", cut.losses * cut.targets * 4, "numbers of the cross-entropy")
+    for size, numbers in cut.partial.items():
+        yield from _sent(layout, along, "all-reduce", numbers * 4, "partial gradients", among=size)
+
+
+def _sent(
+    layout: Layout, axes: tuple[str, ...], kind: Kind, full_bytes: int, what: str, among: int | None = None
+) -> Iterator[Sent]:
+    """among: processes that take part, where they are some of the axis."""
+    name, size = axis_along(layout, *axes)
+    size = size if among is None else among
+    if size > 1 and full_bytes:
+        yield Sent(name, kind, ring_bytes(kind, size, full_bytes), what=what)

@@ -1,0 +1,122 @@
+"""A verification as one HTML page that needs nothing from outside: no script, no font, no image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from danlu import __version__
+from danlu.errors import RecipeError, ResourceError
+from danlu.parallel.sent import HEADINGS, Row
+from danlu.report.verification import Check, Verification, shown, verdict
+
+MARK = "<!-- danlu verification -->"
+START = f"<!doctype html>\n{MARK}\n"
+
+
+def check_target(file: Path) -> None:
+    """Refuses to write over anything but an earlier page of this kind.
+
+    Raises RecipeError where the file is something else or its folder is missing, ResourceError if it cannot be read.
+    """
+    if not file.parent.is_dir():
+        raise RecipeError(f"--html {file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise RecipeError(f"--html {file}: this is a folder; name a file in it")
+    try:
+        is_other = file.exists() and not file.read_bytes().startswith(START.encode())
+    except OSError as error:
+        raise ResourceError(f"--html {file}: cannot be read: {error.strerror}") from None
+    if is_other:
+        raise RecipeError(f"--html {file}: exists and is no page of danlu verify, so it stays as it is. Choose another")
+
+
+def page(found: Verification, traffic: Sequence[Row] = ()) -> str:
+    """The whole page; `traffic` has a table of its own where it was counted."""
+    return START + "\n".join(
+        [
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            f"<title>danlu verify {escape(found.recipe)}</title>",
+            f"<style>{STYLE}</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            f"<h1>{escape(found.recipe)}: {escape(found.layout)}</h1>",
+            f"<p>{found.processes} processes against one process, danlu {escape(__version__)}</p>",
+            "<ul>",
+            *(f"<li>{escape(line)}</li>" for line in found.about),
+            "</ul>",
+            f'<div class="{"right" if found.holds else "wrong"}">',
+            *(f"<p>{escape(line)}</p>" for line in verdict(found)),
+            "</div>",
+            *_modules(found),
+            *_checks(found.checks),
+            *_traffic(traffic),
+            "</main>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def _modules(found: Verification) -> Iterator[str]:
+    yield "<h2>By module, the worst relative error over steps</h2>"
+    yield from _table(
+        ("module", "parameters", "gradients", "allowed", "weights", "allowed"),
+        [
+            (
+                (one.name, f"{one.parameters:,}", *_error(one.gradients), *_error(one.weights)),
+                one.holds,
+            )
+            for one in found.modules
+        ],
+    )
+
+
+def _checks(checks: Sequence[Check]) -> Iterator[str]:
+    yield "<h2>All that was compared</h2>"
+    yield from _table(
+        ("compared", "worst error", "allowed", "at"),
+        [((one.what, *_error(one), one.where), one.holds) for one in checks],
+    )
+
+
+def _traffic(rows: Sequence[Row]) -> Iterator[str]:
+    if rows:
+        yield "<h2>What one process sends in a step</h2>"
+        yield from _table(HEADINGS, [(row.cells(), row.agrees) for row in rows])
+
+
+def _error(check: Check) -> tuple[str, str]:
+    return check.said, shown(check.allowed)
+
+
+def _table(headings: Sequence[str], rows: Sequence[tuple[Sequence[str], bool]]) -> Iterator[str]:
+    yield "<table>"
+    yield f"<tr>{''.join(f'<th>{escape(one)}</th>' for one in headings)}</tr>"
+    for cells, holds in rows:
+        mark = "" if holds else ' class="wrong"'
+        yield f"<tr{mark}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+    yield "</table>"
+
+
+STYLE = """
+:root { color-scheme: light dark; --ground: #fff; --ink: #1f2328; --line: #d0d7de; --wrong: #cf222e; --right: #15803d }
+@media (prefers-color-scheme: dark) {
+:root { --ground: #0d1117; --ink: #e6edf3; --line: #3d444d; --wrong: #f85149; --right: #4ade80 }
+}
+body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
+main { max-width: 72rem; margin: auto; padding: 1rem }
+div.right, div.wrong { border: 2px solid var(--right); border-radius: 6px; padding: 0 1rem }
+div.wrong { border-color: var(--wrong) }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th { text-align: left; padding: .15rem 1rem .15rem 0; border-bottom: 1px solid var(--line) }
+td { padding: .15rem 1rem .15rem 0 }
+tr.wrong { color: var(--wrong); font-weight: 600 }
+"""

@@ -1,0 +1,102 @@
+"""Whole tensors on the first process out of the boxes of all, one at a time: for a result in one folder.
+
+The model is never gathered as a whole: beside its own boxes the first process holds one tensor and a part of it.
+Everything travels through host memory, so the group needs gloo and a GPU needs no room.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from danlu.parallel.comm import Group
+from danlu.train.agreement import Failure
+from danlu.train.boxes import Box, gap
+from danlu.train.shards import is_whole
+from danlu.types import Piece
+
+_MOST_DIMS = 8
+_NOTHING, _BRINGS, _FAILED = range(3)
+
+
+class Gathering:
+    """A context in which all processes of a group ask for the same tensors in one order, and the first gets them.
+
+    What goes wrong on the first, which does more than the others (it writes files), is raised on all, at the next
+    tensor or at the end: nobody waits for a tensor that is never asked for.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that gets the tensors."""
+        return self.group.index == 0
+
+    def whole(self, name: str, local: Tensor, piece: Piece | None) -> Tensor | None:
+        """The whole tensor on the first process: on the CPU, or `local` itself where that is all of it; else None.
+
+        piece: the box that `local` is; None for one that is whole and the same on all processes.
+        Raises CheckpointError on all when the first process failed; AssertionError if the boxes are not the whole.
+        """
+        if self.group.alone or piece is None or (is_whole(piece) and piece.copies == self.group.size):
+            return local.detach() if self.first else None
+        assert local.ndim <= _MOST_DIMS, f"{name} has {local.ndim} dimensions"
+        brings = piece.writes and local.numel() > 0
+        heads = self._heads(_BRINGS if brings else _NOTHING, Box(piece.start, piece.size))
+        if not self.first:
+            if brings:
+                self.group.exchange([(local.detach().cpu().contiguous(), 0)], [])
+            return None
+        found = torch.empty(piece.whole, dtype=local.dtype)
+        boxes = [_box(head, local.ndim) for head in heads]
+        brought = {member: box for member, box in enumerate(boxes) if heads[member][0] == _BRINGS}
+        for member, box in brought.items():
+            part = local.detach() if member == 0 else torch.empty(box.size, dtype=local.dtype)
+            if member:
+                self.group.exchange([], [(part, member)])
+            found[box.slices].copy_(part)
+        missing = gap(piece.whole, list(brought.values()))
+        assert missing is None, f"{name}: {missing} of {list(piece.whole)} is brought by no process"
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        nothing = Box((), ())
+        if self.group.alone:
+            return
+        if error is None:
+            self._heads(_NOTHING, nothing)
+        elif self.first and isinstance(error, Exception):  # an interrupt ends this process, and the others notice
+            with suppress(RuntimeError):  # of torch, where another process has gone: that is the error then
+                self._heads(_FAILED, nothing)
+                self.group.objects(Failure.of(error))
+
+    def _heads(self, state: int, box: Box) -> list[list[int]]:
+        """What each process has of a tensor, as [state, start, size]. Raises what the first one failed of."""
+        pad = [0] * (_MOST_DIMS - len(box.start))
+        head = torch.tensor([[state, *box.start, *pad, *box.size, *pad]])
+        heads: list[list[int]] = self.group.gather(head).tolist()
+        if heads[0][0] == _FAILED and not self.first:
+            failure: Failure = self.group.objects(None)[0]
+            raise failure.kind(f"rank {self.group.ranks[0]}: {failure.text}")
+        return heads
+
+
+def _box(head: list[int], ndim: int) -> Box:
+    start, size = head[1 : 1 + ndim], head[1 + _MOST_DIMS : 1 + _MOST_DIMS + ndim]
+    return Box(tuple(start), tuple(size))
+
+
+def whole(name: str, local: Tensor, piece: Piece | None, group: Group) -> Tensor | None:
+    """One tensor, as `Gathering.whole`; every process of the group calls it."""
+    return Gathering(group).whole(name, local, piece)

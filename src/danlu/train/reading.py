@@ -1,0 +1,177 @@
+"""Reading a checkpoint: proved intact, matched with what a run needs, and box by box, whichever layout wrote it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from danlu.errors import CheckpointError
+from danlu.parallel.comm import Group
+from danlu.train.agreement import agree
+from danlu.train.boxes import Box
+from danlu.train.manifest import Manifest, TensorEntry, list_checkpoints, read_manifest, step_of, verify
+from danlu.train.shards import DTYPES, cannot_be_cut, is_whole, read_box
+from danlu.types import Piece
+
+Groups = Mapping[str, Mapping[str, Tensor]]
+"""By group ("model", "optimizer", "ema") and name."""
+Pieces = Mapping[str, Mapping[str, Piece]]
+"""By group and name, the box of the whole that a tensor of this process is; what is left out is whole."""
+
+_IN_BLOCKS = "in blocks, which cannot be cut into other boxes"
+_ADVICE_FOR_BLOCKS = (
+    "State that is kept in blocks of a box (as 8-bit moments are) loads at the layout that saved it alone. Resume with "
+    "that `parallel:` section, or start a new run from the weights with optimizer adamw, whose state can be cut."
+)
+_MOST_SHOWN = 10
+
+
+def intact_manifest(path: Path, groups: Iterable[str], among: Group) -> Manifest:
+    """The manifest of a checkpoint whose `groups` are undamaged; the processes `among` share the work of proving it.
+
+    Raises CheckpointError that names each damage and the newest older checkpoint that is intact.
+    """
+    groups = list(groups)
+
+    def judge(found: list[list[str]]) -> None:
+        if problems := sorted(set(chain.from_iterable(found))):  # what several have found is told once
+            raise CheckpointError("\n  ".join([f"{path} is damaged:", *problems]) + "\n" + _way_out(path))
+
+    agree(among, lambda: verify(path, groups, share=(among.index, among.size)), judge)
+    manifest = read_manifest(path)
+    for group in groups:
+        if group not in manifest.groups:
+            raise CheckpointError(f"{path} has no tensors of {group!r}; it has {', '.join(manifest.groups)}.")
+    return manifest
+
+
+def require_fit(path: Path, manifest: Manifest, into: Groups, pieces: Pieces, among: Group) -> None:
+    """Raises CheckpointError if a process needs a tensor otherwise than it was saved, or no process needs one."""
+
+    def compare() -> tuple[set[str], set[str]]:
+        wrong, unknown = set(), set()
+        for group, tensors in into.items():
+            found = _mismatches(manifest, group, tensors, pieces.get(group, {}))
+            wrong |= {f"{group}.{name}: {problem}" for name, problem in found}
+            others = manifest.boxes(group).keys() - tensors.keys()
+            unknown |= {f"{group}.{name}: the checkpoint has it, this run does not" for name in others}
+        return wrong, unknown
+
+    def judge(found: list[tuple[set[str], set[str]]]) -> None:
+        wrong = set[str]().union(*(wrong for wrong, _ in found))
+        problems = sorted(wrong | set.intersection(*(unknown for _, unknown in found)))
+        if problems:
+            more = [f"and {len(problems) - _MOST_SHOWN} more"] if len(problems) > _MOST_SHOWN else []
+            lines = "\n  ".join([*problems[:_MOST_SHOWN], *more])
+            advice = f"\n{_ADVICE_FOR_BLOCKS}" if any(_IN_BLOCKS in problem for problem in problems) else ""
+            raise CheckpointError(f"{path} does not fit this run:\n  {lines}{advice}")
+
+    agree(among, compare, judge)
+
+
+def fill(
+    path: Path, manifest: Manifest, group: str, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]
+) -> None:
+    """Read each tensor's box out of all saved boxes that have a part of it, after `require_fit`."""
+    for shard in manifest.shards:
+        if shard.group != group:
+            continue
+        needed = [
+            (entry, *both, tensors[name])
+            for name, entry in shard.tensors.items()
+            if name in tensors and (both := _overlap(entry, tensors[name], pieces.get(name))) is not None
+        ]
+        if not needed:
+            continue
+        fd = os.open(path / shard.file, os.O_RDONLY)
+        try:
+            for entry, source, target, tensor in needed:
+                read_box(fd, entry, source, tensor.detach()[target.slices])
+        finally:
+            os.close(fd)
+
+
+def empty_tensors(manifest: Manifest, group: str) -> dict[str, Tensor]:
+    """Uninitialised whole CPU tensors for all of a group; of one in parts that cannot be cut, which no run holds, one
+    like the first of them.
+    """
+    return {
+        name: torch.empty(first.of if first.size is None else first.shape, dtype=DTYPES[first.dtype])
+        for name, (first, *_) in manifest.boxes(group).items()
+    }
+
+
+def _way_out(path: Path) -> str:
+    """What to do about a damaged checkpoint: the newest older one that is intact, and how to go on from it."""
+    damaged = step_of(path)
+    older = [info for info in list_checkpoints(path.parent) if info.complete and info.step < damaged]
+    for info in reversed(older):
+        if not verify(info.path):
+            recipe = path.parent.parent / "recipe.yaml"
+            return f"Step {info.step} is intact. To go on from it: danlu train {recipe} --resume {info.path}"
+    return "No older checkpoint is intact. Give the run a new output folder to start again."
+
+
+def _mismatches(
+    manifest: Manifest, group: str, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]
+) -> Iterator[tuple[str, str]]:
+    saved = manifest.boxes(group)
+    for name, tensor in tensors.items():
+        if name in saved:
+            if problem := _mismatch(saved[name], tensor, pieces.get(name)):
+                yield name, problem
+        elif tensor.numel() or name not in pieces:  # of a part with nothing in it, nothing was saved
+            yield name, "this run needs it, the checkpoint does not have it"
+
+
+def _mismatch(saved: Sequence[TensorEntry], tensor: Tensor, piece: Piece | None) -> str | None:
+    part = _part(piece)
+    box = _box(tensor, part)
+    if (part is not None and cannot_be_cut(part, tensor)) or any(entry.size is not None for entry in saved):
+        if not tensor.numel() or any(_same_box(entry, tensor, part) for entry in saved):
+            return None
+        here = "all of it" if part is None else str(box)
+        return f"the checkpoint has {saved[0].box} of {list(saved[0].of)} {_IN_BLOCKS}; this run needs {here}"
+    if part is not None and not tensor.numel():
+        dtypes = [tensor.dtype]  # nothing is read; and of few elements a state may be kept otherwise than of many
+    else:
+        read = [entry for entry in saved if entry.box.common(box) is not None] or saved[:1]
+        dtypes = [DTYPES[entry.dtype] for entry in read]
+    odd = next((dtype for dtype in dtypes if dtype != tensor.dtype), tensor.dtype)
+    expected = _spell(tensor.dtype, tensor.shape if part is None else part.whole)
+    found = _spell(odd, saved[0].of)
+    return None if found == expected else f"the checkpoint has {found}, this run needs {expected}"
+
+
+def _same_box(entry: TensorEntry, tensor: Tensor, part: Piece | None) -> bool:
+    whole = tuple(tensor.shape) if part is None else part.whole
+    same_place = entry.of == whole and entry.box == _box(tensor, part)
+    return same_place and entry.shape == tuple(tensor.shape) and DTYPES[entry.dtype] == tensor.dtype
+
+
+def _overlap(entry: TensorEntry, tensor: Tensor, piece: Piece | None) -> tuple[Box, Box] | None:
+    """What a saved part has of a tensor of this process: where it is in the one, and in the other."""
+    part = _part(piece)
+    if entry.size is not None or (part is not None and cannot_be_cut(part, tensor)):
+        whole = Box.all_of(entry.shape)
+        return (whole, whole) if tensor.numel() and _same_box(entry, tensor, part) else None
+    box = _box(tensor, part)
+    common = entry.box.common(box)
+    return None if common is None else (common.seen_from(entry.box), common.seen_from(box))
+
+
+def _part(piece: Piece | None) -> Piece | None:
+    return None if piece is None or is_whole(piece) else piece
+
+
+def _box(tensor: Tensor, part: Piece | None) -> Box:
+    return Box.all_of(tensor.shape) if part is None else Box(part.start, part.size)
+
+
+def _spell(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"

@@ -1,0 +1,1 @@
+"""Proof that a recipe's layout computes what one process does."""

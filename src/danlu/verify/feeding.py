@@ -1,0 +1,102 @@
+"""The packs that a verification trains on: a few of the recipe's own where its data can be read, else made ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from danlu.data.packs import Packs
+from danlu.data.prepare import prepare
+from danlu.errors import CheckpointError, DanluError
+from danlu.recipe import Recipe
+from danlu.recipe.rules import is_local, language_stage
+from danlu.types import Pack, Sample
+
+ROWS = 64  # of each source
+WORDS = 200  # of made data: fewer than any vocabulary has
+
+
+class Listed:
+    """Packs by number, over and over; satisfies `train.position.PackSource`."""
+
+    def __init__(self, packs: list[Pack]) -> None:
+        self.packs = packs
+
+    def at(self, number: int) -> Pack:
+        return self.packs[number % len(self.packs)]
+
+    def state(self, number: int) -> dict[str, Any]:
+        return {"packs": len(self.packs)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state != self.state(0):
+            raise CheckpointError(f"a checkpoint over {state.get('packs')} packs, and here are {len(self.packs)}")
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What a verification trains on."""
+
+    packs: list[Pack]
+    words: int | None  # of the recipe's tokenizer; None where it was not asked
+    source: str  # in words
+
+
+def fed(recipe: Recipe, count: int) -> Fed:
+    """So many packs: the recipe's first ones, or made ones with a reason where its data is not at hand."""
+    remote = next((source.path for source in recipe.data.train if not is_local(source.path)), None)
+    if remote is not None:
+        return Fed(made_packs(recipe, count), None, f"made data, for rows of {remote} would have to be fetched")
+    try:
+        return _own(recipe, count)
+    except DanluError as error:
+        reason = str(error).splitlines()[0]
+        return Fed(made_packs(recipe, count), None, f"made data, for the recipe's cannot be used ({reason})")
+
+
+def _own(recipe: Recipe, count: int) -> Fed:
+    data, tokenizer = recipe.data, recipe.model.tokenizer or recipe.model.path
+    few = [source.model_copy(update={"rows": min(source.rows or ROWS, ROWS)}) for source in data.train]
+    changes: dict[str, object] = {"train": few, "eval": None, "streaming": False, "workers": 1}
+    if data.overlong == "drop":
+        changes["overlong"] = "truncate"  # of short packs nothing might be left
+    data = data.model_copy(update=changes)
+    prepared = prepare(
+        data,
+        stage=language_stage(recipe, "danlu verify"),
+        tokenizer_path=str(tokenizer),
+        chat_template=recipe.model.chat_template,
+        seed=recipe.seed,
+        require_ends=False,
+    )
+    assert prepared.train is not None and prepared.tokenizer is not None, "it does not stream"
+    packs = Packs(prepared.train, data.packing, data.max_length, recipe.seed)
+    return Fed([packs.at(number) for number in range(count)], prepared.tokenizer.size, "the recipe's own data")
+
+
+def mapped(packs: list[Pack], words: int) -> list[Pack]:
+    """The same with every token inside of a vocabulary."""
+    return [
+        Pack(tuple(replace(one, tokens=(one.tokens % words).astype(np.int32)) for one in pack.samples))
+        for pack in packs
+    ]
+
+
+def made_packs(recipe: Recipe, count: int) -> list[Pack]:
+    """Packs as the recipe's stage and packing would make them, of documents of all lengths; a function of the seed."""
+    return [_made_pack(recipe, np.random.default_rng([recipe.seed, number])) for number in range(count)]
+
+
+def _made_pack(recipe: Recipe, random: np.random.Generator) -> Pack:
+    samples: list[Sample] = []
+    left = max(4, recipe.data.max_length)
+    while left > 3 and (not samples or (recipe.data.packing.kind != "none" and len(samples) < 4)):
+        length = int(random.integers(3, left + 1))
+        tokens = random.integers(0, WORDS, length).astype(np.int32)
+        weights = np.ones(length, dtype=np.float32)
+        weights[: 1 if recipe.stage == "pretrain" else int(random.integers(1, length))] = 0
+        samples.append(Sample(tokens, weights, f"made document {len(samples)}"))
+        left -= length
+    return Pack(tuple(samples))

@@ -1,0 +1,257 @@
+"""What a process sees while it trains a few steps of a recipe in some layout: losses, gradients, norms, weights.
+
+Everything is taken from the same calls that `danlu train` makes; only the gradient is looked at before it is clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from danlu.models.config import ModelConfig
+from danlu.optim.clip import clip_grad_norm
+from danlu.optim.ema import Ema
+from danlu.optim.schedules import multiplier
+from danlu.parallel.comm import ALONE, new_group
+from danlu.parallel.ranks import Ranks
+from danlu.placing import Placed, learner, optimizer_of, place, saved_adapter, subject_of
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Schedule
+from danlu.recipe.sections import Watch as WatchSection
+from danlu.train.checkpoint import CheckpointStore
+from danlu.train.evaluation import evaluate
+from danlu.train.faults import StopRequest
+from danlu.train.loop import save
+from danlu.train.position import Feed
+from danlu.train.state import Cadence, Run, restore
+from danlu.train.step import Compute, accumulate
+from danlu.train.watch import Watch
+from danlu.types import Pack, Piece
+from danlu.verify.feeding import Listed
+
+Parts = Mapping[str, tuple[Piece, Tensor]]
+"""What one process holds of each tensor, by name."""
+Encode = Callable[[str], list[int]]
+
+_STEADY = Schedule(kind="constant", warmup=0)  # a warm-up would make the first steps too small to see
+_FP16_SCALE = 1024.0
+
+
+@dataclass
+class StepSeen:
+    """One optimizer step."""
+
+    loss: float
+    norm: float  # before clipping
+    clipped: float  # after
+    trained_tokens: int
+    gradients: Parts  # of the mean loss, before clipping
+    weights: Parts  # after the update
+
+
+@dataclass
+class Seen:
+    """All that one process saw."""
+
+    steps: list[StepSeen] = field(default_factory=list)
+    first_weights: Parts = field(default_factory=dict)
+    evaluation: float | None = None
+    by_pack: list[Parts] = field(default_factory=list)
+    """Of one process: what each pack adds to the gradient of the first step."""
+    next: StepSeen | None = None
+    """Of one process: the step after those that all have taken, without any checkpoint."""
+    loaded: Parts = field(default_factory=dict)
+    """Weights after the other side's checkpoint was loaded; `resumed` is the same step from there."""
+    resumed: StepSeen | None = None
+
+
+@dataclass
+class Learning:
+    """A recipe on the processes of a layout, ready for steps; no data, and no folder but for checkpoints."""
+
+    placed: Placed
+    compute: Compute
+    recipe: Recipe
+    ranks: Ranks
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        config: ModelConfig,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        micro: int,
+        encode: Encode | None = None,
+        resumed: Path | None = None,
+    ) -> Learning:
+        """resumed: a checkpoint that will be loaded, so that there is only memory for weights."""
+        saved = None if resumed is None or recipe.adapter is None else saved_adapter(resumed)
+        subject = subject_of(
+            recipe,
+            config,
+            device,
+            saved=saved,
+            resumed=resumed is not None,
+            encode=encode,
+            shapes_only=not ranks.alone,
+        )
+        placed = place(subject, recipe, ranks, device, resumed=resumed is not None)
+        return cls(placed, learner(placed, recipe, device, micro), recipe, ranks)
+
+    def run(self, steps: Sequence[Sequence[Pack]], folder: Path | None = None) -> Run:
+        """The same as a run over the packs of steps, all of one size; its checkpoints are in `folder`, if any."""
+        parameters = self.placed.parameters()
+        group = (
+            ALONE
+            if self.ranks.alone or folder is None
+            else new_group("checkpoint", self.ranks.world.ranks, backend="gloo")
+        )
+        return Run(
+            compute=self.compute,
+            optimizer=optimizer_of(parameters, self.recipe, self.compute.device),
+            schedule=_STEADY,
+            clip=self.recipe.gradient_clipping,
+            feed=Feed(Listed([pack for step in steps for pack in step]), per_step=len(steps[0]), total=None),
+            cadence=Cadence(total=len(steps), log=1, checkpoint=len(steps), evaluation=None),
+            watch=Watch(WatchSection()),
+            store=CheckpointStore(folder or Path("no checkpoints"), background=False, group=group),
+            metrics=None,
+            recorders=(),
+            faults=StopRequest(),
+            ema=None if self.recipe.ema is None else Ema(parameters, self.recipe.ema.decay),
+        )
+
+
+def observe(
+    learning: Learning, steps: Sequence[Sequence[Pack]], held_out: Sequence[Pack] = (), *, run: Run | None = None
+) -> Seen:
+    """Trains on the packs of each step, and looks; then evaluates on held-out packs.
+
+    run: one of `learning` over these steps, to go on with afterwards; it may have more.
+    """
+    run = run or learning.run(steps)
+    seen = Seen(first_weights=parts_of(learning.placed, weights=True))
+    seen.steps = [take_step(learning, run) for _ in steps]
+    if held_out:
+        with run.averaged():
+            scores = evaluate(run.compute, list(held_out))
+            run.compute.spread.forget()
+        seen.evaluation = None if scores is None else scores.loss
+    return seen
+
+
+def take_step(learning: Learning, run: Run) -> StepSeen:
+    """One step as `train.loop` takes it."""
+    placed, spread, optimizer = learning.placed, run.compute.spread, run.optimizer
+    number, packs = run.state.step + 1, run.feed.take()
+    holders = optimizer.gradient_holders()
+    scale = _FP16_SCALE if learning.recipe.precision == "fp16" else 1.0
+    found = accumulate(run.compute, packs, step=number, clip=None, loss_scale=scale, holders=holders)
+    gradients = parts_of(placed, weights=False)
+    across = None if spread.alone else spread.ranks.world
+    shares = None if spread.alone else spread.shares()
+    clip_grad_norm(holders, run.clip, across=across, shares=shares)
+    clipped = clip_grad_norm(holders, None, across=across, shares=shares)
+    optimizer.set_learning_rate(multiplier(number, run.cadence.total, run.schedule))
+    optimizer.step(free_gradients=True)
+    if run.ema is not None:
+        run.ema.update()
+    optimizer.zero_grad()
+    run.state.step = number
+    return StepSeen(found.loss, found.norm, clipped, found.trained_tokens, gradients, parts_of(placed, weights=True))
+
+
+def save_checkpoint(run: Run) -> Path:
+    """A checkpoint of the present state, published when this returns."""
+    save(run)
+    run.store.wait()
+    latest = run.store.latest()
+    assert latest is not None, "it has just been written"
+    return latest.path
+
+
+def go_on(learning: Learning, run: Run, checkpoint: Path, seen: Seen) -> None:
+    """Takes up what another layout has saved, and takes the next step from there."""
+    restore(run, checkpoint)
+    run.compute.spread.forget()
+    seen.loaded = parts_of(learning.placed, weights=True)
+    seen.resumed = take_step(learning, run)
+
+
+def gradients_by_pack(learning: Learning, packs: Sequence[Pack]) -> list[Parts]:
+    """In one process: what each pack of the first step adds to the gradient of the step's mean loss."""
+    compute = learning.compute
+    found: list[Parts] = []
+    weight = sum(float(sample.weights.sum()) for pack in packs for sample in pack.samples)
+    for number, pack in enumerate(packs):
+        batch = compute.collate([pack])
+        compute.noise(1, [(number, pack)])
+        compute.losses(batch, compute.loss, 1 / weight).total.backward()
+        compute.noise(None)
+        found.append(parts_of(learning.placed, weights=False))
+        for parameter in compute.model.parameters():
+            parameter.grad = None
+    return found
+
+
+@torch.no_grad()
+def stir(learning: Learning, share: float, seed: int) -> None:
+    """Changes every number of a model by up to this share of itself: about what rounding does to its products."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in learning.compute.model.parameters():
+        if parameter.is_floating_point():
+            noise = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).mul_(share).add_(1)
+            parameter.mul_(noise.to(parameter.device))
+
+
+def parts_of(placed: Placed, *, weights: bool) -> dict[str, tuple[Piece, Tensor]]:
+    """What is here of each weight that is trained, or of its gradient, copied to the host."""
+    parts = {}
+    for name, parameter in placed.parameters():
+        value = parameter.detach() if weights else parameter.grad
+        if parameter.requires_grad and value is not None:
+            held = placed.spread.held.get(name)
+            piece = Piece.all_of(parameter.shape) if held is None else held.piece
+            value = value.to_dense() if value.is_sparse else value
+            parts[name] = piece, value.to(device="cpu", copy=True)
+    return parts
+
+
+def whole(parts: Sequence[Parts]) -> dict[str, Tensor]:
+    """Every tensor put together from what all processes hold. Raises ValueError where copies of a box differ."""
+    made, differing = joined(parts)
+    if differing:
+        raise ValueError(f"{next(iter(differing))}: processes that hold the same part of it differ")
+    return made
+
+
+def joined(parts: Sequence[Parts]) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+    """Every tensor put together, and those of which two processes (these) hold the same box with other numbers.
+
+    Of such a box the first process counts. Raises ValueError where no process holds all of a tensor.
+    """
+    made: dict[str, Tensor] = {}
+    owner: dict[str, Tensor] = {}  # the process that each number is from; -1: nobody
+    differing: dict[str, tuple[int, int]] = {}
+    for rank, held in enumerate(parts):
+        for name, (piece, value) in held.items():
+            if name not in made:
+                made[name] = torch.zeros(piece.whole, dtype=value.dtype)
+                owner[name] = torch.full(piece.whole, -1, dtype=torch.int32)
+            box, whose = piece.of(made[name]), piece.of(owner[name])
+            new = whose < 0
+            if not bool(new.all()) and name not in differing:
+                other = (~new) & (box != value)
+                if bool(other.any()):
+                    differing[name] = int(whose[other][0]), rank
+            box.copy_(torch.where(new, value, box))
+            whose.masked_fill_(new, rank)
+    if missing := [name for name, whose in owner.items() if bool((whose < 0).any())]:
+        raise ValueError(f"{missing[0]}: no process holds all of it")
+    return made, differing

@@ -1,0 +1,53 @@
+"""Dropout by a hash: it drops the share that it says, everywhere alike, and the same wherever a feature is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from danlu.adapters.dropout import Dropout, Noise
+
+TOKENS, FEATURES = 512, 384
+
+
+def mask(share: float, *, place: str = "layers.0", seed: int = 0, step: int = 0, first: int = 0) -> Tensor:
+    """[T, F] True where an input is kept."""
+    noise = Noise(seed)
+    noise.begin(step, [(0, TOKENS)])
+    dropout = Dropout(share, place, noise)
+    dropout.first_feature = first
+    return dropout(torch.ones(TOKENS, FEATURES - first)) != 0
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.5, 0.9])
+def test_the_share_that_is_dropped_is_the_one_asked_for(share: float) -> None:
+    kept = mask(share)
+    deviation = (share * (1 - share)) ** 0.5
+    assert abs(kept.double().mean() - (1 - share)) < 5 * deviation / kept.numel() ** 0.5
+    for dim in (0, 1):  # and of each feature, and of each token
+        means = kept.double().mean(dim)
+        assert (means - (1 - share)).abs().max() < 6 * deviation / kept.shape[dim] ** 0.5
+
+
+def test_what_is_kept_makes_up_for_what_is_not() -> None:
+    noise = Noise(0)
+    noise.begin(0, [(0, TOKENS)])
+    x = Dropout(0.2, "", noise)(torch.ones(TOKENS, FEATURES))
+    assert set(x.unique().tolist()) == {0.0, 1.25}
+
+
+@pytest.mark.parametrize("other", [{"place": "layers.1"}, {"seed": 1}, {"step": 1}, {"first": 1}])
+def test_masks_of_different_places_have_nothing_in_common(other: dict[str, object]) -> None:
+    one, two = mask(0.5), mask(0.5, **other)  # type: ignore[arg-type]
+    both = (one[:, : two.shape[1]] == two).double()
+    assert abs(both.mean() - 0.5) < 5 * 0.5 / both.numel() ** 0.5
+    # Neighbouring tokens and features too.
+    assert abs((one[1:] == one[:-1]).double().mean() - 0.5) < 0.01
+    assert abs((one[:, 1:] == one[:, :-1]).double().mean() - 0.5) < 0.01
+
+
+@pytest.mark.parametrize("first", [1, 96, 383])
+def test_a_part_of_the_features_has_its_part_of_the_mask(first: int) -> None:
+    assert torch.equal(mask(0.4, first=first), mask(0.4)[:, first:])
+    assert not torch.equal(mask(0.4, first=first), mask(0.4)[:, : FEATURES - first])

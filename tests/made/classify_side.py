@@ -1,0 +1,101 @@
+"""Steps of a classifier in some layout, as each process of a group sees them, and in one process."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from danlu import run
+from danlu.classifying import Classifying, PlacedClassifier
+from danlu.optim.build import build
+from danlu.parallel.comm import world_size
+from danlu.parallel.layout import layout_of
+from danlu.parallel.ranks import ranks_of
+from danlu.recipe import Recipe, load
+from danlu.train.evaluation import evaluate
+from danlu.train.step import accumulate
+from danlu.types import Piece
+
+Parts = dict[str, tuple[Piece, Tensor]]
+STEPS = (7, 8, 3)  # images: uneven, even, and fewer than four processes
+
+
+@dataclass
+class Seen:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Parts] = field(default_factory=list)
+    weights: Parts = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+
+def recipe_of(folder: str, shard: str, precision: str = "fp32", **changes: str) -> Recipe:
+    """A recipe over a folder of images; its run folder, which is not used, is beside it."""
+    file = Path(folder).parent / f"{shard}-{precision}-{os.getpid()}.yaml"
+    file.write_text(
+        f"stage: classify\nmodel: {{preset: lenet5}}\n"
+        f"data: {{train: {folder}, eval: [{{path: {folder}, split: test}}]}}\n"
+        f"optimizer: {{kind: adamw, learning_rate: 1e-3}}\nschedule: {{kind: constant, warmup: 0}}\n"
+        f"batch: {{sequences: 8, micro: 2}}\nprecision: {precision}\nparallel: {shard}\noutput: {file}.run\n"
+    )
+    return load(file, [f"{key}={value}" for key, value in changes.items()]).recipe
+
+
+def see(folder: str, shards: Sequence[str], fault: str | None = None) -> dict[str, Seen]:
+    torch.set_num_threads(1)
+    return {shard: _see(recipe_of(folder, shard), fault) for shard in shards}
+
+
+def _see(recipe: Recipe, fault: str | None) -> Seen:
+    task, device = Classifying(recipe), torch.device("cpu")
+    ranks = ranks_of(layout_of(recipe.parallel, world_size()), "cpu")
+    material = task.read(io.StringIO())
+    placed = task.place(ranks, device, None)
+    learner = placed.learner(2)
+    spread = placed.spread
+    if fault == "no sum":
+        begin = spread.begin
+        spread.begin = lambda last: begin(False)
+    if fault == "repeated rows":
+        spread.own = lambda packs: range(len(packs) // ranks.data.size)  # type: ignore[method-assign]
+    optimizer = build(placed.parameters(), recipe.optimizer)
+    seen, taken = Seen(), 0
+    for step, count in enumerate(STEPS, 1):
+        images = [material.source.at(taken + place) for place in range(count)]
+        taken += count
+        found = accumulate(learner, images, step=step, clip=None, holders=optimizer.gradient_holders())
+        assert found.tokens == count
+        seen.losses.append(found.loss)
+        seen.norms.append(found.norm)
+        seen.gradients.append(_held(placed, {name: one.grad for name, one in placed.parameters()}))
+        optimizer.step()
+        optimizer.zero_grad()
+        spread.forget()
+    seen.weights = _held(placed, placed.weights())
+    scores = evaluate(learner, material.held_out or ())
+    assert scores is not None
+    seen.evaluation = {**scores.values(), "trained": scores.trained_tokens}
+    return seen
+
+
+def _held(placed: PlacedClassifier, tensors: Mapping[str, Tensor | None]) -> Parts:
+    held = placed.spread.held
+    return {
+        name: (held[name].piece if held else Piece.all_of(tensor.shape), tensor.detach().clone())
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+
+
+def train(file: str) -> list[str]:
+    """A whole run of a recipe; what this process said."""
+    torch.set_num_threads(1)
+    said: list[str] = []
+    run.train(load(Path(file)), say=said.append, stream=io.StringIO())
+    return said

@@ -1,0 +1,57 @@
+"""A recipe's steps in some layout, as each process of a group sees them, and in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from danlu.models.config import ModelConfig
+from danlu.models.families import read_config_values
+from danlu.models.folder import read_config
+from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.ranks import Ranks, ranks_of
+from danlu.recipe import Recipe, load
+from danlu.types import Pack
+from danlu.verify.observing import Learning, Seen, observe
+from made.tiny_run import MadePacks
+
+
+def steps_of(count: int, packs: int) -> list[list[Pack]]:
+    """Packs of a few steps; a step of any number of packs, so that processes have different shares."""
+    source = MadePacks()
+    return [[source.at(step * packs + place) for place in range(packs)] for step in range(count)]
+
+
+def config_of(recipe: Recipe) -> ModelConfig:
+    if recipe.model.path is not None:
+        return read_config(Path(recipe.model.path))
+    assert isinstance(recipe.model.config, dict)
+    return read_config_values({"vocab_size": 400, "tie_word_embeddings": False, **recipe.model.config})
+
+
+def see(files: Sequence[str], packs: int, micro: int, world: int | None = None) -> dict[str, Seen]:
+    """What this process sees of each recipe; alone where `world` is 1."""
+    torch.set_num_threads(1)
+    return {file: _see(file, packs, micro, world) for file in files}
+
+
+def _see(file: str, packs: int, micro: int, world: int | None) -> Seen:
+    recipe = load(Path(file)).recipe
+    layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
+    ranks = _groups(layout)
+    learning = Learning.of(recipe, config_of(recipe), ranks, torch.device("cpu"), micro=micro)
+    return observe(learning, steps_of(2, packs), steps_of(1, 3)[0])
+
+
+@functools.cache
+def _groups(layout: Layout) -> Ranks:
+    """Groups take longer to make than a tiny model to train; the recipes of one layout share them."""
+    return ranks_of(layout, "cpu")
+
+
+def recipe_file(world: Any, folder: Path, name: str, **changes: Any) -> str:
+    return str(world.recipe(folder / name, folder / f"{name}.yaml", **changes))

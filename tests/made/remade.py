@@ -1,0 +1,159 @@
+"""Decoders of every kind whose steps are compared with and without recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from danlu.adapters.dropout import Noise
+from danlu.memory import frames
+from danlu.models.attend import PackedAttention
+from danlu.models.decoder import Decoder, Linear
+from danlu.models.initialize import initialize
+from danlu.models.loading import build
+from danlu.models.presets import from_scratch
+from danlu.numerics.packed import PackedWeight
+from danlu.recipe import sections
+from made.adapted import adapter_set, stirred
+
+LAYERS = 5
+BOUNDARIES = (0, 20, 45, 64)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+}
+ADAPTERS: dict[str, Any] = {
+    "lora-dropout": sections.Lora(rank=4, dropout=0.7),
+    "dora-dropout": sections.Dora(rank=4, dropout=0.7),
+    "vera": sections.Vera(),
+    "mora": sections.Mora(rank=4),
+    "ia3": sections.Ia3(),
+    "bottleneck": sections.Bottleneck(),
+    "prefix": sections.Prefix(tokens=3),
+    "prefix-projection": sections.Prefix(tokens=3, projection=6),
+    "prompt": sections.Prompt(tokens=3),
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model, what of it is trained, its dropout, and tokens that stand before each document."""
+
+    model: Decoder
+    trained: dict[str, Tensor]
+    noise: Noise
+    before: tuple[int, ...] = ()
+
+
+def decoder(**changes: Any) -> Decoder:
+    values: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    model = build(from_scratch(sections.Model(config=values | changes, tokenizer="none"), 64, 1, 2))
+    initialize(model, 0)
+    return model
+
+
+def full(family: str = "llama", **changes: Any) -> Made:
+    model = decoder(**{**FAMILIES[family], **changes})
+    return Made(model, dict(model.named_parameters()), Noise(0))
+
+
+def adapted(kind: str, pack: Callable[[Tensor], PackedWeight] | None = None, **changes: Any) -> Made:
+    """With an adapter that has been trained for a while; `pack` makes it QLoRA."""
+    noise = Noise(0)
+    model = decoder(**changes)
+    adapters = adapter_set(model, noise=noise)
+    adapters.add("one", ADAPTERS[kind])
+    if pack is not None:
+        for layer in model.layers.modules():
+            if isinstance(layer, Linear) and layer.weight is not None:
+                layer.store(pack(layer.weight.data))
+    stirred(adapters, "one", size=0.1)
+    adapters.train_only("one")
+    trained = {name: one for name, one in adapters.tensors("one").items() if one.requires_grad}
+    return Made(model, trained, noise, adapters.virtual_tokens)
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    gradients: dict[str, Tensor]
+    kept_bytes: int  # by autograd between forward and backward, beside weights; each storage once
+
+
+def step(made: Made, dtype: torch.dtype = torch.float32, number: int = 1, seed: int = 1) -> Step:
+    """One forward and one backward pass over three packed documents."""
+    tokens = torch.randint(0, 64, (BOUNDARIES[-1],), generator=torch.Generator().manual_seed(seed))
+    front = torch.tensor(made.before, dtype=torch.int64)
+    pieces = [torch.cat((front, tokens[start:end])) for start, end in pairwise(BOUNDARIES)]
+    boundaries = tuple(end + len(front) * index for index, end in enumerate(BOUNDARIES))
+    positions = torch.cat([torch.arange(len(piece)) for piece in pieces])
+    made.noise.begin(number, [(0, boundaries[-1])])
+    with kept_bytes(made.model) as kept:
+        device = made.model.embed_tokens.weight.device
+        inputs = torch.cat(pieces).to(device), positions.to(device)
+        hidden = made.model(*inputs, PackedAttention(boundaries), dtype)
+    loss = (hidden.float().square() + hidden.float()).sum()
+    loss.backward()
+    made.noise.end()
+    gradients = {name: one.grad.clone() for name, one in made.trained.items() if one.grad is not None}
+    made.model.zero_grad()
+    return Step(loss.item(), gradients, sum(kept.values()))
+
+
+@contextmanager
+def kept_bytes(model: torch.nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of each storage that autograd keeps in it, weights and buffers left out."""
+    held = (*model.parameters(), *model.buffers())
+    weights = {(one.to_local() if isinstance(one, DTensor) else one).untyped_storage().data_ptr() for one in held}
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        yield kept
+
+
+def same(one: Step, other: Step) -> bool:
+    """Bit for bit."""
+    assert one.gradients.keys() == other.gradients.keys() and one.gradients
+    return one.loss == other.loss and all(
+        torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients
+    )
+
+
+@contextmanager
+def made_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The places whose frames run once more within it, in order."""
+    places: list[str] = []
+    remake = frames._Frame._remake
+
+    def counted(frame: frames._Frame) -> None:
+        places.append(frame._where)
+        remake(frame)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frames._Frame, "_remake", counted)
+        yield places

@@ -1,0 +1,79 @@
+"""What processes of a group do with wrapped layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from danlu.memory.nvme import offload_parameters
+from danlu.memory.recompute import LayerPlan, wrap
+from made.remade import Made, full, step
+
+
+def sharded_steps(plans: Sequence[Sequence[LayerPlan]]) -> list[dict[str, Tensor]]:
+    """This process's gradients under FSDP2: without recomputation, with each plan, and of other data."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def gradients(plan: Sequence[LayerPlan], seed: int = 0) -> dict[str, Tensor]:
+        made = full()
+        wrap(made.model, plan)
+        for layer in made.model.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(made.model, mesh=mesh)
+        sharded = Made(made.model, dict(made.model.named_parameters()), made.noise)
+        found: dict[str, Tensor] = {}
+        for number in range(2):  # the second goes by what the first left
+            found = step(sharded, seed=10 * (number + 1) + dist.get_rank() + seed).gradients
+        assert all(isinstance(one, DTensor) for one in found.values())
+        return {name: one.to_local() for name, one in found.items() if isinstance(one, DTensor)}
+
+    torch.manual_seed(0)
+    return [gradients([]), *(gradients(plan) for plan in plans), gradients([], seed=1)]
+
+
+def sharded_in_files(folder: str) -> tuple[Any, ...]:
+    """Weights after two steps under FSDP2 in memory, in a file, and of other data; bytes of the file that are resident
+    after them, once all weights were read, and altogether.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def weights(place: Path | None, seed: int = 0) -> tuple[Any, ...]:
+        made = full(hidden_size=128, intermediate_size=256)
+        for layer in made.model.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(made.model, mesh=mesh)
+        offloaded = None if place is None else offload_parameters(made.model, place)
+        sharded = Made(made.model, dict(made.model.named_parameters()), made.noise)
+        for number in range(2):
+            found = step(sharded, seed=10 * (number + 1) + dist.get_rank() + seed).gradients
+            with torch.no_grad():
+                for name, gradient in found.items():
+                    sharded.trained[name].sub_(gradient, alpha=1e-3)
+        if offloaded is not None:
+            offloaded.let_go()
+        resident = resident_bytes(folder)
+        local = {name: one.to_local().clone() for name, one in sharded.trained.items() if isinstance(one, DTensor)}
+        return local, resident, resident_bytes(folder), 0 if offloaded is None else offloaded.bytes
+
+    plain, other = weights(None)[0], weights(None, seed=1)[0]
+    filed, *sizes = weights(Path(folder))
+    return plain, filed, other, *sizes
+
+
+def resident_bytes(folder: str | Path) -> int:
+    """Of the mappings of files in `folder`."""
+    resident, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            ours = str(folder) in line
+        elif ours and line.startswith("Rss:"):
+            resident += 1024 * int(line.split()[1])
+    return resident

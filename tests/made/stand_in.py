@@ -1,0 +1,99 @@
+"""A process that does the work of a rank without a model: it counts steps, and misbehaves where told to.
+
+    python stand_in.py FOLDER JSON
+
+JSON: `steps` (default 6) with `pause_s` in each; `torch`: join the group, and agree in it after each step;
+`does`: what a rank does at a step instead of going on, in the attempts of `attempts` (default: the first alone). Each
+step is a line of FOLDER/steps-RANK.txt; an attempt goes on after the last step that rank 0 has written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from danlu.cli.working import print_into, work
+from danlu.errors import DataError, RecipeError
+from danlu.parallel.world import World, found
+
+GONE = "Connection closed by peer"
+
+
+class Stop:
+    """Asks to stop after a step on SIGINT and SIGTERM, as `danlu.train.faults.StopRequest` does."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.asked)
+
+    def asked(self, number: int, frame: Any) -> None:
+        self.number = number
+
+
+def misbehave(what: str, rank: int) -> None:
+    match what:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "data error":
+            raise DataError(f"rows.jsonl:{rank}: a bad row")
+        case "recipe error":
+            raise RecipeError(["a.yaml:1: first", "a.yaml:2: second"])
+        case "bug":
+            raise ValueError("no such thing")
+        case "gone":
+            raise RuntimeError(GONE)
+        case "sleep":
+            time.sleep(600)
+        case "abort at the end":  # as gloo's threads may: the work is done, and that is noted
+            os._exit = lambda code: os.abort()  # type: ignore[assignment]
+
+
+def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
+    print_into(world, folder)
+    print(f"hello from {world.rank} with {os.environ.get('OMP_NUM_THREADS')} threads", flush=True)
+    stop = Stop()
+    if plan.get("torch"):
+        import torch
+        import torch.distributed as dist
+
+        from danlu.parallel.joining import join, leave
+
+        torch.set_num_threads(1)
+        join("cpu", 60)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    does = plan.get("does", {}) if int(attempt) in plan.get("attempts", [0]) else {}
+    lead, own = folder / "steps-0.txt", folder / f"steps-{world.rank}.txt"
+    done = len(lead.read_text().splitlines()) if int(attempt) and lead.exists() else 0
+    if plan.get("torch"):
+        dist.barrier()
+    for step in range(done + 1, plan.get("steps", 6) + 1):
+        time.sleep(plan.get("pause_s", 0))
+        at, what = does.get(str(world.rank), (0, ""))
+        if at == step:
+            misbehave(what, world.rank)
+        if plan.get("torch"):
+            asked = torch.tensor(stop.number)
+            dist.all_reduce(asked, dist.ReduceOp.MAX)  # all stop after the same step
+            stop.number = int(asked)
+        with own.open("a") as lines:
+            lines.write(f"{step} of attempt {attempt}\n")
+        if stop.number:
+            print(f"stopped after step {step}", file=sys.stderr, flush=True)
+            time.sleep(plan.get("saving_s", {}).get(str(world.rank), 0))
+            (folder / f"saved-{world.rank}").touch()
+            return 128 + stop.number
+    if plan.get("torch"):
+        leave()
+    return 0
+
+
+if __name__ == "__main__":
+    this = found(os.environ)
+    assert this is not None, "to be started as one of several"
+    work(this, lambda: body(this, Path(sys.argv[1]), json.loads(sys.argv[2])))

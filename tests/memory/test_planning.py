@@ -1,0 +1,122 @@
+"""Plans under a budget against all plans there are, and what is measured against what a step keeps."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, product
+
+import pytest
+import torch
+from made.remade import BOUNDARIES, LAYERS, Made, adapted, full, same, step
+
+from danlu.errors import RecipeError
+from danlu.memory import planning
+from danlu.memory.planning import LayerCosts, Option, cheapest, held_bytes, least_bytes, measure
+from danlu.memory.recompute import KINDS, LayerPlan, wrap
+from danlu.models.attend import PackedAttention
+
+GIB = 2**30
+
+
+def made_up(seed: int, layers: int) -> list[LayerCosts]:
+    """Layers with costs of their own; what is kept less takes longer, mostly."""
+    draw = random.Random(seed)
+    costs = []
+    for layer in range(layers):
+        whole = draw.randint(50, 100)
+        options = tuple(
+            Option(kind, max(1, whole * (3 - place) // 3 - draw.randint(0, 9)), round(place * draw.random(), 3))
+            for place, kind in enumerate(KINDS)
+        )
+        costs.append(LayerCosts(layer, whole, options))
+    return costs
+
+
+def every_plan(costs: list[LayerCosts]) -> list[list[LayerPlan]]:
+    layers = [one.layer for one in costs]
+    return [
+        [LayerPlan(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
+        for kinds in product(KINDS, repeat=len(costs))
+    ]
+
+
+def seconds(costs: list[LayerCosts], plan: list[LayerPlan]) -> float:
+    return sum(
+        next(option.time_s for option in one.options if option.kind == chosen.kind)
+        for one, chosen in zip(costs, plan, strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_within_the_budget_is_faster(seed: int) -> None:
+    costs = made_up(seed, 5)
+    plans = every_plan(costs)
+    least = min(held_bytes(costs, plan) for plan in plans)
+    assert least == least_bytes(costs)
+    most = max(held_bytes(costs, plan) for plan in plans)
+    found = set()
+    for budget in range(least, most + 20, 7):
+        plan = cheapest(costs, budget)
+        best = min(seconds(costs, one) for one in plans if held_bytes(costs, one) <= budget)
+        assert held_bytes(costs, plan) <= budget and seconds(costs, plan) == pytest.approx(best, abs=1e-9)
+        found.add(tuple(plan))
+    assert len(found) > 3  # negative control: the budget decides
+
+
+def test_fewer_partial_plans_give_a_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = made_up(0, 12)
+    budget = (least_bytes(costs) + held_bytes(costs, [LayerPlan(layer, "none") for layer in range(12)])) // 2
+    exact = cheapest(costs, budget)
+    monkeypatch.setattr(planning, "_FRONTIER", 4)
+    rough = cheapest(costs, budget)
+    assert held_bytes(costs, rough) <= budget
+    assert seconds(costs, exact) < seconds(costs, rough) < 2 * seconds(costs, exact)
+    assert held_bytes(costs, cheapest(costs, least_bytes(costs))) == least_bytes(costs)
+
+
+def test_a_budget_that_nothing_fits_says_what_would() -> None:
+    options = (Option("none", 3 * GIB, 0.0), Option("full", GIB, 1.0))
+    costs = [LayerCosts(layer, 3 * GIB, options) for layer in range(2)]
+    with pytest.raises(RecipeError, match=r"budget: 3\.5 GiB is less than .* however much is made again: 4 GiB"):
+        cheapest(costs, 7 * GIB // 2)
+    assert [one.kind for one in cheapest(costs, 4 * GIB)] == ["full", "none"]  # the last is in use anyway
+    assert [one.kind for one in cheapest(costs, 6 * GIB)] == ["none", "none"]
+
+
+def costs_of(made: Made) -> list[LayerCosts]:
+    tokens = torch.randint(0, 64, (BOUNDARIES[-1],), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(end - start) for start, end in pairwise(BOUNDARIES)])
+    return measure(made.model, tokens, positions, PackedAttention(BOUNDARIES), torch.float32)
+
+
+@pytest.mark.parametrize("adapter", [None, "lora-dropout", "ia3"])
+def test_measured_bytes_add_up_to_those_of_a_step(adapter: str | None) -> None:
+    def fresh() -> Made:
+        return full() if adapter is None else adapted(adapter)
+
+    made = fresh()
+    before = step(made)
+    costs = costs_of(made)
+    assert all(one.grad is None for one in made.model.parameters())
+    assert same(step(made), before) and step(made).kept_bytes == before.kept_bytes  # the model is what it was
+    around = before.kept_bytes - sum(one.whole_bytes for one in costs)
+    for kind in KINDS:
+        wrapped = fresh()
+        wrap(wrapped.model, [LayerPlan(layer, kind) for layer in range(LAYERS)])
+        kept = sum(next(option.kept_bytes for option in one.options if option.kind == kind) for one in costs)
+        assert step(wrapped).kept_bytes == around + kept, kind
+
+
+def test_layers_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    measured = planning._measured
+
+    def counted(*arguments: object) -> LayerCosts:
+        calls.append(arguments)
+        return measured(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planning, "_measured", counted)
+    costs = costs_of(full("gemma2"))  # every other layer has a window
+    assert len(calls) == 2 and [one.layer for one in costs] == list(range(LAYERS))
+    assert costs[0].options is costs[2].options is costs[4].options and costs[1].options is costs[3].options
+    assert costs[0].options is not costs[1].options

@@ -1,0 +1,160 @@
+"""Recomputation: the bits of a step without it, for what is claimed to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from itertools import pairwise
+
+import pytest
+import torch
+from made.group import run_group
+from made.remade import ADAPTERS, BOUNDARIES, FAMILIES, LAYERS, Made, adapted, full, made_again, same, step
+from made.remade_group import sharded_steps
+
+from danlu.memory.recompute import KINDS, Kind, LayerPlan, describe, plan_of, unwrap_layer, wrap
+from danlu.models.decoder import Decoder
+from danlu.numerics.packed import FourBitWeight
+from danlu.recipe.sections import Recompute
+
+Plan = Sequence[LayerPlan]
+PLANS: dict[str, Plan] = {
+    "full": [LayerPlan(layer, "full") for layer in range(LAYERS)],
+    "elementwise": [LayerPlan(layer, "elementwise") for layer in range(LAYERS)],
+    "selective": [LayerPlan(layer, "selective") for layer in range(LAYERS)],
+    "every-2": [LayerPlan(layer, "full", layer // 2) for layer in range(LAYERS)],
+    "every-3": [LayerPlan(layer, "full", layer // 3) for layer in range(LAYERS)],
+    "mixed": [LayerPlan(layer, kind) for layer, kind in enumerate((*KINDS, "full"))],
+}
+BASES: dict[str, Callable[[], Made]] = {
+    **{family: lambda family=family: full(family) for family in FAMILIES},  # type: ignore[misc]
+    "biased": lambda: full(attention_bias=True, mlp_bias=True),
+    **{kind: lambda kind=kind: adapted(kind) for kind in ADAPTERS},  # type: ignore[misc]
+    "qlora": lambda: adapted("lora-dropout", FourBitWeight.pack),
+    "qdora": lambda: adapted("dora-dropout", FourBitWeight.pack),
+}
+
+
+def unwrap(model: Decoder) -> None:
+    for layer in model.layers.values():
+        unwrap_layer(layer)  # type: ignore[arg-type]
+    model.segments = ()
+
+
+@pytest.mark.parametrize("base", sorted(BASES))
+def test_the_bits_are_those_of_a_step_that_keeps_everything(base: str) -> None:
+    made = BASES[base]()
+    for dtype in (torch.float32, torch.bfloat16):
+        before = step(made, dtype)
+        for name, plan in PLANS.items():
+            wrap(made.model, plan)
+            after = step(made, dtype)
+            assert same(after, before), f"{name}, {dtype}"
+            # Under some adapters no product saves what norms give, and there is nothing to be saved by making it again.
+            gain = after.kept_bytes < before.kept_bytes
+            assert gain or (name == "elementwise" and after.kept_bytes == before.kept_bytes), f"{name}, {dtype}"
+            unwrap(made.model)
+        # Negative controls: what is compared depends on the tokens, and on the step that dropout goes by.
+        assert not same(step(made, dtype, seed=2), before)
+        dropout = "dropout" in base or base in ("qlora", "qdora")
+        assert same(step(made, dtype, number=2), before) != dropout
+        assert same(step(made, dtype), before) and step(made, dtype).kept_bytes == before.kept_bytes
+
+
+def numbers(made: Made, kind: Kind) -> int:
+    """What the module's table says, for all tokens and layers."""
+    config = made.model.config
+    d, q, k = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    f = config.intermediate_size
+    each = {
+        "none": 4 * d + 2 * q + 2 * k + 3 * f,
+        "elementwise": 2 * d + 2 * q + 2 * k + 2 * f,
+        "selective": 2 * d + q + 2 * k + 2 * f,
+        "full": d,
+    }[kind]
+    return LAYERS * BOUNDARIES[-1] * each
+
+
+def scores(made: Made) -> int:
+    """Attention probabilities in blocks of rows (on a CPU), which count as attention's statistics."""
+    lengths = [end - start for start, end in pairwise(BOUNDARIES)]
+    filled = [-(-length // 32) * 32 for length in lengths]
+    return LAYERS * made.model.config.heads * sum(rows * rows for rows in filled)
+
+
+def around(made: Made) -> int:
+    """Bytes kept outside of the layers: the final norm's input and statistics, two rotary tables, tokens."""
+    config, tokens = made.model.config, BOUNDARIES[-1]
+    return tokens * (4 * config.hidden_size + 4 + 2 * 4 * config.head_dim + 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_is_what_the_table_says(kind: Kind) -> None:
+    made = full()
+    wrap(made.model, [LayerPlan(layer, kind) for layer in range(LAYERS)])
+    statistics = {"none": 2 * LAYERS * BOUNDARIES[-1], "elementwise": 0, "selective": 0, "full": 0}[kind]
+    attention = scores(made) if kind in ("none", "elementwise") else 0
+    assert step(made).kept_bytes == 4 * (numbers(made, kind) + statistics + attention) + around(made)
+
+
+def test_every_kth_layer_keeps_inputs_of_segments_alone_and_makes_layers_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = full()
+    wrap(made.model, PLANS["every-2"])  # segments of 2, 2 and 1 layers
+    with made_again(monkeypatch) as places:
+        kept = step(made).kept_bytes
+    assert kept == 3 * BOUNDARIES[-1] * 4 * made.model.config.hidden_size + around(made)
+    second, first = "segment 1 of the layers", "segment 0 of the layers"
+    assert places == ["layers.4", "layers.3", second, "layers.2", "layers.1", first, "layers.0"]
+
+
+def test_nothing_is_made_twice_and_what_nobody_needs_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = full()
+    wrap(trained.model, PLANS["selective"])
+    with made_again(monkeypatch) as places:
+        step(trained)
+    assert len(places) == 4 * LAYERS == len(set(places))
+    # LoRA makes the MLP's product of its factors by itself, which are kept.
+    lora = adapted("lora-dropout")
+    wrap(lora.model, PLANS["selective"])
+    with made_again(monkeypatch) as places:
+        step(lora)
+    assert not [place for place in places if place.endswith(".mlp")] and len(places) == len(set(places))
+
+
+def test_a_copy_of_a_wrapped_model_has_layers_of_its_own() -> None:
+    made = full()
+    wrap(made.model, PLANS["every-2"])
+    model = deepcopy(made.model)
+    with torch.no_grad():
+        for one in made.model.layers.parameters():
+            one.zero_()
+    copied = Made(model, dict(model.named_parameters()), made.noise)
+    assert same(step(copied), step(full())) and not same(step(copied), step(made))
+
+
+def test_plans_by_the_words_of_a_recipe() -> None:
+    model = full().model
+    assert plan_of(Recompute(), model) == [LayerPlan(layer, "none") for layer in range(LAYERS)]
+    assert plan_of(Recompute(kind="selective"), model) == PLANS["selective"]
+    assert plan_of(Recompute(kind="every", layers=3), model) == PLANS["every-3"]
+    assert plan_of(Recompute(kind="every"), model) == PLANS["every-2"]  # the root of 5
+    assert plan_of(Recompute(kind="planned", budget=1.0), model, lambda: PLANS["mixed"]) == PLANS["mixed"]
+
+
+def test_a_plan_in_words() -> None:
+    assert describe(PLANS["full"]) == "recompute: full in layers 0-4"
+    assert describe(PLANS["every-2"]) == "recompute: all but the inputs of layers 0, 2, 4"
+    some = [LayerPlan(layer, "full" if layer in (0, 1, 4) else "none") for layer in range(6)]
+    assert describe(some) == "recompute: none in layers 2-3 and 5, full in layers 0-1 and 4"
+
+
+def test_parameters_that_are_gathered_for_each_layer() -> None:
+    """FSDP2 with its hooks around wrapped layers: the gradients of the same, unwrapped."""
+    for rank in run_group(sharded_steps, 2, [*PLANS.values()]):
+        plain, *wrapped, doubled = rank
+        for name, one in zip(PLANS, wrapped, strict=True):
+            assert one.keys() == plain.keys() and plain
+            assert all(torch.equal(one[key], plain[key]) for key in plain), name
+        assert not all(torch.equal(doubled[key], plain[key]) for key in plain)  # negative control

@@ -1,0 +1,148 @@
+"""What is told of processes that failed: the first reason first, the others folded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from danlu.errors import DanluError, DataError, RecipeError, ResourceError, TrainingError
+from danlu.parallel.endings import Cause, Ending, cause, is_consequence, note, read
+
+GONE = "RuntimeError: Connection closed by peer\nTraceback ..."
+
+
+def judged(*left: Ending | None, exits: list[int | None] | None = None, logs: dict[int, Path] | None = None) -> Cause:
+    codes = exits or [1] * len(left)
+    return cause(dict(enumerate(left)), dict(enumerate(codes)), logs or {})
+
+
+def ending(rank: int, kind: Any, at: float, *said: str, code: int = 1) -> Ending:
+    return Ending(rank, kind, code, said, at)
+
+
+def test_the_first_is_told_and_what_follows_from_it_folded() -> None:
+    found = judged(
+        ending(0, "consequence", 3.0, GONE),
+        ending(1, "consequence", 1.0, GONE),  # noticed before the other had written its file
+        ending(2, "error", 2.0, "rows.jsonl:7: no text", code=3),
+        ending(3, "consequence", 4.0, GONE),
+    )
+    assert type(found.error) is DataError
+    assert str(found.error) == "rank 2: rows.jsonl:7: no text\nranks 0, 1 and 3 then stopped waiting"
+    assert found.short == "rank 2: rows.jsonl:7: no text"
+    assert not found.again  # it would fail in the same way
+
+
+def test_what_all_met_is_told_once() -> None:
+    found = judged(*(ending(rank, "error", rank, "a.yaml:1: x", "a.yaml:2: y", code=2) for rank in range(3)))
+    assert isinstance(found.error, RecipeError) and found.error.problems == ["a.yaml:1: x", "a.yaml:2: y"]
+    some = judged(
+        *(ending(rank, "error", rank, "disk full", code=6) for rank in (0, 1)), ending(2, "consequence", 9, GONE)
+    )
+    assert str(some.error) == "ranks 0 and 1: disk full\nrank 2 then stopped waiting"
+
+
+def test_another_error_of_its_own_is_mentioned() -> None:
+    found = judged(
+        ending(0, "failure", 2.0, "KeyError: 'a'\nTraceback ..."), ending(1, "error", 1.0, "bad row", code=3)
+    )
+    assert str(found.error) == "rank 1: bad row\nrank 0 failed as well: KeyError: 'a'"
+
+
+def test_a_bug_may_be_tried_again_and_shows_its_traceback() -> None:
+    found = judged(
+        ending(0, "failure", 1.0, "KeyError at layers.3 (forward, step 2): 'a'\nTraceback ..."), None, exits=[1, None]
+    )
+    assert str(found.error) == "rank 0: KeyError at layers.3 (forward, step 2): 'a'\nTraceback ..."
+    assert found.short == "rank 0: KeyError at layers.3 (forward, step 2): 'a'"
+    assert found.again and type(found.error) is DanluError
+
+
+def test_killed_from_outside() -> None:
+    begun = ending(1, "begun", 0.0)
+    # The other's words are of no known kind, but it fails because of the kill.
+    for other in (ending(0, "consequence", 1.0, GONE), ending(0, "failure", 1.0, "OSError: what is this?")):
+        found = judged(other, begun, exits=[1, -9])
+        assert isinstance(found.error, ResourceError)
+        assert found.short == "rank 1 was killed (SIGKILL), as the system does where memory runs out"
+        assert found.again
+    # A DanluError is a reason of its own.
+    assert type(judged(ending(0, "error", 1.0, "bad", code=3), begun, exits=[3, -9]).error) is DataError
+    # And one that was ended because it still ran when the first had failed is not mentioned.
+    assert "rank 1" not in str(judged(ending(0, "error", 1.0, "bad", code=3), begun, exits=[3, None]).error)
+
+
+def test_an_abort_shows_the_end_of_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "rank-1.txt"
+    log.write_text("one\ntwo\nthree\nterminate called\n")
+    found = judged(ending(0, "consequence", 1.0, GONE), None, exits=[1, -6], logs={1: log})
+    assert str(found.error) == (
+        f"rank 1 was ended by SIGABRT\n  the end of {log}:\n    two\n    three\n    terminate called\n"
+        "rank 0 then stopped waiting"
+    )
+    assert found.short == "rank 1 was ended by SIGABRT"
+
+
+def test_an_abort_after_another_s_error_is_its_consequence() -> None:
+    """gloo aborts where what the others send does not fit."""
+    found = judged(ending(0, "failure", 1.0, "KeyError: 'a'"), ending(1, "begun", 0.0), exits=[1, -6])
+    assert found.short == "rank 0: KeyError: 'a'"
+
+
+def test_ended_without_a_word() -> None:
+    found = judged(ending(0, "consequence", 1.0, GONE), ending(1, "begun", 0.0), exits=[1, 0])
+    assert found.short == "rank 1 ended with exit code 0 and without a word"
+
+
+def test_a_hang_is_told_once_and_may_be_tried_again() -> None:
+    words = "ranks 0 and 2 have waited for 45 s in all_reduce; rank 1 never came"
+    found = judged(
+        ending(0, "hang", 1.0, words, code=7),
+        ending(1, "begun", 0.0),
+        ending(2, "hang", 1.1, f"{words} (a little later)", code=7),
+        exits=[7, None, 7],
+    )
+    assert isinstance(found.error, TrainingError) and str(found.error) == words
+    assert found.again
+    # One that was killed, and that the others waited for, is the reason.
+    assert judged(ending(0, "hang", 1.0, words, code=7), None, exits=[7, -9]).short.startswith("rank 1 was killed")
+
+
+def test_only_consequences() -> None:
+    found = judged(ending(0, "consequence", 2.0, GONE), ending(1, "consequence", 1.0, GONE))
+    assert found.short == "rank 1: RuntimeError: Connection closed by peer"
+    assert "rank 0 then stopped waiting" in str(found.error) and found.again
+
+
+@pytest.mark.parametrize(
+    ("error", "consequence"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("[unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"), True),
+        (ConnectionResetError("x"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (TrainingError("the loss of rows at Connection closed is not finite"), False),
+        (KeyError("gloo"), False),
+    ],
+)
+def test_consequences(error: BaseException, consequence: bool) -> None:
+    assert is_consequence(error) is consequence
+
+
+def test_where_it_is_left(tmp_path: Path) -> None:
+    said = Ending(3, "error", 3, ("bad", "worse"), 1.5)
+    assert read(tmp_path / "none.json") is None
+    note(said, {"DANLU_ENDING": str(tmp_path / "a.json"), "TORCHELASTIC_ERROR_FILE": str(tmp_path / "b.json")})
+    assert read(tmp_path / "a.json") == said
+    assert not (tmp_path / "b.json").exists()
+    # torchrun reads its own format.
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    note(said, {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "b.json")})
+    shown = ProcessFailure(3, 1, 3, str(tmp_path / "b.json"))
+    assert (shown.message["message"], shown.timestamp) == ("bad\nworse", 1)
+    note(Ending(3, "finished"), {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "c.json")})
+    note(said, {})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.json", "b.json"]

@@ -1,0 +1,190 @@
+"""Processes that wait without end: what is told of them, by real groups in which some do not come."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from made.hanging import begin, crossing, late, marked, skipping, slow
+from torch import nn
+
+from danlu.parallel.hangs import State, Waiting, Where, decode, mark, oldest, words
+
+SECOND = 10**9
+
+Groups = dict[str, list[Any]]
+
+
+def test_where_in_words() -> None:
+    where = Where()
+    assert str(where) == ""
+    where.begin("checkpoint")
+    assert str(where) == "checkpoint"
+    where.begin("forward", 17)
+    assert str(where) == "forward, step 17"
+    where.enter("layers.3.mlp")
+    assert str(where) == "layers.3.mlp (forward, step 17)"
+    where.begin("backward")
+    assert str(where) == "backward, step 17"
+
+
+class Block(nn.Module):
+    def __init__(self, seen: list[str], where: Where) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.seen, self.where = seen, where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.where.module)
+        x = self.first(x)
+        self.seen.append(self.where.module)
+        x = self.second(x)
+        self.seen.append(self.where.module)
+        return x
+
+
+def test_modules_are_followed_forward_and_backward() -> None:
+    where, seen = Where(), list[str]()
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": Block(seen, where), "1": Block(seen, where)})
+    x = torch.ones(2, 3, requires_grad=True)
+    plain = model.layers["1"](model.layers["0"](x))
+    assert seen == [""] * 6  # nothing is marked yet
+    seen.clear()
+    mark(model, where)
+    out = model.layers["1"](model.layers["0"](x))
+    assert torch.equal(out, plain)
+    assert seen == [f"layers.{layer}{part}" for layer in (0, 1) for part in ("", ".first", ".second")]
+    back: list[str] = []
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.register_hook(lambda gradient, name=name: back.append(f"{name} in {where.module}"))
+    out.sum().backward()
+    assert set(back) == {
+        f"layers.{layer}.{part}.bias in layers.{layer}.{part}" for layer in (0, 1) for part in ("first", "second")
+    }
+
+
+def entry(number: int, created: int, **changes: Any) -> dict[str, Any]:
+    values = {
+        "retired": False,
+        "time_created_ns": created,
+        "process_group": ["2", "data"],
+        "profiling_name": "gloo:all_reduce",
+        "is_p2p": False,
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "input_sizes": [[3, 5]],
+    }
+    return values | changes
+
+
+def test_the_oldest_collective_under_way() -> None:
+    done = [entry(1, 0, retired=True), entry(2, 1, retired=True)]
+    assert oldest({"entries": done}, {}, 9) is None
+    two = {"entries": [*done, entry(4, 6 * SECOND), entry(3, 4 * SECOND)]}
+    assert oldest(two, {"2": (0, 2)}, 9 * SECOND) == Waiting("all_reduce", "2", (0, 2), 3, ((3, 5),), 5.0)
+
+
+def state(where: str, waiting: Waiting | None = None, line: str = "") -> State:
+    return State(waiting, where, line)
+
+
+SUM = Waiting("all_reduce", "0", (0, 1, 2, 3), 7, ((3, 5),), 45.2)
+END = ". A collective fails after 90 s (parallel.timeout_s)"
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (
+            {
+                0: state("layers.3.mlp (backward, step 17)", SUM),
+                1: state("layers.2.attention (forward, step 17)", line="take (danlu/data/stream.py:88)"),
+                2: state("layers.3.mlp (backward, step 17)", SUM),
+                3: state("layers.3.mlp (backward, step 17)", SUM),
+            },
+            "ranks 0, 2 and 3 have waited for 45 s in all_reduce of 3x5, at layers.3.mlp (backward, step 17); rank 1 "
+            "never came: it is at layers.2.attention (forward, step 17), in take (danlu/data/stream.py:88)",
+        ),
+        (
+            {0: state("a", SUM), 1: None, 2: state("b", SUM), 3: state("c", Waiting("barrier", "1", (2, 3), 1, (), 3))},
+            "rank 0 has waited for 45 s in all_reduce of 3x5, at a, rank 2 at b; rank 1 does not answer: it is "
+            "stopped, or gone; rank 3 waits in barrier instead, at c",
+        ),
+        (
+            {rank: state("a", SUM) for rank in range(4)},
+            "ranks 0-3 have waited for 45 s in all_reduce of 3x5, at a; all of them are there, so what they send does "
+            "not arrive",
+        ),
+        (  # a group of two: the others are not waited for
+            {0: state("x"), 1: state("y"), 2: state("", Waiting("send", "1", (2, 3), 1, ((),), 9)), 3: state("")},
+            "rank 2 has waited for 9 s in send of one number, at somewhere; rank 3 never came: it is at somewhere",
+        ),
+    ],
+)
+def test_words(states: dict[int, State | None], said: str) -> None:
+    assert words(states, 90.0) == said + END
+
+
+def test_a_state_comes_back_from_the_store() -> None:
+    for one in (state("a", SUM, "b"), state("")):
+        assert decode(one.encode()) == one
+
+
+@pytest.fixture(scope="module")
+def groups() -> Groups:
+    """All of them at once: most of their time they wait, as they should."""
+    started = {
+        "two": begin(skipping, 2, 8.0, [1], 13.0),
+        "four": begin(skipping, 4, 8.0, [2], 13.0),
+        "crossing": begin(crossing, 4, 8.0),
+        "slow": begin(slow, 2, 5.0, 0.8, 5),
+        "late": begin(late, 2, 8.0, 6.0),
+        "marked": begin(marked, 2, 6.0),
+    }
+    return {name: end() for name, end in started.items()}
+
+
+@pytest.mark.parametrize(("group", "never", "waits"), [("two", 1, "rank 0 has"), ("four", 2, "ranks 0, 1 and 3 have")])
+def test_who_never_came(groups: Groups, group: str, never: int, waits: str) -> None:
+    for rank, result in enumerate(groups[group]):
+        if rank == never:
+            continue
+        assert result["kind"] == "TrainingError"  # in the place of gloo's own
+        said = result["error"]
+        assert re.match(rf"{waits} waited for \d+ s in all_reduce of 2x3, at layers.3.mlp \(backward, step 3\), ", said)
+        assert f"; rank {never} never came: it is at layers.2.attention (forward, step 3), in skipping (" in said
+        assert said.endswith(". A collective fails after 8 s (parallel.timeout_s)")
+        assert result["said"] == ([said] if rank == 0 else [])  # one tells, before the time is up
+
+
+def test_groups_that_wait_for_each_other(groups: Groups) -> None:
+    (said,) = groups["crossing"][0]
+    if said.startswith("rank 2 has waited"):
+        assert re.search(r"in all_reduce of 4, at .*; rank 3 waits in broadcast of 1 instead", said)
+        assert "rank 0" not in said  # not of that group
+    else:
+        assert re.match(r"rank 3 has waited for \d s in broadcast of 1, at .*; rank 0 never came: ", said)
+        assert "; rank 2 waits in all_reduce of 4 instead, " in said
+
+
+def test_of_a_slow_run_that_moves_nothing_is_told(groups: Groups) -> None:
+    # Five times 0.8 s are more than the two and a half after which one collective would be told of.
+    assert groups["slow"] == [[], []]
+
+
+def test_one_that_comes_late_is_told_of_and_told_to_have_come(groups: Groups) -> None:
+    told, nothing = groups["late"]
+    assert nothing == []
+    assert "rank 1 never came" in told[0]
+    assert told[1:] == ["the collective all_reduce is over, and the run goes on"]
+
+
+def test_the_module_in_whose_backward_gradients_are_summed(groups: Groups) -> None:
+    told = groups["marked"][0]
+    assert re.search(r"waited for \d s in all_reduce of \d+, at 0 \(backward, step 1\)", told[0])
+    assert "rank 1 never came: it is at backward, step 1, in marked (" in told[0]

@@ -1,0 +1,86 @@
+"""Layouts from a recipe and a number of processes: what fits, and what is proposed where it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from danlu.errors import RecipeError
+from danlu.parallel.layout import AXES, Layout, Sizes, layout_of, problems
+from danlu.recipe.sections import Parallel
+
+SIZES = Sizes(heads=32, kv_heads=8, intermediate=14336, vocabulary=128256)
+
+
+@pytest.mark.parametrize(
+    ("section", "world", "layout"),
+    [
+        (Parallel(), 1, Layout()),
+        (Parallel(), 6, Layout(replicate=6)),
+        (Parallel(shard="zero3"), 4, Layout(shard=4)),
+        (Parallel(shard="zero3", replicate=2), 8, Layout(replicate=2, shard=4)),
+        (Parallel(shard="zero2", tensor=2, replicate=2), 16, Layout(replicate=2, shard=4, tensor=2)),
+        (Parallel(tensor=4, data=2), 8, Layout(replicate=2, tensor=4)),
+        (Parallel(workers="threads", data=4), 1, Layout()),
+    ],
+)
+def test_degrees_multiply_to_the_processes(section: Parallel, world: int, layout: Layout) -> None:
+    found = layout_of(section, world)
+    assert found == layout
+    assert found.world == world
+
+
+@pytest.mark.parametrize(
+    ("section", "world", "message"),
+    [
+        (
+            Parallel(tensor=2),
+            1,
+            "does not divide the one process of this run. Use tensor: 1, or start danlu with --proc",
+        ),
+        (
+            Parallel(tensor=3),
+            8,
+            "parallel.tensor: 3 does not divide the 8 processes of this run. Use tensor: 2, tensor: 4",
+        ),
+        (
+            Parallel(data=4),
+            2,
+            "asks for 4 processes, not for the 2 processes of this run. Use data: 2, or start danlu with",
+        ),
+        (Parallel(shard="zero3", replicate=3), 8, "parallel.replicate: 3 does not divide the 8 data ranks. Use 2 or 4"),
+        (Parallel(pipeline=2), 2, "parallel.pipeline: 2, but only 1 works so far"),
+        (Parallel(context=2), 2, "parallel.context: 2, but only 1 works so far"),
+        (Parallel(workers="threads"), 2, "threads trains in one process, and there are 2"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_what_would(section: Parallel, world: int, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        layout_of(section, world)
+
+
+@pytest.mark.parametrize(
+    ("degree", "sizes", "message"),
+    [
+        (5, SIZES, "5 does not divide the model's 32 attention heads. Use 4 or 8"),
+        (16, Sizes(48, 6, 4096, 1000), "16 neither divides the model's 6 key/value heads nor is a multiple of them"),
+        (8, Sizes(32, 8, 1004, 1000), "8 does not divide the MLP's width of 1004. Use 4"),
+        (8, Sizes(32, 8, 1024, 4), "8 is more than the 4 words of the vocabulary. Use 4 or 16"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_told_with_what_it_can(degree: int, sizes: Sizes, message: str) -> None:
+    (found,) = problems(Parallel(tensor=degree), sizes)
+    assert message in found
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8, 16, 32])
+def test_a_model_that_can_be_cut_has_no_problem(degree: int) -> None:
+    assert not list(problems(Parallel(tensor=degree), SIZES))
+
+
+def test_neighbouring_ranks_are_neighbours_along_tensor() -> None:
+    layout = Layout(replicate=2, shard=3, tensor=4)
+    places = [layout.coordinates(rank) for rank in range(layout.world)]
+    assert [place["tensor"] for place in places[:5]] == [0, 1, 2, 3, 0]
+    assert len({tuple(place[axis] for axis in AXES) for place in places}) == layout.world
+    assert all(place["pipeline"] == place["context"] == 0 for place in places)
+    assert str(layout) == "data 6 x shards 3 x tensor 4"

@@ -1,0 +1,32 @@
+"""The cross-entropy over a vocabulary that is cut among processes, against the whole, in float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from made import tensor_side
+from made.group import run_group
+
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"softcap": 5.0},
+    {"label_smoothing": 0.1},
+    {"softcap": 3.0, "label_smoothing": 0.2, "z_loss": 1e-2, "gradient_scale": 8.0},
+]
+SETTINGS = [extras | {"frozen": frozen} for extras, frozen in itertools.product(EXTRAS, (False, True))]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_loss_and_gradients_equal_those_of_the_whole_vocabulary(size: int) -> None:
+    for found in run_group(tensor_side.vocabulary_loss, size, SETTINGS):
+        for settings, errors in zip(SETTINGS, found, strict=True):
+            assert max(errors.values()) < 1e-12, (settings, errors)
+            assert ("head" in errors) == (not settings["frozen"])
+
+
+def test_a_process_that_does_not_hear_the_others_is_seen() -> None:
+    settings = [{"frozen": frozen, "deaf": True} for frozen in (False, True)]
+    for found in run_group(tensor_side.vocabulary_loss, 2, settings):
+        assert all(errors["nll"] > 1e-3 and errors["hidden"] > 1e-3 for errors in found)

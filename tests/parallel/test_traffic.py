@@ -1,0 +1,128 @@
+"""Everything that torch sends is seen, with its size and its axis."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from made.group import run_group
+from made.traffic_side import along_axes, one_of_each
+
+from danlu.parallel import traffic
+from danlu.parallel.layout import Layout
+from danlu.parallel.sent import Sent
+from danlu.parallel.traffic import Traffic, pretended
+
+FULL = 60 * 4  # bytes of what `one_of_each` sends around
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[dict[str, list[Sent]]]:
+    return run_group(one_of_each, 3)
+
+
+def test_each_collective_is_counted_as_a_ring_sends_it(counted: list[dict[str, list[Sent]]]) -> None:
+    third = Fraction(1, 3)
+    expected = {
+        "all_reduce": ("all-reduce", 4 * third * FULL),
+        "all_reduce bf16": ("all-reduce", 4 * third * FULL / 2),
+        "all_gather": ("all-gather", 2 * third * FULL),
+        "all_gather_into_tensor": ("all-gather", 2 * third * FULL),
+        "reduce_scatter": ("reduce-scatter", 2 * third * FULL),
+        "reduce_scatter_tensor": ("reduce-scatter", 2 * third * FULL),
+        "all_to_all_single": ("all-to-all", 2 * third * FULL),
+        "all_to_all": ("all-to-all", 2 * third * FULL),
+        "broadcast": ("broadcast", 2 * third * FULL),
+        "reduce": ("reduce", 2 * third * FULL),
+        "gather": ("gather", 2 * third * FULL / 3),
+        "scatter": ("scatter", 2 * third * FULL / 3),
+        "send": ("point-to-point", Fraction(FULL)),
+        "functional all_reduce": ("all-reduce", 4 * third * FULL),
+        "functional all_gather": ("all-gather", 2 * third * FULL),
+        "functional reduce_scatter": ("reduce-scatter", 2 * third * FULL),
+        "functional all_to_all": ("all-to-all", 2 * third * FULL),
+        "DTensor, sum": ("all-reduce", 4 * third * FULL),
+        "DTensor, whole": ("all-gather", 2 * third * FULL),
+        "in a backward pass": ("all-reduce", 4 * third * FULL),
+    }
+    for rank, found in enumerate(counted):
+        stays = (10, 0, 30)[rank]
+        uneven = {"all_to_all_single uneven": ("all-to-all", Fraction(FULL) - 4 * stays)}
+        for name, (kind, sent) in (expected | uneven).items():
+            assert found[name] == [Sent("shard", kind, sent, calls=1)], name  # type: ignore[arg-type]
+        assert found["barrier"] == found["nothing"] == []
+        assert found.keys() == {*expected, *uneven, "barrier", "nothing"}
+
+
+def test_every_operator_of_torch_is_known() -> None:
+    with pretended(2):  # which loads all of them
+        found = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    found = {name for name in found if name.partition("::")[0] in traffic._SPACES}
+    known = {*traffic._COLLECTIVES, *traffic._SEND_NOTHING, "_c10d_functional::batch_p2p_ops"}
+    assert len(found) > 30
+    assert found - known == set()
+
+
+def test_an_operator_that_is_not_known_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "_COLLECTIVES", {})
+    with (
+        pretended(2),
+        Traffic(Layout(shard=2)),
+        pytest.raises(AssertionError, match="c10d::allreduce_ is not known to send"),
+    ):
+        dist.all_reduce(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        (
+            Layout(replicate=2, shard=2),
+            {
+                "world": ("replicate x shard", 4),
+                "data": ("replicate x shard", 4),
+                "replicate": ("replicate", 2),
+                "shard": ("shard", 2),
+                "a pair": ("shard", 2),
+            },
+        ),
+        (
+            Layout(shard=2, tensor=2),
+            {
+                "world": ("shard x tensor", 4),
+                "data": ("shard", 2),
+                "shard": ("shard", 2),
+                "tensor": ("tensor", 2),
+                "a pair": ("tensor", 2),
+            },
+        ),
+        (
+            Layout(tensor=4),
+            {"world": ("tensor", 4), "tensor": ("tensor", 4), "a pair": ("tensor", 2)},
+        ),
+    ],
+    ids=str,
+)
+def test_groups_are_axes(layout: Layout, axes: dict[str, tuple[str, int]]) -> None:
+    for found in run_group(along_axes, 4, layout):
+        sent = {name: [(one.axis, one.bytes) for one in counts] for name, counts in found.items() if counts}
+        assert sent == {name: [(axis, Fraction(2 * (n - 1), n) * FULL)] for name, (axis, n) in axes.items()}
+
+
+def test_of_many_processes_one_is_enough_to_count() -> None:
+    layout = Layout(shard=64, tensor=8)
+    with pretended(512, rank=9):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (64, 8), mesh_dim_names=("shard", "tensor"))
+        with Traffic(layout) as counting:
+            dist.all_reduce(torch.ones(16), group=mesh.get_group("shard"))
+            dist.all_reduce(torch.ones(16), group=mesh.get_group("tensor"))
+            dist.all_reduce(torch.ones(16), group=mesh.get_group("tensor"))
+        with pytest.raises(AssertionError, match="belongs to a world already"), pretended(4):
+            pass
+    assert not dist.is_initialized()
+    assert {one.axis: (one.bytes, one.calls) for one in counting.sent()} == {
+        "shard": (Fraction(126), 1),
+        "tensor": (Fraction(224), 2),
+    }

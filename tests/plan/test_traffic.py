@@ -1,0 +1,219 @@
+"""What the formulas say against what is counted, to the byte, in steps of a decoder under DDP and FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import pairwise, product
+
+import pytest
+import torch
+from made.group import run_group
+from made.traffic_side import (
+    Counted,
+    TensorCase,
+    remade,
+    steps,
+    tensor_step,
+    tensor_steps,
+    with_adapters,
+    with_frozen,
+)
+
+from danlu.parallel.layout import Layout
+from danlu.parallel.ranks import ranks_of
+from danlu.parallel.sent import Sent, table
+from danlu.parallel.traffic import pretended
+from danlu.plan.traffic import Cut, Weight, data_sent, padded_elements, padding_elements, tensor_sent
+from danlu.recipe.sections import Parallel
+
+SHARDS = ("zero1", "zero2", "zero3")
+SECTIONS = [
+    Parallel(),
+    Parallel(reduce="bf16"),
+    *(Parallel(shard=shard) for shard in SHARDS),  # type: ignore[arg-type]
+    Parallel(shard="zero1", accumulate="sharded"),
+    Parallel(shard="zero2", accumulate="local"),
+    Parallel(shard="zero3", accumulate="local", reduce="bf16"),
+    Parallel(shard="zero3", prefetch=0),
+]
+HYBRID = [
+    *(Parallel(shard=shard, replicate=2) for shard in SHARDS),  # type: ignore[arg-type]
+    Parallel(shard="zero3", replicate=2, accumulate="local", reduce="bf16"),
+]
+
+
+def agree(counted: Counted) -> None:
+    for case, (measured, formula) in counted.items():
+        rows = table(measured, formula, beside_bytes=0)
+        assert rows, case
+        assert all(row.agrees for row in rows), "\n".join([case, *(" ".join(row.cells()) for row in rows)])
+
+
+def fits(measured: list[Sent], formula: list[Sent]) -> bool:
+    return all(row.agrees for row in table(measured, formula, beside_bytes=0))
+
+
+@pytest.fixture(scope="module")
+def of_four() -> list[Counted]:
+    return run_group(steps, 4, [*SECTIONS, *HYBRID])
+
+
+def test_data_ranks_send_what_the_formulas_say(of_four: list[Counted]) -> None:
+    for counted in [*run_group(steps, 2, SECTIONS[:5]), *of_four]:
+        agree(counted)
+    assert len(of_four[0]) == 40
+
+
+def test_another_formula_does_not_fit(of_four: list[Counted]) -> None:
+    for (name, (measured, _)), (other, (_, formula)) in product(of_four[0].items(), of_four[0].items()):
+        if alike(name) != alike(other):
+            assert not fits(measured, formula), f"{name} as {other}"
+
+
+def alike(name: str) -> str:
+    """Cases that send the same have one name: when gradients are sent after the only micro-batch or after the last,
+    and DDP, which sends no parameters."""
+    shard, replicate, accumulate, reduce, kind, rounds = name.split(", ")
+    sharded = accumulate == "accumulate sharded" or (accumulate == "accumulate auto" and shard in ("zero2", "zero3"))
+    if shard == "none":
+        return reduce
+    stage = "zero3" if shard == "zero3" else "zero1 or zero2"
+    times = rounds if sharded or shard == "zero3" else "1 micro-batches"
+    each = "each" if sharded and rounds != "1 micro-batches" else "once"
+    return ", ".join([stage, replicate, each, reduce, kind, times])
+
+
+def test_frozen_parameters_are_gathered_and_have_no_gradients() -> None:
+    for counted in run_group(with_frozen, 2, ["_proj"]):
+        agree(counted)
+        (measured, formula), (_, another) = counted["zero2"], counted["zero3"]
+        assert fits(measured, formula) and not fits(measured, another)
+
+
+def test_packed_weights_are_gathered_as_they_are() -> None:
+    for counted in run_group(with_adapters, 2):
+        agree(counted)
+
+
+def test_recompute_gathers_nothing_more() -> None:
+    for counted in run_group(remade, 2):
+        agree(counted)
+        assert counted.keys() == {"selective", "full", "every"}
+
+
+CUT: list[TensorCase] = [
+    (Parallel(tensor=2, sequence=sequence), kind, family)
+    for sequence in (False, True)
+    for kind, family in [("selective", "llama"), ("full", "llama"), ("none", "llama"), ("full", "gemma2")]
+]
+
+
+def test_tensor_ranks_send_what_the_formulas_say() -> None:
+    for counted in run_group(tensor_steps, 2, CUT):
+        agree(counted)
+        for (_, formula), (measured, _) in pairwise(counted.values()):
+            assert not fits(measured, formula)
+    for counted in run_group(tensor_steps, 4, [(Parallel(tensor=4), "none", "qwen3")]):  # two of them hold each head
+        agree(counted)
+    whole = [(Parallel(tensor=2, sequence=sequence, shard="zero3"), "none", "llama") for sequence in (False, True)]
+    for counted in run_group(tensor_steps, 4, whole):
+        agree(counted)
+        axes = {one.axis for measured, _ in counted.values() for one in measured}
+        assert axes == {"shard", "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "section"),
+    [
+        (Layout(shard=64, tensor=8), Parallel(shard="zero3", tensor=8)),
+        (Layout(shard=64, tensor=8), Parallel(shard="zero2", tensor=8, sequence=True)),
+        (Layout(replicate=8, shard=8, tensor=8), Parallel(shard="zero3", replicate=8, tensor=8)),
+    ],
+    ids=["zero3 and tensor", "zero2 and sequence", "hybrid and tensor"],
+)
+def test_of_512_processes_one_sends_what_the_formulas_say(layout: Layout, section: Parallel) -> None:
+    with pretended(512, rank=77):
+        ranks = ranks_of(layout, "cpu")
+        agree({"512": tensor_step(section, ranks, "none", "llama", True)})
+
+
+Formula = Callable[[int, int], Fraction | int]
+EVEN = [Weight((64, 10)), Weight((128, 5)), Weight((32,))]
+PSI = 4 * (640 + 640 + 32)
+
+
+@pytest.mark.parametrize(
+    ("shard", "formula"),
+    [
+        ("none", lambda n, m: 2 * Fraction(n - 1, n) * PSI),
+        ("zero1", lambda n, m: 2 * Fraction(n - 1, n) * PSI),
+        ("zero2", lambda n, m: (m + 1) * Fraction(n - 1, n) * PSI),
+        ("zero3", lambda n, m: 3 * m * Fraction(n - 1, n) * PSI),
+    ],
+)
+def test_formulas_are_those_of_the_papers(shard: str, formula: Formula) -> None:
+    for n, m in product((1, 2, 8, 32), (1, 4)):
+        layout = Layout(replicate=n) if shard == "none" else Layout(shard=n)
+        assert total(data_sent(EVEN, layout, Parallel(shard=shard), micro_batches=m)) == formula(n, m)  # type: ignore[arg-type]
+
+
+def test_copies_of_a_sharded_model_sum_shares_alone() -> None:
+    section = Parallel(shard="zero3", replicate=4)
+    sent = {one.axis: one for one in data_sent(EVEN, Layout(replicate=4, shard=8), section, micro_batches=3)}
+    assert sent["replicate"].bytes == 2 * Fraction(3, 4) * Fraction(PSI, 8)
+
+
+def test_half_as_many_bytes_are_sent_where_they_are_said_to_be() -> None:
+    narrow = [Weight(weight.shape, gathered_bytes=2) for weight in EVEN]
+    for weights, section, gathered, scattered in [
+        (EVEN, Parallel(shard="zero2"), 1, 1),
+        (narrow, Parallel(shard="zero2"), 2, 1),
+        (narrow, Parallel(shard="zero2", reduce="bf16"), 2, 2),
+    ]:
+        sent = {one.kind: one.bytes for one in data_sent(weights, Layout(shard=4), section, micro_batches=1)}
+        assert sent == {
+            "all-gather": Fraction(3, 4) * PSI / gathered,
+            "reduce-scatter": Fraction(3, 4) * PSI / scattered,
+        }
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "travel"),
+    [((10, 3), 4, 36), ((12, 3), 4, 36), ((2, 3), 4, 12), ((7,), 4, 8), ((), 4, 4), ((0, 3), 4, 0)],
+)
+def test_rows_are_filled_up(shape: tuple[int, ...], shards: int, travel: int) -> None:
+    assert padded_elements(shape, shards) == travel
+
+
+def test_padding_counts_what_is_sharded() -> None:
+    weights = [Weight((10, 3)), Weight((12, 3)), Weight((7,), sharded=False)]
+    assert padding_elements(weights, Layout(shard=4)) == 6
+    assert padding_elements(weights, Layout(replicate=4)) == 0
+
+
+def test_sequence_parallelism_sends_as_many_bytes() -> None:
+    cut, layout = Cut(tokens=100, targets=40, hidden_size=8, layers=3, activation_bytes=2), Layout(tensor=4)
+    without, with_ = (
+        total(tensor_sent(cut, layout, Parallel(tensor=4, sequence=sequence))) for sequence in (False, True)
+    )
+    numbers = 2 * Fraction(3, 4) * 4 * 40 * 4
+    assert without == with_ == 14 * 2 * Fraction(3, 4) * 100 * 8 * 2 + numbers
+
+
+def test_alone_nothing_is_sent() -> None:
+    cut = Cut(tokens=100, targets=40, hidden_size=8, layers=3, activation_bytes=2)
+    assert list(tensor_sent(cut, Layout(), Parallel())) == []
+    for shard in ("none", *SHARDS):
+        assert list(data_sent(EVEN, Layout(), Parallel(shard=shard), micro_batches=2)) == []  # type: ignore[arg-type]
+
+
+def total(sent: Sequence[Sent] | object) -> Fraction:
+    return sum((one.bytes for one in sent), Fraction(0))  # type: ignore[attr-defined]
+
+
+def test_formulas_need_no_torch() -> None:
+    import danlu.parallel.sent
+    import danlu.plan.traffic
+
+    assert not any(vars(module).get("torch") is torch for module in (danlu.parallel.sent, danlu.plan.traffic))

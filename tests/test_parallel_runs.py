@@ -1,0 +1,152 @@
+"""Whole runs on several processes: they end where one process does, and go on at any other number and layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made.group import run_group
+from made.parallel_runs import interrupted, train
+from made.tiny_world import World
+from safetensors.torch import load_file
+from torch import Tensor
+
+STEPS, STOP = 12, 7
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ddp": (4, {}),
+    "zero3": (2, {"shard": "zero3"}),
+    "hybrid": (4, {"shard": "zero2", "replicate": 2}),
+    "tensor": (2, {"tensor": 2, "sequence": True}),
+    "zero3+tensor": (4, {"shard": "zero3", "tensor": 2}),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"ema": 0.9},
+    "qlora": {"adapter": {"kind": "dora", "dropout": 0.2}, "quantization": {"kind": "nf4", "block": 32}},
+}
+EXPORTED = {
+    "full": ("model/model.safetensors", "model-ema/model.safetensors"),
+    "qlora": ("adapter/adapter_model.safetensors",),
+}
+
+
+def recipe(world: World, folder: Path, name: str, kind: str, layout: str, **changes: Any) -> str:
+    model = {"model": {"path": str(world.base), "config": None, "tokenizer": None}} if kind == "qlora" else {}
+    values = {**KINDS[kind], **model, "data": {"eval": 5}, "evaluation": {"every": 4}, "steps": STEPS, **changes}
+    return str(world.recipe(folder / name, folder / f"{name}.yaml", parallel=LAYOUTS[layout][1], **values))
+
+
+def start(file: str, layout: str) -> None:
+    size = LAYOUTS[layout][0]
+    found = train([file]) if size == 1 else run_group(train, size, [file])
+    assert all(one == [(STEPS, 0)] for one in (found if size > 1 else [found]))
+
+
+def weights(folder: Path, kind: str) -> dict[str, Tensor]:
+    return {f"{name}:{key}": value for name in EXPORTED[kind] for key, value in load_file(folder / name).items()}
+
+
+def lines(folder: Path) -> list[Mapping[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - one).norm() / one.norm().clamp_min(1e-20)) for name, one in wanted.items())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_world: World, folder: Path) -> dict[tuple[str, str], Path]:
+    """Runs that nothing befell, by kind and layout."""
+    found = {}
+    for kind in KINDS:
+        for layout in ("one", "zero3", "ddp"):
+            start(recipe(tiny_world, folder, f"{kind}-{layout}", kind, layout), layout)
+            found[kind, layout] = folder / f"{kind}-{layout}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def stopped(tiny_world: World, folder: Path) -> dict[str, Path]:
+    """Runs on two processes of which one got Ctrl-C, by kind."""
+    found = {}
+    for kind in KINDS:
+        file = recipe(tiny_world, folder, f"{kind}-stopped", kind, "zero3")
+        assert run_group(interrupted, 2, [file], STOP, 1) == [[(STOP, 130)]] * 2
+        found[kind] = folder / f"{kind}-stopped"
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["zero3", "ddp"])
+def test_a_run_on_several_processes_ends_where_one_does(
+    undisturbed: dict[tuple[str, str], Path], kind: str, layout: str
+) -> None:
+    one, many = undisturbed[kind, "one"], undisturbed[kind, layout]
+    assert distance(weights(many, kind), weights(one, kind)) < 2e-5
+    wanted, found = lines(one), lines(many)
+    assert len(found) == len(wanted)
+    for got, want in zip(found, wanted, strict=True):
+        for key in ("step", "tokens", "trained_tokens", "eval_tokens"):
+            assert got.get(key) == want.get(key)
+        for key in ("loss", "grad_norm", "accuracy", "eval_loss"):
+            assert got.get(key, 0) == pytest.approx(want.get(key, 0), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_interrupted_process_stops_all_after_the_same_step(stopped: dict[str, Path], kind: str) -> None:
+    assert [line["step"] for line in lines(stopped[kind]) if "loss" in line] == list(range(1, STOP + 1))
+    assert (stopped[kind] / "checkpoints" / f"step-{STOP:08}").is_dir()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_bit_for_bit_as_an_undisturbed_one(
+    tiny_world: World, stopped: dict[str, Path], undisturbed: dict[tuple[str, str], Path], folder: Path, kind: str
+) -> None:
+    place = folder / f"{kind}-same"
+    shutil.copytree(stopped[kind], place)
+    start(recipe(tiny_world, folder, place.name, kind, "zero3"), "zero3")
+    found, wanted = weights(place, kind), weights(undisturbed[kind, "zero3"], kind)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], one) for name, one in wanted.items())
+    other = weights(undisturbed[kind, "ddp"], kind)
+    assert not all(torch.equal(found[name], one) for name, one in other.items())  # another order of sums is seen
+
+
+@pytest.mark.parametrize("layout", ["one", "hybrid", "tensor", "zero3+tensor"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_at_another_number_of_processes_and_layout(
+    tiny_world: World,
+    stopped: dict[str, Path],
+    undisturbed: dict[tuple[str, str], Path],
+    folder: Path,
+    kind: str,
+    layout: str,
+) -> None:
+    place = folder / f"{kind}-to-{layout}"
+    shutil.copytree(stopped[kind], place)
+    start(recipe(tiny_world, folder, place.name, kind, layout), layout)
+    assert distance(weights(place, kind), weights(undisturbed[kind, "one"], kind)) < 2e-5
+    assert [line["step"] for line in lines(place) if "loss" in line] == list(range(1, STEPS + 1))
+
+
+def test_at_the_end_of_uneven_data_no_row_is_dropped_and_nobody_waits(tiny_world: World, folder: Path) -> None:
+    changes = {"steps": None, "epochs": 1, "batch": {"sequences": 7, "micro": 1}, "data": {}, "evaluation": {}}
+    tokens = []
+    for layout in ("one", "ddp"):
+        file = recipe(tiny_world, folder, f"epoch-{layout}", "full", layout, **changes)
+        size = LAYOUTS[layout][0]
+        train([file]) if size == 1 else run_group(train, size, [file])
+        tokens.append([line["tokens"] for line in lines(folder / f"epoch-{layout}") if "loss" in line])
+    assert tokens[0] == tokens[1]
+    assert tokens[0][-1] < tokens[0][0]  # the last step has fewer packs than there are processes times micro-batches

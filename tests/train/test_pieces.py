@@ -1,0 +1,46 @@
+"""Boxes of optimizer state, from the boxes of parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from made.boxes_side import LAYOUTS, rows
+
+from danlu.train.pieces import state_piece
+from danlu.types import Piece
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "same"])
+@pytest.mark.parametrize("shape", [(7, 12), (3, 5), (9,), (4, 3, 6), ()])
+def test_a_number_for_all_is_written_by_one(layout: str, shape: tuple[int, ...]) -> None:
+    place = LAYOUTS[layout]
+    assert place is not None
+    parameters = [place(shape, rank, 4) for rank in range(4)]
+    steps = [state_piece(torch.tensor(1.0), parameter) for parameter in parameters]
+    assert sum(step.writes for step in steps) == 1
+    assert {(step.whole, step.start, step.size) for step in steps} == {((), (), ())}
+
+
+def test_what_has_the_shape_of_the_box_is_that_box() -> None:
+    parameter = rows((7, 12), 1, 4)
+    assert state_piece(torch.zeros(2, 12), parameter) is parameter
+
+
+def test_of_a_whole_parameter_any_state_is_whole() -> None:
+    parameter = Piece.all_of((8, 512), copies=4, writes=False)
+    assert state_piece(torch.zeros(8, 1), parameter) == Piece((8, 1), (0, 0), (8, 1), 4, False)
+
+
+def test_what_has_another_shape_stays_with_its_box() -> None:
+    parameter = rows((7, 12), 1, 4)
+    assert state_piece(torch.zeros(2, 1), parameter) is parameter  # Adafactor's rows
+    assert state_piece(torch.zeros(1), parameter, block=256) is parameter  # a block that goes on in the next row
+
+
+def test_maxima_of_whole_rows_are_boxes_of_all_maxima() -> None:
+    for rank, (start, count) in enumerate([(0, 3), (3, 3), (6, 3), (9, 1)]):
+        maxima = torch.zeros(2 * count)
+        assert state_piece(maxima, rows((10, 512), rank, 4), block=256) == Piece((20,), (2 * start,), (2 * count,))
+        assert state_piece(maxima, rows((10, 512), rank, 4)) == rows((10, 512), rank, 4)
+    cut = Piece((10, 512), (0, 256), (10, 256))
+    assert state_piece(torch.zeros(10), cut, block=256) is cut

@@ -1,0 +1,192 @@
+"""From a wrong gradient to its cause: which packs count how much, which ratio, which sum was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from made.tiny_world import tiny_world
+from torch import Tensor
+
+from danlu.models.families import read_config_values
+from danlu.parallel.layout import Layout
+from danlu.recipe import load
+from danlu.types import Piece
+from danlu.verify.comparing import compare
+from danlu.verify.diagnosing import Case, finding
+from danlu.verify.feeding import made_packs
+from danlu.verify.observing import Seen, StepSeen
+from danlu.verify.processes import Observed, Task
+
+NAMES = ("embed_tokens.weight", "layers.0.mlp.up_proj.weight", "norm.weight")
+SHAPES = ((8, 8), (6, 8), (24,))
+PACKS = 5  # for two data ranks: 0 and 1 to the first, the others to the second; two in a micro-batch
+LAYOUT = Layout(replicate=2)
+Change = Callable[[list[float]], list[float]]
+
+
+def case(tmp_path: Path, shares: list[float] | None = None, layout: Layout = LAYOUT, tied: bool = False) -> Case:
+    """A gradient in which packs count so much, in a layout; all else is right."""
+    recipe = load(tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml")).recipe
+    config = read_config_values(
+        {**recipe.model.config, "vocab_size": 400, "tie_word_embeddings": tied}  # type: ignore[dict-item]
+    )
+    packs = made_packs(recipe, PACKS)
+    task = Task(recipe, config, layout, [packs, packs], [], 2, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    by_pack = [{name: _made(shape, generator) for name, shape in zip(NAMES, SHAPES, strict=True)} for _ in packs]
+    one = _seen(_summed(by_pack, [1.0] * PACKS))
+    one.by_pack = [_parts(parts) for parts in by_pack]
+    many = [_seen(_summed(by_pack, shares or [1.0] * PACKS)) for _ in range(layout.world)]
+    return Case(task, Observed(many, one, _seen(_summed(by_pack, [1.0] * PACKS))))
+
+
+def _made(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def _summed(by_pack: list[dict[str, Tensor]], shares: list[float]) -> dict[str, Tensor]:
+    pairs = list(zip(by_pack, shares, strict=True))
+    return {name: torch.stack([share * parts[name] for parts, share in pairs]).sum(0) for name in NAMES}
+
+
+def _parts(values: dict[str, Tensor]) -> dict[str, tuple[Piece, Tensor]]:
+    return {name: (Piece.all_of(value.shape), value.clone()) for name, value in values.items()}
+
+
+def _seen(gradients: dict[str, Tensor]) -> Seen:
+    def step() -> StepSeen:
+        return StepSeen(2.0, 1.0, 1.0, 50, _parts(gradients), _parts({name: torch.ones(3, 3) for name in NAMES}))
+
+    made = Seen([step()], _parts({name: torch.ones(3, 3) for name in NAMES}), 2.0)
+    made.loaded = made.first_weights
+    made.next = made.resumed = step()
+    return made
+
+
+def told(of: Case) -> tuple[str, str | None, str, str]:
+    found = finding(compare(of.observed, 1e-6), of)
+    assert found is not None
+    return found.stage, found.parameter, found.ratio, found.cause
+
+
+def weights(of: Case) -> list[float]:
+    return [sum(float(sample.weights.sum()) for sample in pack.samples) for pack in of.task.steps[0]]
+
+
+def test_nothing_wrong_is_nothing_found(tmp_path: Path) -> None:
+    right = case(tmp_path)
+    assert finding(compare(right.observed, 1e-6), right) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "ratio", "cause"),
+    [
+        (2.0, "x2 (data, replicate, world, micro-batches)", "summed twice along an axis"),
+        (0.5, "x0.5 (/data, /replicate, /world, /micro-batches)", "averaged over ranks"),
+        (3.0, "x3", "too large by a constant"),
+    ],
+)
+def test_a_constant_ratio_is_named(tmp_path: Path, share: float, ratio: str, cause: str) -> None:
+    stage, parameter, found, why = told(case(tmp_path, [share] * PACKS))
+    assert (stage, parameter, found) == ("gradients of step 1", "embed_tokens.weight", ratio)
+    assert cause in why
+
+
+def test_the_ratio_is_named_after_the_axis_of_that_size(tmp_path: Path) -> None:
+    layout = Layout(shard=2, tensor=3)
+    assert told(case(tmp_path, [3.0] * PACKS, layout))[2] == "x3 (tensor)"
+    assert told(case(tmp_path, [6.0] * PACKS, layout))[2] == "x6 (world)"
+    assert told(case(tmp_path, [1 / 3] * PACKS, layout))[2] == "x0.3333 (/tensor)"
+
+
+def test_a_mean_of_means_is_told_from_other_weights(tmp_path: Path) -> None:
+    w = weights(case(tmp_path))
+    ranks = [[0, 1], [2, 3, 4]]
+    shares = [0.0] * PACKS
+    for own in ranks:
+        for pack in own:
+            shares[pack] = sum(w) / (2 * sum(w[one] for one in own))
+    assert "mean over data ranks of their own means" in told(case(tmp_path, shares))[3]
+    shares[0] *= 1.5
+    assert "mean over data ranks" not in told(case(tmp_path, shares))[3]
+
+
+def test_micro_batches_that_count_alike_are_told(tmp_path: Path) -> None:
+    w = weights(case(tmp_path))
+    shares = [0.0] * PACKS
+    for own, micro in (([0, 1], [[0, 1]]), ([2, 3, 4], [[2, 3], [4]])):
+        for group in micro:
+            for pack in group:
+                shares[pack] = sum(w[one] for one in own) / (len(micro) * sum(w[one] for one in group))
+    assert "each micro-batch counts alike" in told(case(tmp_path, shares))[3]
+
+
+def test_rows_that_count_twice_or_not_at_all_are_counted(tmp_path: Path) -> None:
+    ratio, cause = told(case(tmp_path, [1, 2, 1, 1, 0]))[2:]
+    assert ratio == "1 packs are not counted, 1 more than once" and "repeats or drops rows" in cause
+
+
+def test_ranks_whose_rows_are_not_summed_are_told(tmp_path: Path) -> None:
+    ratio, cause = told(case(tmp_path, [1, 1, 0, 0, 0]))[2:]
+    assert ratio == "3 packs are not counted, 0 more than once" and "not summed over data ranks" in cause
+
+
+def test_a_part_on_each_rank_that_would_add_up_is_a_sum_left_out(tmp_path: Path) -> None:
+    of = case(tmp_path, layout=Layout(tensor=2))
+    name = "norm.weight"
+    for rank, seen in enumerate(of.observed.many):
+        piece, value = seen.steps[0].gradients[name]
+        seen.steps[0].gradients[name] = piece, value * (0.3, 0.7)[rank]  # type: ignore[index]
+    stage, parameter, ratio, cause = told(of)
+    assert (stage, parameter) == ("gradients of step 1", name)
+    assert ratio.startswith("/tensor, a part on each rank") and "over tensor ranks was left out" in cause
+    of.observed.many[1].steps[0].gradients[name][1].mul_(2)
+    assert "was left out" not in told(of)[3]
+
+
+def test_a_tied_embedding_alone_is_a_lost_tie(tmp_path: Path) -> None:
+    for tied in (True, False):
+        of = case(tmp_path, tied=tied)
+        for seen in of.observed.many:
+            seen.steps[0].gradients["embed_tokens.weight"][1][0] += 1
+        cause = told(of)[3]
+        assert ("the tie of head and embedding is lost" in cause) is tied
+
+
+def test_norms_that_differ_by_rank_are_local(tmp_path: Path) -> None:
+    of = case(tmp_path)
+    of.observed.many[1].steps[0].norm = 0.8
+    stage, parameter, ratio, cause = told(of)
+    assert (stage, parameter, ratio) == ("norm of step 1", None, "by rank 1, 0.8 instead of 1")
+    assert "the norm of what it holds" in cause
+
+
+def test_right_weights_and_a_wrong_loss_are_parameters_out_of_date(tmp_path: Path) -> None:
+    of = case(tmp_path)
+    for seen in (*of.observed.many, of.observed.one, of.observed.stirred):
+        seen.steps.append(replace(seen.steps[0]))
+    for seen in of.observed.many:
+        seen.steps[1] = replace(seen.steps[1], loss=2.1)
+    assert "out of date" in told(of)[3]
+
+
+def test_an_update_that_alone_is_wrong_is_the_optimizer(tmp_path: Path) -> None:
+    of = case(tmp_path)
+    for seen in of.observed.many:
+        seen.steps[0].weights["norm.weight"][1].mul_(1.1)
+    stage, parameter, ratio, cause = told(of)
+    assert (stage, parameter, ratio) == ("weights of step 1", "norm.weight", "x1.1")
+    assert "the gradients are right and the update is not" in cause
+
+
+def test_a_step_that_is_wrong_after_loading_is_the_state(tmp_path: Path) -> None:
+    of = case(tmp_path)
+    for seen in of.observed.many:
+        assert seen.resumed is not None
+        seen.resumed = replace(seen.resumed, weights=_parts({name: torch.full((3, 3), 1.1) for name in NAMES}))
+    stage, _, _, cause = told(of)
+    assert stage == "a step of one process's checkpoint in the layout" and "optimizer's state" in cause

@@ -1,0 +1,53 @@
+"""A mistake is there while it is injected, and gone afterwards."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from made.tiny_world import tiny_world
+from torch.distributed.fsdp import FSDPModule
+
+from danlu.adapters import dropout
+from danlu.models.decoder import Decoder
+from danlu.optim.build import Optimizers
+from danlu.parallel.comm import Group
+from danlu.parallel.layout import Layout
+from danlu.parallel.ranks import Ranks
+from danlu.parallel.spread import Spread
+from danlu.recipe import load
+from danlu.train import step
+from danlu.verify import observing
+from danlu.verify.faults import FAULTS
+
+TOUCHED = [
+    (step, "cross_entropy"),
+    (step, "clip_grad_norm"),
+    (observing, "accumulate"),
+    (observing, "clip_grad_norm"),
+    (Spread, "finish"),
+    (Spread, "own"),
+    (Decoder, "head_weight"),
+    (dropout.Noise, "begin"),
+    (dropout.Dropout, "__call__"),
+    (FSDPModule, "set_reshard_after_backward"),
+    (Optimizers, "load_state"),
+]
+
+
+def state() -> list[object]:
+    return [owner.__dict__[name] for owner, name in TOUCHED]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_nothing_stays_behind(name: str, tmp_path: Path) -> None:
+    recipe = load(tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml")).recipe
+    ranks = Ranks(Layout(shard=2), data=Group("data", (0, 1)), shard=Group("shard", (0, 1)))
+    before = state()
+    with FAULTS[name].injected(recipe, ranks):
+        assert state() != before
+    assert state() == before
+    with suppress(KeyError), FAULTS[name].injected(recipe, ranks):
+        raise KeyError
+    assert state() == before

@@ -1,0 +1,128 @@
+"""Whole verifications on local processes: right layouts pass, and each known mistake is caught and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made.tiny_world import CONFIG, tiny_world
+
+from danlu.errors import RecipeError, TrainingError
+from danlu.parallel.layout import Layout
+from danlu.recipe import Recipe, load
+from danlu.verify.faults import FAULTS
+from danlu.verify.proving import Options, pretend, prove
+
+TIED = {"tokenizer": None, "config": {**CONFIG, "tie_word_embeddings": True}}
+LORA = {"kind": "lora", "rank": 8, "dropout": 0.2}
+
+
+def recipe(folder: Path, *overrides: str, tied: bool = False, base: bool = False) -> Recipe:
+    changes: dict[str, Any] = {"model": {"config": TIED["config"]}} if tied else {}
+    file = tiny_world().recipe(folder / "run", folder / "recipe.yaml", **changes)
+    if base:
+        file.write_text(file.read_text().replace("model:\n", "unused:\n"))
+        lines = file.read_text().split("unused:\n")
+        rest = lines[1].split("\n")
+        kept = rest[next(place for place, line in enumerate(rest) if line and not line.startswith(" ")) :]
+        file.write_text(lines[0] + f"model: {tiny_world().base}\n" + "\n".join(kept))
+    return load(file, list(overrides)).recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "layout"),
+    [
+        (["parallel=zero3", "precision=bf16"], {}, "zero3, data 2"),
+        (["parallel={shard: zero2, tensor: 2, sequence: true}"], {"tied": True}, "zero2, data 2 x tensor 2, sequence"),
+        (["parallel={tensor: 2}", f"adapter={LORA}", "quantization=nf4"], {"base": True}, "tensor 2, lora, nf4"),
+    ],
+    ids=["zero3", "zero2 x tensor", "qlora"],
+)
+def test_a_right_layout_is_the_same(
+    overrides: list[str], options: dict[str, bool], layout: str, tmp_path: Path
+) -> None:
+    found, rows = prove("recipe.yaml", recipe(tmp_path, *overrides, **options), Options(steps=2, traffic=True))
+    assert found.finding is None and all(check.holds for check in found.checks)
+    assert found.layout == layout
+    errors = {check.what: check.error for check in found.checks}
+    assert max(errors["loss"], errors["evaluation"]) < 1e-6 and errors["gradients"] < 5e-6
+    assert errors["first weights"] == errors["saved weights, loaded"] == 0
+    assert rows and all(row.agrees for row in rows)
+
+
+SHARDED, TENSOR = "parallel=zero2", "parallel={tensor: 2, sequence: true}"
+WITH_LORA = f"adapter={LORA}"
+CASES = {
+    "doubled": ((TENSOR,), {}, "embed_tokens.weight"),
+    "local-clip": ((SHARDED,), {}, None),
+    "mean-of-means": (("parallel.data=2",), {}, "embed_tokens.weight"),
+    "mean-of-micro-batches": ((SHARDED,), {}, "embed_tokens.weight"),
+    "missing-norm-sum": ((TENSOR,), {}, "layers.0.attention_norm.weight"),
+    "repeated-rows": ((SHARDED,), {}, "embed_tokens.weight"),
+    "same-masks": (
+        ("parallel.data=2", WITH_LORA),
+        {"base": True},
+        "layers.0.attention.q_proj.adapter.default.lora_B",
+    ),
+    "stale": ((SHARDED,), {}, "embed_tokens.weight"),
+    "state-of-another-shard": ((SHARDED,), {}, "embed_tokens.weight"),
+    "untied": ((SHARDED,), {"tied": True}, "embed_tokens.weight"),
+}
+
+
+def test_every_mistake_has_a_case() -> None:
+    assert list(CASES) == list(FAULTS) == sorted(FAULTS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path) -> None:
+    overrides, options, parameter = CASES[name]
+    found, _ = prove("recipe.yaml", recipe(tmp_path, *overrides, **options), Options(steps=2, fault=name))
+    assert found.finding is not None
+    assert found.finding.parameter == parameter
+    assert FAULTS[name].named in found.finding.cause
+    assert not all(check.holds for check in found.checks)
+
+
+def test_a_step_of_512_pretended_processes_is_counted(tmp_path: Path) -> None:
+    layout, rows = pretend(recipe(tmp_path, "parallel={shard: zero3, replicate: 8, tensor: 4}"), 512, Options())
+    assert layout == Layout(replicate=8, shard=16, tensor=4)
+    assert {row.axis for row in rows} == {"replicate", "replicate x shard", "shard", "tensor"}
+    assert all(row.agrees for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        (["parallel={tensor: 3}"], {}, "parallel.tensor: 3 does not divide the model's 4 attention heads. Use 2 or 4"),
+        (["parallel={tensor: 2}"], {"processes": 3}, "parallel.tensor: 2 does not divide the 3 processes"),
+        ([], {"processes": 1}, "there is nothing to compare it with"),
+        (["parallel.workers=threads"], {}, "parallel.workers: threads are one process"),
+        (["parallel.data=2"], {"fault": "stale"}, "--inject stale: not a mistake that this layout can make"),
+        (["parallel.data=2"], {"fault": "nothing"}, "--inject nothing: not a mistake"),
+    ],
+)
+def test_what_does_not_fit_is_told(overrides: list[str], options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        prove("recipe.yaml", recipe(tmp_path, *overrides), Options(**options))
+    assert message in str(error.value)
+
+
+def test_many_data_ranks_are_verified_on_few(tmp_path: Path) -> None:
+    found, _ = prove("recipe.yaml", recipe(tmp_path, "parallel={data: 64}"), Options(steps=1))
+    assert found.processes == 2 and "2 data ranks instead of 64 (--processes)" in found.about
+
+
+def test_processes_that_do_not_come_to_an_end_are_told(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"there is no result of many-0, many-1, one-0, stirred-0"):
+        prove("recipe.yaml", recipe(tmp_path, "parallel.data=2"), Options(timeout_s=0.01))
+
+
+def test_a_wrong_adapter_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"adapter\.targets: 'q_prj' matches no layer"):
+        prove(
+            "recipe.yaml",
+            recipe(tmp_path, "parallel.data=2", "adapter={kind: lora, targets: [q_prj]}", base=True),
+            Options(),
+        )

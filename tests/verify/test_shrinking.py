@@ -1,0 +1,165 @@
+"""A small model is cut by a layout as the large one is, and is as large as a test may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made.tiny_world import tiny_world
+
+from danlu.errors import RecipeError
+from danlu.models.config import ModelConfig
+from danlu.models.families import config_values, read_config_values
+from danlu.models.loading import load as load_model
+from danlu.parallel.layout import Layout, Sizes, problems
+from danlu.recipe import Recipe, load
+from danlu.recipe.sections import Parallel
+from danlu.verify.shrinking import EPS, LONGEST, WINDOW, small_config, small_recipe
+
+LARGE: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "model_type": "gemma2",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 256000,
+    },
+    "llama": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128257,
+        "mlp_bias": True,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    },
+    "phi3": {
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32064,
+        "partial_rotary_factor": 0.75,
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "vocab_size": 151937,
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "max_window_layers": 20,
+    },
+}
+LAYOUTS = (Layout(shard=2), Layout(tensor=2), Layout(replicate=2, shard=2), Layout(shard=2, tensor=2), Layout(tensor=4))
+
+
+def fits(config: ModelConfig, layout: Layout) -> list[str]:
+    sizes = Sizes(config.heads, config.kv_heads, config.intermediate_size, config.vocab_size)
+    return list(problems(Parallel(tensor=layout.tensor), sizes))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_what_decides_how_it_is_cut_is_kept(name: str, layout: Layout, quantized: bool) -> None:
+    large = read_config_values(LARGE[name])
+    if fits(large, layout):
+        pytest.skip("the large model cannot be cut so")
+    small = small_config(large, layout, quantized=quantized)
+    assert fits(small, layout) == []
+    assert small.parameter_count() < 3_000_000 < 100 * 3_000_000 < large.parameter_count()
+    degree = layout.tensor * layout.data
+    assert small.vocab_size % degree == large.vocab_size % degree
+    assert (small.kv_heads < layout.tensor) == (large.kv_heads < layout.tensor)
+    assert (large.heads // large.kv_heads) % (small.heads // small.kv_heads) == 0
+    for kept in ("family", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "sandwich_norms"):
+        assert getattr(small, kept) == getattr(large, kept)
+    assert (small.attention_softcap, small.norm_offset) == (large.attention_softcap, large.norm_offset)
+    assert {one is None for one in small.windows} == {one is None for one in large.windows}
+    assert set(small.windows) <= {None, WINDOW}
+    # Files can say it: a base of adapters is written as a folder.
+    assert read_config_values(config_values(small, torch_dtype="float32")) == small
+    if quantized:
+        assert small.hidden_size % (32 * layout.tensor) == small.intermediate_size % (32 * layout.tensor) == 0
+
+
+def test_what_large_sizes_do_not_divide_by_small_ones_do_not_either() -> None:
+    even = read_config_values({**LARGE["llama"], "vocab_size": 128256})
+    odd = read_config_values(LARGE["llama"])
+    layout = Layout(shard=2, tensor=2)
+    assert [small_config(one, layout).vocab_size % 4 for one in (even, odd)] == [0, 1]
+
+
+def recipe(folder: Path, **changes: Any) -> Recipe:
+    return load(tiny_world().recipe(folder / "run", folder / "recipe.yaml", **changes)).recipe
+
+
+def on_base(folder: Path, **changes: Any) -> Recipe:
+    made = recipe(folder, **changes)
+    return made.model_copy(update={"model": type(made.model)(path=str(tiny_world().base))})
+
+
+def test_a_base_is_written_with_norms_that_differ(tmp_path: Path) -> None:
+    given = on_base(tmp_path).model_copy(update={"adapter": None})
+    small = small_recipe(given, read_config_values(LARGE["llama"]), Layout(shard=2), tmp_path)
+    assert small.recipe.model.path == str(tmp_path / "model")
+    model = load_model(tmp_path / "model")
+    assert model.config == small.config
+    norms = [parameter for name, parameter in model.named_parameters() if name.endswith("norm.weight")]
+    assert norms and all(len(norm.unique()) > 1 for norm in norms)
+
+
+def test_adapters_blocks_and_lengths_get_small(tmp_path: Path) -> None:
+    adapter = {"kind": "lora", "rank": 64, "dropout": 0.1, "rank_pattern": {"q_proj": 32}}
+    made = load(
+        tiny_world().recipe(
+            tmp_path / "run",
+            tmp_path / "recipe.yaml",
+            model=None,
+            adapter=None,
+            data={"max_length": 4096},
+            optimizer={"kind": "adamw", "eps": 1e-8},
+        ),
+        [f"model={tiny_world().base}", f"adapter={adapter}", "quantization={kind: int8, group: 128}"],
+    ).recipe
+    small = small_recipe(made, read_config_values(LARGE["llama"]), Layout(tensor=2), tmp_path).recipe
+    assert small.adapter is not None and small.quantization is not None
+    assert (small.adapter.rank, small.adapter.dropout, small.adapter.rank_pattern) == (4, 0.1, {"q_proj": 6})
+    assert (small.quantization.kind, small.quantization.group) == ("int8", 16)
+    assert (small.data.max_length, small.optimizer.eps) == (LONGEST, EPS)
+
+
+def test_adapters_of_the_large_model_are_refused(tmp_path: Path) -> None:
+    made = recipe(tmp_path)
+    given = made.model_copy(update={"model": made.model.model_copy(update={"adapters": ["some/adapter"]})})
+    with pytest.raises(RecipeError, match=r"model\.adapters: .* --full"):
+        small_recipe(given, read_config_values(LARGE["llama"]), Layout(shard=2), tmp_path)

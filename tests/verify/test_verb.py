@@ -1,0 +1,79 @@
+"""`danlu verify` as users type it: tables, exit codes, the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from made.tiny_world import danlu, tiny_world
+
+from danlu.parallel.sent import Row
+from danlu.report.verification import Check, Finding, Module, Verification, lines, shown
+from danlu.report.verification_page import START, page
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml")
+
+
+def test_a_layout_that_is_right_ends_with_0(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    html = tmp_path / "page.html"
+    assert danlu("verify", file, "parallel=zero3", "--steps", 1, "--traffic", "--html", html) == 0
+    said = capsys.readouterr().out
+    assert "the same as one process: zero3, data 2 computes what one process does" in said
+    assert "layers.0.attention" in said and "reduce-scatter" in said and "WRONG" not in said
+    written = html.read_text()
+    assert written.startswith(START) and "the same as one process" in written and "reduce-scatter" in written
+
+
+def test_one_that_is_wrong_ends_with_1(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert danlu("verify", file, "parallel.data=2", "--steps", 1, "--inject", "doubled") == 1
+    said = capsys.readouterr().out
+    assert "NOT the same as one process, first in: gradients of step 1" in said
+    assert "first wrong parameter: embed_tokens.weight" in said and "ratio: x2 (data" in said
+
+
+def test_what_users_get_wrong_ends_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert danlu("verify", file, "parallel=zero3", "--html", file) == 2
+    assert "is no page of danlu verify" in capsys.readouterr().err
+    assert danlu("verify", file, "--precision", "bf17") == 2
+    assert "--precision bf17: use fp32, or recipe" in capsys.readouterr().err
+    assert danlu("verify", file, "paralel=zero3") == 2
+    assert "parallel" in capsys.readouterr().err
+
+
+FOUND = Verification(
+    recipe="<b>.yaml",
+    layout="zero3, data 2",
+    processes=2,
+    about=("model: llama",),
+    checks=(Check("loss", 0.0, 1e-6, "loss of step 1"), Check("gradients", 0.5, 1e-6, "norm.weight, step 1")),
+    modules=(Module("norm", 24, Check("gradients", 0.5, 1e-6), Check("weights", 0.0, 1e-6)),),
+    finding=Finding("gradients of step 1", "norm.weight", "x1.5", "a <sum> made twice"),
+    seconds=2.0,
+)
+
+
+def test_wrong_lines_are_marked() -> None:
+    said = list(lines(FOUND))
+    (module,) = [line for line in said if line.startswith("norm ")]
+    assert module.endswith("WRONG") and "5.0e-01" in module
+    (loss,) = [line for line in said if line.startswith("loss ")]
+    assert "WRONG" not in loss
+    assert said[-4:] == [
+        "NOT the same as one process, first in: gradients of step 1",
+        "  first wrong parameter: norm.weight",
+        "  ratio: x1.5",
+        "  usually: a <sum> made twice",
+    ]
+
+
+def test_the_page_marks_them_too_and_escapes() -> None:
+    text = page(FOUND, [Row("shard", "all-gather", "parameters", 1, 10, 20, 0)])  # type: ignore[arg-type]
+    assert "&lt;b&gt;.yaml" in text and "<b>" not in text and "a &lt;sum&gt; made twice" in text
+    assert text.count('<tr class="wrong">') == 3
+
+
+def test_errors_are_shown_short() -> None:
+    assert [shown(value) for value in (0.0, 1e-30, 3.14e-7, float("inf"))] == ["0", "0", "3.1e-07", "not finite"]
