@@ -38,6 +38,20 @@ def test_norm_without_gradients_has_the_same_bits(dtype: torch.dtype, offset: fl
         assert not torch.equal(ops.rms_norm(x, weight, 1e-1, offset=offset), with_gradients)  # control
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_with_half_precision_weights_has_gradients_in_their_type(offset: float) -> None:
+    """As under FSDP2, which gathers weights in the type of activations."""
+    x, weight = (drawn(*shape, dtype=torch.bfloat16).requires_grad_() for shape in ((7, 64), (64,)))
+    grad = drawn(7, 64, dtype=torch.bfloat16, seed=2)
+    found = torch.autograd.grad(ops.rms_norm(x, weight, 1e-5, offset=offset), (x, weight), grad)
+    exact = [one.detach().double().requires_grad_() for one in (x, weight)]
+    wanted = torch.autograd.grad(ops.rms_norm(*exact, 1e-5, offset=offset), exact, grad.double())
+    for got, want in zip(found, wanted, strict=True):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
+        assert not torch.allclose(got.double(), want * 1.1, rtol=2e-2, atol=2e-2)  # control
+
+
 def test_half_precision_weights_that_are_differences_from_one_keep_their_digits() -> None:
     """Gemma's: 1 + 0.001 is 1 in bfloat16. transformers adds in float32 too."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm

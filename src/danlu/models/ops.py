@@ -93,11 +93,14 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         x, weight, inverse = ctx.saved_tensors
-        scale = weight + ctx.offset if ctx.offset else weight
+        scale = weight.to(inverse.dtype)
+        scale = scale + ctx.offset if ctx.offset else scale
         wide_grad = grad.to(inverse.dtype)
         normed = x.to(inverse.dtype) * inverse
         product = wide_grad * normed
-        grad_weight = product.reshape(-1, product.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = product.reshape(-1, product.shape[-1]).sum(0).to(weight.dtype)
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None, None
         # d/dx of x r(x) w: r (w g - n mean(w g n)), with n = x r the normed row.
