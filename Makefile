@@ -14,7 +14,8 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 # Those that need nothing but this package; sft.py (peers) and real_input.py (data) say themselves what they need.
-BENCHMARKS ?= benchmarks/throughput.py benchmarks/decode.py benchmarks/tokenizing.py benchmarks/loading.py
+BENCHMARKS ?= benchmarks/throughput.py benchmarks/decode.py benchmarks/tokenizing.py benchmarks/loading.py \
+              benchmarks/recompute.py benchmarks/parallel.py benchmarks/kills.py
 GPU_BENCHMARKS ?= benchmarks/throughput.py benchmarks/decode.py
 
 .PHONY: demo test test-all lint check bench gpu gpu-checks clean
