@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +36,7 @@ from danlu.parallel.threads import NOTE, Replicas
 from danlu.recipe import Recipe
 from danlu.train.checkpoint import read_group
 from danlu.train.memory_parts import Activations
-from danlu.train.step import Compute, Losses, ThreadedCompute, cross_entropy
+from danlu.train.step import Compute, Losses, ThreadedCompute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -239,7 +238,7 @@ def learner(
         return ThreadedCompute(**vars(compute), replicas=Replicas(model, replica_devices(recipe, device)))
     if ranks.data.alone or recipe.parallel.shard != "none":
         return compute
-    wrapped = data.replicate(Losses(model, partial(cross_entropy, compute)), ranks, recipe.parallel)
+    wrapped = data.replicate(Losses(model, compute.own_losses), ranks, recipe.parallel)
     data.settle(wrapped, compute.collate([]), compute.loss, 1.0)
     compute.spread.begin = data.local_accumulation(wrapped)
     return replace(compute, through=wrapped)

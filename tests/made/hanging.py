@@ -81,7 +81,7 @@ def skipping(said: list[str], skips: list[int], asleep_s: float) -> Any:
     return said
 
 
-def crossing(said: list[str]) -> Any:
+def crossing(said: list[str], asleep_s: float) -> Any:
     """Ranks 0 and 1 in their group, 2 and 3 in theirs; in the latter 2 sums while 3 waits in the group of all."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -92,7 +92,7 @@ def crossing(said: list[str]) -> Any:
     elif rank == 2:
         dist.all_reduce(torch.ones(4), group=mine)
     else:
-        time.sleep(4.5)
+        time.sleep(asleep_s)
     return said
 
 
@@ -114,7 +114,7 @@ def late(said: list[str], pause_s: float) -> Any:
     return said
 
 
-def marked(said: list[str]) -> Any:
+def marked(said: list[str], asleep_s: float) -> Any:
     """Where DDP's gradients are being summed while rank 1 stays away: after the backward of its first layer."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     parallel = torch.nn.parallel.DistributedDataParallel(model)
@@ -123,6 +123,6 @@ def marked(said: list[str]) -> Any:
     loss = parallel(torch.ones(2, 4)).sum()
     WHERE.begin("backward")
     if dist.get_rank() == 1:
-        time.sleep(4.5)
+        time.sleep(asleep_s)
     loss.backward()
     return said

@@ -219,9 +219,13 @@ def words(states: Mapping[int, State | None], timeout_s: float) -> str:
 
     states: of each process, by rank; None for one that does not answer. At least one of them waits.
     """
-    waiting = {rank: state for rank, state in states.items() if state is not None and state.waiting is not None}
-    longest = max((state.waiting for state in waiting.values() if state.waiting), key=lambda one: one.seconds)
-    here = {rank: state for rank, state in waiting.items() if state.waiting and state.waiting.same == longest.same}
+    longest = longest_wait(states)
+    assert longest is not None, "one of them waits"
+    here = {
+        rank: state
+        for rank, state in states.items()
+        if state is not None and state.waiting is not None and state.waiting.same == longest.same
+    }
     parts = []
     for number, (where, ranks) in enumerate(_by_place(here).items()):
         verb = "has" if len(ranks) == 1 else "have"
@@ -233,6 +237,12 @@ def words(states: Mapping[int, State | None], timeout_s: float) -> str:
     if not absent:
         absent = ["all of them are there, so what they send does not arrive"]
     return f"{text}; {'; '.join(absent)}. A collective fails after {timeout_s:g} s (parallel.timeout_s)"
+
+
+def longest_wait(states: Mapping[int, State | None]) -> Waiting | None:
+    """The collective that any process has been in for longest; None when all move."""
+    waits = [state.waiting for state in states.values() if state is not None and state.waiting is not None]
+    return max(waits, key=lambda one: one.seconds, default=None)
 
 
 def _by_place(states: Mapping[int, State]) -> dict[str, list[int]]:
@@ -287,6 +297,7 @@ class Watch:
         self._interval_s = min(5.0, self._patience_s / 10)
         self._say, self._end, self._launcher, self._where = say, end, launcher, where
         self._told: Waiting | None = None
+        self._said: tuple[str, int, str] | None = None  # what the user was last told of
         self._seen = 0  # questions that have been answered
         self._stop = threading.Event()
         self._settled = threading.Event()  # no question is being answered
@@ -330,14 +341,19 @@ class Watch:
             asked = self._store.add("hang/asked", 1)
         if asked > self._seen:
             self._settled.clear()
-            self._answer(asked)
-            text = words(states, self._timeout_s) if any_waits(states := self._collect(asked)) else None
+            # Several may have asked at once, and each of them waits for answers to its own question.
+            for question in range(self._seen + 1, asked + 1):
+                self._answer(question)
+            states = self._collect(asked)
             self._seen = asked
-            if text is not None and waiting is not None:
-                self._told, self.report = waiting, text
+            if (longest := longest_wait(states)) is not None:
+                text = words(states, self._timeout_s)
+                if waiting is not None:
+                    self._told, self.report = waiting, text
+                if self._rank == 0 and longest.same != self._said:
+                    self._say(text)
+                self._said = longest.same
             self._settled.set()
-            if text is not None and self._rank == 0:
-                self._say(text)
         if waiting is not None and waiting.seconds > self._timeout_s + max(2.0, self._interval_s):
             self._end(self.report or f"{named([self._rank])} waited in {_what(waiting)} for {waiting.seconds:.0f} s")
 
@@ -352,7 +368,3 @@ class Watch:
         while time.monotonic() < until and not self._store.check(list(keys.values())):
             time.sleep(self._interval_s / 10)
         return {rank: decode(self._store.get(key)) if self._store.check([key]) else None for rank, key in keys.items()}
-
-
-def any_waits(states: Mapping[int, State | None]) -> bool:
-    return any(state is not None and state.waiting is not None for state in states.values())

@@ -117,11 +117,13 @@ class Compute:
     def losses(self, batch: Batch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
         """The weighted sum of losses of a micro-batch."""
         if not torch.is_grad_enabled():
-            return cross_entropy(self, batch, loss, gradient_scale)
+            return self.own_losses(batch, loss, gradient_scale)
         with nullcontext() if self.away is None else self.away.active():
-            if self.through is not None:
-                return self.through(batch, loss, gradient_scale)
-            return cross_entropy(self, batch, loss, gradient_scale)
+            return (self.through or self.own_losses)(batch, loss, gradient_scale)
+
+    def own_losses(self, batch: Batch, loss: LossOptions, gradient_scale: float) -> CrossEntropy:
+        """The same, without what is around it."""
+        return cross_entropy(self, batch, loss, gradient_scale)
 
     def explain(self, batch: Batch, step: int) -> Exception:
         """Why the loss of `batch` is not finite."""
