@@ -297,6 +297,7 @@ class Watch:
         self._interval_s = min(5.0, self._patience_s / 10)
         self._say, self._end, self._launcher, self._where = say, end, launcher, where
         self._told: Waiting | None = None
+        self._fails_at = 0.0  # when the collective that was told of has no time left, less what a look may be late
         self._said: tuple[str, int, str] | None = None  # what the user was last told of
         self._seen = 0  # questions that have been answered
         self._stop = threading.Event()
@@ -331,11 +332,13 @@ class Watch:
                 return  # the store is gone with the process that kept it, and nobody is left to ask
 
     def _look(self) -> None:
-        waiting = under_way()
+        waiting, looked = under_way(), time.monotonic()
         if self._told is not None and (waiting is None or waiting.same != self._told.same):
-            if self._rank == 0:
+            in_time = looked < self._fails_at
+            if in_time and self._rank == 0:
                 self._say(f"the collective {self._told.operation} is over, and the run goes on")
-            self._told = self.report = None
+            if in_time or waiting is not None:  # else it has failed, and the report is what there is to say
+                self._told = self.report = None
         asked = self._store.add("hang/asked", 0)
         if waiting is not None and waiting.seconds >= self._patience_s and self._told is None and asked == self._seen:
             asked = self._store.add("hang/asked", 1)
@@ -350,6 +353,7 @@ class Watch:
                 text = words(states, self._timeout_s)
                 if waiting is not None:
                     self._told, self.report = waiting, text
+                    self._fails_at = looked + self._timeout_s - waiting.seconds - self._interval_s
                 if self._rank == 0 and longest.same != self._said:
                     self._say(text)
                 self._said = longest.same
