@@ -6,6 +6,7 @@ made as shapes, cut and sharded, and only then are weights drawn or read, one wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,13 +123,17 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     notes = [recompute.describe(plan)] if recipe.memory.recompute.kind != "none" else []
     notes += [NOTE] if section.workers == "threads" else []
     notes += offload_notes(recipe, device)
+    if section.shard != "none" and ranks.data.alone:
+        notes.append(
+            f"parallel.shard: {section.shard} changes nothing with one data rank: start danlu with --processes N"
+        )
     sharded = section.shard != "none" and ranks.data.size > 1
     if "parameters" in recipe.memory.offload and device.type == "cuda" and not sharded:
         raise RecipeError(
             "memory.offload: parameters leave a GPU as shards, which takes parallel.shard: zero3 (or zero1, zero2) and "
             "two processes or more. On one GPU offload optimizer and activations"
         )
-    norms = norm_weights(model)
+    whole = kept_whole(model)
     if sharded:
         gathered = None if adapters is not None or recipe.precision == "fp32" else DTYPES[recipe.precision]
         data.shard(
@@ -137,7 +142,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
             ranks,
             section,
             gathered=gathered,
-            whole=norms.values(),
+            whole=whole.values(),
             offload="parameters" in recipe.memory.offload and device.type == "cuda",
         )
     if empty:
@@ -155,7 +160,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         held = {} if ranks.alone else held_of(model, ranks, cuts.pieces)
     sums: list[tuple[Group, str]] = []
     if sharded:
-        sums += [(ranks.data, name) for name in norms]
+        sums += [(ranks.data, name) for name in whole]
     sums += [(group, name) for name, group in cuts.partial.items()]
     spread = Spread(ranks, held, tuple(sums))
     if in_file is not None:
@@ -267,14 +272,15 @@ def replica_devices(recipe: Recipe, device: torch.device) -> list[torch.device]:
     return [torch.device("cuda", number) for number in range(there if count == "auto" else count)]
 
 
-def norm_weights(model: Decoder) -> dict[str, nn.Parameter]:
-    """Weights of norms by name: few, and used in float32."""
-    return {
-        f"{name}.{attribute}": parameter
-        for name, module in model.named_modules()
-        if isinstance(module, RMSNorm)
-        for attribute, parameter in module.named_parameters(recurse=False)
-    }
+def kept_whole(model: Decoder) -> dict[str, nn.Parameter]:
+    """Parameters that data ranks do not share among them, by name.
+
+    Weights of norms, which are few and used in float32; and what adapters of several layers have in common, for FSDP2
+    shards a parameter with one layer.
+    """
+    norms = {one for module in model.modules() if isinstance(module, RMSNorm) for one in module.parameters()}
+    layers = Counter(one for layer in model.layers.values() for one in layer.parameters())
+    return {name: one for name, one in model.named_parameters() if one in norms or layers[one] > 1}
 
 
 def first_values(

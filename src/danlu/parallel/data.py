@@ -11,7 +11,8 @@ zero3   a share; one layer whole at a time         a share                      
 
 (arXiv:1910.02054; hybrid sharding, arXiv:2304.11277.) All of them sum: the one division by the step's weight comes with
 clipping. Weights of norms are left to us: they are few, FSDP2 would round them to the type of activations where one
-process does not, and under sequence parallelism their gradients are sums over other ranks too.
+process does not, and under sequence parallelism their gradients are sums over other ranks too. So are parameters that
+several layers share (VeRA's projections, the network behind a prefix): FSDP2 shards a parameter with one unit.
 """
 
 from __future__ import annotations

@@ -1,0 +1,74 @@
+"""Adapters of every kind where data ranks share the model: gradients, and what is trained, are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made.group import run_group
+from made.placed import recipe_file, see, see_without_sums
+from made.tiny_world import World
+from torch import Tensor
+
+from danlu.verify.observing import Seen, whole
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"kind": "lora", "targets": ["all-linear", "embed_tokens", "lm_head"]},
+    "dropout": {"kind": "lora", "dropout": 0.3},
+    "narrower than there are ranks": {"kind": "lora", "rank": 1},
+    "modules_to_save": {"kind": "lora", "modules_to_save": ["lm_head", "norm"]},
+    "pissa": {"kind": "pissa"},
+    "lora-fa": {"kind": "lora-fa"},
+    "dora": {"kind": "dora"},
+    "vera": {"kind": "vera", "rank": 16},  # projections that all layers share
+    "mora": {"kind": "mora"},
+    "ia3": {"kind": "ia3"},
+    "bottleneck": {"kind": "bottleneck", "width": 8},
+    "prefix": {"kind": "prefix", "tokens": 3},
+    "projected prefix": {"kind": "prefix", "tokens": 3, "projection": 8},  # so is its network, and it is trained
+    "prompt": {"kind": "prompt", "tokens": 3},
+}
+SIZE = 2
+
+
+def recipe_of(world: World, folder: Path, name: str) -> str:
+    changes: dict[str, Any] = {
+        "model": {"path": str(world.base), "config": None, "tokenizer": None},
+        "optimizer": {"kind": "sgd", "learning_rate": 0.1},
+        "parallel": {"shard": "zero3"},
+    }
+    return recipe_file(world, folder, name, adapter=ADAPTERS[name], **changes)
+
+
+@pytest.fixture(scope="module")
+def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Seen, list[Seen]]]:
+    """Of each adapter: what one process sees, and what each of two does."""
+    folder = tmp_path_factory.mktemp("sharded")
+    files = {name: recipe_of(tiny_world, folder, name) for name in ADAPTERS}
+    many = run_group(see, SIZE, list(files.values()), 5, 2)
+    one = see(list(files.values()), 5, 2, 1)
+    return {name: (one[file], [found[file] for found in many]) for name, file in files.items()}
+
+
+def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """The largest relative distance of a tensor."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - one).norm() / one.norm().clamp_min(1e-20)) for name, one in wanted.items())
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_sharded_adapter_learns_as_on_one_process(seen: Mapping[str, tuple[Seen, list[Seen]]], name: str) -> None:
+    one, many = seen[name]
+    for step, wanted in enumerate(one.steps):
+        assert worst(whole([each.steps[step].gradients for each in many]), dict(whole([wanted.gradients]))) < 1e-6
+        assert worst(whole([each.steps[step].weights for each in many]), dict(whole([wanted.weights]))) < 1e-6
+        assert [each.steps[step].norm for each in many] == pytest.approx([wanted.norm] * SIZE, rel=1e-6)
+
+
+def test_a_sum_that_is_left_out_is_seen(tiny_world: World, tmp_path: Path) -> None:
+    file = recipe_of(tiny_world, tmp_path, "projected prefix")
+    found = run_group(see_without_sums, SIZE, [file], 5, 2)
+    with pytest.raises(ValueError, match="processes that hold the same part of it differ"):
+        whole([each[file].steps[0].gradients for each in found])
