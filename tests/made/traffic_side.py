@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -205,7 +206,11 @@ def with_adapters() -> Counted:
     adapters.follow()
     assert {one.gathered_bytes for one in weights} == {1, 4}
     measured = counted_step(model, begin, ranks, [], 2, False)
-    return {"QLoRA": (measured, list(data_sent(weights, ranks.layout, section, micro_batches=2)))}
+    wide = [replace(one, gathered_bytes=4) for one in weights]
+    return {
+        "QLoRA": (measured, list(data_sent(weights, ranks.layout, section, micro_batches=2))),
+        "codes as float32": (measured, list(data_sent(wide, ranks.layout, section, micro_batches=2))),
+    }
 
 
 def remade() -> Counted:
