@@ -104,6 +104,20 @@ def test_a_run_on_several_processes_ends_where_one_does(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_summary_counts_the_whole_model_and_the_memory_of_one_process(
+    undisturbed: dict[tuple[str, str], Path], kind: str
+) -> None:
+    one, ddp, zero3 = (
+        json.loads((undisturbed[kind, layout] / "summary.json").read_text()) for layout in ("one", "ddp", "zero3")
+    )
+    for key in ("parameters", "trained_parameters", "tokens", "steps"):
+        assert one[key] == ddp[key] == zero3[key]
+    for part in ("weights", "optimizer"):
+        assert ddp["memory"][part] == one["memory"][part]
+        assert one["memory"][part] / 2 <= zero3["memory"][part] < one["memory"][part] * 0.75  # norms are on both
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_interrupted_process_stops_all_after_the_same_step(stopped: dict[str, Path], kind: str) -> None:
     assert [line["step"] for line in lines(stopped[kind]) if "loss" in line] == list(range(1, STOP + 1))
     assert (stopped[kind] / "checkpoints" / f"step-{STOP:08}").is_dir()

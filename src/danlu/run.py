@@ -62,7 +62,7 @@ from danlu.train.run_folder import (
     starting_point,
 )
 from danlu.train.state import Cadence, Run, pieces, restore
-from danlu.train.summary import clear_summary, seconds_in, write_summary
+from danlu.train.summary import clear_summary, parameters_of, seconds_in, write_summary
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
 from danlu.train.watch import Watch
 
@@ -312,7 +312,7 @@ def _shows(recipe: Recipe, folder: Path, run: Run, stream: TextIO) -> list[Recor
 
 
 def _summary(recipe: Recipe, task: Task, placed: PlacedModel, run: Run) -> str:
-    parameters = sum(parameter.numel() for parameter in run.compute.model.parameters())
+    parameters = parameters_of(run.compute.model, run.compute.spread.held)
     packs = "" if run.feed.total is None else f", {run.feed.total:,} {task.items}"
     size = f"{parameters:,}" if parameters < 10**6 else f"{parameters / 1e6:,.1f}M"
     return (

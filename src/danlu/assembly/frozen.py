@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
@@ -116,8 +117,9 @@ def load_frozen(
 
 
 def model_bytes(model: Decoder) -> int:
-    """What a model holds as it stands: weights, codes and adapters; a tied matrix counts once."""
-    return sum(parameter.nbytes for parameter in model.parameters()) + sum(one.nbytes for one in model.buffers())
+    """What this process holds of a model as it stands: weights, codes and adapters; a tied matrix counts once."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
 
 
 def pack(weight: Tensor, section: Any, name: str = "a matrix") -> PackedWeight:

@@ -16,14 +16,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from danlu.errors import ResourceError
-from danlu.models.decoder import Linear
+from danlu.models.decoder import Decoder
+from danlu.models.loading import skeleton
+from danlu.parallel.held import Held
 from danlu.train.durable import write_durably
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.metrics import peak_memory_bytes, read_metrics
@@ -51,8 +55,8 @@ def write_summary(run: Run, result: Path, memory: MemoryParts | None = None) -> 
         "tokens_per_second": median(line["tokens_per_second"] for line in steps) if steps else None,
         # A part of the run that another process trained may have needed more than this one.
         "peak_memory_bytes": max([peak_memory_bytes(run.compute.device), *(line["memory_bytes"] for line in steps)]),
-        "parameters": parameters_of(run.compute.model),
-        "trained_parameters": sum(one.numel() for one in run.compute.model.parameters() if one.requires_grad),
+        "parameters": parameters_of(run.compute.model, run.compute.spread.held),
+        "trained_parameters": sum(_numbers(run.compute.model, run.compute.spread.held, trained=True).values()),
         "loss": steps[-1]["loss"] if steps else None,
         "evaluation": {"last": _number(losses[-1]), "best": _number(_lowest(losses))} if losses else None,
         "result": {
@@ -91,10 +95,24 @@ def seconds_in(lines: Lines) -> float:
     return seconds
 
 
-def parameters_of(model: nn.Module) -> int:
-    """All numbers of the model and its adapters, those held in few bits included; a tied matrix counts once."""
-    packed = (one.packed.shape for one in model.modules() if isinstance(one, Linear) and one.packed is not None)
-    return sum(one.numel() for one in model.parameters()) + sum(out * inputs for out, inputs in packed)
+def parameters_of(model: nn.Module, held: Mapping[str, Held] = MappingProxyType({})) -> int:
+    """All numbers of the whole model and its adapters, those held in few bits included; a tied matrix counts once.
+
+    held: what this process has of each parameter, where several share them.
+    """
+    found = _numbers(model, held)
+    if isinstance(model, Decoder):  # a packed or cut matrix does not say how large it was
+        found |= {name: one.numel() for name, one in skeleton(model.config).named_parameters()}
+    return sum(found.values())
+
+
+def _numbers(model: nn.Module, held: Mapping[str, Held], *, trained: bool = False) -> dict[str, int]:
+    """Of each whole parameter, by name; codes are no parameters."""
+    return {
+        name: prod(held[name].piece.whole) if name in held else one.numel()
+        for name, one in model.named_parameters()
+        if one.is_floating_point() and (one.requires_grad or not trained)
+    }
 
 
 def _lowest(losses: Sequence[float]) -> float:
