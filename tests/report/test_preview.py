@@ -393,15 +393,15 @@ def test_both_grounds_have_enough_contrast() -> None:
 
 def test_only_an_earlier_preview_is_written_over(recipe: Any, tmp_path: Path) -> None:
     target = tmp_path / "page.html"
-    preview_page.check_target(target)
+    preview_page.OWN.check_target(target)
     target.write_text(page_of(ROW, recipe=recipe()), encoding="utf-8")
-    preview_page.check_target(target)
+    preview_page.OWN.check_target(target)
     for content in ("", "<!doctype html>\n<p>mine", "notes"):
         target.write_text(content)
         with pytest.raises(RecipeError, match=r"page.html: exists and is no danlu preview, so it stays as it is"):
-            preview_page.check_target(target)
+            preview_page.OWN.check_target(target)
         assert target.read_text() == content
     with pytest.raises(RecipeError, match=r"there is no folder .*nowhere"):
-        preview_page.check_target(tmp_path / "nowhere" / "page.html")
+        preview_page.OWN.check_target(tmp_path / "nowhere" / "page.html")
     with pytest.raises(RecipeError, match="this is a folder; name a file in it"):
-        preview_page.check_target(tmp_path)
+        preview_page.OWN.check_target(tmp_path)

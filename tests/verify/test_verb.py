@@ -36,7 +36,7 @@ def test_one_that_is_wrong_ends_with_1(file: Path, capsys: pytest.CaptureFixture
 
 def test_what_users_get_wrong_ends_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert danlu("verify", file, "parallel=zero3", "--html", file) == 2
-    assert "is no page of danlu verify" in capsys.readouterr().err
+    assert "is no danlu verification, so it stays as it is" in capsys.readouterr().err
     assert danlu("verify", file, "--precision", "bf17") == 2
     assert "--precision bf17: use fp32, or recipe" in capsys.readouterr().err
     assert danlu("verify", file, "paralel=zero3") == 2

@@ -34,13 +34,13 @@ def preview(
     loaded = recipes.load(recipe, overrides or [])
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
     from danlu.data.preview import Ingredients, look, measure, survey
-    from danlu.report.preview_page import check_target, page
+    from danlu.report.preview_page import OWN, page
     from danlu.report.preview_text import screen, show_overview, show_rows
     from danlu.train.durable import write_durably
     from danlu.train.progress import RowProgress
 
     if html is not None:
-        check_target(html)
+        OWN.check_target(html)
     for note in loaded.notes:
         print(note, file=sys.stderr)
     chosen, most = loaded.recipe, tokens or None

@@ -58,12 +58,12 @@ def verify(
             f"--precision {precision}: use fp32, or recipe for the recipe's own ({loaded.recipe.precision})"
         )
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
-    from danlu.report.verification_page import check_target, page
+    from danlu.report.verification_page import OWN, page
     from danlu.train.durable import write_durably
     from danlu.verify import proving
 
     if html is not None:
-        check_target(html)
+        OWN.check_target(html)
     for note in loaded.notes:
         print(note, file=sys.stderr)
     options = proving.Options(

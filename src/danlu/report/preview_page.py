@@ -4,35 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 
 from danlu import __version__
 from danlu.data.preview import Overview, ShownRow, ShownSample
-from danlu.errors import RecipeError, ResourceError
 from danlu.recipe.sections import Data, Recipe
 from danlu.report import preview_words as words
+from danlu.report.own_page import OwnPage
 from danlu.types import Pack
 
-MARK = "<!-- danlu preview -->"
-START = f"<!doctype html>\n{MARK}\n"
-
-
-def check_target(file: Path) -> None:
-    """Refuse to write over anything but an earlier preview.
-
-    Raises:
-        RecipeError: the file is something else, or its folder is missing.
-    """
-    if not file.parent.is_dir():
-        raise RecipeError(f"--html {file}: there is no folder {file.parent}")
-    if file.is_dir():
-        raise RecipeError(f"--html {file}: this is a folder; name a file in it")
-    try:
-        is_other = file.exists() and not file.read_bytes().startswith(START.encode())
-    except OSError as error:
-        raise ResourceError(f"--html {file}: cannot be read: {error.strerror}") from None
-    if is_other:
-        raise RecipeError(f"--html {file}: exists and is no danlu preview, so it stays as it is. Choose another name")
+OWN = OwnPage("preview")
 
 
 def page(
@@ -45,7 +25,7 @@ def page(
         most: tokens shown of a sample; None for all.
         refusal: why a run would not begin; None if it would.
     """
-    return START + "\n".join(
+    return OWN.start + "\n".join(
         [
             '<html lang="en">',
             "<head>",

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 
 from danlu import __version__
-from danlu.errors import RecipeError, ResourceError
 from danlu.parallel.sent import HEADINGS, Row
+from danlu.report.own_page import OwnPage
 from danlu.report.verification import Check, Verification, shown, verdict
 
-MARK = "<!-- danlu verification -->"
-START = f"<!doctype html>\n{MARK}\n"
-
-
-def check_target(file: Path) -> None:
-    """Refuses to write over anything but an earlier page of this kind.
-
-    Raises RecipeError where the file is something else or its folder is missing, ResourceError if it cannot be read.
-    """
-    if not file.parent.is_dir():
-        raise RecipeError(f"--html {file}: there is no folder {file.parent}")
-    if file.is_dir():
-        raise RecipeError(f"--html {file}: this is a folder; name a file in it")
-    try:
-        is_other = file.exists() and not file.read_bytes().startswith(START.encode())
-    except OSError as error:
-        raise ResourceError(f"--html {file}: cannot be read: {error.strerror}") from None
-    if is_other:
-        raise RecipeError(f"--html {file}: exists and is no page of danlu verify, so it stays as it is. Choose another")
+OWN = OwnPage("verification")
 
 
 def page(found: Verification, traffic: Sequence[Row] = ()) -> str:
     """The whole page; `traffic` has a table of its own where it was counted."""
-    return START + "\n".join(
+    return OWN.start + "\n".join(
         [
             '<html lang="en">',
             "<head>",
