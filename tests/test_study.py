@@ -387,6 +387,15 @@ def interrupt(study_process: int, step: int) -> None:
     loop.accumulate = accumulate
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT is ignored where the tests run in a shell's background, and a study then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_and_killed_it_goes_on_to_the_same_bits(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,223 @@
+"""Few parameters, trained beside a frozen base."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from danlu.recipe.sections.section import Beta, PositiveInt, Section
+
+
+class _Targeted(Section):
+    """What every adapter of linear layers is told."""
+
+    short = "kind"
+
+    kind: str
+    targets: list[str] = ["all-linear"]
+    """Where it sits: all-linear (every linear layer but the head), attention, mlp, names such as q_proj or
+    embed_tokens, or a regular expression over full names such as `.*layers.[0-3].*up_proj`."""
+    modules_to_save: list[str] = []
+    """Modules trained in full and saved with the adapter: embed_tokens, lm_head, norm, ..."""
+
+
+class LowRank(_Targeted):
+    """What LoRA and its relatives are told."""
+
+    rank: PositiveInt = 8
+    """Width of the bottleneck; trained parameters grow linearly with it."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """B A x is multiplied by alpha / rank (`scaling`)."""
+    dropout: Beta = 0.0
+    """Share of the inputs that the low-rank path (not the base) leaves out while training."""
+    scaling: Literal["standard", "rslora"] = "standard"
+    """standard divides alpha by the rank; rslora by its root, which keeps large ranks learning (arXiv:2312.03732)."""
+    init: Literal["default", "gaussian", "pissa", "olora", "loftq"] = "default"
+    """default: A uniform (Kaiming), B zero; gaussian: A normal, B zero; pissa: the principal singular vectors, which
+    leave the base (arXiv:2404.02948); olora: the same by QR (arXiv:2406.01775); loftq: what a quantized base loses
+    (arXiv:2310.08659)."""
+    svd_iterations: PositiveInt | None = None
+    """pissa: power iterations of a fast SVD (16 is good); by default the exact one."""
+    loftq_iterations: PositiveInt = 1
+    """loftq: how often quantization and low-rank rest are improved in turn."""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Another rank for modules whose name ends with (or matches) a key."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Another alpha, likewise."""
+    bias: Literal["none", "all", "adapted"] = "none"
+    """Which biases of the base are trained as well: none, all, or those of adapted layers."""
+    freeze_a: bool = False
+    """Train B alone, so that no inputs are kept for A (LoRA-FA, arXiv:2308.03303)."""
+    rate_ratio: Annotated[float, Field(gt=0)] = 1.0
+    """B learns this many times faster than A (LoRA+, arXiv:2402.12354)."""
+
+
+class Lora(LowRank):
+    """Low-rank adapters: W x + alpha / rank B A x, with W frozen (arXiv:2106.09685)."""
+
+    kind: Literal["lora"] = "lora"
+
+
+class RsLora(LowRank):
+    """LoRA scaled by alpha / sqrt(rank) (arXiv:2312.03732)."""
+
+    kind: Literal["rslora"] = "rslora"
+    scaling: Literal["standard", "rslora"] = "rslora"
+    """rslora divides alpha by the root of the rank, which keeps large ranks learning; standard by the rank."""
+
+
+class Pissa(LowRank):
+    """LoRA on the principal singular vectors, with the rest as base (arXiv:2404.02948)."""
+
+    kind: Literal["pissa"] = "pissa"
+    init: Literal["pissa"] = "pissa"
+    """The principal singular vectors start in A and B and leave the base."""
+
+
+class Olora(LowRank):
+    """LoRA that starts from a QR decomposition of the weights (arXiv:2406.01775)."""
+
+    kind: Literal["olora"] = "olora"
+    init: Literal["olora"] = "olora"
+    """Columns of Q start in B, rows of R in A, and their product leaves the base."""
+
+
+class Loftq(LowRank):
+    """LoRA that starts from what a quantized base loses (arXiv:2310.08659)."""
+
+    kind: Literal["loftq"] = "loftq"
+    init: Literal["loftq"] = "loftq"
+    """The low-rank part of the quantization error starts in A and B."""
+
+
+class LoraFa(LowRank):
+    """LoRA with A frozen (arXiv:2308.03303)."""
+
+    kind: Literal["lora-fa"] = "lora-fa"
+    freeze_a: Literal[True] = True
+    """Train B alone, so that no inputs are kept for A."""
+
+
+class LoraPlus(LowRank):
+    """LoRA whose B learns faster than A (arXiv:2402.12354)."""
+
+    kind: Literal["lora-plus"] = "lora-plus"
+    rate_ratio: Annotated[float, Field(gt=0)] = 16.0
+    """B learns this many times faster than A."""
+
+
+class Dora(LowRank):
+    """LoRA for the direction of each row of W, and a trained magnitude for its length (arXiv:2402.09353)."""
+
+    kind: Literal["dora"] = "dora"
+    exact_norm: bool = False
+    """Let gradients flow through the norm of the direction too; the paper (section 4.3) takes it as a constant."""
+
+
+class Vera(_Targeted):
+    """Random matrices shared by all layers and frozen, with a trained vector for each side (arXiv:2310.11454)."""
+
+    kind: Literal["vera"] = "vera"
+    rank: PositiveInt = 256
+    """Width of the shared matrices; trained are rank + outputs numbers a layer."""
+    dropout: Beta = 0.0
+    """Share of the inputs that the adapter's path leaves out while training."""
+    initial_d: float = 0.1
+    """What the vector over the rank starts as; the one over the outputs starts at 0."""
+    projection_seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the shared matrices; they are saved as well."""
+    save_projection: bool = True
+    """Write the shared matrices to the adapter folder, so that no other random generator is needed to read it."""
+
+
+class Mora(_Targeted):
+    """One square matrix a layer, with inputs compressed to it and outputs grown from it (arXiv:2405.12130)."""
+
+    kind: Literal["mora"] = "mora"
+    rank: PositiveInt = 8
+    """The square has as many parameters as LoRA of this rank would have."""
+    dropout: Beta = 0.0
+    """Share of the inputs that the adapter's path leaves out while training."""
+    form: Literal["rotation", "sharing"] = "rotation"
+    """How inputs reach the square: rotation tells groups of inputs apart by angles (equation 9); sharing sums them
+    (equation 6)."""
+
+
+class Ia3(_Targeted):
+    """Keys, values and inner activations rescaled by trained vectors (arXiv:2205.05638)."""
+
+    kind: Literal["ia3"] = "ia3"
+    targets: list[str] = ["k_proj", "v_proj", "down_proj"]
+    """Layers that are rescaled."""
+    feedforward: list[str] = ["down_proj"]
+    """Those of them of which it is the inputs; of the others it is the outputs."""
+
+
+class Bottleneck(Section):
+    """Small networks behind attention and MLP: down, activation, up, added to what came in (arXiv:1902.00751)."""
+
+    short = "kind"
+
+    kind: Literal["bottleneck"] = "bottleneck"
+    placement: Literal["houlsby", "pfeiffer"] = "houlsby"
+    """houlsby: behind attention and behind the MLP; pfeiffer: behind the MLP alone (arXiv:2005.00247)."""
+    width: PositiveInt = 64
+    """Width between down and up."""
+    activation: Literal["gelu", "relu", "silu"] = "gelu"
+    """Between down and up."""
+    modules_to_save: list[str] = []
+    """Modules trained in full and saved with the adapter: embed_tokens, lm_head, norm, ..."""
+
+
+class Prefix(Section):
+    """Trained keys and values before every document, in every layer (arXiv:2101.00190)."""
+
+    short = "kind"
+
+    kind: Literal["prefix"] = "prefix"
+    tokens: PositiveInt = 20
+    """Length of the prefix."""
+    projection: PositiveInt | None = None
+    """Train through an MLP of this width, as the paper does for stability; it is folded away when saving."""
+
+
+class Prompt(Section):
+    """Trained embeddings before every document (arXiv:2104.08691)."""
+
+    short = "kind"
+
+    kind: Literal["prompt"] = "prompt"
+    tokens: PositiveInt = 20
+    """Length of the soft prompt."""
+    text: str | None = None
+    """Start from the embeddings of this text, cut or repeated to length; by default from random words."""
+
+
+class Continue(Section):
+    """Go on training the last of `model.adapters`."""
+
+    short = "kind"
+
+    kind: Literal["continue"] = "continue"
+
+
+AdapterSection = (
+    Lora
+    | RsLora
+    | Pissa
+    | Olora
+    | Loftq
+    | LoraFa
+    | LoraPlus
+    | Dora
+    | Vera
+    | Mora
+    | Ia3
+    | Bottleneck
+    | Prefix
+    | Prompt
+    | Continue
+)
+
+Adapter = Annotated[AdapterSection, Field(discriminator="kind")]

@@ -1,0 +1,119 @@
+"""The steps of a run, and what is looked at on the way."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from danlu.recipe.sections.section import NonNegative, PositiveInt, Section, Share, Steps
+
+
+class Schedule(Section):
+    """The learning rate over the run, as a multiple of the optimizer's own."""
+
+    short = "kind"
+
+    kind: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = "cosine"
+    warmup: Steps | Literal[0] = 0.05
+    """Steps (an integer) or share of the run (below 1) over which the rate rises linearly from 0."""
+    floor: Share = 0.1
+    """The last rate as a share of the peak, for linear, cosine and wsd."""
+    decay: Steps = 0.2
+    """wsd only: steps or share at the end over which the rate falls."""
+
+
+class BatchSize(Section):
+    """What one optimizer step sees, whatever the machine: never changed by micro-batching or layout."""
+
+    short = "sequences"
+    one_of = ("tokens", "sequences")
+
+    tokens: PositiveInt | None = None
+    """Tokens in a step; a multiple of data.max_length when packing."""
+    sequences: PositiveInt | None = None
+    """Packs in a step (rows, without packing; images, with stage classify)."""
+    micro: PositiveInt | Literal["auto"] = "auto"
+    """Packs that go through the model at once; auto finds the most that fit in `memory`."""
+    memory: Annotated[float, Field(gt=0)] | None = None
+    """Budget in GiB for auto; by default most of what is free."""
+
+    def packs(self, max_length: int) -> int:
+        """Packs in a step (rows, without packing), each of `max_length` tokens."""
+        if self.tokens is not None:
+            return max(1, self.tokens // max_length)
+        assert self.sequences is not None, "the recipe's rules ask for tokens or sequences"
+        return self.sequences
+
+
+class LossOptions(Section):
+    """Additions to the cross-entropy."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the probability spread evenly over the vocabulary."""
+    z_loss: NonNegative = 0.0
+    """Weight of log(Z)^2, which keeps logits from drifting (PaLM, arXiv:2204.02311, sec. 5)."""
+
+
+class Watch(Section):
+    """What to do when a step looks wrong. A non-finite loss always stops the run."""
+
+    short = "policy"
+
+    policy: Literal["warn", "skip", "rewind"] = "warn"
+    """warn reports it; skip leaves the update out; rewind goes back to the last checkpoint and leaves those rows
+    out."""
+    loss_spike: Annotated[float, Field(gt=0)] | None = 6.0
+    """A loss this many robust standard deviations above the recent median is a spike."""
+    gradient_norm: Annotated[float, Field(gt=0)] | None = None
+    """A gradient norm (before clipping) above this is a spike."""
+    window: PositiveInt = 64
+    """Recent steps that make the median; nothing is judged before half of it has passed."""
+    rewinds: PositiveInt = 3
+    """Stop after going back this often."""
+
+
+class Ema(Section):
+    """An exponential moving average of the weights, evaluated and exported beside them."""
+
+    short = "decay"
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Share of the average that a step keeps."""
+
+
+class EarlyStop(Section):
+    """End the run when the evaluation loss no longer falls."""
+
+    short = "patience"
+
+    patience: PositiveInt = 3
+    """Evaluations without improvement before the run ends."""
+    min_delta: NonNegative = 0.0
+    """A smaller fall of the loss than this is no improvement."""
+
+
+class Samples(Section):
+    """Texts generated while training, to read."""
+
+    short = "prompts"
+
+    prompts: list[str]
+    """One or more texts to continue (pretrain) or to answer (sft)."""
+    max_new_tokens: PositiveInt = 64
+    """Longest continuation."""
+    temperature: NonNegative = 0.0
+    """0 takes the likeliest token each time."""
+
+
+class Evaluation(Section):
+    """Loss, perplexity and token accuracy on `data.eval` while training."""
+
+    short = "every"
+
+    every: PositiveInt | None = None
+    """Steps between evaluations; by default ten over the run."""
+    early_stop: EarlyStop | None = None
+    """End the run when the evaluation loss no longer falls."""
+    samples: Samples | None = None
+    """Texts generated at each evaluation, to read."""

@@ -1,0 +1,76 @@
+"""The recipe: every section together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from danlu.recipe.sections.adapters import Adapter
+from danlu.recipe.sections.kept import Checkpoint, Log
+from danlu.recipe.sections.machine import Memory, Parallel
+from danlu.recipe.sections.optimizers import AdamW, Optimizer
+from danlu.recipe.sections.quantizations import Quantization
+from danlu.recipe.sections.rows import Data
+from danlu.recipe.sections.section import NonNegative, PositiveInt, Section
+from danlu.recipe.sections.start import Model
+from danlu.recipe.sections.training import BatchSize, Ema, Evaluation, LossOptions, Schedule, Watch
+
+
+class Recipe(Section):
+    """A whole recipe."""
+
+    one_of = ("epochs", "steps")
+
+    stage: Literal["pretrain", "sft", "classify"]
+    """What is trained: plain text (pretrain), conversations (sft), or a classifier of small images (classify)."""
+    model: Model
+    """Where the weights start."""
+    data: Data
+    """What is trained on, and how rows become tokens."""
+    adapter: Adapter | None = None
+    """Train few parameters beside a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, vera,
+    mora, ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on."""
+    quantization: Quantization | None = None
+    """Hold the frozen base in few bits: nf4, fp4, int8, int4."""
+    optimizer: Optimizer = AdamW()
+    """How gradients become updates: adamw, adamw8bit, paged-adamw, galore, sgd, adafactor, lion or muon."""
+    schedule: Schedule = Schedule()
+    """The learning rate over the run."""
+    batch: BatchSize = BatchSize(sequences=8)
+    """What one optimizer step sees."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the data; 1 when neither epochs nor steps is given."""
+    steps: PositiveInt | None = None
+    """Optimizer steps, instead of epochs."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Type of activations and matrix products. Trained weights and gradient sums are float32 in every case, and
+    so is optimizer state unless the optimizer says otherwise."""
+    parallel: Parallel = Parallel()
+    """How the run is spread over processes: none (DDP), zero1, zero2, zero3, tensor, sequence."""
+    memory: Memory = Memory()
+    """Recompute and offload."""
+    loss: LossOptions = LossOptions()
+    """Additions to the cross-entropy."""
+    gradient_clipping: NonNegative | None = 1.0
+    """Largest global gradient norm; null to leave gradients alone."""
+    watch: Watch = Watch()
+    """What to do when a step looks wrong."""
+    ema: Ema | None = None
+    """An average of the weights, kept beside them."""
+    evaluation: Evaluation = Evaluation()
+    """How often to evaluate, when to stop early, what to generate."""
+    checkpoint: Checkpoint = Checkpoint()
+    """What is kept to go on from, and how often."""
+    log: Log = Log()
+    """What is written down while training."""
+    compile: bool = False
+    """torch.compile the model; the first steps are slow, later ones may be faster."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPU where there is one."""
+    threads: PositiveInt | None = None
+    """CPU threads for matrix products; by default one per core."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides the order of the data, the first weights and every other draw."""
+    output: str
+    """The run folder."""
