@@ -101,6 +101,9 @@ def test_a_run_on_several_processes_ends_where_one_does(
             assert got.get(key) == want.get(key)
         for key in ("loss", "grad_norm", "accuracy", "eval_loss"):
             assert got.get(key, 0) == pytest.approx(want.get(key, 0), rel=1e-4)
+        if "mfu" in want:  # the same operations for a token, and as many times the peak as there are processes
+            share = want["mfu"] / want["tokens_per_second"] / LAYOUTS[layout][0]
+            assert got["mfu"] / got["tokens_per_second"] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -43,6 +43,7 @@ class Classifying:
 
     recipe: Recipe
     items: str = "images"
+    counted: str = "images"
 
     def check(self) -> None:
         """All that could be wrong here is in the recipe's rules."""

@@ -59,6 +59,7 @@ class Language:
     """A `Task`: a language model on packs of tokens."""
 
     items = "packs"
+    counted = "tokens"
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -204,7 +205,8 @@ class PlacedDecoder:
         return _sampler(self.recipe, self.placed.subject, self.dtype)
 
     def least_seconds(self) -> LeastSeconds:
-        shape, peak = _shape(self.model.config), measured_peak(self.dtype, self.device)
+        shape = _shape(self.model.config)
+        peak = measured_peak(self.dtype, self.device) * self.spread.ranks.world.size
         frozen = self.placed.subject.adapters is not None
         return lambda lengths, targets: training_flops(shape, lengths, targets, frozen=frozen) / peak
 

@@ -157,7 +157,7 @@ def _train(
         closing.callback(run.store.close)
         run.faults = faults
         if run.metrics is not None:
-            run.recorders = (run.metrics, *_shows(recipe, folder, run, stream))
+            run.recorders = (run.metrics, *_shows(recipe, task, folder, run, stream))
         for recorder in run.recorders:
             closing.callback(recorder.close)
         faults.at_once = False
@@ -301,9 +301,9 @@ def _cadence(recipe: Recipe, total: int) -> Cadence:
     )
 
 
-def _shows(recipe: Recipe, folder: Path, run: Run, stream: TextIO) -> list[Recorder]:
+def _shows(recipe: Recipe, task: Task, folder: Path, run: Run, stream: TextIO) -> list[Recorder]:
     """What tells people about the run, beside the metrics file."""
-    shows: list[Recorder] = [progress_on(stream, total=run.cadence.total, done=run.state.step)]
+    shows: list[Recorder] = [progress_on(stream, total=run.cadence.total, done=run.state.step, counted=task.counted)]
     if recipe.log.tensorboard:
         shows.append(TensorBoard(folder / "tensorboard", after_step=run.state.step))
     if recipe.log.wandb is not None:

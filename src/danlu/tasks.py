@@ -26,7 +26,7 @@ from danlu.train.step import Learner
 from danlu.types import Item
 
 LeastSeconds = Callable[[Sequence[int], int], float]
-"""(document lengths, targets) of a step -> the seconds it would take at the machine's own matrix-product speed."""
+"""(document lengths, targets) of a step -> the seconds it would take at the matrix-product speed of all its devices."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ class Task(Protocol):
 
     @property
     def items(self) -> str: ...  # what a batch is counted in: "packs", "images"
+
+    @property
+    def counted(self) -> str: ...  # what a model reads, and its speed is told in: "tokens", "images"
 
     def check(self) -> None: ...  # what can be wrong before any data is read
 

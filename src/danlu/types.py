@@ -95,7 +95,7 @@ class StepMetrics:
     loss: float
     grad_norm: float
     learning_rate: float
-    tokens: int  # real tokens of this step
+    tokens: int  # real tokens of this step; an image counts as one
     trained_tokens: int
     tokens_per_second: float
     memory_bytes: int  # peak so far: resident on CPU, allocated on CUDA

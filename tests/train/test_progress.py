@@ -43,6 +43,16 @@ def test_a_plain_line() -> None:
     )
 
 
+def test_images_are_not_told_as_tokens() -> None:
+    clock, stream = Clock(), io.StringIO()
+    lines = LineProgress(stream, total=90, counted="images", clock=clock)
+    clock.now += 1
+    lines.step(metrics(1))
+    lines.evaluation(1, {"tokens": 500})
+    assert "4,312 images/s" in stream.getvalue() and stream.getvalue().endswith("evaluation: 500 images\n")
+    assert "tok" not in stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ("event", "values", "line"),
     [

@@ -13,15 +13,19 @@ from danlu.types import StepMetrics
 if TYPE_CHECKING:  # it imports torch, which showing the progress of rows does without
     from danlu.train.metrics import Recorder, Value
 
+TOKENS = "tokens"
 _LINE_INTERVAL_S = 1.0
 _REFRESH_INTERVAL_S = 0.2
 _ROWS_INTERVAL_S = 5.0
 _HORIZON_STEPS = 20  # of the average that the remaining time is reckoned from
 
 
-def progress_on(stream: TextIO, *, total: int, done: int = 0) -> Recorder:
-    """A bar when `stream` is a terminal, else plain lines. `done` steps of `total` are behind already."""
-    return (BarProgress if stream.isatty() else LineProgress)(stream, total=total, done=done)
+def progress_on(stream: TextIO, *, total: int, done: int = 0, counted: str = TOKENS) -> Recorder:
+    """A bar when `stream` is a terminal, else plain lines. `done` steps of `total` are behind already.
+
+    counted: what a model reads: tokens, images.
+    """
+    return (BarProgress if stream.isatty() else LineProgress)(stream, total=total, done=done, counted=counted)
 
 
 class Eta:
@@ -51,10 +55,17 @@ class LineProgress:
     """One line a step, but not more often than once a second; the first and the last step always."""
 
     def __init__(
-        self, stream: TextIO, *, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO,
+        *,
+        total: int,
+        done: int = 0,
+        counted: str = TOKENS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
         self._total = total
+        self._counted = counted
         self._clock = clock
         self._eta = Eta(total, done, clock)
         self._printed_at = -math.inf
@@ -64,10 +75,12 @@ class LineProgress:
         now = self._clock()
         if now - self._printed_at >= _LINE_INTERVAL_S or metrics.step == self._total:
             self._printed_at = now
-            self._line(f"step {metrics.step}/{self._total} {numbers(metrics)} eta {format_duration(left)}")
+            self._line(
+                f"step {metrics.step}/{self._total} {numbers(metrics, self._counted)} eta {format_duration(left)}"
+            )
 
     def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
-        self._line(evaluation_line(step, values))
+        self._line(evaluation_line(step, values, self._counted))
 
     def event(self, step: int, event: str, **values: Value) -> None:
         self._line(event_line(step, event, values))
@@ -87,7 +100,13 @@ class BarProgress:
     """
 
     def __init__(
-        self, stream: TextIO, *, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO,
+        *,
+        total: int,
+        done: int = 0,
+        counted: str = TOKENS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # Here, not above: a run whose output goes to a file need not load it.
         from rich.console import Console
@@ -95,6 +114,7 @@ class BarProgress:
         from rich.table import Column
 
         self._total = total
+        self._counted = counted
         self._clock = clock
         self._eta = Eta(total, done, clock)
         self._drawn_at = -math.inf
@@ -112,7 +132,7 @@ class BarProgress:
 
     def step(self, metrics: StepMetrics) -> None:
         left = self._eta.after(metrics.step)
-        shown = f"{numbers(metrics)} eta {format_duration(left)}"
+        shown = f"{numbers(metrics, self._counted)} eta {format_duration(left)}"
         self._bar.update(self._task, completed=metrics.step, numbers=shown)
         now = self._clock()
         if now - self._drawn_at >= _REFRESH_INTERVAL_S or metrics.step == self._total:
@@ -120,7 +140,7 @@ class BarProgress:
             self._bar.refresh()
 
     def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
-        self._above(evaluation_line(step, values))
+        self._above(evaluation_line(step, values, self._counted))
 
     def event(self, step: int, event: str, **values: Value) -> None:
         self._above(event_line(step, event, values))
@@ -133,21 +153,22 @@ class BarProgress:
         self._bar.console.print(text, markup=False, highlight=False)
 
 
-def numbers(metrics: StepMetrics) -> str:
+def numbers(metrics: StepMetrics, counted: str = TOKENS) -> str:
     """`loss 3.214 grad 0.91 lr 2.0e-04 4,312 tok/s 1.02 GiB`."""
+    unit = "tok" if counted == TOKENS else counted
     return (
         f"loss {metrics.loss:.3f} grad {metrics.grad_norm:.2f} lr {metrics.learning_rate:.1e} "
-        f"{metrics.tokens_per_second:,.0f} tok/s {format_bytes(metrics.memory_bytes)}"
+        f"{metrics.tokens_per_second:,.0f} {unit}/s {format_bytes(metrics.memory_bytes)}"
     )
 
 
-def evaluation_line(step: int, values: Mapping[str, Value]) -> str:
+def evaluation_line(step: int, values: Mapping[str, Value], counted: str = TOKENS) -> str:
     """`step 50 evaluation: loss 3.142, perplexity 23.1, accuracy 31.2%, 1,712 tokens in 0.1 s`."""
     rest = dict(values)
     shown = [_WORDS[name].format(rest.pop(name)) for name in _WORDS if name in rest]
     if "tokens" in rest:
         seconds = rest.pop("s", None)
-        shown.append(f"{rest.pop('tokens'):,} tokens" + (f" in {seconds:.1f} s" if seconds is not None else ""))
+        shown.append(f"{rest.pop('tokens'):,} {counted}" + (f" in {seconds:.1f} s" if seconds is not None else ""))
     return f"step {step} evaluation: {', '.join([*shown, *_spell(rest)])}"
 
 

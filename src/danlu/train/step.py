@@ -207,7 +207,7 @@ class Gradients:
     norm: float  # global 2-norm of the mean loss's gradient, before clipping; not finite after an fp16 overflow
     tokens: int
     trained_tokens: int
-    lengths: tuple[int, ...]  # of documents, for counting operations
+    lengths: tuple[int, ...]  # of documents, on all processes, for counting operations
 
 
 def cross_entropy(compute: Compute, batch: Batch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
@@ -259,7 +259,6 @@ def accumulate(
     sums: list[Tensor] = []
     weight = 0.0
     trained = 0
-    lengths: list[int] = []
     for number, group in enumerate(groups, 1):
         batch = compute.collate([pack for _, pack in group])
         compute.noise(step, group)
@@ -275,7 +274,6 @@ def accumulate(
         sums.append(torch.stack((entropy.total.detach(), entropy.nll, entropy.correct)))
         weight += batch.weight
         trained += len(batch.targets)
-        lengths += [length for _, pack in group for length in pack.lengths]
     WHERE.begin("sum of gradients")
     spread.finish()
     by_micro = torch.stack(sums).double().cpu()  # one wait for the device, after all the work has been handed to it
@@ -297,7 +295,7 @@ def accumulate(
         norm=norm,
         tokens=sum(pack.tokens for pack in packs),
         trained_tokens=int(every_trained),
-        lengths=tuple(lengths),
+        lengths=tuple(length for pack in packs for length in pack.lengths),
     )
 
 
