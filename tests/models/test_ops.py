@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,3 +75,21 @@ def test_activation_without_gradients_has_the_same_bits(dtype: torch.dtype, kind
         assert torch.equal(ops.gated_mlp_activation(gate, up, kind), with_gradients)
         assert not torch.equal(ops.gated_mlp_activation(up, gate, kind), with_gradients)  # control
     assert torch.equal(gate, before[0]) and torch.equal(up, before[1])
+
+
+def test_gradients_of_a_frequent_word_in_half_precision_are_summed_in_float32() -> None:
+    """As under FSDP2: 2000 gradients of one word, of which torch's own sum in bfloat16 loses most on a CPU."""
+    tokens = torch.zeros(2000, dtype=torch.int64)
+    tokens[::100] = 1
+    grad = drawn(2000, 8, dtype=torch.bfloat16).add_(0.5)
+    exact = torch.zeros(3, 8, dtype=torch.float64).index_add_(0, tokens, grad.double())
+
+    def gradient(look_up: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        weight = torch.zeros(3, 8, dtype=torch.bfloat16, requires_grad=True)
+        return torch.autograd.grad(look_up(weight), weight, grad)[0]
+
+    found = gradient(lambda weight: ops.embedding(tokens, weight, torch.bfloat16))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=0)  # rounded once
+    control = gradient(lambda weight: F.embedding(tokens, weight))
+    assert ((control.double() - exact).norm() > 0.1 * exact.norm()).item()

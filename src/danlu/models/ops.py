@@ -56,7 +56,31 @@ def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, *, gradient_of
 
     gradient_of_rows: the weight's gradient holds only the rows of `tokens` (a COO tensor), not all V.
     """
+    half = weight.dtype in (torch.bfloat16, torch.float16)
+    if half and weight.device.type == "cpu" and not gradient_of_rows:
+        return _HalfEmbedding.apply(tokens, weight).to(dtype)  # type: ignore[no-any-return]
     return F.embedding(tokens, weight, sparse=gradient_of_rows).to(dtype)
+
+
+class _HalfEmbedding(torch.autograd.Function):
+    """`F.embedding`, with gradients of one word summed in float32 and rounded once.
+
+    On a CPU torch sums them in the type of the weight, where what a frequent word gets soon rounds away: in bfloat16,
+    with 1000 words that follow Zipf's law, 1.6 % of the gradient of 4096 tokens and 19 % of that of 65,536. Its CUDA
+    kernels sum in float32 already.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.words = len(weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        (tokens,) = ctx.saved_tensors
+        sums = torch.ops.aten.embedding_dense_backward(grad.float(), tokens, ctx.words, -1, False)  # [V, D]
+        return None, sums.to(grad.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
