@@ -20,7 +20,7 @@ from danlu.data.statistics import Statistics
 from danlu.errors import RecipeError
 from danlu.recipe import Recipe
 from danlu.recipe import load as load_recipe
-from danlu.report import preview_page, preview_text
+from danlu.report import own_page, preview_page, preview_text
 from danlu.report import preview_words as words
 from danlu.types import Pack, Sample
 
@@ -383,8 +383,11 @@ def test_both_grounds_have_enough_contrast() -> None:
         low, high = sorted((luminance(one), luminance(other)))
         return (high + 0.05) / (low + 0.05)
 
-    grounds = re.findall(r"--ground: (#\w+)", preview_page.STYLE)
+    grounds = re.findall(r"--ground: (#\w+)", own_page.STYLE)
     assert grounds == ["#fff", "#0d1117"]
+    for text in ("ink", "quiet", "wrong"):
+        light, dark = re.findall(rf"--{text}: (#\w+)", own_page.STYLE)
+        assert contrast(light, "#ffffff") >= 4.5 and contrast(dark, grounds[1]) >= 4.5
     assert set(preview_page._COLOURS) == {words.name(reason) for reason in Reason} == set(map(words.name, words.ABOUT))
     for light, dark in preview_page._COLOURS.values():
         assert contrast(light, "#ffffff") >= 4.5 and contrast(dark, grounds[1]) >= 4.5

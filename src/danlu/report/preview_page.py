@@ -1,4 +1,4 @@
-"""A preview as one HTML page that needs nothing from outside: no script, no font, no image."""
+"""A preview as one HTML page."""
 
 from __future__ import annotations
 
@@ -25,31 +25,14 @@ def page(
         most: tokens shown of a sample; None for all.
         refusal: why a run would not begin; None if it would.
     """
-    return OWN.start + "\n".join(
-        [
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            # What the text of a row could smuggle past the escaping, the browser still would not load or run.
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            f"<title>danlu preview of {escape(name)}</title>",
-            f"<style>{STYLE}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            f"<h1>Preview of {escape(name)}</h1>",
-            f"<p>{escape(_settings(recipe))}</p>",
-            *_refusal(refusal),
-            *_rows(rows, recipe.data, most),
-            *_packs(overview, recipe),
-            *_counts(overview, recipe),
-            "</main>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+    body = [
+        f"<p>{escape(_settings(recipe))}</p>",
+        *_refusal(refusal),
+        *_rows(rows, recipe.data, most),
+        *_packs(overview, recipe),
+        *_counts(overview, recipe),
+    ]
+    return OWN.written(f"danlu preview of {name}", f"Preview of {name}", body, STYLE)
 
 
 def _settings(recipe: Recipe) -> str:
@@ -199,21 +182,12 @@ def _rules(dark: bool) -> str:
 
 
 STYLE = f"""
-:root {{
-  color-scheme: light dark;
-  --ground: #fff; --ink: #1f2328; --quiet: #57606a; --line: #d0d7de; --wrong: #cf222e; --c: #57606a;
-  --one: #15803d; --other: #0e7490;
-}}
+:root {{ --c: #57606a }}
 {_rules(dark=False)}
 @media (prefers-color-scheme: dark) {{
-:root {{
-  --ground: #0d1117; --ink: #e6edf3; --quiet: #9198a1; --line: #3d444d; --wrong: #f85149; --c: #9198a1;
-  --one: #4ade80; --other: #22d3ee;
-}}
+:root {{ --c: #9198a1 }}
 {_rules(dark=True)}
 }}
-body {{ margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }}
-main {{ max-width: 72rem; margin: auto; padding: 1rem }}
 h3 {{ margin: 1.5rem 0 0; font-family: ui-monospace, monospace }}
 article > p {{ margin: .3rem 0; color: var(--quiet) }}
 p.remark {{ color: var(--ink); border-left: 4px solid var(--quiet); padding-left: .6rem; overflow-wrap: anywhere }}
@@ -234,9 +208,8 @@ p.remark {{ color: var(--ink); border-left: 4px solid var(--quiet); padding-left
   font: 700 10px/1 system-ui, sans-serif; color: var(--c); border: 1px solid var(--c); border-radius: 3px;
   padding: 1px 3px; margin: 0 3px; vertical-align: 2px; user-select: none;
 }}
-table {{ border-collapse: collapse }}
-th {{ text-align: left; vertical-align: top; padding: .15rem 1rem .15rem 0; font-weight: 600; white-space: nowrap }}
-td {{ vertical-align: top; padding: .15rem 1rem .15rem 0; overflow-wrap: anywhere }}
+th {{ white-space: nowrap }}
+td {{ overflow-wrap: anywhere }}
 .bars td {{ text-align: right; font-variant-numeric: tabular-nums }}
 .bars td:last-child {{ text-align: left }}
 .bar {{ display: inline-block; height: .7em; background: var(--one) }}

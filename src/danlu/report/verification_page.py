@@ -1,4 +1,4 @@
-"""A verification as one HTML page that needs nothing from outside: no script, no font, no image."""
+"""A verification as one HTML page."""
 
 from __future__ import annotations
 
@@ -15,35 +15,19 @@ OWN = OwnPage("verification")
 
 def page(found: Verification, traffic: Sequence[Row] = ()) -> str:
     """The whole page; `traffic` has a table of its own where it was counted."""
-    return OWN.start + "\n".join(
-        [
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            f"<title>danlu verify {escape(found.recipe)}</title>",
-            f"<style>{STYLE}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            f"<h1>{escape(found.recipe)}: {escape(found.layout)}</h1>",
-            f"<p>{found.processes} processes against one process, danlu {escape(__version__)}</p>",
-            "<ul>",
-            *(f"<li>{escape(line)}</li>" for line in found.about),
-            "</ul>",
-            f'<div class="{"right" if found.holds else "wrong"}">',
-            *(f"<p>{escape(line)}</p>" for line in verdict(found)),
-            "</div>",
-            *_modules(found),
-            *_checks(found.checks),
-            *_traffic(traffic),
-            "</main>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+    body = [
+        f"<p>{found.processes} processes against one process, danlu {escape(__version__)}</p>",
+        "<ul>",
+        *(f"<li>{escape(line)}</li>" for line in found.about),
+        "</ul>",
+        f'<div class="{"right" if found.holds else "wrong"}">',
+        *(f"<p>{escape(line)}</p>" for line in verdict(found)),
+        "</div>",
+        *_modules(found),
+        *_checks(found.checks),
+        *_traffic(traffic),
+    ]
+    return OWN.written(f"danlu verify {found.recipe}", f"{found.recipe}: {found.layout}", body, STYLE)
 
 
 def _modules(found: Verification) -> Iterator[str]:
@@ -88,16 +72,9 @@ def _table(headings: Sequence[str], rows: Sequence[tuple[Sequence[str], bool]]) 
 
 
 STYLE = """
-:root { color-scheme: light dark; --ground: #fff; --ink: #1f2328; --line: #d0d7de; --wrong: #cf222e; --right: #15803d }
-@media (prefers-color-scheme: dark) {
-:root { --ground: #0d1117; --ink: #e6edf3; --line: #3d444d; --wrong: #f85149; --right: #4ade80 }
-}
-body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
-main { max-width: 72rem; margin: auto; padding: 1rem }
-div.right, div.wrong { border: 2px solid var(--right); border-radius: 6px; padding: 0 1rem }
+div.right, div.wrong { border: 2px solid var(--one); border-radius: 6px; padding: 0 1rem }
 div.wrong { border-color: var(--wrong) }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th { text-align: left; padding: .15rem 1rem .15rem 0; border-bottom: 1px solid var(--line) }
-td { padding: .15rem 1rem .15rem 0 }
+table { font-variant-numeric: tabular-nums }
+th { border-bottom: 1px solid var(--line) }
 tr.wrong { color: var(--wrong); font-weight: 600 }
 """
