@@ -33,7 +33,7 @@ from danlu.optim.build import Optimizers
 from danlu.parallel.layout import Sizes, problems
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.spread import Spread
-from danlu.placing import DTYPES, Placed, Subject, learner, place, subject_of
+from danlu.placing import DTYPES, Placed, Subject, check_placing, learner, place, subject_of
 from danlu.plan import memory
 from danlu.plan.flops import Shape, training_flops
 from danlu.plan.gemm import measured_peak
@@ -97,7 +97,8 @@ class Language:
     def place(self, ranks: Ranks, device: torch.device, start: Start | None) -> PlacedDecoder:
         recipe, config = self.recipe, self._config()
         self._check_layout(config)
-        subject = self._subject(config, device, start, shapes_only=not ranks.alone)
+        check_placing(recipe, ranks, device)
+        subject = self._subject(config, device, start, ranks=ranks)
         placed = place(subject, recipe, ranks, device, resumed=start is not None)
         # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
         # Processes sum whole gradients.
@@ -141,7 +142,7 @@ class Language:
         return config
 
     def _subject(
-        self, config: ModelConfig, device: torch.device, start: Start | None, *, shapes_only: bool = False
+        self, config: ModelConfig, device: torch.device, start: Start | None, *, ranks: Ranks | None = None
     ) -> Subject:
         recipe = self.recipe
         saved = None if start is None or recipe.adapter is None else read_group(start.path, "model")
@@ -152,7 +153,7 @@ class Language:
             saved=saved,
             resumed=start is not None,
             encode=lambda text: Wording(_tokenizer(recipe)).encode_prompt(text),
-            shapes_only=shapes_only,
+            ranks=ranks,
         )
 
 

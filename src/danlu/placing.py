@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.base import Base
+from danlu.assembly.frozen import Adapted
 from danlu.assembly.trained import adapted_model, merged_model
+from danlu.data.batch import collate, fill_up
 from danlu.errors import RecipeError
 from danlu.memory import offload, planning, recompute
 from danlu.memory.nvme import offload_parameters
@@ -38,6 +41,7 @@ from danlu.recipe import Recipe
 from danlu.train.checkpoint import read_group
 from danlu.train.memory_parts import Activations
 from danlu.train.step import Compute, Losses, ThreadedCompute
+from danlu.types import Pack, Sample
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,6 +53,8 @@ class Subject:
     model: Decoder
     adapters: AdapterSet | None = None
     base: Base | None = None
+    parts: Parts | None = None
+    """Which has cut and sharded its layers already, while they were read."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class Placed:
     spread: Spread
     notes: tuple[str, ...] = ()
     """For the console."""
+    plan: recompute.Plan = ()
+    """What each layer makes again in the backward pass."""
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """What optimizers and averages work on, by name: as much of each parameter as is here."""
@@ -75,14 +83,23 @@ def subject_of(
     saved: Mapping[str, Tensor] | None = None,
     resumed: bool = False,
     encode: Callable[[str], list[int]] | None = None,
-    shapes_only: bool = False,
+    ranks: Ranks | None = None,
 ) -> Subject:
     """The decoder in float32 with its first weights, or a frozen one with adapters.
 
     resumed: weights will be read from a checkpoint, so there is only memory for them. saved: of adapters, what the
-    checkpoint holds. shapes_only: a whole model's parameters have shapes, to be placed before they have values.
+    checkpoint holds. ranks: where it will be placed; on several processes a model that is trained as a whole has only
+    shapes until then, and a frozen one is placed while it is read.
     """
     if recipe.adapter is not None:
+        parts: Parts | None = None
+
+        def arriving(coming: Adapted) -> Callable[[str], None]:
+            nonlocal parts
+            assert ranks is not None
+            parts = Parts(coming.model, coming.adapters, recipe, ranks, device)
+            return parts.arrived
+
         adapted, base = adapted_model(
             recipe.model,
             recipe.adapter,
@@ -92,11 +109,12 @@ def subject_of(
             seed=recipe.seed,
             encode=encode,
             taken_up=saved,
+            arriving=arriving if ranks is not None and layer_by_layer(recipe, ranks) else None,
         )
-        return Subject(adapted.model, adapted.adapters, base)
+        return Subject(adapted.model, adapted.adapters, base, parts)
     if recipe.model.adapters and not resumed:
         return Subject(merged_model(recipe.model, device=device))
-    if shapes_only:
+    if ranks is not None and not ranks.alone:
         return Subject(skeleton(config))
     if resumed:
         return Subject(build(config, device=device))
@@ -107,19 +125,80 @@ def subject_of(
     return Subject(model)
 
 
-def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, *, resumed: bool = False) -> Placed:
-    """Puts a subject on the processes, in place. Everything here does nothing along an axis of one."""
-    model, adapters, section = subject.model, subject.adapters, recipe.parallel
-    layers = list(model.layers.values())
-    empty = any(parameter.is_meta for parameter in model.parameters())
+class Parts:
+    """Cuts a model among tensor ranks and shards it among data ranks, a layer at a time where its weights come so."""
+
+    def __init__(
+        self, model: Decoder, adapters: AdapterSet | None, recipe: Recipe, ranks: Ranks, device: torch.device
+    ) -> None:
+        section = recipe.parallel
+        self.model, self.adapters = model, adapters
+        self.whole = kept_whole(model)
+        self.cutter = tensor.Cutter(model, adapters, ranks.tensor, sequence=section.sequence)
+        self.sharder = None
+        if section.shard != "none" and ranks.data.size > 1:
+            self.sharder = data.Sharder(
+                model,
+                ranks,
+                section,
+                gathered=None if adapters is not None or recipe.precision == "fp32" else DTYPES[recipe.precision],
+                whole=self.whole,
+                offload="parameters" in recipe.memory.offload and device.type == "cuda",
+            )
+
+    def arrived(self, name: str) -> None:
+        """Leaves of a layer that has its weights what belongs here."""
+        self.cutter.layer(name)
+        self.shard_layer(name)
+        if self.adapters is not None:
+            self.adapters.follow()
+
+    def shard_layer(self, name: str) -> None:
+        if self.sharder is not None:
+            self.sharder.layer(f"layers.{name}", self.model.layers[name])
+
+
+def layer_by_layer(recipe: Recipe, ranks: Ranks) -> bool:
+    """Whether a frozen base can be cut and sharded while it is read, so that no process ever holds all of it.
+
+    Adapters below are put on a base that is whole, and plans are measured on one.
+    """
+    section = recipe.parallel
+    parted = ranks.tensor.size > 1 or (section.shard != "none" and ranks.data.size > 1)
+    return parted and not recipe.model.adapters and recipe.memory.recompute.kind != "planned"
+
+
+def check_placing(recipe: Recipe, ranks: Ranks, device: torch.device) -> None:
+    """Raises RecipeError for what no model can be placed with, before one is loaded."""
+    section, memory = recipe.parallel, recipe.memory
     if recipe.optimizer.kind == "galore" and not ranks.alone:
         raise RecipeError(
             "optimizer.kind: galore projects a gradient as soon as it is there, before other processes have added "
             "theirs. Use adamw or adamw8bit, or one process"
         )
-    cuts = tensor.cut(model, adapters, ranks.tensor, sequence=section.sequence)
-    plan = recompute.plan_of(recipe.memory.recompute, model, lambda: _cheapest_plan(model, recipe, ranks, device))
-    recompute.wrap(model, plan)
+    sharded = section.shard != "none" and ranks.data.size > 1
+    if "parameters" in memory.offload and device.type == "cuda" and not sharded:
+        raise RecipeError(
+            "memory.offload: parameters leave a GPU as shards, which takes parallel.shard: zero3 (or zero1, zero2) and "
+            "two processes or more. On one GPU offload optimizer and activations"
+        )
+
+
+def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, *, resumed: bool = False) -> Placed:
+    """Puts a subject on the processes, in place. Everything here does nothing along an axis of one.
+
+    Raises RecipeError as `check_placing`, and for a model that cannot be cut.
+    """
+    check_placing(recipe, ranks, device)
+    model, adapters, section = subject.model, subject.adapters, recipe.parallel
+    empty = any(parameter.is_meta for parameter in model.parameters())
+    parts = subject.parts or Parts(model, adapters, recipe, ranks, device)
+    if subject.parts is None:
+        for name in model.layers:
+            parts.cutter.layer(name)
+    cuts = parts.cutter.rest()
+    plan = recompute.plan_of(recipe.memory.recompute, model, lambda: _cheapest_plan(subject, recipe, ranks, device))
+    recompute.wrap(model, plan, gathered=_token_shares(recipe, ranks) > 1)
     notes = [recompute.describe(plan)] if recipe.memory.recompute.kind != "none" else []
     notes += [NOTE] if section.workers == "threads" else []
     notes += offload_notes(recipe, device)
@@ -127,24 +206,11 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         notes.append(
             f"parallel.shard: {section.shard} changes nothing with one data rank: start danlu with --processes N"
         )
-    sharded = section.shard != "none" and ranks.data.size > 1
-    if "parameters" in recipe.memory.offload and device.type == "cuda" and not sharded:
-        raise RecipeError(
-            "memory.offload: parameters leave a GPU as shards, which takes parallel.shard: zero3 (or zero1, zero2) and "
-            "two processes or more. On one GPU offload optimizer and activations"
-        )
-    whole = kept_whole(model)
-    if sharded:
-        gathered = None if adapters is not None or recipe.precision == "fp32" else DTYPES[recipe.precision]
-        data.shard(
-            model,
-            layers,
-            ranks,
-            section,
-            gathered=gathered,
-            whole=whole.values(),
-            offload="parameters" in recipe.memory.offload and device.type == "cuda",
-        )
+    if parts.sharder is not None:
+        if subject.parts is None:
+            for name in model.layers:
+                parts.shard_layer(name)
+        parts.sharder.rest(list(model.layers.values()))
     if empty:
         model.to_empty(device=device)
     if adapters is not None:
@@ -159,16 +225,16 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         in_file = offload_parameters(model, folder, ahead=section.prefetch)
         held = {} if ranks.alone else held_of(model, ranks, cuts.pieces)
     sums: list[tuple[Group, str]] = []
-    if sharded:
-        sums += [(ranks.data, name) for name in whole]
+    if parts.sharder is not None:
+        sums += [(ranks.data, name) for name in held if name in parts.whole]
     sums += [(group, name) for name, group in cuts.partial.items()]
     spread = Spread(ranks, held, tuple(sums))
     if in_file is not None:
         spread.put_away = in_file.let_go
-    if sharded:
+    if parts.sharder is not None:
         spread.begin = data.accumulation(model, section)
         spread.forget = lambda: data.drop_gathered(model)
-    return Placed(subject, spread, tuple(notes))
+    return Placed(subject, spread, tuple(notes), plan)
 
 
 def offload_notes(recipe: Recipe, device: torch.device) -> list[str]:
@@ -187,14 +253,15 @@ def offload_notes(recipe: Recipe, device: torch.device) -> list[str]:
     return found
 
 
-def _cheapest_plan(model: Decoder, recipe: Recipe, ranks: Ranks, device: torch.device) -> list[recompute.LayerPlan]:
+def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device) -> list[recompute.LayerPlan]:
     """Of kind `planned`: measured on this model, or on one layer like its where that has no weights yet.
 
-    All processes measure, for cut layers communicate; the first one's numbers make the plan for all.
+    All processes measure, for cut layers communicate; the first one's numbers make the plan for all. It is measured on
+    micro-batches of full packs, of one document each, as a step fills them up.
     """
-    section, micro = recipe.memory.recompute, recipe.batch.micro
+    model, section, micro = subject.model, recipe.memory.recompute, recipe.batch.micro
     assert isinstance(micro, int) and section.budget is not None, "the recipe's rules ask for both"
-    length = recipe.data.max_length
+    shares = _token_shares(recipe, ranks)
     if any(parameter.is_meta for parameter in model.parameters()):
         config = replace(model.config, layers=1, windows=model.config.windows[:1])
         probe = build(config, device=device)
@@ -202,13 +269,27 @@ def _cheapest_plan(model: Decoder, recipe: Recipe, ranks: Ranks, device: torch.d
         tensor.cut(probe, None, ranks.tensor, sequence=recipe.parallel.sequence)
     else:
         probe = model
-    tokens = torch.zeros(micro * length, dtype=torch.int64, device=device)
-    positions = torch.arange(length, device=device).repeat(micro)
-    attend = PackedAttention(tuple(range(0, micro * length + 1, length)))
-    costs = planning.measure(probe, tokens, positions, attend, DTYPES[recipe.precision])
+    length = recipe.data.max_length
+    full = Pack((Sample(np.zeros(length, dtype=np.int32), np.zeros(length, dtype=np.float32), "full"),))
+    virtual = () if subject.adapters is None else subject.adapters.virtual_tokens
+    batch = fill_up(collate([full] * micro, device, before=virtual), shares)
+    attend = PackedAttention(batch.boundaries)
+    noise = None if subject.adapters is None else subject.adapters.making.noise
+    if noise is not None:  # what dropout makes is kept too
+        noise.begin(0, [(0, len(batch.tokens))])
+    costs = planning.measure(
+        probe, batch.tokens, batch.positions, attend, DTYPES[recipe.precision], gathered=shares > 1
+    )
+    if noise is not None:
+        noise.end()
     if probe is not model:
         costs = [replace(costs[0], layer=int(name)) for name in model.layers]
     return ranks.world.from_first(lambda: planning.cheapest(costs, int((section.budget or 0) * 2**30)))
+
+
+def _token_shares(recipe: Recipe, ranks: Ranks) -> int:
+    """Processes among which tokens are cut where attention, MLP and head are not at work."""
+    return ranks.tensor.size if recipe.parallel.sequence else 1
 
 
 def learner(
@@ -237,7 +318,7 @@ def learner(
         activations,
         placed.spread,
         away=away,
-        multiple=ranks.tensor.size if recipe.parallel.sequence else 1,
+        multiple=_token_shares(recipe, ranks),
     )
     if recipe.parallel.workers == "threads":
         return ThreadedCompute(**vars(compute), replicas=Replicas(model, replica_devices(recipe, device)))
@@ -272,15 +353,16 @@ def replica_devices(recipe: Recipe, device: torch.device) -> list[torch.device]:
     return [torch.device("cuda", number) for number in range(there if count == "auto" else count)]
 
 
-def kept_whole(model: Decoder) -> dict[str, nn.Parameter]:
-    """Parameters that data ranks do not share among them, by name.
+def kept_whole(model: Decoder) -> set[str]:
+    """Names of parameters that data ranks do not share among them.
 
     Weights of norms, which are few and used in float32; and what adapters of several layers have in common, for FSDP2
     shards a parameter with one layer.
     """
     norms = {one for module in model.modules() if isinstance(module, RMSNorm) for one in module.parameters()}
     layers = Counter(one for layer in model.layers.values() for one in layer.parameters())
-    return {name: one for name, one in model.named_parameters() if one in norms or layers[one] > 1}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name for name, one in every if one in norms or layers[one] > 1}
 
 
 def first_values(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from danlu.models.folder import read_config
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.spread import Spread
+from danlu.placing import Parts
 from danlu.recipe import Recipe, load
 from danlu.types import Pack
+from danlu.verify.language import SmallDecoder
 from danlu.verify.observing import Learning, Seen, observe
 from made.tiny_run import MadePacks
 
@@ -52,11 +56,34 @@ def see_without_sums(files: Sequence[str], packs: int, micro: int) -> dict[str, 
     return see(files, packs, micro)
 
 
+def matrices_left(file: str) -> list[tuple[int, int]]:
+    """Whole matrices of layers that are in memory while a frozen base is read: as each layer has come, and as it has
+    been placed. For a process that ends with it."""
+    place, matrices, found = Parts.arrived, [], []
+
+    def alive() -> int:
+        gc.collect()
+        return sum(ref() is not None for ref in matrices)
+
+    def arrived(parts: Parts, name: str) -> None:
+        layer = parts.model.layers[name]
+        matrices.extend(weakref.ref(one) for one in layer.parameters() if one.ndim == 2 and not one.requires_grad)
+        come = alive()
+        place(parts, name)
+        found.append((come, alive()))
+
+    Parts.arrived = arrived  # type: ignore[method-assign]
+    recipe = load(Path(file)).recipe
+    ranks = _groups(layout_of(recipe.parallel, torch.distributed.get_world_size()))
+    Learning.of(recipe, SmallDecoder(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
+    return found
+
+
 def _see(file: str, packs: int, micro: int, world: int | None) -> Seen:
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     ranks = _groups(layout)
-    learning = Learning.of(recipe, config_of(recipe), ranks, torch.device("cpu"), micro=micro)
+    learning = Learning.of(recipe, SmallDecoder(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
     return observe(learning, steps_of(2, packs), steps_of(1, 3)[0])
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from danlu.memory import nvme
 from danlu.memory.nvme import offload_parameters
 from danlu.memory.recompute import LayerPlan, wrap
 from made.remade import Made, full, step
@@ -39,28 +40,34 @@ def sharded_steps(plans: Sequence[Sequence[LayerPlan]]) -> list[dict[str, Tensor
     return [gradients([]), *(gradients(plan) for plan in plans), gradients([], seed=1)]
 
 
-def sharded_in_files(folder: str) -> tuple[Any, ...]:
+def sharded_in_files(folder: str, intermediate_size: int, *, filled_up_too: bool = False) -> tuple[Any, ...]:
     """Weights after two steps under FSDP2 in memory, in a file, and of other data; bytes of the file that are resident
     after them, once all weights were read, and altogether.
+
+    filled_up_too: with a mistake: shares that FSDP2 fills up go to the file. For a process that ends with it.
     """
+    if filled_up_too:
+        nvme._goes = lambda tensor, held: held.nbytes > nvme._SMALL
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def weights(place: Path | None, seed: int = 0) -> tuple[Any, ...]:
-        made = full(hidden_size=128, intermediate_size=256)
+        made = full(hidden_size=128, intermediate_size=intermediate_size)
         for layer in made.model.layers.values():
             fully_shard(layer, mesh=mesh)
         fully_shard(made.model, mesh=mesh)
         offloaded = None if place is None else offload_parameters(made.model, place)
         sharded = Made(made.model, dict(made.model.named_parameters()), made.noise)
+        # As an optimizer has them: taken before the first pass.
+        shares = {name: one.to_local().detach() for name, one in sharded.trained.items() if isinstance(one, DTensor)}
         for number in range(2):
             found = step(sharded, seed=10 * (number + 1) + dist.get_rank() + seed).gradients
-            with torch.no_grad():
-                for name, gradient in found.items():
-                    sharded.trained[name].sub_(gradient, alpha=1e-3)
+            for name, gradient in found.items():
+                assert isinstance(gradient, DTensor)
+                shares[name].sub_(gradient.to_local(), alpha=1e-3)
         if offloaded is not None:
             offloaded.let_go()
         resident = resident_bytes(folder)
-        local = {name: one.to_local().clone() for name, one in sharded.trained.items() if isinstance(one, DTensor)}
+        local = {name: share.clone() for name, share in shares.items()}
         return local, resident, resident_bytes(folder), 0 if offloaded is None else offloaded.bytes
 
     plain, other = weights(None)[0], weights(None, seed=1)[0]

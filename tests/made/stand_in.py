@@ -9,6 +9,7 @@ step is a line of FOLDER/steps-RANK.txt; an attempt goes on after the last step 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,10 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from danlu.cli.working import print_into, work
-from danlu.errors import DataError, RecipeError
+from danlu.errors import DataError, RecipeError, Stopped
+from danlu.parallel import endings
 from danlu.parallel.world import World, found
 
 GONE = "Connection closed by peer"
+
+
+def full(ending: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Stop:
@@ -50,6 +56,14 @@ def misbehave(what: str, rank: int) -> None:
             raise RuntimeError(GONE)
         case "sleep":
             time.sleep(600)
+        case "stuck":  # in C++, where signals wait
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            time.sleep(600)
+        case "stopped":
+            raise Stopped(signal.SIGTERM, "stopped at once; nothing was saved")
+        case "error on a full disk":
+            endings.note = full  # type: ignore[assignment]
+            raise DataError(f"rows.jsonl:{rank}: a bad row")
         case "abort at the end":  # as gloo's threads may: the work is done, and that is noted
             os._exit = lambda code: os.abort()  # type: ignore[assignment]
 
@@ -77,17 +91,20 @@ def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
         at, what = does.get(str(world.rank), (0, ""))
         if at == step:
             misbehave(what, world.rank)
+        number = stop.number
         if plan.get("torch"):
-            asked = torch.tensor(stop.number)
+            asked = torch.tensor(number)
             dist.all_reduce(asked, dist.ReduceOp.MAX)  # all stop after the same step
-            stop.number = int(asked)
+            number = int(asked)  # of a signal that came meanwhile the next step tells
         with own.open("a") as lines:
             lines.write(f"{step} of attempt {attempt}\n")
-        if stop.number:
+        if number:
             print(f"stopped after step {step}", file=sys.stderr, flush=True)
             time.sleep(plan.get("saving_s", {}).get(str(world.rank), 0))
             (folder / f"saved-{world.rank}").touch()
-            return 128 + stop.number
+            if plan.get("torch"):
+                leave()
+            return 128 + number
     if plan.get("torch"):
         leave()
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from danlu.recipe import sections
 from danlu.rollout.generate import generate
 from danlu.rollout.request import SamplingOptions
 from made.adapted import adapter_set, stirred
+from made.remade import kept_bytes
 
 CONFIG = {
     "model_type": "llama",
@@ -61,7 +61,7 @@ class Case:
     sequence: bool = False
     dropout: bool = False
     asleep: bool = False  # no adapter is active
-    prepare: str = ""  # one of PREPARE, before the pass
+    prepare: str = ""  # "rows", or a kind of recompute
     wrong: str = ""  # one of WRONG, after the cut
     dtype: torch.dtype = (
         torch.float64
@@ -175,7 +175,7 @@ def errors(case: Case, group: Group, against: Case | None = None) -> dict[str, f
     want = run_pass(side(against), against)
     mine = side(case)
     cuts = cut(mine.model, mine.adapters, group, sequence=case.sequence)
-    PREPARE.get(case.prepare, lambda side: None)(mine)
+    prepare(mine, case)
     WRONG.get(case.wrong, lambda side, cuts: None)(mine, cuts)
     got = run_pass(mine, case)
     sum_partial(got.gradients, cuts)
@@ -200,18 +200,16 @@ def sum_partial(gradients: Mapping[str, Tensor], cuts: Cuts) -> None:
 # ── before the pass, and what must show ──
 
 
-def _recompute(kind: str, one: Side) -> None:
-    recompute.wrap(one.model, recompute.plan_of(sections.Recompute(kind=kind), one.model))
+def prepare(one: Side, case: Case) -> None:
+    """As `placing.place` does: tokens that sequence parallelism gathers are gathered again in the backward pass."""
+    one.model.embed_tokens.gradient_of_rows = case.prepare == "rows"
+    wrap(one, case, gathered=case.sequence)
 
 
-def _gradient_of_rows(one: Side) -> None:
-    one.model.embed_tokens.gradient_of_rows = True
-
-
-PREPARE: dict[str, Callable[[Side], None]] = {
-    "rows": _gradient_of_rows,
-    **{kind: partial(_recompute, kind) for kind in ("full", "every", "selective")},
-}
+def wrap(one: Side, case: Case, *, gathered: bool) -> None:
+    kind = "none" if case.prepare in ("", "rows") else case.prepare
+    plan = recompute.plan_of(sections.Recompute(kind=kind), one.model)  # type: ignore[arg-type]
+    recompute.wrap(one.model, plan, gathered=gathered)
 
 
 def _untie(one: Side, cuts: Cuts) -> None:
@@ -322,12 +320,28 @@ def collectives(case: Case, layers: Sequence[int]) -> dict[int, dict[str, list[s
         one = side(replace(case, config={**case.config, "num_hidden_layers": count}))
         group = CountingGroup("tensor", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
         cut(one.model, one.adapters, group, sequence=case.sequence)
+        prepare(one, case)
         tokens = torch.arange(16)
         hidden = one.model(tokens, tokens, PackedAttention((0, 16)), torch.float32)
         forward, group.seen[:] = list(group.seen), []
         hidden.square().sum().backward()
         found[count] = {"forward": forward, "backward": list(group.seen)}
     return found
+
+
+def kept(cases: Mapping[str, Case]) -> dict[str, tuple[int, int]]:
+    """Worker: bytes that autograd keeps of 16 tokens: with what was gathered, and where that is gathered again."""
+
+    def bytes_of(case: Case, gathered: bool) -> int:
+        one = side(case)
+        cut(one.model, one.adapters, world(), sequence=case.sequence)
+        wrap(one, case, gathered=gathered)
+        tokens = torch.arange(16)
+        with kept_bytes(one.model) as found:
+            one.model(tokens, tokens, PackedAttention((0, 16)), torch.float32)
+        return sum(found.values())
+
+    return {name: (bytes_of(case, False), bytes_of(case, True)) for name, case in cases.items()}
 
 
 def shapes_first(case: Case) -> dict[str, Any]:

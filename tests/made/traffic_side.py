@@ -235,14 +235,15 @@ def placed(
     gradients are summed apart."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not any(part in name for part in frozen)
-    norms = [one.weight for one in model.modules() if isinstance(one, RMSNorm)]
+    apart = {f"{name}.weight": one.weight for name, one in model.named_modules() if isinstance(one, RMSNorm)}
     if section.shard == "none":
         wrapped = data.replicate(_Loss(model), ranks, section)
         model.task = [wrapped]  # type: ignore[assignment]  # in a list: no part of the model
         return weights_of(model, bf16), data.local_accumulation(wrapped), []
     gathered = torch.bfloat16 if bf16 else None
-    data.shard(model, list(model.layers.values()), ranks, section, gathered=gathered, whole=norms)
-    return weights_of(model, bf16), data.accumulation(model, section), norms
+    layers = {f"layers.{name}": layer for name, layer in model.layers.items()}
+    data.shard(model, layers, ranks, section, gathered=gathered, whole=apart)
+    return weights_of(model, bf16), data.accumulation(model, section), list(apart.values())
 
 
 def weights_of(model: nn.Module, bf16: bool) -> list[Weight]:
@@ -300,7 +301,8 @@ def tensor_step(section: Parallel, ranks: Ranks, kind: str, family: str, bf16: b
     """A step as `train.step` makes it, with the head on the targets alone: (measured, formula)."""
     model = small_model(model_type=family, num_attention_heads=8, head_dim=6, intermediate_size=48)
     cuts = cut(model, None, ranks.tensor, sequence=section.sequence)
-    wrap(model, plan_of(Recompute(kind=kind), model))  # type: ignore[arg-type]
+    plan = plan_of(Recompute(kind=kind), model)  # type: ignore[arg-type]
+    wrap(model, plan, gathered=section.sequence)
     weights: list[Weight] = []
     begin: data.Begin = _nothing
     norms: list[nn.Parameter] = []
@@ -321,7 +323,9 @@ def tensor_step(section: Parallel, ranks: Ranks, kind: str, family: str, bf16: b
         layers=model.config.layers,
         activation_bytes=dtype.itemsize,
         partial=partial,
-        remade=len(model.layers) if kind == "full" else 0,
+        remade=len(model.layers) if kind in ("full", "every") else 0,
+        remade_before=len(model.layers) - len(model.segments) if kind == "every" else 0,
+        gathered_again=2 * len(model.layers) if section.sequence and kind not in ("full", "every") else 0,
         remade_to_the_end=any(layer.post_mlp_norm is not None for layer in model.layers.values()),
     )
     formula = list(tensor_sent(said, ranks.layout, section))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from made.group import run_group
-from made.placed import recipe_file, see, see_without_sums
+from made.placed import matrices_left, recipe_file, see, see_without_sums
 from made.tiny_world import World
 from torch import Tensor
 
@@ -19,6 +19,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "dropout": {"kind": "lora", "dropout": 0.3},
     "narrower than there are ranks": {"kind": "lora", "rank": 1},
     "modules_to_save": {"kind": "lora", "modules_to_save": ["lm_head", "norm"]},
+    "in full in layers": {"kind": "lora", "targets": ["v_proj"], "modules_to_save": ["q_proj", "input_layernorm"]},
     "pissa": {"kind": "pissa"},
     "lora-fa": {"kind": "lora-fa"},
     "dora": {"kind": "dora"},
@@ -30,26 +31,33 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "projected prefix": {"kind": "prefix", "tokens": 3, "projection": 8},  # so is its network, and it is trained
     "prompt": {"kind": "prompt", "tokens": 3},
 }
+CUT_TOO = ("in full in layers", "pissa", "dora", "vera")
+CASES = [*((name, 1) for name in ADAPTERS), *((name, 2) for name in CUT_TOO)]
+"""Adapters, and among how many ranks their layers are cut before they are sharded among two."""
 SIZE = 2
 
 
-def recipe_of(world: World, folder: Path, name: str) -> str:
+def recipe_of(world: World, folder: Path, name: str, tensor: int = 1) -> str:
     changes: dict[str, Any] = {
         "model": {"path": str(world.base), "config": None, "tokenizer": None},
         "optimizer": {"kind": "sgd", "learning_rate": 0.1},
-        "parallel": {"shard": "zero3"},
+        "parallel": {"shard": "zero3", "tensor": tensor},
     }
-    return recipe_file(world, folder, name, adapter=ADAPTERS[name], **changes)
+    return recipe_file(world, folder, f"{name} {tensor}", adapter=ADAPTERS[name], **changes)
 
 
 @pytest.fixture(scope="module")
-def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Seen, list[Seen]]]:
-    """Of each adapter: what one process sees, and what each of two does."""
+def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, int], list[Seen]]:
+    """Of each adapter: what one process sees (in place of 0 ranks), and what each of several does."""
     folder = tmp_path_factory.mktemp("sharded")
+    found = {}
+    for tensor in (1, 2):
+        files = {name: recipe_of(tiny_world, folder, name, tensor) for name, each in CASES if each == tensor}
+        many = run_group(see, SIZE * tensor, list(files.values()), 5, 2)
+        found |= {(name, tensor): [one[file] for one in many] for name, file in files.items()}
     files = {name: recipe_of(tiny_world, folder, name) for name in ADAPTERS}
-    many = run_group(see, SIZE, list(files.values()), 5, 2)
     one = see(list(files.values()), 5, 2, 1)
-    return {name: (one[file], [found[file] for found in many]) for name, file in files.items()}
+    return found | {(name, 0): [one[file]] for name, file in files.items()}
 
 
 def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
@@ -58,13 +66,21 @@ def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     return max(float((found[name] - one).norm() / one.norm().clamp_min(1e-20)) for name, one in wanted.items())
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_a_sharded_adapter_learns_as_on_one_process(seen: Mapping[str, tuple[Seen, list[Seen]]], name: str) -> None:
-    one, many = seen[name]
+@pytest.mark.parametrize(("name", "tensor"), CASES)
+def test_a_sharded_adapter_learns_as_on_one_process(
+    seen: Mapping[tuple[str, int], list[Seen]], name: str, tensor: int
+) -> None:
+    (one,), many = seen[name, 0], seen[name, tensor]
     for step, wanted in enumerate(one.steps):
         assert worst(whole([each.steps[step].gradients for each in many]), dict(whole([wanted.gradients]))) < 1e-6
         assert worst(whole([each.steps[step].weights for each in many]), dict(whole([wanted.weights]))) < 1e-6
-        assert [each.steps[step].norm for each in many] == pytest.approx([wanted.norm] * SIZE, rel=1e-6)
+        assert [each.steps[step].norm for each in many] == pytest.approx([wanted.norm] * len(many), rel=1e-6)
+
+
+def test_no_process_holds_more_than_one_layer_of_a_frozen_base_whole(tiny_world: World, tmp_path: Path) -> None:
+    file = recipe_of(tiny_world, tmp_path, "lora")
+    for each in run_group(matrices_left, SIZE, file):
+        assert each == [(7, 0)] * len(each) and len(each) > 1
 
 
 def test_a_sum_that_is_left_out_is_seen(tiny_world: World, tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def test_bfloat16_gradients_are_as_close_as_those_of_one_process() -> None:
 # What a layer sends in the forward and in the backward pass.
 SENT: dict[str, tuple[Case, list[str], list[str]]] = {
     "whole": (Case(), ["sum"] * 2, ["sum"] * 2),
-    "sequence": (Case(sequence=True), ["gather", "scatter_sum"] * 2, ["gather", "scatter_sum"] * 2),
+    # What the products behind an entrance want in the backward pass is gathered again, once for all of them.
+    "sequence": (Case(sequence=True), ["gather", "scatter_sum"] * 2, ["gather", "gather", "scatter_sum"] * 2),
     "lora": (Case(adapters=(LORA,)), ["sum"] * 2, ["sum"] * 2),
     # The norms of rows: one sum for each of the two layers whose rows are cut.
     "dora": (Case(adapters=(DORA,)), ["sum"] * 4, ["sum"] * 2),
@@ -47,13 +48,34 @@ def test_a_layer_sends_twice_each_way() -> None:
             seen = rank[name]
             for more in (2, 3):
                 added = {way: seen[more][way][len(seen[more - 1][way]) :] for way in ("forward", "backward")}
-                assert sorted(added["forward"]) == sorted(forward)
-                assert sorted(added["backward"]) == sorted(backward)
+                assert sorted(added["forward"]) == sorted(forward), name
+                assert sorted(added["backward"]) == sorted(backward), name
             # Beside the layers: the embedding is summed, and the head is entered. The first entrance of all sends
             # nothing back where nothing before it is trained.
             ends = {way: len(seen[1][way]) for way in ("forward", "backward")}
             once = 2 if case.sequence else 1
             assert ends == {"forward": len(forward) + once, "backward": len(backward) + once - (name == "dora")}
+
+
+GATHERED = CONFIG["num_hidden_layers"] * 2 * 16 * CONFIG["hidden_size"] * 4
+"""Bytes of all tokens at the entrances of attention and MLP."""
+# What is not kept of them when they are gathered again, on two processes.
+SAVED: dict[str, tuple[Case, int]] = {
+    "none": (Case(), GATHERED // 2),  # each keeps its own half
+    "selective": (Case(prepare="selective"), GATHERED),  # which is what a norm makes, and made again as well
+    "full": (Case(prepare="full"), 0),
+    # Nothing before the first entrance is trained, so no gradient leads back to it: what was gathered there is kept.
+    "lora": (Case(adapters=(sections.Lora(targets=["all-linear"]),)), GATHERED // 2 * 3 // 4),
+    # No gradient takes the input of a product that is frozen.
+    "lora on rows": (Case(adapters=(sections.Lora(targets=["o_proj", "down_proj"]),)), 0),
+}
+
+
+def test_tokens_that_were_gathered_are_not_kept() -> None:
+    cases = {name: replace(case, sequence=True, dtype=torch.float32) for name, (case, _) in SAVED.items()}
+    for rank in run_group(tensor_side.kept, 2, cases):
+        found = {name: with_all - without for name, (with_all, without) in rank.items()}
+        assert found == {name: saved for name, (_, saved) in SAVED.items()}
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
 
@@ -110,7 +111,14 @@ def test_recompute_gathers_nothing_more() -> None:
 CUT: list[TensorCase] = [
     (Parallel(tensor=2, sequence=sequence), kind, family)
     for sequence in (False, True)
-    for kind, family in [("selective", "llama"), ("full", "llama"), ("none", "llama"), ("full", "gemma2")]
+    for kind, family in [
+        ("selective", "llama"),
+        ("full", "llama"),
+        ("none", "llama"),
+        ("every", "llama"),
+        ("full", "gemma2"),
+        ("every", "gemma2"),
+    ]
 ]
 
 
@@ -197,13 +205,16 @@ def test_padding_counts_what_is_sharded() -> None:
     assert padding_elements(weights, Layout(replicate=4)) == 0
 
 
-def test_sequence_parallelism_sends_as_many_bytes() -> None:
+def test_sequence_parallelism_sends_as_many_bytes_and_gathers_again() -> None:
     cut, layout = Cut(tokens=100, targets=40, hidden_size=8, layers=3, activation_bytes=2), Layout(tensor=4)
-    without, with_ = (
-        total(tensor_sent(cut, layout, Parallel(tensor=4, sequence=sequence))) for sequence in (False, True)
+    again = replace(cut, gathered_again=6)
+    without, with_, and_again = (
+        total(tensor_sent(one, layout, Parallel(tensor=4, sequence=sequence)))
+        for one, sequence in ((cut, False), (cut, True), (again, True))
     )
-    numbers = 2 * Fraction(3, 4) * 4 * 40 * 4
-    assert without == with_ == 14 * 2 * Fraction(3, 4) * 100 * 8 * 2 + numbers
+    each, numbers = Fraction(3, 4) * 100 * 8 * 2, 2 * Fraction(3, 4) * 4 * 40 * 4
+    assert without == with_ == 14 * 2 * each + numbers
+    assert and_again == with_ + 6 * each
 
 
 def test_alone_nothing_is_sent() -> None:

@@ -69,7 +69,7 @@ def test_what_is_the_same_passes() -> None:
     assert comparison.first_wrong() is None
     assert [check.what for check in comparison.checks()] == [
         "first weights",
-        "trained tokens",
+        "targets",
         "loss",
         "gradients",
         "gradient norm",
@@ -122,11 +122,11 @@ def test_numbers_are_compared_on_every_rank(number: str) -> None:
     assert stages == [{"loss": "loss", "norm": "norm", "clipped": "clipped norm"}[number] + " of step 1"]
 
 
-def test_a_trained_token_more_is_found() -> None:
+def test_a_target_more_is_found() -> None:
     found = observed()
     for one in found.many:
         one.steps[1].trained_tokens += 1
-    assert wrong(compare(found, 1e-6)) == [("trained tokens of step 2", None)]
+    assert wrong(compare(found, 1e-6)) == [("targets of step 2", None)]
 
 
 def test_a_rank_without_a_gradient_is_found() -> None:
@@ -142,6 +142,32 @@ def test_weights_that_are_loaded_are_those_that_were_saved() -> None:
     found = observed()
     found.many[0].loaded[NAMES[0]][1][0, 0] += 1e-7
     assert wrong(compare(found, 1e-6)) == [("weights of one process's checkpoint in the layout", NAMES[0])]
+
+
+def test_a_layout_that_ends_with_numbers_that_are_not_finite_is_wrong_there() -> None:
+    found = observed()
+    for one in found.many:
+        one.steps, one.ended, one.evaluation, one.loaded = one.steps[:1], True, None, {}
+    first = compare(found, 1e-6).first_wrong()
+    assert first is not None and (first.stage, first.ranks) == ("loss of step 2", None)
+    assert wrong(compare(found, 1e-6)) == [("loss of step 2", None)]
+
+
+@pytest.mark.parametrize("side", ["many", "one"])
+def test_a_checkpoint_that_cannot_be_gone_on_from_is_wrong_there(side: str) -> None:
+    found = observed()
+    for one in found.many if side == "many" else [found.one]:
+        one.resumed, one.ended = None, True
+    whose = {"many": "one process's checkpoint in the layout", "one": "the layout's checkpoint in one process"}[side]
+    assert wrong(compare(found, 1e-6)) == [(f"a step of {whose}", None)]
+
+
+def test_copies_that_are_not_finite_alike_do_not_differ() -> None:
+    found = observed()
+    for one in found.many:
+        one.steps[0].gradients["layers.0.mlp_norm.weight"][1][0] = float("nan")
+    first = compare(found, 1e-6).first_wrong()
+    assert first is not None and first.ranks is None and first.error == float("inf")
 
 
 def test_as_much_as_rounding_does_is_allowed() -> None:

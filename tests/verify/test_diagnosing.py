@@ -14,11 +14,12 @@ from torch import Tensor
 from danlu.models.families import read_config_values
 from danlu.parallel.layout import Layout
 from danlu.recipe import load
-from danlu.types import Piece
+from danlu.types import Pack, Piece
 from danlu.verify.comparing import compare
 from danlu.verify.diagnosing import Case, finding
 from danlu.verify.feeding import made_packs
-from danlu.verify.observing import Seen, StepSeen
+from danlu.verify.language import SmallDecoder
+from danlu.verify.observing import Added, Seen, StepSeen
 from danlu.verify.processes import Observed, Task
 
 NAMES = ("embed_tokens.weight", "layers.0.mlp.up_proj.weight", "norm.weight")
@@ -35,21 +36,21 @@ def case(tmp_path: Path, shares: list[float] | None = None, layout: Layout = LAY
         {**recipe.model.config, "vocab_size": 400, "tie_word_embeddings": tied}  # type: ignore[dict-item]
     )
     packs = made_packs(recipe, PACKS)
-    task = Task(recipe, config, layout, [packs, packs], [], 2, "cpu")
+    task = Task(recipe, SmallDecoder(config), layout, [packs, packs], [], 2, "cpu")
     generator = torch.Generator().manual_seed(0)
-    by_pack = [{name: _made(shape, generator) for name, shape in zip(NAMES, SHAPES, strict=True)} for _ in packs]
-    one = _seen(_summed(by_pack, [1.0] * PACKS))
-    one.by_pack = [_parts(parts) for parts in by_pack]
-    many = [_seen(_summed(by_pack, shares or [1.0] * PACKS)) for _ in range(layout.world)]
-    return Case(task, Observed(many, one, _seen(_summed(by_pack, [1.0] * PACKS))))
+    by_item = [{name: _made(shape, generator) for name, shape in zip(NAMES, SHAPES, strict=True)} for _ in packs]
+    one = _seen(_summed(by_item, [1.0] * PACKS))
+    one.by_item = [Added(_weight(pack), _parts(parts)) for pack, parts in zip(packs, by_item, strict=True)]
+    many = [_seen(_summed(by_item, shares or [1.0] * PACKS)) for _ in range(layout.world)]
+    return Case(task, Observed(many, one, _seen(_summed(by_item, [1.0] * PACKS))))
 
 
 def _made(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def _summed(by_pack: list[dict[str, Tensor]], shares: list[float]) -> dict[str, Tensor]:
-    pairs = list(zip(by_pack, shares, strict=True))
+def _summed(by_item: list[dict[str, Tensor]], shares: list[float]) -> dict[str, Tensor]:
+    pairs = list(zip(by_item, shares, strict=True))
     return {name: torch.stack([share * parts[name] for parts, share in pairs]).sum(0) for name in NAMES}
 
 
@@ -61,8 +62,8 @@ def _seen(gradients: dict[str, Tensor]) -> Seen:
     def step() -> StepSeen:
         return StepSeen(2.0, 1.0, 1.0, 50, _parts(gradients), _parts({name: torch.ones(3, 3) for name in NAMES}))
 
-    made = Seen([step()], _parts({name: torch.ones(3, 3) for name in NAMES}), 2.0)
-    made.loaded = made.first_weights
+    made = Seen([step()], _parts({name: torch.full((3, 3), 0.9) for name in NAMES}), 2.0)
+    made.loaded = _parts({name: torch.ones(3, 3) for name in NAMES})
     made.next = made.resumed = step()
     return made
 
@@ -74,7 +75,11 @@ def told(of: Case) -> tuple[str, str | None, str, str]:
 
 
 def weights(of: Case) -> list[float]:
-    return [sum(float(sample.weights.sum()) for sample in pack.samples) for pack in of.task.steps[0]]
+    return [one.weight for one in of.observed.one.by_item]
+
+
+def _weight(pack: Pack) -> float:
+    return sum(float(sample.weights.sum()) for sample in pack.samples)
 
 
 def test_nothing_wrong_is_nothing_found(tmp_path: Path) -> None:
@@ -174,12 +179,23 @@ def test_right_weights_and_a_wrong_loss_are_parameters_out_of_date(tmp_path: Pat
     assert "out of date" in told(of)[3]
 
 
+def test_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    of = case(tmp_path)
+    for seen in (of.observed.one, of.observed.stirred):
+        seen.steps.append(replace(seen.steps[0]))
+    for seen in of.observed.many:
+        seen.ended = True
+    stage, parameter, ratio, cause = told(of)
+    assert (stage, parameter, ratio) == ("loss of step 2", None, "not finite") and "never filled" in cause
+
+
 def test_an_update_that_alone_is_wrong_is_the_optimizer(tmp_path: Path) -> None:
     of = case(tmp_path)
     for seen in of.observed.many:
-        seen.steps[0].weights["norm.weight"][1].mul_(1.1)
+        seen.steps[0].weights["norm.weight"][1].add_(0.1)
     stage, parameter, ratio, cause = told(of)
-    assert (stage, parameter, ratio) == ("weights of step 1", "norm.weight", "x1.1")
+    assert (stage, parameter) == ("weights of step 1", "norm.weight")
+    assert ratio == "of the update: x2 (data, replicate, world, micro-batches)"
     assert "the gradients are right and the update is not" in cause
 
 

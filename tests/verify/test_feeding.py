@@ -73,5 +73,5 @@ def test_a_list_knows_its_own_checkpoint(tmp_path: Path) -> None:
     listed = Listed(packs)
     assert listed.at(4) is packs[1]
     listed.restore(listed.state(2))
-    with pytest.raises(CheckpointError, match="over 3 packs"):
+    with pytest.raises(CheckpointError, match="over 3 items"):
         Listed(packs[:2]).restore(listed.state(2))

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made.adapter_folders import adapter_folder
+from made.digits import digits_folder
 from made.tiny_world import CONFIG, tiny_world
 
 from danlu.errors import RecipeError, TrainingError
 from danlu.parallel.layout import Layout
-from danlu.recipe import Recipe, load
+from danlu.recipe import Recipe, load, sections
 from danlu.verify.faults import FAULTS
 from danlu.verify.proving import Options, pretend, prove
 
@@ -18,7 +20,7 @@ TIED = {"tokenizer": None, "config": {**CONFIG, "tie_word_embeddings": True}}
 LORA = {"kind": "lora", "rank": 8, "dropout": 0.2}
 
 
-def recipe(folder: Path, *overrides: str, tied: bool = False, base: bool = False) -> Recipe:
+def recipe(folder: Path, *overrides: str, tied: bool = False, base: bool = False, below: bool = False) -> Recipe:
     changes: dict[str, Any] = {"model": {"config": TIED["config"]}} if tied else {}
     file = tiny_world().recipe(folder / "run", folder / "recipe.yaml", **changes)
     if base:
@@ -27,6 +29,9 @@ def recipe(folder: Path, *overrides: str, tied: bool = False, base: bool = False
         rest = lines[1].split("\n")
         kept = rest[next(place for place, line in enumerate(rest) if line and not line.startswith(" ")) :]
         file.write_text(lines[0] + f"model: {tiny_world().base}\n" + "\n".join(kept))
+    if below:
+        adapter_folder(tiny_world().base, folder / "below", sections.Ia3())
+        overrides = (*overrides, f"model.adapters={folder / 'below'}")
     return load(file, list(overrides)).recipe
 
 
@@ -35,9 +40,13 @@ def recipe(folder: Path, *overrides: str, tied: bool = False, base: bool = False
     [
         (["parallel=zero3", "precision=bf16"], {}, "zero3, data 2"),
         (["parallel={shard: zero2, tensor: 2, sequence: true}"], {"tied": True}, "zero2, data 2 x tensor 2, sequence"),
-        (["parallel={tensor: 2}", f"adapter={LORA}", "quantization=nf4"], {"base": True}, "tensor 2, lora, nf4"),
+        (
+            ["parallel={tensor: 2}", f"adapter={LORA}", "quantization=nf4"],
+            {"base": True, "below": True},
+            "tensor 2, lora, nf4",
+        ),
     ],
-    ids=["zero3", "zero2 x tensor", "qlora"],
+    ids=["zero3", "zero2 x tensor", "qlora on ia3"],
 )
 def test_a_right_layout_is_the_same(
     overrides: list[str], options: dict[str, bool], layout: str, tmp_path: Path
@@ -59,6 +68,7 @@ CASES = {
     "mean-of-means": (("parallel.data=2",), {}, "embed_tokens.weight"),
     "mean-of-micro-batches": ((SHARDED,), {}, "embed_tokens.weight"),
     "missing-norm-sum": ((TENSOR,), {}, "layers.0.attention_norm.weight"),
+    "never-filled": ((SHARDED,), {}, None),
     "repeated-rows": ((SHARDED,), {}, "embed_tokens.weight"),
     "same-masks": (
         ("parallel.data=2", WITH_LORA),
@@ -83,6 +93,46 @@ def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path) -> None:
     assert found.finding.parameter == parameter
     assert FAULTS[name].named in found.finding.cause
     assert not all(check.holds for check in found.checks)
+
+
+def images(folder: Path, *overrides: str) -> Recipe:
+    digits = digits_folder(folder / "digits", train=64, test=8)
+    file = folder / "recipe.yaml"
+    file.write_text(
+        f"stage: classify\nmodel: {{preset: lenet5}}\ndata: {digits}\nbatch: {{sequences: 16}}\nsteps: 4\n"
+        f"output: {folder / 'run'}\n"
+    )
+    return load(file, list(overrides)).recipe
+
+
+def test_a_classifier_of_images_is_verified_as_it_is(tmp_path: Path) -> None:
+    found, rows = prove("recipe.yaml", images(tmp_path, "parallel=zero2"), Options(steps=2, traffic=True))
+    assert found.finding is None and all(check.holds for check in found.checks)
+    assert found.about[0] == "model: LeNet-5, which is small as it is; 61,706 parameters"
+    assert "the recipe's own data; 2 steps of 5 images for 2 data ranks" in found.about[1]
+    errors = {check.what: check.error for check in found.checks}
+    assert errors["gradients"] < 5e-6 and errors["saved weights, loaded"] == 0
+    assert [module.name for module in found.modules] == ["c1", "c3", "c5", "f6", "output"]
+    assert rows and all(row.agrees for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("fault", "ratio"),
+    [
+        ("mean-of-means", "images count 0.83 to 1.25 times, by rank 1.25, 0.83"),
+        ("repeated-rows", "6 targets instead of 5"),
+    ],
+)
+def test_mistakes_with_images_are_named(fault: str, ratio: str, tmp_path: Path) -> None:
+    found, _ = prove("recipe.yaml", images(tmp_path, "parallel.data=2"), Options(steps=1, fault=fault))
+    assert found.finding is not None and found.finding.parameter == "c1.weight"
+    assert found.finding.ratio == ratio and FAULTS[fault].named in found.finding.cause
+
+
+def test_images_that_are_not_there_are_made(tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    layout, rows = pretend(images(tmp_path, f"data={tmp_path / 'nothing'}", "parallel=zero3"), 8, Options())
+    assert layout == Layout(shard=8) and rows and all(row.agrees for row in rows)
 
 
 def test_a_step_of_512_pretended_processes_is_counted(tmp_path: Path) -> None:

@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from made.adapter_folders import adapter_folder
 from made.tiny_world import tiny_world
 
-from danlu.errors import RecipeError
+from danlu.adapters.description import describe
+from danlu.memory import planning
+from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.families import config_values, read_config_values
+from danlu.models.folder import read_config
+from danlu.models.initialize import initialize
+from danlu.models.loading import build
 from danlu.models.loading import load as load_model
 from danlu.parallel.layout import Layout, Sizes, problems
-from danlu.recipe import Recipe, load
+from danlu.recipe import Recipe, load, sections
 from danlu.recipe.sections import Parallel
 from danlu.verify.shrinking import EPS, LONGEST, WINDOW, small_config, small_recipe
 
@@ -158,8 +165,25 @@ def test_adapters_blocks_and_lengths_get_small(tmp_path: Path) -> None:
     assert (small.data.max_length, small.optimizer.eps) == (LONGEST, EPS)
 
 
-def test_adapters_of_the_large_model_are_refused(tmp_path: Path) -> None:
-    made = recipe(tmp_path)
-    given = made.model_copy(update={"model": made.model.model_copy(update={"adapters": ["some/adapter"]})})
-    with pytest.raises(RecipeError, match=r"model\.adapters: .* --full"):
-        small_recipe(given, read_config_values(LARGE["llama"]), Layout(shard=2), tmp_path)
+def test_a_planned_recompute_has_something_to_plan(tmp_path: Path) -> None:
+    given = recipe(tmp_path, memory={"recompute": {"kind": "planned", "budget": 8.0}}, batch={"micro": 2})
+    for name in ("gemma2", "llama", "qwen3"):
+        small = small_recipe(given, read_config_values(LARGE[name]), Layout(shard=2), tmp_path)
+        budget, length = small.recipe.memory.recompute.budget, small.recipe.data.max_length
+        assert budget is not None and length == 64
+        model = build(small.config)
+        initialize(model, 0)
+        tokens, positions = torch.zeros(2 * length, dtype=torch.int64), torch.arange(length).repeat(2)
+        costs = planning.measure(model, tokens, positions, PackedAttention((0, length, 2 * length)), torch.float32)
+        kinds = {one.kind for one in planning.cheapest(costs, int(budget * 2**30))}
+        assert "none" in kinds and len(kinds) > 1
+
+
+def test_adapters_below_are_written_beside_the_small_base(tmp_path: Path) -> None:
+    below = adapter_folder(tiny_world().base, tmp_path / "below", sections.Vera(rank=32))
+    made = on_base(tmp_path)
+    given = made.model_copy(update={"model": made.model.model_copy(update={"adapters": [str(below)]})})
+    small = small_recipe(given, read_config(tiny_world().base), Layout(shard=2), tmp_path)
+    assert small.recipe.model.adapters == [str(tmp_path / "adapters" / "0-below")]
+    assert describe(Path(small.recipe.model.adapters[0])).kind == "VERA"
+    assert small.notes[-1].endswith("with numbers of their own: vera")

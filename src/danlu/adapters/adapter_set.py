@@ -169,17 +169,24 @@ class AdapterSet:
                 weight = self._start(site_name, added, module, weight)
         return weight
 
-    def ready(self) -> None:
-        """After the weights have come: DoRA measures them, and trained copies of parameters are made."""
+    def ready(self, within: str = "") -> None:
+        """After the weights have come: DoRA measures them, and trained copies of parameters are made.
+
+        within: where they have come, where that is not everywhere: "layers.3.".
+        """
         for added in self.added.values():
             for site in added.sites:
+                if not site.name.startswith(within):
+                    continue
                 module = added.modules[site.name]
                 if isinstance(module, LowRank) and module.weight_norm is None:
                     module.measure(site.module, start=True)
                 if isinstance(module, Prompt) and not module.started:
                     module.start(site.module)
-            if not added.copies:
-                added.copies = [self._copy(name) for name in self._fully_trained(added)]
+            there = {copy.name for copy in added.copies}
+            added.copies += [
+                self._copy(name) for name in self._fully_trained(added) if name.startswith(within) and name not in there
+            ]
         self.activate(*self.active)
 
     def _start(self, site_name: str, added: Added, module: LowRank, weight: Tensor) -> Tensor:
@@ -278,10 +285,13 @@ class AdapterSet:
         return Copy(name, owner, attribute, original, Parameter(wide(original.detach()).clone()))
 
     def follow(self) -> None:
-        """After parameters have been replaced where they sit: copies of active adapters are what sits there now."""
-        for name in self.active:
+        """After parameters have been replaced where they sit: the copy that sat there is what sits there now."""
+        seen = set()
+        for name in reversed(self.active):
             for copy in self.added[name].copies:
-                copy.trained = getattr(copy.owner, copy.attribute)
+                if copy.name not in seen:
+                    copy.trained = getattr(copy.owner, copy.attribute)
+                seen.add(copy.name)
 
     # ── switching ──
 

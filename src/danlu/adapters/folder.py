@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,30 +140,54 @@ def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
 
     Raises ModelError for tensors that are missing, unknown, or of another shape: the adapter of another base.
     """
-    where = str(folder.path / WEIGHTS)
-    tensors = read_files(folder)
-    section, values, used = FORMATS[folder.kind].from_peft(folder.values, tensors, adapters.sites, where)
-    whole = {key: tensor for key, tensor in tensors.items() if key not in used}
-    for key in [key for key in whole if key.endswith(".base_layer.weight")]:
-        _check_base(adapters, key, whole.pop(key), where)
-    more = _saved_modules(folder.values, whole, adapters, where)
-    section = section.model_copy(
-        update={key: value for key, value in more.items() if key in type(section).model_fields}
-    )
-    if any(_disk_parameter(key) == "model.embed_tokens.weight" for key in whole):
+    contents = _contents(adapters, folder)
+    where, section = str(folder.path / WEIGHTS), contents.section
+    for key, tensor in contents.of_base.items():
+        _check_base(adapters, key, tensor, where)
+    if any(_disk_parameter(key) == "model.embed_tokens.weight" for key in contents.whole):
         adapters.open_head()  # PEFT leaves a tied head at the base's embedding
     adapters.add(name, section, given=True)
     added = adapters.added[name]
-    for site, by_name in values.items():
+    for site, by_name in contents.values.items():
         parameters = dict(added.modules[site].named_parameters())
         for key, value in by_name.items():
             parameters[key].data.copy_(value)
     by_disk = {adapters.disk_name(copy.name): copy for copy in added.copies}
-    for key, tensor in whole.items():
+    for key, tensor in contents.whole.items():
         copy = by_disk[_disk_parameter(key)]
         if copy.trained.shape != tensor.shape:
             raise ModelError(f"{where}: {key} is {list(tensor.shape)}, this model needs {list(copy.trained.shape)}")
         copy.trained.data.copy_(tensor)
+
+
+def section_of(adapters: AdapterSet, folder: AdapterFolder) -> Any:
+    """What a recipe would say of the adapter in a folder; the model of the set may be without weights.
+
+    Raises ModelError as `add_adapter` does, but for an embedding that is not the base's.
+    """
+    return _contents(adapters, folder).section
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What an adapter's file holds."""
+
+    section: Any
+    values: Mapping[str, Mapping[str, Tensor]]  # of each module by where it sits
+    whole: Mapping[str, Tensor]  # parameters of the base that are trained in full, by their names on disk
+    of_base: Mapping[str, Tensor]  # the base's own, which PEFT writes beside an adapter of the embedding
+
+
+def _contents(adapters: AdapterSet, folder: AdapterFolder) -> _Contents:
+    where = str(folder.path / WEIGHTS)
+    tensors = read_files(folder)
+    section, values, used = FORMATS[folder.kind].from_peft(folder.values, tensors, adapters.sites, where)
+    rest = {key: tensor for key, tensor in tensors.items() if key not in used}
+    of_base = {key: rest.pop(key) for key in list(rest) if key.endswith(".base_layer.weight")}
+    more = _saved_modules(folder.values, rest, adapters, where)
+    fields = type(section).model_fields
+    section = section.model_copy(update={key: value for key, value in more.items() if key in fields})
+    return _Contents(section, values, rest, of_base)
 
 
 def _copies(adapters: AdapterSet, added: Added) -> tuple[list[str], dict[str, Tensor]]:

@@ -38,6 +38,11 @@ class Adapted:
     adapters: AdapterSet
 
 
+Arriving = Callable[[Adapted], Callable[[str], None]]
+"""What is to be done with a model while its weights come, and then with each layer that has all of its own, by name:
+what is taken away of a layer makes room for the next one."""
+
+
 def adapters_of(
     model: Decoder,
     *,
@@ -73,6 +78,7 @@ def load_frozen(
     new: Mapping[str, Any] | None = None,
     encode: Callable[[str], Sequence[int]] | None = None,
     taken_up: Callable[[AdapterSet], None] | None = None,
+    arriving: Arriving | None = None,
 ) -> Adapted:
     """The model of a folder, frozen: matrices in `dtype` or packed, norms and biases in float32.
 
@@ -83,6 +89,7 @@ def load_frozen(
         quantization: section of the recipe for the linear layers (not the head); None keeps what is stored.
         new: adapters to make, by name, with their sections; their start may come out of the weights.
         taken_up: called once the new adapters have memory, to put in the values of an earlier run.
+        arriving: of layers that are to be made smaller still, one by one. No adapter may be put in or taken out then.
     Raises ModelError as `models.loading.load` does, and for a folder that is quantized already.
     """
     config = read_config(folder)
@@ -111,9 +118,19 @@ def load_frozen(
                 return None
         return value.to(torch.float32 if value.ndim < 2 or parameter in whole else dtype)
 
-    load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device))
+    adapted = Adapted(model, adapters)
+    if arriving is None:
+        load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device))
+    else:
+        each = arriving(adapted)
+
+        def arrived(layer: str) -> None:
+            adapters.ready(f"layers.{layer}.")
+            each(layer)
+
+        load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device), arrived=arrived)
     adapters.ready()
-    return Adapted(model, adapters)
+    return adapted
 
 
 def model_bytes(model: Decoder) -> int:

@@ -12,7 +12,7 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.description import CONFIG, AdapterFolder, resolve_adapter, stacked
 from danlu.adapters.folder import add_adapter, open_adapter, write_adapter
 from danlu.assembly.base import Base, check_base, find_base
-from danlu.assembly.frozen import Adapted, adapters_of, load_frozen
+from danlu.assembly.frozen import Adapted, Arriving, adapters_of, load_frozen
 from danlu.assembly.stacks import Stacks
 from danlu.errors import ModelError
 from danlu.models.decoder import Decoder
@@ -35,11 +35,13 @@ def adapted_model(
     seed: int,
     encode: Callable[[str], Sequence[int]] | None,
     taken_up: Mapping[str, Tensor] | None,
+    arriving: Arriving | None = None,
 ) -> tuple[Adapted, Base]:
     """A frozen base with the adapters of `model.adapters` below and the one that is trained on top, or with
     `adapter: continue` the last of them trained on.
 
     taken_up: tensors of the adapter as an earlier run saved them, where this goes on.
+    arriving: as `load_frozen` has it; not with adapters below, which are put on a base that is whole.
     Raises ModelError for folders that are no adapters or belong to another base.
     """
     assert model.path is not None, "the recipe's rules ask for a base"
@@ -60,6 +62,7 @@ def adapted_model(
         new={} if continued is not None else {TRAINED: adapter},
         encode=encode,
         taken_up=take_up,
+        arriving=arriving,
     )
     adapters = adapted.adapters
     stacks = Stacks(adapters)

@@ -11,7 +11,6 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.errors import DanluError, RecipeError, ResourceError
-from danlu.recipe.rules import language_stage
 
 if TYPE_CHECKING:
     from danlu.parallel.sent import Row
@@ -52,7 +51,6 @@ def verify(
     The model is shrunk, the layout runs on local processes. Exit code 1 where anything differs.
     """
     loaded = recipes.load(recipe, overrides or [])
-    language_stage(loaded.recipe, "danlu verify")
     if precision not in ("fp32", "recipe"):
         raise RecipeError(
             f"--precision {precision}: use fp32, or recipe for the recipe's own ({loaded.recipe.precision})"

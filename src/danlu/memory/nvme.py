@@ -5,7 +5,8 @@ The file is scratch: a run that is killed leaves nothing of it, and goes on from
 
 The system keeps what a process lets go of in its cache while there is room, so a model that fits into memory is not
 slowed by the disk; what is gained is that memory can be taken away. On a CPU, alone or sharded by FSDP: what lies in
-the file is the share that this process holds between uses.
+the file is the share that this process holds between uses. Where rows are not dealt out evenly, the smaller shares stay
+in memory.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def offload_parameters(model: Decoder, folder: Path, *, ahead: int = 1) -> Offlo
     Raises ResourceError when the folder cannot hold them, RecipeError when the layers are not on a CPU: there a GPU's
     memory is not what they take.
     """
-    found = {name: held for name, tensor in _tensors(model.layers) if (held := _local(tensor)).nbytes > _SMALL}
+    found = {name: held for name, tensor in _tensors(model.layers) if _goes(tensor, held := _local(tensor))}
     elsewhere = sorted({held.device.type for held in found.values()} - {"cpu"})
     if elsewhere:
         raise RecipeError(
@@ -155,10 +156,17 @@ def _local(tensor: Tensor) -> Tensor:
     return held.detach()  # type: ignore[no-any-return]
 
 
+def _goes(tensor: Tensor, held: Tensor) -> bool:
+    """Whether it is worth it, and can be: a share with fewer rows than others lies in a larger tensor of FSDP's, which
+    fills it up. In the file it would be a copy that FSDP does not know, and that an optimizer would change for nothing.
+    """
+    filled_up = isinstance(tensor, DTensor) and held.untyped_storage().nbytes() > held.nbytes
+    return held.nbytes > _SMALL and not filled_up
+
+
 def _put(tensor: Tensor, there: Tensor) -> None:
     if isinstance(tensor, DTensor):
-        # FSDP takes the local tensor up before its first forward pass (`reset_sharded_param`), unless it has to fill up
-        # a share that is smaller than others; that one stays in memory.
+        # FSDP takes the local tensor up before its first forward pass (`reset_sharded_param`).
         tensor._local_tensor = there
     else:
         tensor.data = there

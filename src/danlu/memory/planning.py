@@ -113,9 +113,18 @@ def held_bytes(costs: Sequence[LayerCosts], plan: Sequence[LayerPlan]) -> int:
     return most
 
 
-def measure(model: Decoder, tokens: Tensor, positions: Tensor, attend: Attend, dtype: torch.dtype) -> list[LayerCosts]:
+def measure(
+    model: Decoder,
+    tokens: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    dtype: torch.dtype,
+    *,
+    gathered: bool = False,
+) -> list[LayerCosts]:
     """Bytes and seconds of every layer in every kind, forward and backward over a micro-batch like this one.
 
+    gathered: as `recompute.wrap` has it.
     Layers that are alike are measured once. The model has its weights and adapters, is not wrapped yet and is not
     sharded by layers; gradients are left alone. Times differ from process to process: where there are several, one
     makes the plan for all.
@@ -129,7 +138,8 @@ def measure(model: Decoder, tokens: Tensor, positions: Tensor, attend: Attend, d
         assert isinstance(layer, Layer)
         likeness = _likeness(layer, x.requires_grad)
         if likeness not in known:
-            known[likeness] = _measured(layer, (x.detach().requires_grad_(x.requires_grad), cos, sin, attend), held)
+            inputs = x.detach().requires_grad_(x.requires_grad), cos, sin, attend
+            known[likeness] = _measured(layer, inputs, held, gathered)
         found = known[likeness]
         costs.append(LayerCosts(int(name), found.whole_bytes, found.options))
         x = x.detach().requires_grad_(x.requires_grad or any(one.requires_grad for one in layer.parameters()))
@@ -142,12 +152,12 @@ def _likeness(layer: Layer, from_below: bool) -> Any:
     return repr(layer), layer.attention.window, layer.attention.softcap, parameters, from_below
 
 
-def _measured(layer: Layer, inputs: tuple[Any, ...], held: set[int]) -> LayerCosts:
+def _measured(layer: Layer, inputs: tuple[Any, ...], held: set[int], gathered: bool) -> LayerCosts:
     times: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     kept: dict[Kind, int] = {}
     for measured in range(1 + _ROUNDS):  # the first warms up
         for kind in KINDS:  # side by side, so that whatever else the machine does slows all of them
-            wrap_layer(layer, kind)
+            wrap_layer(layer, kind, gathered=gathered)
             try:
                 kept[kind], seconds = _once(layer, inputs, held)
             finally:
@@ -156,7 +166,9 @@ def _measured(layer: Layer, inputs: tuple[Any, ...], held: set[int]) -> LayerCos
                 times[kind].append(seconds)
     median = {kind: statistics.median(found) for kind, found in times.items()}
     options = tuple(Option(kind, kept[kind], max(0.0, median[kind] - median["none"])) for kind in KINDS)
-    return LayerCosts(0, kept["none"], options)
+    x, cos = inputs[:2]
+    again = len(cos) * x.shape[1] * x.element_size() if gathered else 0  # all tokens, at one entrance after the other
+    return LayerCosts(0, kept["none"] + again, options)
 
 
 def _once(layer: Layer, inputs: tuple[Any, ...], held: set[int]) -> tuple[int, float]:

@@ -8,6 +8,10 @@ full fine-tuning; norms keep one more number each, attention its own statistics 
     selective     2 D +   Q + 2 K + 2 F    rotation and attention too: only inputs of products that nothing else gives
     full              D                    the layer's input
 
+Under sequence parallelism what tensor ranks gather at the entrances of attention and MLP, all tokens times 2 D, is not
+kept either. A rank keeps its own tokens of it (or what its norm makes them of), and all gather again when the first
+product behind an entrance has its backward pass, once for all products there (arXiv:2205.05198, section 4.2.2).
+
 `every` keeps the D of each segment's first layer alone. In the backward pass the inputs of the segment's layers are
 made first, then each layer from its input: the memory of sqrt(L) + sqrt(L) inputs and one layer (arXiv:1604.06174 with
 a second level), for most of a forward pass more than `full`. The paper's single level would hold the activations of a
@@ -63,15 +67,17 @@ def plan_of(section: Recompute, model: Decoder, planned: Callable[[], Plan] | No
             return [LayerPlan(layer, kind) for layer in layers]
 
 
-def wrap(model: Decoder, plan: Plan) -> None:
+def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:
     """Makes the layers drop and remake what the plan says.
+
+    gathered: tokens are gathered at the entrances of attention and MLP, which is done again instead of keeping them.
 
     It goes by instance attributes (`layer.forward`), so hooks that are installed on the modules later, as FSDP's, stay
     outside of what is made again; the layers of a segment are called as modules once more, with their hooks.
     Raises nothing; a model is wrapped once.
     """
     for one in plan:
-        wrap_layer(model.layers[str(one.layer)], one.kind, f"layers.{one.layer}")
+        wrap_layer(model.layers[str(one.layer)], one.kind, f"layers.{one.layer}", gathered=gathered)
     parts: list[Callable[..., Tensor]] = []
     for segment, group in groupby(plan, key=lambda one: one.segment):
         layers = [model.layers[str(one.layer)] for one in group]
@@ -94,16 +100,18 @@ class _Segment:
         return x
 
 
-def wrap_layer(layer: Any, kind: Kind, where: str = "layer") -> None:
+def wrap_layer(layer: Any, kind: Kind, where: str = "layer", *, gathered: bool = False) -> None:
     """One layer. It is not wrapped yet, or was unwrapped."""
     assert isinstance(layer, Layer) and "forward" not in vars(layer), "a layer is wrapped once"
     if kind == "full":
         layer.forward = Framed(layer.forward, where)  # type: ignore[assignment,method-assign]
-    elif kind != "none":
+    elif kind != "none" or gathered:
         dropping = Dropping(layer.forward)
         layer.forward = dropping  # type: ignore[assignment,method-assign]
         for owner, name, place in _between_products(layer, kind):
             setattr(owner, name, Framed(getattr(owner, name), f"{where}.{place}", dropping))
+        if gathered:
+            layer.enter = Framed(layer.enter, f"{where}.enter", dropping)
 
 
 def unwrap_layer(layer: Layer) -> None:
@@ -113,11 +121,15 @@ def unwrap_layer(layer: Layer) -> None:
         *((owner, name) for kind in KINDS for owner, name, _ in _between_products(layer, kind)),
     ]:
         vars(owner).pop(name, None)
+    if isinstance(layer.enter, Framed):
+        layer.enter = layer.enter.function
 
 
 def _between_products(layer: Layer, kind: Kind) -> Iterator[tuple[Any, str, str]]:
     """(object, name of its function, name for messages) of what is made again. Norms behind a half of the layer are
     not: no product saves what they give."""
+    if kind == "none":
+        return
     yield layer.attention_norm, "forward", "attention_norm"
     yield layer.mlp_norm, "forward", "mlp_norm"
     yield layer.mlp, "inner", "mlp"

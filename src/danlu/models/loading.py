@@ -7,6 +7,7 @@ stored plus one weight.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from io import FileIO
@@ -84,37 +85,37 @@ def load_into(
     device: torch.device | str = "cpu",
     take: Take,
     unpack: Unpack,
+    arrived: Callable[[str], None] = lambda layer: None,
     check_finite: bool = True,
 ) -> None:
     """Gives a `skeleton` its weights one by one: each is read as it is stored, and `take` says what becomes of it.
 
-    A weight that bitsandbytes packed goes through `unpack` into the layer's slot and never through `take`. Raises
+    A weight that bitsandbytes packed goes through `unpack` into the layer's slot and never through `take`. `arrived` is
+    called with the name of each layer ("3") that has all of its weights; the order is that of the files. Raises
     ModelError as `load` does.
     """
     folder = Path(folder)
     reader = _Reader(check_finite)
     stored = read_tensors(folder)
-    for handle, tensor, place in _walk(_places(folder, model.config, packed=True)):
+    places = _places(folder, model.config, packed=True)
+    missing = Counter(_layer(tensor) for tensor, _ in places)
+    for handle, tensor, place in _walk(places):
         if place.dtype == _PACKED:
-            linears = [_linear(model, part) for part in tensor.parts]
-            rows = [linear.shape[0] for linear in linears]
+            rows = [_linear(model, part).shape[0] for part in tensor.parts]
             packed = unpack(tensor.name, _family(tensor.name, stored), str(place.file), rows)
-            for linear, one in zip(linears, packed, strict=True):
-                if one.shape != linear.shape:
-                    raise ModelError(
-                        f"{place.file}: {tensor.name}: packed is a weight of shape {list(one.shape)}, config.json asks "
-                        f"for {list(linear.shape)}"
-                    )
-                linear.store(one)
-            continue
-        for part in tensor.parts:
-            shape = dict(model.named_parameters())[part].shape
-            value = torch.empty(shape, dtype=DTYPES[place.dtype])
-            reader.fill(value, handle, place, tensor.name)
-            kept = take(part, value.to(device))
-            if kept is not None:
-                owner, _, attribute = part.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, nn.Parameter(kept, requires_grad=False))
+            _store(model, tensor, place, packed)
+        else:
+            for part in tensor.parts:
+                value = torch.empty(model.get_parameter(part).shape, dtype=DTYPES[place.dtype])
+                reader.fill(value, handle, place, tensor.name)
+                kept = take(part, value.to(device))
+                if kept is not None:
+                    owner, _, attribute = part.rpartition(".")
+                    setattr(model.get_submodule(owner), attribute, nn.Parameter(kept, requires_grad=False))
+        layer = _layer(tensor)
+        missing[layer] -= 1
+        if layer is not None and not missing[layer]:
+            arrived(layer)
     if (head := model.lm_head) is not None and model.config.tie_word_embeddings:
         head.tie(model.embed_tokens)  # opened before there was a weight to share
 
@@ -174,6 +175,23 @@ def _walk(places: list[Place]) -> Iterator[tuple[FileIO, DiskTensor, Stored]]:
             for tensor, place in group:
                 handle.seek(place.offset)
                 yield handle, tensor, place
+
+
+def _layer(tensor: DiskTensor) -> str | None:
+    """Of which layer it is, if of one."""
+    first, *rest = tensor.parts[0].split(".")
+    return rest[0] if first == "layers" else None
+
+
+def _store(model: Decoder, tensor: DiskTensor, place: Stored, packed: Sequence[StoredWeight]) -> None:
+    for part, one in zip(tensor.parts, packed, strict=True):
+        linear = _linear(model, part)
+        if one.shape != linear.shape:
+            raise ModelError(
+                f"{place.file}: {tensor.name}: packed is a weight of shape {list(one.shape)}, config.json asks for "
+                f"{list(linear.shape)}"
+            )
+        linear.store(one)
 
 
 def _linear(model: Decoder, parameter: str) -> Linear:

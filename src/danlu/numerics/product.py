@@ -58,9 +58,8 @@ class PackedWeight(nn.Module):
 
     def share_codes(self) -> None:
         """Makes the codes a frozen parameter, which is what processes can share among them; constants stay here."""
-        codes = self._buffers.pop("codes")
-        assert codes is not None, "codes are shared once"
-        self.register_parameter("codes", nn.Parameter(codes, requires_grad=False))
+        if (codes := self._buffers.pop("codes", None)) is not None:
+            self.register_parameter("codes", nn.Parameter(codes, requires_grad=False))
 
     @property
     def device(self) -> torch.device:

@@ -18,14 +18,13 @@ several layers share (VeRA's projections, the network behind a prefix): FSDP2 sh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from danlu.numerics.product import PackedWeight
@@ -41,43 +40,75 @@ BUCKET_MB = 25
 
 def shard(
     model: nn.Module,
-    layers: Sequence[nn.Module],
+    layers: Mapping[str, nn.Module],
     ranks: Ranks,
     section: Parallel,
     *,
     gathered: torch.dtype | None,
-    whole: Iterable[Parameter],
+    whole: Iterable[str],
     offload: bool = False,
 ) -> None:
-    """FSDP2 over `model`, a unit for each of `layers` and one for the rest; parameters may be on meta.
+    """FSDP2 over `model`, a unit for each of `layers` (by their names in it) and one for the rest: as `Sharder`."""
+    sharder = Sharder(model, ranks, section, gathered=gathered, whole=whole, offload=offload)
+    for name, layer in layers.items():
+        sharder.layer(name, layer)
+    sharder.rest(list(layers.values()))
+
+
+class Sharder:
+    """FSDP2 over a model, a unit for each layer and one for the rest; parameters may be on meta.
+
+    A layer can be sharded before the next one has its weights.
 
     gathered: the type in which whole parameters are gathered and used; None for their own.
-    whole: parameters that stay whole on each rank.
+    whole: names of parameters that stay whole on each rank.
     offload: keep shards, their gradients and optimizer state in the host's memory.
     """
-    mesh = ranks.mesh["replicate", "shard"] if ranks.replicate.size > 1 else ranks.mesh["shard"]
-    reduce = torch.bfloat16 if section.reduce == "bf16" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce, cast_forward_inputs=False)
-    where = CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda") if offload else OffloadPolicy()
-    # Hidden states are a view where they enter a head that is cut; nothing changes them in place.
-    warnings.filterwarnings("ignore", message=".*returned a view tensor.*", category=UserWarning)
-    ignored = set(whole)
-    for module in model.modules():
-        if isinstance(module, PackedWeight):
-            module.share_codes()
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": where}
-    for layer in layers:
-        own = {parameter for parameter in layer.parameters() if parameter in ignored}
-        fully_shard(layer, reshard_after_forward=section.shard == "zero3", ignored_params=own, **options)
-    fully_shard(model, reshard_after_forward=False, ignored_params=ignored, **options)
-    for module in _units(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-    for here, ahead in zip(layers, _following(layers, section.prefetch), strict=True):
-        here.set_modules_to_forward_prefetch(ahead)  # type: ignore[operator]
-    backwards = list(reversed(layers))
-    for here, ahead in zip(backwards, _following(backwards, section.prefetch), strict=True):
-        here.set_modules_to_backward_prefetch(ahead)  # type: ignore[operator]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        section: Parallel,
+        *,
+        gathered: torch.dtype | None,
+        whole: Iterable[str],
+        offload: bool = False,
+    ) -> None:
+        self.model, self.section, self.whole = model, section, frozenset(whole)
+        reduce = torch.bfloat16 if section.reduce == "bf16" else torch.float32
+        self._options: dict[str, Any] = {
+            "mesh": ranks.mesh["replicate", "shard"] if ranks.replicate.size > 1 else ranks.mesh["shard"],
+            "mp_policy": MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce, cast_forward_inputs=False),
+            "offload_policy": CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda")
+            if offload
+            else OffloadPolicy(),
+        }
+        # Hidden states are a view where they enter a head that is cut; nothing changes them in place.
+        warnings.filterwarnings("ignore", message=".*returned a view tensor.*", category=UserWarning)
+
+    def layer(self, name: str, layer: nn.Module) -> None:
+        """Shards one layer, `name` in the model. What was whole of it is freed, unless something else holds it."""
+        self._shard(layer, f"{name}.", reshard=self.section.shard == "zero3")
+
+    def rest(self, layers: Sequence[nn.Module]) -> None:
+        """Shards what lies outside of layers, and says in which order they follow each other."""
+        self._shard(self.model, "", reshard=False)
+        for module in _units(self.model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+        for here, ahead in zip(layers, _following(layers, self.section.prefetch), strict=True):
+            here.set_modules_to_forward_prefetch(ahead)  # type: ignore[operator]
+        backwards = list(reversed(layers))
+        for here, ahead in zip(backwards, _following(backwards, self.section.prefetch), strict=True):
+            here.set_modules_to_backward_prefetch(ahead)  # type: ignore[operator]
+
+    def _shard(self, unit: nn.Module, prefix: str, *, reshard: bool) -> None:
+        for module in unit.modules():
+            if isinstance(module, PackedWeight):
+                module.share_codes()
+        own = {parameter for name, parameter in unit.named_parameters() if prefix + name in self.whole}
+        fully_shard(unit, reshard_after_forward=reshard, ignored_params=own, **self._options)
 
 
 def accumulation(model: nn.Module, section: Parallel) -> Begin:

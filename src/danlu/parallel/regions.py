@@ -12,8 +12,9 @@ leave         all-reduce   | reduce-scatter   nothing      | all-gather
 gather_words  all-gather                      this process's part
 ============  ==============================  ==============================
 
-(tensor alone | with sequence parallelism). A pass without gradients, as in sampling, never cuts its tokens, so it may
-have any number of them.
+(tensor alone | with sequence parallelism). What is gathered on entering is not kept for the backward pass, where the
+entrance is gone through once more if anything wants it: see `memory.recompute`. A pass without gradients, as in
+sampling, never cuts its tokens, so it may have any number of them.
 
 T tokens · D model width · V vocabulary
 """

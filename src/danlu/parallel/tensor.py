@@ -16,12 +16,13 @@ A head of keys and values that several processes hold is cut, and gets a part fr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from danlu.adapters.adapter import TensorAxes
 from danlu.adapters.adapter_set import AdapterSet
@@ -59,17 +60,12 @@ def cut(model: Decoder, adapters: AdapterSet | None, group: Group, *, sequence: 
     """Cuts a decoder among the processes of a group, in place; all processes of the world call it.
 
     Parameters may be shapes without values (on meta). Adapters and their base have their values, and packed weights are
-    still whole; nothing can be added to `adapters` or merged afterwards.
-    sequence: outside of attention, MLP and head each process has its share of the tokens, whose number has to be a
-    multiple of the group's size wherever there are gradients.
-
-    Raises RecipeError for a model that cannot be cut so.
+    still whole; nothing can be added to `adapters` or merged afterwards. Raises RecipeError as `Cutter` does.
     """
-    if group.alone:
-        return Cuts()
-    cutter = _Cutter(model, adapters, group, sequence)
-    cutter.run()
-    return cutter.result()
+    cutter = Cutter(model, adapters, group, sequence=sequence)
+    for name in model.layers:
+        cutter.layer(name)
+    return cutter.rest()
 
 
 @dataclass(frozen=True)
@@ -80,53 +76,79 @@ class _Part:
     holders: Group  # the processes that have the same part
 
 
-class _Cutter:
-    def __init__(self, model: Decoder, adapters: AdapterSet | None, group: Group, sequence: bool) -> None:
-        self.model, self.group, self.sequence = model, group, sequence
-        self.alone = Group(group.name, (group.ranks[group.index],))
-        self._found: dict[
-            int, tuple[Piece, Group]
-        ] = {}  # by id of a parameter: its box, and where gradients are summed
-        self._subgroups: dict[int, Group] = {}
-        # A parameter that an adapter trains in full steps in for the original: both are cut.
-        self._copies: dict[tuple[int, str], list[Tensor]] = {}
-        for added in adapters.added.values() if adapters is not None else ():
-            for copy in added.copies:
-                self._copies.setdefault((id(copy.owner), copy.attribute), []).extend((copy.original, copy.trained))
+class Cutter:
+    """Cuts a decoder a layer at a time, so that a layer can be cut before the next one has its weights.
 
-    def run(self) -> None:
-        model, size = self.model, self.group.size
-        config = model.config
-        if config.vocab_size < size:
+    sequence: outside of attention, MLP and head each process has its share of the tokens, whose number has to be a
+    multiple of the group's size wherever there are gradients.
+
+    Raises RecipeError for a model that cannot be cut so.
+    """
+
+    def __init__(self, model: Decoder, adapters: AdapterSet | None, group: Group, *, sequence: bool) -> None:
+        self.model, self.adapters, self.group, self.sequence = model, adapters, group, sequence
+        self.alone = Group(group.name, (group.ranks[group.index],))
+        # Its box, and where gradients are summed. What layers share is cut once; what is replaced is forgotten.
+        self._found: MutableMapping[Tensor, tuple[Piece, Group]] = WeakIdKeyDictionary()
+        self._cuts = Cuts()
+        self._copies: dict[tuple[int, str], list[Tensor]] = {}
+        self._subgroups: dict[int, Group] = {}
+        size, words = group.size, model.config.vocab_size
+        if words < size:
             raise RecipeError(
-                f"parallel.tensor: {size} is more than the {config.vocab_size} words of the vocabulary. "
-                f"Use at most {config.vocab_size}"
+                f"parallel.tensor: {size} is more than the {words} words of the vocabulary. Use at most {words}"
             )
-        bounds = [config.vocab_size * index // size for index in range(size + 1)]
-        regions = Regions(
-            self.group, [end - start for start, end in itertools.pairwise(bounds)], sequence=self.sequence
-        )
-        words = slice(bounds[self.group.index], bounds[self.group.index + 1])
-        self._embedding(model.embed_tokens, words, regions)
-        for index, layer in model.layers.items():
-            assert isinstance(layer, Layer)
-            self._layer(layer, f"layers.{index}", regions)
+        bounds = [words * index // size for index in range(size + 1)]
+        self._words = slice(bounds[group.index], bounds[group.index + 1])
+        self._regions = Regions(group, [end - start for start, end in itertools.pairwise(bounds)], sequence=sequence)
+
+    def layer(self, name: str) -> None:
+        """Cuts one layer; all processes cut the same one."""
+        if self.group.alone:
+            return
+        layer = self.model.layers[name]
+        assert isinstance(layer, Layer)
+        self._copies = self._trained_in_full()
+        self._layer(layer, f"layers.{name}", self._regions)
+        self._tell(layer, f"layers.{name}.")
+
+    def rest(self) -> Cuts:
+        """Cuts what lies outside of layers; what became of all."""
+        model, regions = self.model, self._regions
+        if self.group.alone:
+            return self._cuts
+        self._copies = self._trained_in_full()
+        self._embedding(model.embed_tokens, self._words, regions)
         self._uncut(model.norm)
         if model.lm_head is not None:
-            share = self._share("outputs", words, slice(0, config.hidden_size))
+            share = self._share("outputs", self._words, slice(0, model.config.hidden_size))
             self._linear(model.lm_head, share, self.alone)
         model.enter_head = regions.enter
-        model.words = Words(words.start, self.group, regions.gather_words)
+        model.words = Words(self._words.start, self.group, regions.gather_words)
+        for name, module in model.named_children():
+            if module is not model.layers:
+                self._tell(module, f"{name}.")
+        names = dict(model.named_parameters())  # of what layers share, that of the first
+        return Cuts(
+            {name: piece for name, piece in self._cuts.pieces.items() if name in names},
+            {name: group for name, group in self._cuts.partial.items() if name in names},
+        )
 
-    def result(self) -> Cuts:
-        cuts = Cuts()
-        for name, parameter in self.model.named_parameters():
-            assert id(parameter) in self._found, f"{name}: nothing says how it is cut"
-            piece, summed = self._found[id(parameter)]
-            cuts.pieces[name] = piece
+    def _trained_in_full(self) -> dict[tuple[int, str], list[Tensor]]:
+        """A parameter that an adapter trains in full steps in for the original: both are cut."""
+        found: dict[tuple[int, str], list[Tensor]] = {}
+        for added in self.adapters.added.values() if self.adapters is not None else ():
+            for copy in added.copies:
+                found.setdefault((id(copy.owner), copy.attribute), []).extend((copy.original, copy.trained))
+        return found
+
+    def _tell(self, module: nn.Module, prefix: str) -> None:
+        for name, parameter in module.named_parameters():
+            assert parameter in self._found, f"{prefix}{name}: nothing says how it is cut"
+            piece, summed = self._found[parameter]
+            self._cuts.pieces[prefix + name] = piece
             if not summed.alone:
-                cuts.partial[name] = summed
-        return cuts
+                self._cuts.partial[prefix + name] = summed
 
     # ── modules ──
 
@@ -213,18 +235,18 @@ class _Cutter:
     @torch.no_grad()
     def _box(self, parameter: Tensor, ranges: list[slice | None], holders: Group) -> None:
         """Leaves of a parameter what is in the ranges, in place: what is tied stays so."""
-        if id(parameter) in self._found:
+        if parameter in self._found:
             return
         whole = tuple(parameter.shape)
         box = [slice(0, side) if one is None else one for one, side in zip(ranges, whole, strict=True)]
         starts, sizes = tuple(one.start for one in box), tuple(_length(one) for one in box)
         piece = Piece(whole, starts, sizes, copies=holders.size, writes=holders.index == 0)
         parameter.data = piece.of(parameter.data).clone(memory_format=torch.contiguous_format)
-        self._found[id(parameter)] = piece, holders
+        self._found[parameter] = piece, holders
 
     def _keep(self, parameter: Tensor, summed: Group) -> None:
         piece = Piece.all_of(parameter.shape, copies=self.group.size, writes=self.group.index == 0)
-        self._found.setdefault(id(parameter), (piece, summed))
+        self._found.setdefault(parameter, (piece, summed))
 
     # ── parts ──
 

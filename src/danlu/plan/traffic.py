@@ -101,9 +101,21 @@ class Cut:
     wanted there. Anything less sends nothing."""
     remade_to_the_end: bool = False
     """Whether that lies behind the MLP's sum: norms behind the halves of a layer, or bottlenecks."""
+    remade_before: int = 0
+    """Layers that are run once more besides, to the end: all but the last of each segment of several
+    (`memory.recompute: every`), for the inputs of those behind them."""
     unneeded: int = 0
     """Halves of layers (attention, MLP) up to the first that has anything trained in or before it: no gradient goes
     back through their entrances, nor out of what lies before them."""
+    trained_outside: bool = False
+    """Whether what is trained first lies outside of halves: a norm or a bottleneck behind the unneeded ones. None goes
+    back through the sum before it either, which would send something with `sequence`."""
+    gathered_again: int = 0
+    """With `sequence`: halves of layers of which a product wants its input once more in the backward pass, where it is
+    gathered again instead of being kept: all that have a weight or an adapter to train and are not in `unneeded`, in
+    layers that are not `remade`."""
+    row_norms: int = 0
+    """Numbers that DoRA on matrices whose rows are cut sums for the norms of whole rows."""
     losses: int = 4
     """Numbers of each target that the cross-entropy reduces: greatest logit, sum of exponentials, the target's logit,
     and for label smoothing the sum of all."""
@@ -114,19 +126,23 @@ def tensor_sent(cut: Cut, layout: Layout, section: Parallel) -> Iterator[Sent]:
 
     Forward, two sums of [T, D] a layer (behind attention and MLP) and one behind the embedding; backward, two a layer
     (at their entrances) and one before the head: 4L + 2 all-reduces of T·D. With `sequence` each becomes an all-gather
-    and a reduce-scatter of the same size, at entrance and exit (arXiv:2205.05198, section 4.2.2): the same bytes.
+    and a reduce-scatter of the same size, at entrance and exit: the same bytes; and 2L all-gathers more, of what would
+    otherwise be kept for the backward pass (arXiv:2205.05198, section 4.2.2).
     The cross-entropy sends a few numbers for each target, never logits.
     """
     each = cut.tokens * cut.hidden_size * cut.activation_bytes
     sums = 4 * cut.layers + 2 - cut.unneeded
-    entrances, exits = 2 * cut.remade, (2 if cut.remade_to_the_end else 1) * cut.remade
+    entrances = 2 * (cut.remade + cut.remade_before)
+    exits = (2 if cut.remade_to_the_end else 1) * cut.remade + 2 * cut.remade_before
     along = ("tensor",)
     if section.sequence:
-        yield from _sent(layout, along, "all-gather", (sums + entrances) * each, "activations")
+        gathers = sums + entrances + cut.gathered_again - cut.trained_outside
+        yield from _sent(layout, along, "all-gather", gathers * each, "activations")
         yield from _sent(layout, along, "reduce-scatter", (sums + exits) * each, "activations")
     else:
         yield from _sent(layout, along, "all-reduce", (sums + exits) * each, "activations")
     yield from _sent(layout, along, "all-reduce", cut.losses * cut.targets * 4, "numbers of the cross-entropy")
+    yield from _sent(layout, along, "all-reduce", cut.row_norms * 4, "norms of rows")
     for size, numbers in cut.partial.items():
         yield from _sent(layout, along, "all-reduce", numbers * 4, "partial gradients", among=size)
 

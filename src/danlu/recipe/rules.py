@@ -294,10 +294,16 @@ def layout_suits(recipe: Recipe) -> Iterator[Problem]:
             key = "adapter" if recipe.adapter is not None else "compile"
             message = "threads are for looking at how whole models are trained in parallel. Use workers: processes"
             yield Problem(key, message, reads=("parallel.workers",))
+        away = "activations" in recipe.memory.offload
+        if away or recipe.memory.recompute.kind != "none":
+            key = "memory.offload" if away else "memory.recompute.kind"
+            message = "threads run copies of the model at the same time, of which nothing is made again or put away"
+            yield Problem(key, f"{message}. Leave it out, or use workers: processes", reads=("parallel.workers",))
     if isinstance(optimizer, WHOLE_MATRICES) and (parallel.shard != "none" or parallel.tensor > 1):
+        whole = "parallel.shard: none" if parallel.tensor == 1 else "parallel: {}, which keeps them whole"
         message = (
             f"{optimizer.kind} works on whole matrices, and here each process has a part of them. "
-            "Use adamw, adamw8bit, lion or sgd, or parallel.shard: none"
+            f"Use adamw, adamw8bit, lion or sgd, or {whole}"
         )
         yield Problem("optimizer.kind", message, reads=("parallel.shard", "parallel.tensor"))
     if recipe.compile and parallel.tensor > 1:

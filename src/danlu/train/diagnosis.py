@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from danlu.data.batch import fill_up
 from danlu.errors import TrainingError
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
@@ -18,15 +19,21 @@ from danlu.types import Batch, Item
 _ROWS_SHOWN = 3
 
 
-def explain_non_finite(model: Decoder, batch: Batch, dtype: torch.dtype, step: int) -> TrainingError:
-    """Why the loss of `batch` is not finite: a weight that already is not, or the first module to make it so."""
-    if names := non_finite(model.named_parameters()):
+def explain_non_finite(
+    model: Decoder, batch: Batch, dtype: torch.dtype, step: int, names: Sequence[str], *, multiple: int = 1
+) -> TrainingError:
+    """Why the loss of `batch` is not finite: a weight that already is not, or the first module to make it so.
+
+    names: of weights that are not, on any process; they have to agree, for to look further is to communicate.
+    multiple: as `data.batch.fill_up` has it.
+    """
+    if names:
         return TrainingError(
             f"step {step}: the loss is not finite because a weight is not: {_some(names)}. "
             "The run stopped before the update. If the weights were loaded, check their folder; if they were trained, "
             "go back to an earlier checkpoint with a lower optimizer.learning_rate."
         )
-    first, hidden = _first_non_finite(model, batch, dtype)
+    first, hidden = _first_non_finite(model, fill_up(batch, multiple), dtype)
     rows = _rows_of(model, batch, hidden)
     where = f"first in the output of {first}" if first else "in the cross-entropy over the vocabulary"
     return TrainingError(

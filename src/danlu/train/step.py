@@ -20,7 +20,7 @@ from danlu.memory.offload import Offload
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
-from danlu.optim.clip import HasGradient, clip_grad_norm
+from danlu.optim.clip import HasGradient, clip_grad_norm, non_finite
 from danlu.optim.sparse import compact
 from danlu.parallel.hangs import WHERE
 from danlu.parallel.spread import Spread
@@ -127,7 +127,9 @@ class Compute:
 
     def explain(self, batch: Batch, step: int) -> Exception:
         """Why the loss of `batch` is not finite."""
-        return explain_non_finite(self.model, batch, self.dtype, step)
+        found = self.spread.ranks.world.objects(non_finite(self.model.named_parameters()))  # each has its part of them
+        names = list(dict.fromkeys(name for one in found for name in one))
+        return explain_non_finite(self.model, batch, self.dtype, step, names, multiple=self.multiple)
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ class ThreadedCompute(Compute):
 
     def explain(self, batch: Any, step: int) -> Exception:
         """Why a loss is not finite, for the first part of which it is not."""
-        return explain_non_finite(self.model, batch.parts[0], self.dtype, step)
+        names = non_finite(self.model.named_parameters())
+        return explain_non_finite(self.model, batch.parts[0], self.dtype, step, names)
 
 
 class Losses(nn.Module):

@@ -41,6 +41,8 @@ class Compared:
     allowed: float
     many: Tensor
     one: Tensor
+    before: Tensor | None = None
+    """Of weights after an update: what they were."""
     ranks: tuple[int, int] | None = None
     """Two processes that hold the same part of it with different numbers."""
 
@@ -126,14 +128,19 @@ def _compared(observed: Observed, rounding: _Rounding) -> Iterator[Compared]:
     lead = many[0]
     for name, value in joined([one.first_weights])[0].items():
         yield _tensor("first weights", "first weights", name, [seen.first_weights for seen in many], value, 0.0)
+    before = joined([one.first_weights])[0]
     for number, (theirs, again) in enumerate(zip(one.steps, stirred.steps, strict=True), 1):
-        yield from _step(f"step {number}", [seen.steps[number - 1] for seen in many], theirs, again, rounding)
-    if one.evaluation is not None and lead.evaluation is not None and stirred.evaluation is not None:
+        if number > len(lead.steps):
+            yield _number(f"loss of step {number}", "loss", [math.nan], theirs.loss, 0.0)
+            return
+        yield from _step(f"step {number}", [seen.steps[number - 1] for seen in many], theirs, again, before, rounding)
+        before = joined([theirs.weights])[0]
+    if one.evaluation is not None and stirred.evaluation is not None:
         allowed = rounding.number(stirred.evaluation, one.evaluation)
-        yield _number(
-            "evaluation", "evaluation", [seen.evaluation or math.nan for seen in many], one.evaluation, allowed
-        )
-    yield from _resumed(many, one, stirred, rounding, observed.reshards)
+        scores = [math.nan if seen.evaluation is None else seen.evaluation for seen in many]
+        yield _number("evaluation", "evaluation", scores, one.evaluation, allowed)
+    if not lead.ended or lead.loaded:
+        yield from _resumed(many, one, stirred, rounding, observed.reshards)
 
 
 class _Rounding:
@@ -171,12 +178,15 @@ class _Rounding:
 
 
 def _step(
-    label: str, many: Sequence[StepSeen], one: StepSeen, stirred: StepSeen, rounding: _Rounding
+    label: str,
+    many: Sequence[StepSeen],
+    one: StepSeen,
+    stirred: StepSeen,
+    before: Mapping[str, Tensor],
+    rounding: _Rounding,
 ) -> Iterator[Compared]:
     loss = rounding.number(stirred.loss, one.loss)
-    yield _number(
-        f"trained tokens of {label}", "trained tokens", [s.trained_tokens for s in many], one.trained_tokens, 0
-    )
+    yield _number(f"targets of {label}", "targets", [s.trained_tokens for s in many], one.trained_tokens, 0)
     yield _number(f"loss of {label}", "loss", [seen.loss for seen in many], one.loss, loss)
     theirs, again = joined([one.gradients])[0], joined([stirred.gradients])[0]
     allowed = rounding.gradients(again, theirs, first=label == "step 1")
@@ -188,12 +198,14 @@ def _step(
     theirs, again = joined([one.weights])[0], joined([stirred.weights])[0]
     allowed = rounding.weights(again, theirs)
     for name, value in theirs.items():
-        yield _tensor(f"weights of {label}", "weights", name, [s.weights for s in many], value, allowed[name])
+        yield _tensor(
+            f"weights of {label}", "weights", name, [s.weights for s in many], value, allowed[name], before.get(name)
+        )
 
 
 def _resumed(many: Sequence[Seen], one: Seen, stirred: Seen, rounding: _Rounding, reshards: bool) -> Iterator[Compared]:
     """Saved on one side and loaded on the other (or the same): weights at once, and after the step that follows."""
-    assert one.next is not None and stirred.next is not None and one.resumed is not None
+    assert one.next is not None and stirred.next is not None
     weights = joined([one.steps[-1].weights])[0]
     after = joined([one.next.weights])[0]
     allowed = rounding.weights(joined([stirred.next.weights])[0], after)
@@ -203,34 +215,48 @@ def _resumed(many: Sequence[Seen], one: Seen, stirred: Seen, rounding: _Rounding
     stepped = [seen.resumed.weights for seen in many if seen.resumed is not None]
     ways = (
         (theirs, "in the layout", [seen.loaded for seen in many], stepped),
-        (ours, "in one process", [one.loaded], [one.resumed.weights]),
+        (ours, "in one process", [one.loaded], [] if one.resumed is None else [one.resumed.weights]),
     )
     for (whose, saved), where, loaded, then in ways:
         way = f"{whose} checkpoint {where}"
         for name, value in saved.items():
             yield _tensor(f"weights of {way}", "saved weights, loaded", name, loaded, value, 0.0)
+        if not then:
+            yield _number(f"a step of {way}", "a step after resuming", [math.nan], one.next.loss, 0.0)
+            return
         for name, value in after.items():
-            yield _tensor(f"a step of {way}", "a step after resuming", name, then, value, allowed[name])
+            yield _tensor(f"a step of {way}", "a step after resuming", name, then, value, allowed[name], saved[name])
 
 
-def _tensor(stage: str, kind: str, name: str, parts: Sequence[Parts], one: Tensor, allowed: float) -> Compared:
+def _tensor(
+    stage: str,
+    kind: str,
+    name: str,
+    parts: Sequence[Parts],
+    one: Tensor,
+    allowed: float,
+    before: Tensor | None = None,
+) -> Compared:
     mine = [{name: part[name]} if name in part else {} for part in parts]
     if not any(mine):
         return Compared(stage, kind, name, math.inf, max(allowed, EXACT), torch.zeros_like(one), one)
     made, differing = joined(mine)
     # Two processes with one box must agree bit for bit: what they do with it from then on would drift apart.
     ranks = differing.get(name)
-    return Compared(stage, kind, name, _error(made[name], one), max(allowed, EXACT), made[name], one, ranks)
+    return Compared(stage, kind, name, _error(made[name], one), max(allowed, EXACT), made[name], one, before, ranks)
 
 
 def _number(stage: str, kind: str, many: Sequence[float], one: float, allowed: float) -> Compared:
     values = torch.tensor(many, dtype=torch.float64)
     worst = max(many, key=lambda value: _relative(value, one))
-    other = next((rank for rank, value in enumerate(many) if value != many[0]), None)
+    other = next((rank for rank, value in enumerate(many) if not _same(value, many[0])), None)
     ranks = None if other is None else (0, other)
-    return Compared(
-        stage, kind, None, _relative(worst, one), max(allowed, EXACT), values, torch.tensor(one).double(), ranks
-    )
+    error, whole = _relative(worst, one), torch.tensor(one).double()
+    return Compared(stage, kind, None, error, max(allowed, EXACT), values, whole, ranks=ranks)
+
+
+def _same(value: float, other: float) -> bool:
+    return value == other or (math.isnan(value) and math.isnan(other))
 
 
 def _relative(value: float, one: float) -> float:

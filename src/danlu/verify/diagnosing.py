@@ -1,6 +1,6 @@
-"""What is behind a difference: which packs count how much in a gradient, and which stage of a step is the first off.
+"""What is behind a difference: which items count how much in a gradient, and which stage of a step is the first off.
 
-A step's gradient is a sum of what its packs add, and one process tells what each of them does. Least squares find by
+A step's gradient is a sum of what its items add, and one process tells what each of them does. Least squares find by
 how much each counts in the layout's gradient: 2 everywhere is a gradient summed twice, 0 a rank whose rows are not
 summed, other numbers for each rank a mean of means.
 """
@@ -15,16 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from danlu.models.config import ModelConfig
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import AXES, Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.spread import Spread
 from danlu.recipe import Recipe
 from danlu.report.verification import Finding
-from danlu.types import Pack
+from danlu.types import Item
 from danlu.verify.comparing import Compared, Comparison
-from danlu.verify.observing import Parts, joined
+from danlu.verify.observing import Added, Parts, joined
 from danlu.verify.processes import Observed, Task
 
 _SAME = 1e-3  # relative: what counts as one number, and as nothing left
@@ -45,17 +44,13 @@ class Case:
     def recipe(self) -> Recipe:
         return self.task.recipe
 
-    @property
-    def config(self) -> ModelConfig:
-        return self.task.config
-
-    def rank_of(self, packs: Sequence[Pack]) -> list[int]:
-        """The data rank that takes each pack of a step."""
+    def rank_of(self, items: Sequence[Item]) -> list[int]:
+        """The data rank that takes each item of a step."""
         size = self.layout.data
-        owners = [0] * len(packs)
+        owners = [0] * len(items)
         for index in range(size):
             group = Group("data", tuple(range(size)), index)
-            for number in Spread(Ranks(self.layout, data=group)).own(packs):
+            for number in Spread(Ranks(self.layout, data=group)).own(items):
                 owners[number] = index
         return owners
 
@@ -66,7 +61,7 @@ def finding(comparison: Comparison, case: Case) -> Finding | None:
     if first is None:
         return None
     parameter = first.name
-    if first.kind in ("loss", "trained tokens") and (step := first.stage.rpartition(" of ")[2]):
+    if first.kind in ("loss", "targets") and (step := first.stage.rpartition(" of ")[2]):
         # A loss has no name: the first parameter whose gradient is off tells more.
         wrong = [one for one in comparison.of(f"gradients of {step}") if not one.holds]
         parameter = wrong[0].name if wrong else None
@@ -81,8 +76,8 @@ def _explained(first: Compared, comparison: Comparison, case: Case) -> tuple[str
             return _ratio_of(first, case), (
                 "parameters are not drawn or read alike: their values must come from (seed, name) and be cut afterwards"
             )
-        case "trained tokens":
-            return f"{float(first.many[0]):,.0f} trained tokens instead of {float(first.one):,.0f}", (
+        case "targets":
+            return f"{float(first.many[0]):,.0f} targets instead of {float(first.one):,.0f}", (
                 "rows are not dealt out once each: a sampler that fills up by repeating counts some rows more than "
                 "once, one that cuts off drops some"
             )
@@ -103,6 +98,11 @@ def _explained(first: Compared, comparison: Comparison, case: Case) -> tuple[str
 
 
 def _of_loss(first: Compared, comparison: Comparison, case: Case) -> str:
+    if not bool(first.many.isfinite().all()):
+        return (
+            "numbers that are finite in one process are not here: memory that was never filled or is used after it was "
+            "given back, or a division by the weight of a process that has no rows"
+        )
     if first.stage == "loss of step 1":
         causes = []
         if getattr(case.recipe.adapter, "dropout", 0.0):
@@ -129,12 +129,12 @@ def _of_gradient(first: Compared, comparison: Comparison, case: Case) -> tuple[s
         if axis is not None:
             return f"/{axis}, a part on each rank ({where})", f"the sum of this gradient over {axis} ranks was left out"
         return where, "processes that hold one parameter do not sum its gradient to the same"
-    if case.config.tie_word_embeddings and [one.name for one in wrong] == ["embed_tokens.weight"] and len(all_of) > 1:
+    if case.task.likeness.tied and [one.name for one in wrong] == ["embed_tokens.weight"] and len(all_of) > 1:
         return _ratio_of(first, case), (
             "the tie of head and embedding is lost: the head's gradient does not arrive at the shared parameter"
         )
-    if first.stage == "gradients of step 1" and case.observed.one.by_pack:
-        shares = _shares_of_packs(first, case.observed.one.by_pack)
+    if first.stage == "gradients of step 1" and case.observed.one.by_item:
+        shares = _shares_of_items(first, case.observed.one.by_item)
         if shares is not None:
             return _by_shares(shares, case)
     return _ratio_of(first, case), _of_some_gradients(wrong, case)
@@ -184,11 +184,11 @@ def _sum_of(name: str, parts: Sequence[Parts], one: Tensor) -> Tensor | None:
     return total
 
 
-def _shares_of_packs(first: Compared, by_pack: Sequence[Parts]) -> Tensor | None:
-    """[packs] by how much each counts in the layout's gradient; None where no numbers for them explain it."""
+def _shares_of_items(first: Compared, by_item: Sequence[Added]) -> Tensor | None:
+    """[items] by how much each counts in the layout's gradient; None where no numbers for them explain it."""
     assert first.name is not None
-    columns = [joined([parts])[0].get(first.name, torch.zeros_like(first.one)) for parts in by_pack]
-    matrix = torch.stack([column.flatten().double() for column in columns], dim=1)  # [numbers, packs]
+    columns = [joined([one.gradients])[0].get(first.name, torch.zeros_like(first.one)) for one in by_item]
+    matrix = torch.stack([column.flatten().double() for column in columns], dim=1)  # [numbers, items]
     if matrix.shape[0] < 2 * matrix.shape[1]:
         return None
     wanted = first.many.flatten().double()
@@ -198,20 +198,20 @@ def _shares_of_packs(first: Compared, by_pack: Sequence[Parts]) -> Tensor | None
 
 
 def _by_shares(shares: Tensor, case: Case) -> tuple[str, str]:
-    """What it means that packs count so much."""
-    packs = case.task.steps[0]
+    """What it means that items count so much."""
+    items = case.task.counted_in
     mean = float(shares.mean())
     if _all_are(shares, mean):
         return _named(mean, case), _of_constant(mean, case)
-    ranks = case.rank_of(packs)
-    weights = torch.tensor([_weight(pack) for pack in packs], dtype=torch.float64)
+    ranks = case.rank_of(case.task.steps[0])
+    weights = torch.tensor([one.weight for one in case.observed.one.by_item], dtype=torch.float64)
     said = (
-        f"packs count {float(shares.min()):.2f} to {float(shares.max()):.2f} times, by rank {_by_rank(shares, ranks)}"
+        f"{items} count {float(shares.min()):.2f} to {float(shares.max()):.2f} times, by rank {_by_rank(shares, ranks)}"
     )
     whole = torch.round(shares)
     if _all_are(shares - whole, 0.0):
         none, more = (shares < 0.5).sum(), (shares > 1.5).sum()
-        counted = f"{int(none)} packs are not counted, {int(more)} more than once"
+        counted = f"{int(none)} {items} are not counted, {int(more)} more than once"
         if int(more) == 0 and len({rank for rank, share in zip(ranks, whole, strict=True) if share}) < case.layout.data:
             return counted, "gradients are not summed over data ranks: only some ranks' rows count"
         return counted, "a sampler that repeats or drops rows, so that some count more than once or not at all"
@@ -223,22 +223,18 @@ def _by_shares(shares: Tensor, case: Case) -> tuple[str, str]:
     micro = [(rank, place // case.task.micro) for rank, place in _places(ranks)]
     if _constant_within(shares, micro) and _constant_within(shares * _sum_within(weights, micro), ranks):
         return said, (
-            "a loss scale that is wrong when gradients accumulate: each micro-batch counts alike, however many tokens "
-            "it trains"
+            "a loss scale that is wrong when gradients accumulate: each micro-batch counts alike, however many targets "
+            "it has"
         )
-    return said, "packs are weighted by something else than their trained tokens"
+    return said, f"{items} are weighted by something else than their targets"
 
 
 def _places(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(data rank, number of the pack among its own)."""
+    """(data rank, number of the item among its own)."""
     seen: dict[int, int] = {}
     for rank in ranks:
         yield rank, seen.get(rank, 0)
         seen[rank] = seen.get(rank, 0) + 1
-
-
-def _weight(pack: Pack) -> float:
-    return sum(float(sample.weights.sum()) for sample in pack.samples)
 
 
 def _by_rank(shares: Tensor, ranks: Sequence[int]) -> str:
@@ -294,8 +290,15 @@ def _of_checkpoint(first: Compared) -> str:
 
 
 def _ratio_of(first: Compared, case: Case) -> str:
-    """By least squares of many against one."""
+    """By least squares of many against one; of weights after an update, of what it has changed."""
     many, one = first.many.flatten().double(), first.one.flatten().double()
+    if first.before is not None and bool(many.isfinite().all()):
+        before = first.before.flatten().double()
+        return f"of the update: {_ratio(many - before, one - before, case)}"
+    return _ratio(many, one, case)
+
+
+def _ratio(many: Tensor, one: Tensor, case: Case) -> str:
     if many.shape != one.shape:
         one = one.expand_as(many)
     if not bool(many.isfinite().all()):

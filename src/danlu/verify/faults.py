@@ -6,27 +6,30 @@ any of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from danlu.adapters import dropout
-from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
+from danlu.objectives.crossentropy import CrossEntropy
 from danlu.optim.build import Optimizers
 from danlu.optim.clip import clip_grad_norm
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.spread import Spread
 from danlu.recipe import Recipe
-from danlu.train import step
-from danlu.types import Pack
+from danlu.recipe.sections import LossOptions
+from danlu.train import step as training
+from danlu.train.step import Learner
+from danlu.types import Item
 from danlu.verify import observing
+from danlu.verify.likeness import Likeness
 
 Injected = Callable[[Recipe, Ranks], AbstractContextManager[None]]
 
@@ -36,7 +39,7 @@ class Fault:
     """One mistake: what it is, where it can be made at all, and how it is."""
 
     about: str
-    possible: Callable[[Recipe, Layout, ModelConfig], bool]
+    possible: Callable[[Recipe, Layout, Likeness], bool]
     injected: Injected
     named: str  # a part of what a verification says of it
 
@@ -51,63 +54,62 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+Factor = Callable[[Learner, Sequence[Item], Any], float]
+"""(learner, the items of the step, a micro-batch) -> by what its gradient is multiplied."""
+
+
+class _Scaled:
+    """A learner whose micro-batches' gradients are multiplied by factors; all else is its own."""
+
+    def __init__(self, learner: Learner, items: Sequence[Item], factor: Factor) -> None:
+        self._learner, self._items, self._factor = learner, items, factor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    def losses(self, batch: Any, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
+        factor = self._factor(self._learner, self._items, batch)
+        return self._learner.losses(batch, loss, gradient_scale * factor)
+
+
 @contextmanager
-def _scaled(factor: Callable[[Any, Any], float]) -> Iterator[None]:
-    """Each micro-batch's gradient times a factor of (compute, batch)."""
-    real = step.cross_entropy
+def _scaled(factor: Factor) -> Iterator[None]:
+    """Each micro-batch's gradient times a factor."""
 
-    def scaled(compute: Any, batch: Any, loss: Any, gradient_scale: float = 1.0) -> Any:
-        factored = factor(compute, batch) if torch.is_grad_enabled() else 1.0
-        return real(compute, batch, loss, gradient_scale * factored)
+    def accumulate(learner: Any, items: Sequence[Item], **options: Any) -> Any:
+        return training.accumulate(_Scaled(learner, items, factor), items, **options)
 
-    with _replaced(step, "cross_entropy", scaled):
+    with _replaced(observing, "accumulate", accumulate):
         yield
 
 
-class _Step:
-    """The packs of the step that is being taken, as `accumulate` is given them."""
-
-    def __init__(self) -> None:
-        self.packs: Sequence[Pack] = ()
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        def accumulate(compute: Any, packs: Sequence[Pack], **options: Any) -> Any:
-            self.packs = packs
-            return step.accumulate(compute, packs, **options)
-
-        with _replaced(observing, "accumulate", accumulate):
-            yield
+def _weight(learner: Learner, items: Sequence[Item]) -> float:
+    """What items weigh in a mean: the sum of their targets' weights."""
+    weight: float = learner.collate(items).weight
+    return weight
 
 
-def weight_of(packs: Sequence[Pack]) -> float:
-    """What packs weigh in a mean: the sum of their targets' weights."""
-    return sum(float(sample.weights.sum()) for pack in packs for sample in pack.samples)
+def _own_weight(learner: Learner, items: Sequence[Item]) -> float:
+    return _weight(learner, [items[number] for number in learner.spread.own(items)])
 
 
 @contextmanager
 def _mean_of_means(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    now = _Step()
+    def factor(learner: Learner, items: Sequence[Item], batch: Any) -> float:
+        own = _own_weight(learner, items)
+        return _weight(learner, items) / (ranks.data.size * own) if own else 1.0
 
-    def factor(compute: Any, batch: Any) -> float:
-        own = weight_of([now.packs[number] for number in compute.spread.own(now.packs)])
-        return weight_of(now.packs) / (ranks.data.size * own) if own else 1.0
-
-    with now.watched(), _scaled(factor):
+    with _scaled(factor):
         yield
 
 
 @contextmanager
 def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    now = _Step()
+    def factor(learner: Learner, items: Sequence[Item], batch: Any) -> float:
+        rounds = -(-len(learner.spread.own(items)) // learner.micro)
+        return _own_weight(learner, items) / (rounds * batch.weight) if batch.weight else 1.0
 
-    def factor(compute: Any, batch: Any) -> float:
-        own = compute.spread.own(now.packs)
-        rounds = -(-len(own) // compute.micro)
-        mine = weight_of([now.packs[number] for number in own])
-        return mine / (rounds * batch.weight) if batch.weight else 1.0
-
-    with now.watched(), _scaled(factor):
+    with _scaled(factor):
         yield
 
 
@@ -143,18 +145,14 @@ def _local_clip(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
     def local(parameters: Any, max_norm: Any, **options: Any) -> float:
         return clip_grad_norm(parameters, max_norm, **{**options, "across": None})
 
-    with _replaced(step, "clip_grad_norm", local), _replaced(observing, "clip_grad_norm", local):
+    with _replaced(training, "clip_grad_norm", local), _replaced(observing, "clip_grad_norm", local):
         yield
 
 
 @contextmanager
 def _untied(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    copies: dict[int, Tensor] = {}
-
     def head_weight(self: Decoder) -> Tensor:
-        if id(self) not in copies:
-            copies[id(self)] = self.embed_tokens.weight.detach().clone()
-        return copies[id(self)]
+        return self.embed_tokens.weight.detach()
 
     with _replaced(Decoder, "head_weight", property(head_weight)):
         yield
@@ -218,7 +216,19 @@ def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def _several(recipe: Recipe, layout: Layout, config: ModelConfig) -> bool:
+@contextmanager
+def _never_filled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    def accumulate(learner: Learner, items: Sequence[Item], *, step: int, **options: Any) -> Any:
+        if step == 2 and ranks.world.index == ranks.world.size - 1:
+            trained = (one.local for one in learner.spread.held.values() if one.local.requires_grad)
+            next(one for one in trained if one.numel()).detach().fill_(math.nan)
+        return training.accumulate(learner, items, step=step, **options)
+
+    with _replaced(observing, "accumulate", accumulate):
+        yield
+
+
+def _several(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
     return layout.data > 1
 
 
@@ -226,30 +236,30 @@ def _sharded(recipe: Recipe, layout: Layout) -> bool:
     return recipe.parallel.shard != "none" and layout.shard > 1
 
 
-def _norms_in_parts(recipe: Recipe, layout: Layout, config: ModelConfig) -> bool:
-    return recipe.adapter is None and (recipe.parallel.sequence or _sharded(recipe, layout))
+def _norms_in_parts(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
+    return likeness.norms and recipe.adapter is None and (recipe.parallel.sequence or _sharded(recipe, layout))
 
 
-def _cut(recipe: Recipe, layout: Layout, config: ModelConfig) -> bool:
+def _cut(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
     return _sharded(recipe, layout) or layout.tensor > 1
 
 
-def _has_dropout(recipe: Recipe, layout: Layout, config: ModelConfig) -> bool:
+def _has_dropout(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
     return bool(getattr(recipe.adapter, "dropout", 0.0))
 
 
-def _gathered_once(recipe: Recipe, layout: Layout, config: ModelConfig) -> bool:
+def _gathered_once(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
     return _sharded(recipe, layout) and recipe.parallel.shard in ("zero1", "zero2")
 
 
-def _tied(recipe: Recipe, layout: Layout, config: ModelConfig) -> bool:
-    return recipe.adapter is None and config.tie_word_embeddings
+def _tied(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
+    return recipe.adapter is None and likeness.tied
 
 
 FAULTS: dict[str, Fault] = {
     "doubled": Fault(
         "gradients are summed twice along an axis",
-        lambda recipe, layout, config: layout.world > 1,
+        lambda recipe, layout, likeness: layout.world > 1,
         _doubled,
         "too large by a constant",
     ),
@@ -261,7 +271,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "mean-of-micro-batches": Fault(
         "a loss scale that is wrong when gradients accumulate",
-        lambda recipe, layout, config: True,
+        lambda recipe, layout, likeness: True,
         _mean_of_micro_batches,
         "each micro-batch counts alike",
     ),
@@ -271,6 +281,12 @@ FAULTS: dict[str, Fault] = {
         _without_sum_of_norms,
         "was left out",
     ),
+    "never-filled": Fault(
+        "a process trains on memory that nothing was written to",
+        lambda recipe, layout, likeness: layout.world > 1,
+        _never_filled,
+        "never filled",
+    ),
     "repeated-rows": Fault("a sampler that gives some rows to two ranks", _several, _repeated_rows, "more than once"),
     "same-masks": Fault("the same dropout mask on every rank", _has_dropout, _same_masks, "dropout"),
     "stale": Fault(
@@ -279,6 +295,6 @@ FAULTS: dict[str, Fault] = {
     "state-of-another-shard": Fault(
         "optimizer state is loaded for the shard of another rank", _cut, _state_of_another_shard, "optimizer's state"
     ),
-    "untied": Fault("a tied head that became a weight of its own", _tied, _untied, "tie"),
+    "untied": Fault("a tied head whose gradient does not come to the embedding", _tied, _untied, "tie"),
 }
 """By name, sorted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,27 +13,27 @@ from danlu.data.prepare import prepare
 from danlu.errors import CheckpointError, DanluError
 from danlu.recipe import Recipe
 from danlu.recipe.rules import is_local, language_stage
-from danlu.types import Pack, Sample
+from danlu.types import Item, Pack, Sample
 
 ROWS = 64  # of each source
 WORDS = 200  # of made data: fewer than any vocabulary has
 
 
 class Listed:
-    """Packs by number, over and over; satisfies `train.position.PackSource`."""
+    """Packs or images by number, over and over; satisfies `train.position.PackSource`."""
 
-    def __init__(self, packs: list[Pack]) -> None:
-        self.packs = packs
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.items = items
 
-    def at(self, number: int) -> Pack:
-        return self.packs[number % len(self.packs)]
+    def at(self, number: int) -> Item:
+        return self.items[number % len(self.items)]
 
     def state(self, number: int) -> dict[str, Any]:
-        return {"packs": len(self.packs)}
+        return {"items": len(self.items)}
 
     def restore(self, state: dict[str, Any]) -> None:
         if state != self.state(0):
-            raise CheckpointError(f"a checkpoint over {state.get('packs')} packs, and here are {len(self.packs)}")
+            raise CheckpointError(f"a checkpoint over {state.get('items')} items, and here are {len(self.items)}")
 
 
 @dataclass(frozen=True)

@@ -5,38 +5,39 @@ Everything is taken from the same calls that `danlu train` makes; only the gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from danlu.models.config import ModelConfig
+from danlu.errors import TrainingError
 from danlu.optim.clip import clip_grad_norm
 from danlu.optim.ema import Ema
 from danlu.optim.schedules import multiplier
 from danlu.parallel.comm import ALONE, new_group
 from danlu.parallel.ranks import Ranks
-from danlu.placing import Placed, learner, optimizer_of, place, saved_adapter, subject_of
+from danlu.placing import optimizer_of
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Schedule
 from danlu.recipe.sections import Watch as WatchSection
+from danlu.tasks import PlacedModel
 from danlu.train.checkpoint import CheckpointStore
 from danlu.train.evaluation import evaluate
 from danlu.train.faults import StopRequest
 from danlu.train.loop import save
 from danlu.train.position import Feed
 from danlu.train.state import Cadence, Run, restore
-from danlu.train.step import Compute, accumulate
+from danlu.train.step import Learner, accumulate
 from danlu.train.watch import Watch
-from danlu.types import Pack, Piece
+from danlu.types import Item, Piece
 from danlu.verify.feeding import Listed
+from danlu.verify.likeness import Likeness
 
 Parts = Mapping[str, tuple[Piece, Tensor]]
 """What one process holds of each tensor, by name."""
-Encode = Callable[[str], list[int]]
-
 _STEADY = Schedule(kind="constant", warmup=0)  # a warm-up would make the first steps too small to see
 _FP16_SCALE = 1024.0
 
@@ -53,6 +54,14 @@ class StepSeen:
     weights: Parts  # after the update
 
 
+@dataclass(frozen=True)
+class Added:
+    """What one pack or image of a step adds to it."""
+
+    weight: float
+    gradients: Parts  # of the step's mean loss
+
+
 @dataclass
 class Seen:
     """All that one process saw."""
@@ -60,52 +69,44 @@ class Seen:
     steps: list[StepSeen] = field(default_factory=list)
     first_weights: Parts = field(default_factory=dict)
     evaluation: float | None = None
-    by_pack: list[Parts] = field(default_factory=list)
-    """Of one process: what each pack adds to the gradient of the first step."""
+    by_item: list[Added] = field(default_factory=list)
+    """Of one process: what each item adds to the gradient of the first step."""
     next: StepSeen | None = None
     """Of one process: the step after those that all have taken, without any checkpoint."""
     loaded: Parts = field(default_factory=dict)
     """Weights after the other side's checkpoint was loaded; `resumed` is the same step from there."""
     resumed: StepSeen | None = None
+    ended: bool = False
+    """Of several processes: that numbers were not finite, so that nothing came after what is here."""
 
 
 @dataclass
 class Learning:
     """A recipe on the processes of a layout, ready for steps; no data, and no folder but for checkpoints."""
 
-    placed: Placed
-    compute: Compute
+    placed: PlacedModel
+    compute: Learner
     recipe: Recipe
     ranks: Ranks
+    likeness: Likeness
 
     @classmethod
     def of(
         cls,
         recipe: Recipe,
-        config: ModelConfig,
+        likeness: Likeness,
         ranks: Ranks,
         device: torch.device,
         *,
         micro: int,
-        encode: Encode | None = None,
         resumed: Path | None = None,
     ) -> Learning:
         """resumed: a checkpoint that will be loaded, so that there is only memory for weights."""
-        saved = None if resumed is None or recipe.adapter is None else saved_adapter(resumed)
-        subject = subject_of(
-            recipe,
-            config,
-            device,
-            saved=saved,
-            resumed=resumed is not None,
-            encode=encode,
-            shapes_only=not ranks.alone,
-        )
-        placed = place(subject, recipe, ranks, device, resumed=resumed is not None)
-        return cls(placed, learner(placed, recipe, device, micro), recipe, ranks)
+        placed = likeness.place(recipe, ranks, device, resumed)
+        return cls(placed, placed.learner(micro), recipe, ranks, likeness)
 
-    def run(self, steps: Sequence[Sequence[Pack]], folder: Path | None = None) -> Run:
-        """The same as a run over the packs of steps, all of one size; its checkpoints are in `folder`, if any."""
+    def run(self, steps: Sequence[Sequence[Item]], folder: Path | None = None) -> Run:
+        """The same as a run over the items of steps, all of one size; its checkpoints are in `folder`, if any."""
         parameters = self.placed.parameters()
         group = (
             ALONE
@@ -117,7 +118,7 @@ class Learning:
             optimizer=optimizer_of(parameters, self.recipe, self.compute.device),
             schedule=_STEADY,
             clip=self.recipe.gradient_clipping,
-            feed=Feed(Listed([pack for step in steps for pack in step]), per_step=len(steps[0]), total=None),
+            feed=Feed(Listed([item for step in steps for item in step]), per_step=len(steps[0]), total=None),
             cadence=Cadence(total=len(steps), log=1, checkpoint=len(steps), evaluation=None),
             watch=Watch(WatchSection()),
             store=CheckpointStore(folder or Path("no checkpoints"), background=False, group=group),
@@ -129,30 +130,44 @@ class Learning:
 
 
 def observe(
-    learning: Learning, steps: Sequence[Sequence[Pack]], held_out: Sequence[Pack] = (), *, run: Run | None = None
+    learning: Learning, steps: Sequence[Sequence[Item]], held_out: Sequence[Item] = (), *, run: Run | None = None
 ) -> Seen:
-    """Trains on the packs of each step, and looks; then evaluates on held-out packs.
+    """Trains on the items of each step, and looks; then evaluates on held-out ones.
 
     run: one of `learning` over these steps, to go on with afterwards; it may have more.
+    Raises TrainingError for numbers that are not finite in one process; of several, `Seen.ended` says it.
     """
     run = run or learning.run(steps)
     seen = Seen(first_weights=parts_of(learning.placed, weights=True))
-    seen.steps = [take_step(learning, run) for _ in steps]
-    if held_out:
-        with run.averaged():
-            scores = evaluate(run.compute, list(held_out))
-            run.compute.spread.forget()
-        seen.evaluation = None if scores is None else scores.loss
+    with _as_far_as_finite(learning, seen):
+        for _ in steps:
+            seen.steps.append(take_step(learning, run))
+        if held_out:
+            with run.averaged():
+                scores = evaluate(run.compute, list(held_out))
+                run.compute.spread.forget()
+            seen.evaluation = None if scores is None else scores.loss
     return seen
+
+
+@contextmanager
+def _as_far_as_finite(learning: Learning, seen: Seen) -> Iterator[None]:
+    """All processes of a layout end together where a number is not finite; one process has no excuse for it."""
+    try:
+        yield
+    except TrainingError:
+        if learning.ranks.alone:
+            raise
+        seen.ended = True
 
 
 def take_step(learning: Learning, run: Run) -> StepSeen:
     """One step as `train.loop` takes it."""
     placed, spread, optimizer = learning.placed, run.compute.spread, run.optimizer
-    number, packs = run.state.step + 1, run.feed.take()
+    number, items = run.state.step + 1, run.feed.take()
     holders = optimizer.gradient_holders()
     scale = _FP16_SCALE if learning.recipe.precision == "fp16" else 1.0
-    found = accumulate(run.compute, packs, step=number, clip=None, loss_scale=scale, holders=holders)
+    found = accumulate(run.compute, items, step=number, clip=None, loss_scale=scale, holders=holders)
     gradients = parts_of(placed, weights=False)
     across = None if spread.alone else spread.ranks.world
     shares = None if spread.alone else spread.shares()
@@ -181,20 +196,23 @@ def go_on(learning: Learning, run: Run, checkpoint: Path, seen: Seen) -> None:
     restore(run, checkpoint)
     run.compute.spread.forget()
     seen.loaded = parts_of(learning.placed, weights=True)
-    seen.resumed = take_step(learning, run)
+    try:
+        seen.resumed = take_step(learning, run)
+    except TrainingError:  # not finite, though the same step from the state in memory was
+        seen.ended = True
 
 
-def gradients_by_pack(learning: Learning, packs: Sequence[Pack]) -> list[Parts]:
-    """In one process: what each pack of the first step adds to the gradient of the step's mean loss."""
+def gradients_by_item(learning: Learning, items: Sequence[Item]) -> list[Added]:
+    """In one process: what each item of the first step adds to the gradient of the step's mean loss."""
     compute = learning.compute
-    found: list[Parts] = []
-    weight = sum(float(sample.weights.sum()) for pack in packs for sample in pack.samples)
-    for number, pack in enumerate(packs):
-        batch = compute.collate([pack])
-        compute.noise(1, [(number, pack)])
+    found: list[Added] = []
+    batches = [compute.collate([item]) for item in items]
+    weight = sum(batch.weight for batch in batches)
+    for number, (item, batch) in enumerate(zip(items, batches, strict=True)):
+        compute.noise(1, [(number, item)])
         compute.losses(batch, compute.loss, 1 / weight).total.backward()
         compute.noise(None)
-        found.append(parts_of(learning.placed, weights=False))
+        found.append(Added(batch.weight, parts_of(learning.placed, weights=False)))
         for parameter in compute.model.parameters():
             parameter.grad = None
     return found
@@ -210,7 +228,7 @@ def stir(learning: Learning, share: float, seed: int) -> None:
             parameter.mul_(noise.to(parameter.device))
 
 
-def parts_of(placed: Placed, *, weights: bool) -> dict[str, tuple[Piece, Tensor]]:
+def parts_of(placed: PlacedModel, *, weights: bool) -> dict[str, tuple[Piece, Tensor]]:
     """What is here of each weight that is trained, or of its gradient, copied to the host."""
     parts = {}
     for name, parameter in placed.parameters():
@@ -247,7 +265,7 @@ def joined(parts: Sequence[Parts]) -> tuple[dict[str, Tensor], dict[str, tuple[i
             box, whose = piece.of(made[name]), piece.of(owner[name])
             new = whose < 0
             if not bool(new.all()) and name not in differing:
-                other = (~new) & (box != value)
+                other = (~new) & (box != value) & ~(box.isnan() & value.isnan())
                 if bool(other.any()):
                     differing[name] = int(whose[other][0]), rank
             box.copy_(torch.where(new, value, box))

@@ -24,19 +24,18 @@ import torch
 import torch.distributed as dist
 
 from danlu.errors import DanluError, TrainingError
-from danlu.models.config import ModelConfig
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.traffic import pretended
 from danlu.recipe import Recipe
-from danlu.types import Pack
+from danlu.types import Item
 from danlu.verify.faults import FAULTS
+from danlu.verify.likeness import Likeness
 from danlu.verify.observing import (
-    Encode,
     Learning,
     Seen,
     go_on,
-    gradients_by_pack,
+    gradients_by_item,
     observe,
     save_checkpoint,
     stir,
@@ -56,17 +55,17 @@ class Task:
     """What all processes of a verification are told."""
 
     recipe: Recipe
-    config: ModelConfig
+    likeness: Likeness
     layout: Layout
-    steps: Sequence[Sequence[Pack]]  # one more than are compared: the last is taken after a checkpoint was loaded
-    held_out: Sequence[Pack]
+    steps: Sequence[Sequence[Item]]  # one more than are compared: the last is taken after a checkpoint was loaded
+    held_out: Sequence[Item]
     micro: int
     device: str  # "cpu" or "cuda"
-    words: int | None = None  # prompts in words become tokens below it; None: by the recipe's tokenizer
-    by_pack: bool = True  # whether one process tells what each pack adds to the first gradient
+    by_item: bool = True  # whether one process tells what each item adds to the first gradient
     traffic: bool = False
     reshards: bool = True  # whether each side takes up the other's checkpoint; or its own, where state cannot be cut
     fault: str | None = None  # of `faults.FAULTS`, injected into the processes of the layout
+    counted_in: str = "packs"  # what items are called
     timeout_s: float = 300.0
 
 
@@ -112,7 +111,8 @@ def pretended_sending(task: Task) -> Sending:
 
 def _run(folder: Path, roles: Sequence[tuple[str, int]], timeout_s: float) -> None:
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["danlu.verify.processes", "torch.distributed.fsdp", "torch.nn.parallel"])
+    kinds = ["danlu.verify.images", "danlu.verify.language"]
+    server.set_forkserver_preload(["danlu.verify.processes", *kinds, "torch.distributed.fsdp", "torch.nn.parallel"])
     processes: list[Any] = [server.Process(target=_work, args=(str(folder), *role), daemon=True) for role in roles]
     try:
         for process in processes:
@@ -184,10 +184,13 @@ def _many(task: Task, folder: Path, rank: int) -> Result:
     with _injected(task, ranks):
         learning, run = _begun(task, task.recipe, ranks, device, folder / "many")
         seen = observe(learning, task.steps[:-1], task.held_out, run=run)
-        path = save_checkpoint(run)
+        path = None if seen.ended else save_checkpoint(run)
         if ranks.leads:
             _tell(folder / f"many-{_MARK}", path)
+        if path is None:
+            return seen, None
         theirs = _await(folder / f"{'one' if task.reshards else 'many'}-{_MARK}", task.timeout_s)
+        assert theirs is not None, "both sides have got so far"
         _resume(task, task.recipe, ranks, device, theirs, seen)
     return seen, sent_in_a_step(learning, task.steps[0]) if task.traffic else None
 
@@ -196,9 +199,7 @@ def _pretended(task: Task, folder: Path, rank: int) -> Result:
     """The first process of the layout, without the others."""
     with pretended(task.layout.world):
         ranks = ranks_of(task.layout, "cpu")
-        learning = Learning.of(
-            task.recipe, task.config, ranks, torch.device("cpu"), micro=task.micro, encode=_encode(task)
-        )
+        learning = Learning.of(task.recipe, task.likeness, ranks, torch.device("cpu"), micro=task.micro)
         return Seen(), sent_in_a_step(learning, task.steps[0])
 
 
@@ -219,15 +220,16 @@ def _alone(task: Task, folder: Path, *, stirred: bool) -> Result:
     learning, run = _begun(task, recipe, Ranks(), device, folder / ("stirred" if stirred else "one"))
     if stirred:
         stir(learning, STIR, recipe.seed)
-    by_pack = gradients_by_pack(learning, task.steps[0]) if task.by_pack and not stirred else []
+    by_item = gradients_by_item(learning, task.steps[0]) if task.by_item and not stirred else []
     seen = observe(learning, task.steps[:-1], task.held_out, run=run)
-    seen.by_pack = by_pack
+    seen.by_item = by_item
     if not stirred:
         _tell(folder / f"one-{_MARK}", save_checkpoint(run))
     seen.next = take_step(learning, run)
     if not stirred:
         theirs = _await(folder / f"{'many' if task.reshards else 'one'}-{_MARK}", task.timeout_s)
-        _resume(task, recipe, Ranks(), device, theirs, seen)
+        if theirs is not None:
+            _resume(task, recipe, Ranks(), device, theirs, seen)
     return seen, None
 
 
@@ -237,33 +239,14 @@ def reference(recipe: Recipe) -> Recipe:
 
 
 def _begun(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, folder: Path) -> tuple[Learning, Any]:
-    learning = Learning.of(recipe, task.config, ranks, device, micro=task.micro, encode=_encode(task))
+    learning = Learning.of(recipe, task.likeness, ranks, device, micro=task.micro)
     return learning, learning.run(task.steps, folder)
 
 
 def _resume(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path, seen: Seen) -> None:
     """Anew, as another start of the program would, from a checkpoint."""
-    learning = Learning.of(
-        recipe, task.config, ranks, device, micro=task.micro, encode=_encode(task), resumed=checkpoint
-    )
+    learning = Learning.of(recipe, task.likeness, ranks, device, micro=task.micro, resumed=checkpoint)
     go_on(learning, learning.run(task.steps), checkpoint, seen)
-
-
-def _encode(task: Task) -> Encode:
-    """For prompts that start from words."""
-    words = task.words
-    if words is not None:
-        return lambda text: [byte % words for byte in text.encode()]
-
-    def encode(text: str) -> list[int]:
-        # transformers, seconds and hundreds of MiB that only such a recipe needs.
-        from danlu.data.tokenizer import load_tokenizer
-        from danlu.rollout.wording import Wording
-
-        named = task.recipe.model.tokenizer or task.recipe.model.path
-        return Wording(load_tokenizer(str(named), task.recipe.model.chat_template)).encode_prompt(text)
-
-    return encode
 
 
 def _join(task: Task, folder: Path, rank: int) -> torch.device:
@@ -292,17 +275,18 @@ def _injected(task: Task, ranks: Ranks) -> Iterator[None]:
             yield
 
 
-def _tell(mark: Path, path: Path) -> None:
+def _tell(mark: Path, path: Path | None) -> None:
     writing = mark.with_suffix(".writing")
-    writing.write_text(str(path))
+    writing.write_text("" if path is None else str(path))
     writing.rename(mark)
 
 
-def _await(mark: Path, timeout_s: float) -> Path:
-    """What the other side has told; the parent ends this process where that fails."""
+def _await(mark: Path, timeout_s: float) -> Path | None:
+    """What the other side has told, None where it has no checkpoint; the parent ends this process where that fails."""
     until = time.monotonic() + timeout_s
     while not mark.exists():
         if time.monotonic() > until:
             raise TrainingError(f"no checkpoint to take up within {timeout_s:.0f} s")
         time.sleep(0.01)
-    return Path(mark.read_text())
+    told = mark.read_text()
+    return Path(told) if told else None

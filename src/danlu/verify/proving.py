@@ -10,27 +10,20 @@ from typing import Literal
 
 import torch
 
-from danlu.assembly.trained import check_adapters
 from danlu.errors import RecipeError
-from danlu.models.config import ModelConfig
-from danlu.models.folder import read_config, resolve_folder
-from danlu.models.presets import from_scratch
-from danlu.parallel.layout import Layout, Sizes, layout_of
-from danlu.parallel.layout import problems as layout_problems
+from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.sent import Row, table
 from danlu.recipe import Recipe
 from danlu.report.verification import Verification
-from danlu.types import Pack
+from danlu.verify import images, language
 from danlu.verify.comparing import TOLERANCES, compare, turns_of
 from danlu.verify.diagnosing import Case, finding
 from danlu.verify.faults import FAULTS
-from danlu.verify.feeding import fed, mapped
+from danlu.verify.likeness import Likeness
 from danlu.verify.processes import Task, observed, pretended_sending
-from danlu.verify.shrinking import LONGEST, Small, small_recipe
 
 MOST_DATA_RANKS = 4  # that a verification starts by itself
-_WORDS = 32_000  # where nobody knows how large the vocabulary will be
-_MOST_NUMBERS = 100_000_000  # of gradients by pack that are kept
+_MOST_NUMBERS = 100_000_000  # of gradients by item that are kept
 
 
 @dataclass(frozen=True)
@@ -74,9 +67,9 @@ def pretend(recipe: Recipe, world: int, options: Options) -> tuple[Layout, list[
     """What the first of so many processes would send in a step, with a small model and without the others."""
     with tempfile.TemporaryDirectory(prefix="danlu-verify-") as folder:
         task, _ = _task(recipe, replace(options, processes=world, steps=1), Path(folder))
-        pack = task.steps[0][0]
+        item = task.steps[0][0]
         # Two micro-batches for each data rank; what they hold decides tokens alone.
-        task = replace(task, steps=[[pack] * (2 * task.layout.data)], micro=1)
+        task = replace(task, steps=[[item] * (2 * task.layout.data)], micro=1)
         sending = pretended_sending(task)
     return task.layout, table(sending.counted, sending.formula)
 
@@ -87,39 +80,36 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     recipe, layout = _layout(recipe, options, about)
     if _in_blocks(recipe):
         about.append("8-bit optimizer state is resumed at the layout that saved it: its blocks cannot be cut otherwise")
-    check_adapters(recipe.model, recipe.adapter)
-    if not options.full:
-        short = min(recipe.data.max_length, LONGEST)
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": short})})
-    per_step = 2 * layout.data + 1  # so that data ranks have other numbers of packs
+    per_step = 2 * layout.data + 1  # so that data ranks have other numbers of items
     held_out = layout.data + 2
-    packs = fed(recipe, per_step * (options.steps + 1) + held_out)
-    config = _config(recipe, packs.words)
-    if wrong := list(layout_problems(recipe.parallel, _sizes(config))):
-        raise RecipeError(wrong)
-    small = Small(recipe, config) if options.full else small_recipe(recipe, config, layout, folder)
-    assert options.full or not list(layout_problems(small.recipe.parallel, _sizes(small.config))), "made small alike"
-    given = packs.packs if options.full and packs.words is not None else mapped(packs.packs, small.config.vocab_size)
-    steps = [given[start : start + per_step] for start in range(0, len(given) - held_out, per_step)]
+    count = per_step * (options.steps + 1) + held_out
+    kind = images if recipe.stage == "classify" else language
+    small = kind.prepared(recipe, layout, count, folder, full=options.full)
+    items = small.items
+    steps = [items[start : start + per_step] for start in range(0, len(items) - held_out, per_step)]
     micro = 2 if small.recipe.batch.micro == "auto" else min(2, small.recipe.batch.micro)
     task = Task(
         recipe=small.recipe,
-        config=small.config,
+        likeness=small.likeness,
         layout=layout,
         steps=steps,
-        held_out=given[-held_out:],
+        held_out=items[-held_out:],
         micro=micro,
         device=_device(recipe, layout),
-        words=None if options.full else small.config.vocab_size,
-        by_pack=per_step * small.config.parameter_count() <= _MOST_NUMBERS,
+        by_item=per_step * small.parameters <= _MOST_NUMBERS,
         traffic=options.traffic,
         reshards=not _in_blocks(small.recipe),
-        fault=_fault(options.fault, small.recipe, layout, small.config),
+        fault=_fault(options.fault, small.recipe, layout, small.likeness),
+        counted_in=small.counted_in,
         timeout_s=options.timeout_s,
     )
+    shares = (
+        f"{options.steps} steps of {per_step} {small.counted_in} for {layout.data} data ranks, micro-batches of "
+        f"{micro}, and one step more after a checkpoint of either side was loaded by the other"
+    )
     return task, (
-        _model_line(small.config, config),
-        _data_line(packs.source, steps, micro, layout),
+        f"model: {small.model}; {small.parameters:,} parameters",
+        f"data: {small.data}; {shares}",
         *about,
         *small.notes,
     )
@@ -166,20 +156,9 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
     return recipe.model_copy(update={"parallel": section}), layout
 
 
-def _config(recipe: Recipe, words: int | None) -> ModelConfig:
-    if recipe.model.path is not None:
-        return read_config(resolve_folder(recipe.model.path))
-    given = recipe.model.config if isinstance(recipe.model.config, dict) else {}
-    return from_scratch(recipe.model, words or int(given.get("vocab_size", _WORDS)), 1, 2)
-
-
 def _in_blocks(recipe: Recipe) -> bool:
     """Whether the optimizer's state is in blocks of numbers, which a checkpoint cannot cut into other boxes."""
     return recipe.optimizer.kind == "adamw8bit" or getattr(recipe.optimizer, "bits", 32) == 8
-
-
-def _sizes(config: ModelConfig) -> Sizes:
-    return Sizes(config.heads, config.kv_heads, config.intermediate_size, config.vocab_size)
 
 
 def _device(recipe: Recipe, layout: Layout) -> str:
@@ -188,10 +167,10 @@ def _device(recipe: Recipe, layout: Layout) -> str:
     return "cuda" if wanted and torch.cuda.device_count() >= layout.world else "cpu"
 
 
-def _fault(name: str | None, recipe: Recipe, layout: Layout, config: ModelConfig) -> str | None:
+def _fault(name: str | None, recipe: Recipe, layout: Layout, likeness: Likeness) -> str | None:
     if name is None:
         return None
-    possible = [one for one, fault in FAULTS.items() if fault.possible(recipe, layout, config)]
+    possible = [one for one, fault in FAULTS.items() if fault.possible(recipe, layout, likeness)]
     if name not in possible:
         raise RecipeError(
             f"--inject {name}: not a mistake that this layout can make. It can make {', '.join(possible)}"
@@ -209,18 +188,3 @@ def _named(recipe: Recipe, layout: Layout) -> str:
     parts += [recipe.adapter.kind] if recipe.adapter is not None else []
     parts += [recipe.quantization.kind] if recipe.quantization is not None else []
     return ", ".join(parts)
-
-
-def _model_line(small: ModelConfig, config: ModelConfig) -> str:
-    def said(one: ModelConfig) -> str:
-        return f"{one.layers} layers of {one.heads} heads ({one.kv_heads} of keys), width {one.hidden_size}"
-
-    instead = "" if small == config else f" in place of {said(config)}"
-    return f"model: {small.family}, {said(small)}{instead}; {small.parameter_count():,} parameters"
-
-
-def _data_line(source: str, steps: list[list[Pack]], micro: int, layout: Layout) -> str:
-    return (
-        f"data: {source}; {len(steps) - 1} steps of {len(steps[0])} packs for {layout.data} data ranks, micro-batches "
-        f"of {micro}, and one step more after a checkpoint of either side was loaded by the other"
-    )

@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from danlu.adapters.adapter import Adapter
+from danlu.adapters.lora import LowRank
+from danlu.adapters.mora import Mora
+from danlu.adapters.slot import Slot
 from danlu.data.batch import NOTHING, fill_up
+from danlu.language import PlacedDecoder
+from danlu.memory.recompute import Plan
+from danlu.models.decoder import MLP, Attention, Decoder, Layer, Linear
 from danlu.parallel.sent import Sent
+from danlu.parallel.tensor import LINEAR_AXES
 from danlu.parallel.traffic import Traffic
 from danlu.plan.traffic import Cut, Weight, data_sent, tensor_sent
 from danlu.recipe.sections import Bottleneck
-from danlu.types import Pack
+from danlu.train.step import Compute
+from danlu.types import Item
+from danlu.verify.likeness import Groups
 from danlu.verify.observing import Learning
 
 
@@ -26,7 +38,7 @@ class Sending:
     formula: list[Sent]
 
 
-def sent_in_a_step(learning: Learning, packs: Sequence[Pack]) -> Sending:
+def sent_in_a_step(learning: Learning, packs: Sequence[Item]) -> Sending:
     """Counted in one step, after one that is not: DDP sends the order of its buckets once.
 
     Only forward and backward passes and the sums behind them: numbers may mean nothing (on pretended processes).
@@ -34,10 +46,10 @@ def sent_in_a_step(learning: Learning, packs: Sequence[Pack]) -> Sending:
     _forward_and_backward(learning, packs)
     with Traffic(learning.ranks.layout) as traffic:
         _forward_and_backward(learning, packs)
-    return Sending(traffic.sent(), _by_formula(learning, packs))
+    return Sending(traffic.sent(), learning.likeness.sent(learning, list(_groups(learning, packs))))
 
 
-def _forward_and_backward(learning: Learning, packs: Sequence[Pack]) -> None:
+def _forward_and_backward(learning: Learning, packs: Sequence[Item]) -> None:
     compute = learning.compute
     spread = compute.spread
     groups = list(_groups(learning, packs))
@@ -52,42 +64,45 @@ def _forward_and_backward(learning: Learning, packs: Sequence[Pack]) -> None:
         parameter.grad = None
 
 
-def _groups(learning: Learning, packs: Sequence[Pack]) -> Iterator[list[tuple[int, Pack]]]:
+def _groups(learning: Learning, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
     spread, micro = learning.compute.spread, learning.compute.micro
-    own = [(number, packs[number]) for number in spread.own(packs)]
-    for number in range(spread.rounds(len(packs), micro)):
+    own = [(number, items[number]) for number in spread.own(items)]
+    for number in range(spread.rounds(len(items), micro)):
         yield own[number * micro : (number + 1) * micro]
 
 
-def _by_formula(learning: Learning, packs: Sequence[Pack]) -> list[Sent]:
-    """What `plan.traffic` says of the same step on the same process."""
+def sent_over_data(learning: Learning, groups: Groups, *, gathered: torch.dtype) -> list[Sent]:
+    """What data ranks send by `plan.traffic`; gathered: the type that parameters are gathered in."""
     section, layout = learning.recipe.parallel, learning.ranks.layout
-    groups = list(_groups(learning, packs))
-    found = list(data_sent(_weights(learning), layout, section, micro_batches=len(groups)))
-    if layout.tensor > 1:
-        found += tensor_sent(_cut(learning, groups), layout, section)
-    return found
-
-
-def _weights(learning: Learning) -> list[Weight]:
-    """The parameters of a placed model as the formulas see them."""
-    compute = learning.compute
-    # The root's own are gathered once a micro-batch: the backward pass begins with them.
-    narrow = compute.dtype if compute.adapters is None else torch.float32
-    return [
+    weights = [
         Weight(
             tuple(parameter.shape),
             trained=parameter.requires_grad,
             sharded=isinstance(parameter, DTensor),
-            gathered_bytes=narrow.itemsize if parameter.is_floating_point() else parameter.element_size(),
+            gathered_bytes=gathered.itemsize if parameter.is_floating_point() else parameter.element_size(),
+            # The root's own are gathered once a micro-batch: the backward pass begins with them.
             gathers=2 if name.startswith("layers.") else 1,
         )
-        for name, parameter in compute.model.named_parameters()
+        for name, parameter in learning.compute.model.named_parameters()
     ]
+    return list(data_sent(weights, layout, section, micro_batches=len(groups)))
 
 
-def _cut(learning: Learning, groups: Sequence[Sequence[tuple[int, Pack]]]) -> Cut:
-    compute, config = learning.compute, learning.compute.model.config
+def sent_by_decoder(learning: Learning, groups: Groups) -> list[Sent]:
+    """What `plan.traffic` says of a decoder's step."""
+    placed, layout = learning.placed, learning.ranks.layout
+    assert isinstance(placed, PlacedDecoder), "that of a decoder"
+    narrow = placed.dtype if placed.placed.subject.adapters is None else torch.float32
+    found = sent_over_data(learning, groups, gathered=narrow)
+    if layout.tensor > 1:
+        found += tensor_sent(_cut(learning, groups), layout, learning.recipe.parallel)
+    return found
+
+
+def _cut(learning: Learning, groups: Groups) -> Cut:
+    compute, placed = learning.compute, learning.placed
+    assert isinstance(compute, Compute) and isinstance(placed, PlacedDecoder), "those of a decoder"
+    config = compute.model.config
     tokens = targets = 0
     for group in groups:
         batch = compute.collate([pack for _, pack in group] or [NOTHING])
@@ -99,7 +114,11 @@ def _cut(learning: Learning, groups: Sequence[Sequence[tuple[int, Pack]]]) -> Cu
         parameter = compute.spread.held[name].local
         if parameter.requires_grad and set(across.ranks) <= set(learning.ranks.tensor.ranks):
             partial[across.size] += parameter.numel()
-    again = learning.recipe.memory.recompute.kind in ("full", "every")
+    plan = placed.placed.plan
+    unneeded, outside = _halves_without_gradient(learning, config.layers)
+    keeping = [half for one in plan if one.kind != "full" for half in (2 * one.layer, 2 * one.layer + 1)]
+    gathering = [half for half in keeping if half >= unneeded and _wants_its_input(compute.model, half)]
+    segments = {one.segment for one in plan if one.segment is not None}
     return Cut(
         tokens=tokens,
         targets=targets,
@@ -107,22 +126,67 @@ def _cut(learning: Learning, groups: Sequence[Sequence[tuple[int, Pack]]]) -> Cu
         layers=config.layers,
         activation_bytes=compute.dtype.itemsize,
         partial=partial,
-        remade=config.layers if again else 0,
-        unneeded=_halves_without_gradient(learning, config.layers),
+        remade=sum(one.kind == "full" for one in plan),
+        remade_before=sum(one.segment is not None for one in plan) - len(segments),
+        unneeded=unneeded,
+        trained_outside=outside,
+        gathered_again=len(gathering),
+        row_norms=len(groups) * _row_norms(compute.model, plan),
         remade_to_the_end=config.sandwich_norms or isinstance(learning.recipe.adapter, Bottleneck),
     )
 
 
-def _halves_without_gradient(learning: Learning, layers: int) -> int:
-    """`plan.traffic.Cut.unneeded`."""
+def _wants_its_input(model: Decoder, half: int) -> bool:
+    """Whether what is trained in the products at the entrance of a half of a layer takes their input for its gradient.
+
+    half: attention of layer 0, its MLP, attention of layer 1, and so on.
+    """
+    layer = model.layers[str(half // 2)]
+    assert isinstance(layer, Layer)
+    part: Attention | MLP = layer.mlp if half % 2 else layer.attention
+    entrance = [part.get_submodule(name) for name, role in part.tensor_roles.items() if role != "row"]
+    return any(_takes_input(module, linear) for linear in entrance for module in linear.modules())
+
+
+def _takes_input(module: nn.Module, linear: nn.Module) -> bool:
+    """Whether this part of a linear layer does."""
+    slot = linear.adapter
+    if isinstance(module, LowRank) and module.share and isinstance(slot, Slot) and slot.stack()[0] is not module:
+        return False  # upon another adapter it takes what dropout has left
+    axes = LINEAR_AXES if isinstance(module, Linear) else module.tensor_axes if isinstance(module, Adapter) else {}
+    trained = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+    return any("inputs" in axes.get(name, ()) for name in trained) or (isinstance(module, Mora) and bool(trained))
+
+
+def _row_norms(model: Decoder, plan: Plan) -> int:
+    """`plan.traffic.Cut.row_norms` of a micro-batch."""
+    ends = {one.segment: one.layer for one in plan}
+    numbers = 0
+    for one in plan:
+        runs = 1 + (one.kind == "full") + (one.segment is not None and one.layer != ends[one.segment])
+        for module in model.layers[str(one.layer)].modules():
+            if isinstance(module, LowRank) and module.across is not None and module.lora_magnitude_vector is not None:
+                outputs, rank = module.lora_B.shape
+                numbers += runs * (rank * rank + (outputs * rank if module.exact_norm else outputs))
+                numbers += outputs if module.exact_norm else 0  # in the backward pass
+    return numbers
+
+
+def _halves_without_gradient(learning: Learning, layers: int) -> tuple[int, bool]:
+    """`plan.traffic.Cut.unneeded` and `trained_outside`."""
     trained = [name for name, one in learning.compute.model.named_parameters() if one.requires_grad]
-    if any(not name.startswith("layers.") and not name.startswith(("norm", "lm_head")) for name in trained):
-        return 0  # the embedding is trained, or something on it
-    halves = [f"layers.{layer}.{half}." for layer in range(layers) for half in ("attention", "mlp")]
-    norms = {half: half.removesuffix(".") + "_norm." for half in halves}
-    for number, half in enumerate(halves):
-        if any(name.startswith(norms[half]) for name in trained):
-            return number
-        if any(name.startswith(half) for name in trained):
-            return number + 1
-    return len(halves)
+
+    def any_in(place: str) -> bool:
+        return any(name.startswith(place) for name in trained)
+
+    if any(not name.startswith(("layers.", "norm.", "lm_head.")) for name in trained):
+        return 0, False  # the embedding is trained, or something on it
+    halves = [(f"layers.{layer}", half) for layer in range(layers) for half in ("attention", "mlp")]
+    for number, (layer, half) in enumerate(halves):
+        if any_in(f"{layer}.{half}_norm."):
+            return number, True
+        if any_in(f"{layer}.{half}."):
+            return number + 1, False
+        if any_in(f"{layer}.after_{half}.") or any_in(f"{layer}.post_{half}_norm."):
+            return number + 1, True
+    return len(halves), True

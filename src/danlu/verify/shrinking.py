@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from danlu.errors import ModelError, RecipeError
+from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.folder import CONFIG, read_json
 from danlu.models.initialize import initialize, named_generator
@@ -20,16 +20,22 @@ from danlu.models.loading import build
 from danlu.models.saving import save
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.parallel.layout import Layout
+from danlu.placing import DTYPES
+from danlu.plan.flops import Shape
+from danlu.plan.memory import activation_bytes
 from danlu.recipe import Recipe, sections
+from danlu.verify.small_adapters import RANK, small_section, small_stack
 
 LONGEST = 128  # tokens of a pack
 WINDOW = 24  # tokens, of sliding attention
 VOCABULARY = 256
-RANK = 4
 BLOCK, GROUP = 32, 16  # of quantized weights: the smallest in 4 bits, and of integers
 EPS = 1e-4
 """Of Adam, whose step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding moves
 its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-3."""
+_KEPT = 0.7
+"""Of what all activations of a micro-batch are estimated to take: with 0.6 of it a small Gemma 2 has no plan, with all
+of it a small Llama makes nothing again."""
 _STIRRED = 0.1  # standard deviation that is put on norms and biases, which otherwise are all alike
 
 
@@ -108,19 +114,11 @@ def _few(windows: tuple[int | None, ...], count: int) -> tuple[int | None, ...]:
 
 
 def small_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Path) -> Small:
-    """The recipe with a small model; where it starts from a folder, one is written into `folder`.
+    """The recipe with a small model; where it starts from folders, of a model and adapters, such are made in `folder`.
 
-    Raises RecipeError for what cannot be made small, and names --full.
+    Raises ModelError for what cannot be made small, and names --full.
     """
-    if recipe.model.adapters:
-        raise RecipeError(
-            "model.adapters: adapters of the full model do not fit a small one. Verify the recipe with --full, or "
-            "without them: model.adapters=[]"
-        )
-    notes = []
-    optimizer = _small_optimizer(recipe.optimizer)
-    if (eps := getattr(optimizer, "eps", None)) != getattr(recipe.optimizer, "eps", None):
-        notes.append(f"optimizer.eps {eps:g}, so that rounding alone turns no update round")
+    optimizer, notes = small_optimizer(recipe.optimizer)
     section, stored = recipe.quantization, None
     if recipe.model.path is not None:
         stored = _stored_in_bits(recipe.model.path)
@@ -130,9 +128,10 @@ def small_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Pa
     deep = recipe.memory.recompute.kind in ("every", "planned")
     small = small_config(config, layout, quantized=section is not None, deep=deep)
     changes: dict[str, object] = {
-        "adapter": _small_adapter(recipe.adapter),
+        "adapter": None if recipe.adapter is None else small_section(recipe.adapter, config, small),
         "quantization": _small_blocks(section),
         "optimizer": optimizer,
+        "memory": _small_budget(recipe, small, layout),
         "data": recipe.data.model_copy(update={"max_length": min(recipe.data.max_length, LONGEST)}),
     }
     if recipe.model.path is not None:
@@ -146,7 +145,13 @@ def small_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Pa
                     )
                     parameter.add_(noise, alpha=_STIRRED)
         save(model, folder / "model")
-        changes["model"] = recipe.model.model_copy(update={"path": str(folder / "model")})
+        start: dict[str, object] = {"path": str(folder / "model")}
+        if recipe.model.adapters:
+            start["adapters"], kinds = small_stack(
+                recipe.model.adapters, config, folder / "model", folder / "adapters", seed=recipe.seed
+            )
+            notes.append(f"adapters of the same kinds as in model.adapters, with numbers of their own: {kinds}")
+        changes["model"] = recipe.model.model_copy(update=start)
     return Small(recipe.model_copy(update=changes), small, tuple(notes))
 
 
@@ -163,23 +168,6 @@ def _stored_in_bits(path: str) -> sections.QuantizationSection | None:
     return kinds[stored.kind](double=stored.double)
 
 
-def _small_adapter(section: sections.AdapterSection | None) -> sections.AdapterSection | None:
-    match section:
-        case sections.LowRank():
-            patterns = {name: min(rank, RANK + 2) for name, rank in section.rank_pattern.items()}
-            return section.model_copy(update={"rank": min(section.rank, RANK), "rank_pattern": patterns})
-        case sections.Vera() | sections.Mora():
-            return section.model_copy(update={"rank": min(section.rank, RANK)})
-        case sections.Bottleneck():
-            return section.model_copy(update={"width": min(section.width, 8)})
-        case sections.Prefix():
-            projection = None if section.projection is None else min(section.projection, 8)
-            return section.model_copy(update={"tokens": min(section.tokens, 3), "projection": projection})
-        case sections.Prompt():
-            return section.model_copy(update={"tokens": min(section.tokens, 3)})
-    return section
-
-
 def _small_blocks(section: sections.QuantizationSection | None) -> sections.QuantizationSection | None:
     match section:
         case sections.Nf4() | sections.Fp4():
@@ -189,13 +177,39 @@ def _small_blocks(section: sections.QuantizationSection | None) -> sections.Quan
     return section
 
 
-def _small_optimizer(section: sections.Optimizer) -> sections.Optimizer:
-    """Blocks and ranks that fit small matrices, and `eps` above what rounding makes of gradients that are zero."""
+def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> sections.Memory:
+    """Of planned recompute, so much memory that some is made again and some is kept."""
+    memory, micro, cut = recipe.memory, recipe.batch.micro, layout.tensor
+    if memory.recompute.kind != "planned":
+        return memory
+    assert isinstance(micro, int), "the recipe's rules ask for it"
+    here = Shape(
+        hidden_size=small.hidden_size // (cut if recipe.parallel.sequence else 1),
+        layers=small.layers,
+        heads=small.heads // cut,
+        kv_heads=max(1, small.kv_heads // cut),
+        head_dim=small.head_dim,
+        intermediate_size=small.intermediate_size // cut,
+        vocab_size=small.vocab_size,
+        windows=small.windows,
+    )
+    lengths = [min(recipe.data.max_length, LONGEST)] * micro
+    kept = _KEPT * activation_bytes(here, lengths, DTYPES[recipe.precision].itemsize) / 2**30
+    return memory.model_copy(update={"recompute": memory.recompute.model_copy(update={"budget": kept})})
+
+
+def small_optimizer(section: sections.Optimizer) -> tuple[sections.Optimizer, list[str]]:
+    """Blocks and ranks that fit small matrices, and `eps` above what rounding makes of gradients that are zero.
+
+    With notes of what is not as the recipe says, beside sizes.
+    """
+    given = getattr(section, "eps", None)
     match section:
         case sections.AdamW8bit():
             section = section.model_copy(update={"block": 32, "smallest": min(section.smallest, 256)})
         case sections.GaLore():
             section = section.model_copy(update={"rank": min(section.rank, RANK), "update_every": 2})
-    if "eps" in type(section).model_fields:
-        section = section.model_copy(update={"eps": max(EPS, getattr(section, "eps", 0.0))})
-    return section
+    if given is None or given >= EPS:
+        return section, []
+    note = f"optimizer.eps {EPS:g}, so that rounding alone turns no update round"
+    return section.model_copy(update={"eps": EPS}), [note]

@@ -1,0 +1,31 @@
+"""What a process of a group sends in a step of several recipes, and what the formulas say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from danlu.parallel.layout import layout_of
+from danlu.parallel.ranks import ranks_of
+from danlu.recipe import load
+from danlu.verify.language import SmallDecoder
+from danlu.verify.observing import Learning
+from danlu.verify.sending import Sending, sent_in_a_step
+from made.placed import config_of, steps_of
+
+
+def sendings(files: Mapping[str, str]) -> dict[str, Sending]:
+    """Worker: of each recipe; all have one layout."""
+    torch.set_num_threads(1)
+    recipes = {name: load(Path(file)).recipe for name, file in files.items()}
+    layouts = {layout_of(recipe.parallel, dist.get_world_size()) for recipe in recipes.values()}
+    assert len(layouts) == 1
+    ranks = ranks_of(layouts.pop(), "cpu")
+    found = {}
+    for name, recipe in recipes.items():
+        learning = Learning.of(recipe, SmallDecoder(config_of(recipe)), ranks, torch.device("cpu"), micro=2)
+        found[name] = sent_in_a_step(learning, steps_of(1, 5)[0])
+    return found
