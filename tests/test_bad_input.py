@@ -282,7 +282,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_way_out_shown(
     said = capsys.readouterr().err
     assert f"error: {step} is damaged:\n  {line}" in said
     intact = output / "checkpoints" / "step-00000008"
-    assert f"Step 8 is intact. To go on from it: danlu train {output}/recipe.yaml --resume {intact}\n" in said
+    assert f"Step 8 is intact. To go on from it, add to the `danlu train` command: --resume {intact}\n" in said
     assert sorted(path.name for path in step.parent.iterdir()) == [f"step-{n:08d}" for n in (4, 8, 12)]
     assert danlu("train", output / "recipe.yaml", "--resume", intact) == 0
     assert verify(step) == []

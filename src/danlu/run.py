@@ -40,7 +40,7 @@ from danlu.tasks import Material, PlacedModel, Task
 from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_state
 from danlu.train.durable import write_durably
 from danlu.train.environment import changes_that_matter, describe_environment, write_environment
-from danlu.train.faults import StopRequest
+from danlu.train.faults import TOGETHER_S, StopRequest
 from danlu.train.gathering import Gathering
 from danlu.train.lock import RunLock
 from danlu.train.loop import fit
@@ -105,7 +105,7 @@ def train(loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO | No
         refuse_strangers(folder)  # before the lock leaves a file there
     else:
         say, stream = _silence, io.StringIO()
-    with RunLock(folder) if ranks.leads else nullcontext(), StopRequest() as faults:
+    with RunLock(folder) if ranks.leads else nullcontext(), _stop_request(ranks) as faults:
         faults.at_once = True
         try:
             return _train(loaded, folder, resume, faults, say, stream, device, ranks)
@@ -113,6 +113,10 @@ def train(loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO | No
             latest = CheckpointStore(folder / CHECKPOINTS).latest()
             kept = "nothing was saved" if latest is None else f"the checkpoint of step {latest.step} stays"
             raise Stopped(stop.number, f"stopped at once; {kept}, and the same command goes on from there") from None
+
+
+def _stop_request(ranks: Ranks) -> StopRequest:
+    return StopRequest(together_s=0.0 if ranks.alone else TOGETHER_S)
 
 
 def _silence(line: str) -> None:

@@ -37,7 +37,15 @@ def said() -> list[str]:
 def start(tmp_path: Path, said: list[str]) -> Callable[..., int]:
     """Launches stand-ins with a plan."""
 
-    def run(processes: int, *, restarts: int = 0, grace_s: float = 0.3, threads: int | None = None, **plan: Any) -> int:
+    def run(
+        processes: int,
+        *,
+        restarts: int = 0,
+        grace_s: float = 0.3,
+        threads: int | None = None,
+        say: Callable[[str], None] = said.append,
+        **plan: Any,
+    ) -> int:
         command = ["-P", STAND_IN, str(tmp_path), json.dumps(plan)]
         return launch(
             lambda attempt: command,
@@ -46,7 +54,7 @@ def start(tmp_path: Path, said: list[str]) -> Callable[..., int]:
             restarts=restarts,
             threads=threads,
             from_where=lambda: f"from step {len((tmp_path / 'steps-0.txt').read_text().splitlines())}",
-            say=said.append,
+            say=say,
             grace_s=grace_s,
         )
 
@@ -141,6 +149,71 @@ def test_a_signal_before_there_is_anything_to_save(
     assert not (tmp_path / "steps-0.txt").exists()
 
 
+def when(folder: Path, ready: str, act: Callable[[], None]) -> None:
+    """Acts once the file is there; in another thread."""
+
+    def wait() -> None:
+        while not (folder / ready).exists():
+            time.sleep(0.01)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_processes_that_no_signal_reaches_are_ended_when_asked_twice(
+    start: Callable[..., int], tmp_path: Path, said: list[str]
+) -> None:
+    def ask_twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+
+    when(tmp_path, "steps-1.txt", ask_twice)
+    with pytest.raises(Stopped, match="stopped at once; the same command goes on") as caught:
+        start(2, restarts=1, does={"0": [2, "stuck"], "1": [2, "stuck"]})
+    assert caught.value.exit_code == 143 and said == []
+
+
+def test_a_signal_between_two_attempts(start: Callable[..., int], tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def say(text: str) -> None:
+        told.append(text)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped) as caught:
+        start(2, restarts=2, say=say, does={"0": [3, "gone"], "1": [2, "kill"]})
+    assert caught.value.exit_code == 143
+    assert len(told) == 1 and "restart 1 of 2" in told[0]
+    assert not [line for line in steps(tmp_path) if "of attempt 1" in line]
+
+
+def test_one_process_that_was_told_to_stop_at_once_stops_the_run(start: Callable[..., int], said: list[str]) -> None:
+    with pytest.raises(Stopped, match="^rank 1: stopped at once; nothing was saved$") as caught:
+        start(2, restarts=2, grace_s=3, does={"0": [3, "gone"], "1": [2, "stopped"]}, pause_s=0.1)
+    assert caught.value.exit_code == 143
+    assert said == []  # nothing is started again that somebody has stopped
+
+
+def test_hanging_up_ends_no_run_that_nohup_has_started(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        when(tmp_path, "steps-1.txt", lambda: os.kill(os.getpid(), signal.SIGHUP))
+        assert start(2, steps=20, pause_s=0.05) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(steps(tmp_path)) == 20
+
+
+def test_an_error_that_cannot_be_left_for_the_launcher_is_told_at_once(start: Callable[..., int], capfd: Any) -> None:
+    with pytest.raises(ResourceError, match="rank 1 ended with exit code 3 and without a word"):
+        start(2, does={"0": [3, "gone"], "1": [2, "error on a full disk"]}, pause_s=0.1, grace_s=3)
+    assert capfd.readouterr().err == "error: rank 1: rows.jsonl:1: a bad row\n"
+
+
 @pytest.mark.slow
 def test_processes_whose_launcher_is_gone_stop_and_save(tmp_path: Path) -> None:
     plan = json.dumps({"torch": True, "steps": 100000, "pause_s": 0.02})
@@ -159,6 +232,9 @@ def test_processes_whose_launcher_is_gone_stop_and_save(tmp_path: Path) -> None:
     while time.monotonic() < until and not all((tmp_path / f"saved-{rank}").exists() for rank in (0, 1)):
         time.sleep(0.05)
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
+    while time.monotonic() < until and (tmp_path / "logs" / "rank-0.json.tmp").exists():  # until the last word
+        time.sleep(0.05)
+    assert json.loads((tmp_path / "logs" / "rank-0.json").read_text())["kind"] == "stopped"
 
 
 def test_no_launch_inside_of_one(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from danlu.errors import DanluError, DataError, RecipeError, ResourceError, TrainingError
-from danlu.parallel.endings import Cause, Ending, cause, is_consequence, note, read
+from danlu.parallel.endings import Cause, Ending, cause, is_consequence, note, read, stopped_alone
 
 GONE = "RuntimeError: Connection closed by peer\nTraceback ..."
 
@@ -146,3 +146,40 @@ def test_where_it_is_left(tmp_path: Path) -> None:
     note(Ending(3, "finished"), {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "c.json")})
     note(said, {})
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.json", "b.json"]
+
+
+def test_room_for_the_end_is_reserved_at_the_beginning(tmp_path: Path) -> None:
+    """A run that ends because its disk is full has to say so on that disk."""
+    file, reserved = tmp_path / "rank-0.json", tmp_path / "rank-0.json.tmp"
+    Ending(0, "begun").write(file)
+    room = reserved.stat()
+    assert room.st_blocks * 512 >= 64 << 10  # taken, and not only promised
+    said = Ending(0, "error", 6, ("the disk is full",), 1.5)
+    said.write(file)
+    assert read(file) == said and not reserved.exists()
+    assert file.stat().st_ino == room.st_ino
+    # Control: without a beginning there was no room.
+    said.write(tmp_path / "other.json")
+    assert read(tmp_path / "other.json") == said
+    assert (tmp_path / "other.json").stat().st_ino != room.st_ino
+
+
+@pytest.mark.parametrize(
+    ("left", "exits", "alone"),
+    [
+        (("consequence", "stopped at once"), [1, 0], 1),
+        (("begun", "stopped at once"), [None, 0], 1),  # still waited for the other, and was ended by the launcher
+        (("stopped", "stopped at once"), [0, 0], 1),
+        (("consequence", "stopped"), [1, 0], None),  # that one has saved, so the other failed of something else
+        (("error", "stopped at once"), [1, 0], None),
+        (("begun", "stopped at once"), [-9, 0], None),
+        (("consequence", "consequence"), [1, 1], None),
+    ],
+)
+def test_one_that_a_signal_stopped_alone(left: tuple[str, str], exits: list[int | None], alone: int | None) -> None:
+    made = {}
+    for rank, kind in enumerate(left):
+        said = ("stopped at once; nothing was saved",) if kind == "stopped at once" else ()
+        made[rank] = ending(rank, "stopped" if said else kind, float(rank), *said, code=143)
+    found = stopped_alone(made, dict(enumerate(exits)))
+    assert (None if found is None else found.rank) == alone

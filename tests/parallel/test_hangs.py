@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from made.hanging import begin, crossing, late, marked, skipping, slow
 from torch import nn
 
-from danlu.parallel.hangs import State, Waiting, Where, decode, mark, oldest, words
+from danlu.parallel.hangs import State, Waiting, Watch, Where, decode, mark, oldest, words
 
 SECOND = 10**9
 
@@ -133,6 +137,38 @@ def test_words(states: dict[int, State | None], said: str) -> None:
 def test_a_state_comes_back_from_the_store() -> None:
     for one in (state("a", SUM, "b"), state("")):
         assert decode(one.encode()) == one
+
+
+class Gone:
+    """A store that the launcher kept, which was killed; counts who asks it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.reached = threading.Event()
+
+    def add(self, key: str, number: int) -> int:
+        self.asked += 1
+        self.reached.set()
+        raise dist.DistNetworkError("Connection was likely closed.")
+
+
+def test_a_launcher_whose_store_went_before_it_is_still_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system closes what a killed process has open before its children have another parent."""
+    asked = threading.Event()
+    parent = [os.getppid()]
+    monkeypatch.setattr("danlu.parallel.hangs.os.getppid", lambda: parent[0])
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    store = Gone()
+    watch = Watch(store, 0, 2, 0.4, say=print, end=print, launcher=parent[0]).start()
+    try:
+        assert store.reached.wait(10)
+        assert not asked.is_set()  # control: the launcher is there
+        parent[0] = 1
+        assert asked.wait(10)
+        assert store.asked == 1
+    finally:
+        watch.stop()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")

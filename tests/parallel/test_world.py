@@ -36,6 +36,8 @@ def test_worlds() -> None:
     plain = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     assert found(plain) == World(5, 8, None, "10.0.0.1", 29400, "environment variables")
     assert found(without(TORCHRUN, "LOCAL_RANK")) == World(5, 8, 1, "10.0.0.1", 29400, "torchrun")
+    nobody_said = without(TORCHRUN, "LOCAL_RANK") | {"LOCAL_WORLD_SIZE": "0"}
+    assert found(nobody_said) == World(5, 8, None, "10.0.0.1", 29400, "torchrun")
     assert found(SRUN) == World(6, 8, 2, "gpu03", 12000 + (4711 * 31 + 2) % 20000, "SLURM")
     assert found(SRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "1234"}) == World(6, 8, 2, "here", 1234, "SLURM")
 
@@ -71,6 +73,7 @@ def test_two_steps_of_a_job_meet_at_different_ports() -> None:
         ),
         ({"RANK": "0"}, "WORLD_SIZE is not set in the environment"),
         (TORCHRUN | {"RANK": "8"}, "RANK is 8 in the environment, and WORLD_SIZE 8: ranks count from 0 to 7"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE is 0 in the environment: a run has at least one process"),
         (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which is no number"),
         (without(SRUN, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST, which names their machines, is not set"),
         (SRUN | {"SLURM_STEP_NODELIST": ","}, "SLURM's list of machines ',' cannot be read. Set MASTER_ADDR"),

@@ -192,8 +192,7 @@ def test_a_damaged_newest_checkpoint_names_the_intact_one_and_touches_nothing(tm
     assert "model-00001-of-00001.safetensors: tensor codes was altered" in message
     folder = checkpoints.folder
     assert message.endswith(
-        "Step 1 is intact. To go on from it: "
-        f"danlu train {tmp_path / 'recipe.yaml'} --resume {folder / 'step-00000001'}"
+        f"Step 1 is intact. To go on from it, add to the `danlu train` command: --resume {folder / 'step-00000001'}"
     )
     assert equal(into, blank(tensors()))
     flip(folder / "step-00000001" / "state.json", 0)

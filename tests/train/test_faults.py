@@ -36,6 +36,23 @@ def test_the_first_signal_asks_and_the_second_stops(number: signal.Signals, line
     assert said == [line]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_signals_that_come_together_are_one_request(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    now = [100.0]
+    monkeypatch.setattr("danlu.train.faults.time.monotonic", lambda: now[0])
+    with StopRequest(said.append, together_s=1.0) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)  # from a scheduler
+        now[0] += 0.9
+        os.kill(os.getpid(), signal.SIGTERM)  # handed on by the launcher, which got it too
+        assert stop.requested and stop.exit_code == 143
+        stop.at_once = at_once
+        now[0] += 0 if at_once else 0.2
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert said == ["stopping after this step; send SIGTERM again to stop at once"]
+
+
 def test_at_once_the_first_signal_stops_and_says_its_exit_code() -> None:
     said: list[str] = []
     with StopRequest(said.append) as stop:

@@ -162,7 +162,7 @@ def test_damage_stops_all_processes_with_one_message(saved: Path, tmp_path: Path
             f"CheckpointError: {path} is damaged:\n"
             f"  {file}: tensor wide[4:6, 0:12] was altered (SHA-256 differs).\n"
             f"  {lost}: missing; it held wide[6:7, 0:12], experts[3:4, 0:3, 0:6], codes[6:8, 0:8].\n"
-            f"Step 1 is intact. To go on from it: danlu train {tmp_path / 'recipe.yaml'} --resume {intact}"
+            f"Step 1 is intact. To go on from it, add to the `danlu train` command: --resume {intact}"
         )
 
 

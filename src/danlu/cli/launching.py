@@ -26,6 +26,7 @@ from danlu.errors import ResourceError, Stopped
 from danlu.parallel import endings
 from danlu.parallel.endings import Cause, Ending
 from danlu.parallel.joining import LAUNCHER
+from danlu.parallel.world import named
 
 GRACE_S = 10.0
 """For the others to notice by themselves that one is gone; then they are ended."""
@@ -104,11 +105,15 @@ def launch(
 
 
 def _stopped(number: int, left: Mapping[int, Ending | None]) -> int:
-    """The first process has said how far the run came, unless it had not begun."""
+    """The first process has said how far the run came, unless it had not begun or another was stopped at once."""
     first = left[0]
-    if first is None or not first.well:
-        raise Stopped(number, "stopped at once; the same command goes on from the last checkpoint, if there is one")
-    return first.exit_code or 0
+    if first is not None and first.well:
+        return first.exit_code or 0
+    said = "stopped at once; the same command goes on from the last checkpoint, if there is one"
+    for rank, other in left.items():
+        if other is not None and other.kind == "stopped" and other.said:
+            said = f"{named([rank])}: {other.said[0]}"
+    raise Stopped(number, said)
 
 
 def cores() -> int:
@@ -171,6 +176,9 @@ class Agent(LocalElasticAgent):
         self._folder, self._arguments, self._from_where = folder, arguments, from_where
         self._say, self._grace_s = say, grace_s
         self._processes = spec.local_world_size
+        self._patient_until: float | None = None  # with processes that were asked twice to stop
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._obeyed = [number for number in _ASKS_TO_STOP if not (nohup and number == signal.SIGHUP)]
         self.cause: Cause | None = None
         self.stopping: int | None = None
 
@@ -179,6 +187,8 @@ class Agent(LocalElasticAgent):
         return {rank: endings.read(ending_file(self._folder, rank)) for rank in range(self._processes)}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self.stopping is not None:  # asked between two attempts
+            raise SignalException(f"signal {self.stopping}", signal.Signals(self.stopping))
         spec = worker_group.spec
         attempt = spec.max_restarts - self._remaining_restarts
         spec.args = tuple(self._arguments(attempt))
@@ -187,7 +197,7 @@ class Agent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(worker_group)
         if _in_main_thread():  # in the place of those that the call above has installed
             for number in _ASKS_TO_STOP:
-                signal.signal(number, self._ask_to_stop)
+                signal.signal(number, self._ask_to_stop if number in self._obeyed else signal.SIG_IGN)
         return started
 
     def _popen(self) -> dict[int, Any]:
@@ -196,6 +206,8 @@ class Agent(LocalElasticAgent):
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         """Hands a signal on to processes that are at work. One that has not begun has nothing to save."""
+        if self.stopping is not None and self._patient_until is None:
+            self._patient_until = time.monotonic() + self._grace_s
         self.stopping = number
         left = self.endings()
         for rank, process in self._popen().items():
@@ -206,6 +218,10 @@ class Agent(LocalElasticAgent):
         exits = {rank: process.poll() for rank, process in self._popen().items()}
         left = self.endings()
         ended = {rank: ending for rank, ending in left.items() if exits[rank] is not None}
+        if self._patient_until is not None and time.monotonic() > self._patient_until:
+            self._end_all()  # they wait in C++ for one that does not come, where no signal reaches them
+            self._remaining_restarts = 0
+            return RunResult(WorkerState.FAILED)
         if all(ending is not None and ending.well for ending in ended.values()):
             if len(ended) < self._processes:
                 return RunResult(WorkerState.HEALTHY)
@@ -221,8 +237,12 @@ class Agent(LocalElasticAgent):
         running = self._popen()
         while time.monotonic() < until and any(process.poll() is None for process in running.values()):
             time.sleep(0.02)
-        exits = {rank: process.poll() for rank, process in running.items()}
-        for rank, process in running.items():
+        return self._end_all()
+
+    def _end_all(self) -> dict[int, int | None]:
+        """Returns exit codes, None of those that had to be ended."""
+        exits = {rank: process.poll() for rank, process in self._popen().items()}
+        for rank, process in self._popen().items():
             if exits[rank] is None:
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that read its data
                 process.wait()
@@ -230,8 +250,11 @@ class Agent(LocalElasticAgent):
 
     def _judge(self, exits: Mapping[int, int | None]) -> None:
         """Why the processes failed, and whether they are started again."""
+        left = self.endings()
+        if self.stopping is None and (alone := endings.stopped_alone(left, exits)) is not None:
+            self.stopping = alone.exit_code - 128
         self.cause = endings.cause(
-            self.endings(), exits, {rank: log_file(self._folder, rank) for rank in range(1, self._processes)}
+            left, exits, {rank: log_file(self._folder, rank) for rank in range(1, self._processes)}
         )
         allowed = self._worker_group.spec.max_restarts
         if self.stopping is not None or not self.cause.again:

@@ -61,11 +61,11 @@ def train(
 def _share(world: World, recipe: Path, overrides: list[str], resume: str) -> int:
     """What one process of several does."""
     loaded = recipes.load(recipe, overrides)
-    print_into(world, Path(loaded.recipe.output).expanduser())
+    tell = print_into(world, Path(loaded.recipe.output).expanduser())
     # Here: see `_train`.
     from danlu.parallel.joining import join, leave
 
-    join(loaded.recipe.device, loaded.recipe.parallel.timeout_s)
+    join(loaded.recipe.device, loaded.recipe.parallel.timeout_s, tell)
     code = _train(loaded, resume)
     leave()
     return code

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,44 +37,55 @@ def work(world: World, body: Callable[[], int]) -> NoReturn:
     that met it tells the terminal. Ends by os._exit: gloo's threads may abort a process that ends in the ordinary way.
     """
     terminal = os.dup(sys.stderr.fileno())
-    ending = Ending(world.rank, "begun")
     try:
-        endings.note(ending)
+        _leave_room(world)
         code = body()
         ending = Ending(world.rank, "stopped" if code else "finished", code)
     except (Stopped, KeyboardInterrupt) as stop:
         said = str(stop) or "interrupted"
-        print(said, file=sys.stderr)
+        _print(f"{said}\n")
         ending = Ending(world.rank, "stopped", getattr(stop, "exit_code", 128 + signal.SIGINT), (said,))
     except BaseException as error:
         ending = ending_of(world.rank, error)
-        _tell(ending, terminal)
-    endings.note(ending)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        endings.note(ending)
+        left = _launched()
+    except OSError:  # a full disk, where not even the room for this could be reserved
+        left = False
+    if not ending.well:
+        _tell(world, ending, terminal, left)
+    _print("")
     # The launcher would take a stopped process for one that failed, and end those that are still saving.
     os._exit(0 if ending.well and _launched() else ending.exit_code)
 
 
-def print_into(world: World, folder: Path) -> None:
+def print_into(world: World, folder: Path) -> Callable[[str], None]:
     """From now on all that this process and its libraries print goes to a file in the run's folder; rank 0's does not.
 
-    Raises ResourceError if the file cannot be written.
+    Returns what still tells the terminal something. Raises ResourceError if the file cannot be written.
     """
+    terminal = os.dup(sys.stderr.fileno())
+
+    def tell(text: str) -> None:
+        # By write(2): a progress bar of the main thread may hold Python's own stream.
+        os.write(terminal, f"\n{text}\n".encode())
+
     if not world.rank:
-        return
+        return tell
     file = log_file(folder, world.rank)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.write(log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n".encode())
     except OSError as error:
-        raise ResourceError(f"{file}: cannot be written: {error.strerror}. Choose another `output`") from error
-    os.write(log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n".encode())
-    sys.stdout.flush()
-    sys.stderr.flush()
+        raise ResourceError(
+            f"{file}: cannot be written: {error.strerror}. Free some space, or choose another `output`"
+        ) from error
+    _print("")
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.close(log)
+    return tell
 
 
 def ending_of(rank: int, error: BaseException) -> Ending:
@@ -86,7 +98,29 @@ def ending_of(rank: int, error: BaseException) -> Ending:
         return Ending(rank, "error" if shown is error else "hang", shown.exit_code, (str(shown),))
     where = "" if joined is None or not str(joined.WHERE) else f" at {joined.WHERE}"
     said = f"{type(error).__name__}{where}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
-    return Ending(rank, "consequence" if endings.is_consequence(error) else "failure", DanluError.exit_code, (said,))
+    if endings.is_consequence(error):
+        said = f"another process of this run is gone, or does not answer; what it said last is in its own log. {said}"
+        return Ending(rank, "consequence", DanluError.exit_code, (said,))
+    return Ending(rank, "failure", DanluError.exit_code, (said,))
+
+
+def _leave_room(world: World) -> None:
+    """Says that this process is at work, in a file with room for how it will end."""
+    try:
+        endings.note(Ending(world.rank, "begun"))
+    except OSError as error:
+        raise ResourceError(
+            f"{os.environ[endings.ENDING]}: cannot be written: {error.strerror}. Free some space, or choose another "
+            "`output`"
+        ) from error
+
+
+def _print(text: str) -> None:
+    """To stderr, with what is still held back of stdout; a log on a full disk takes nothing, and that ends no run."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _joined() -> Any:
@@ -99,17 +133,21 @@ def _launched() -> bool:
     return endings.ENDING in os.environ
 
 
-def _tell(ending: Ending, terminal: int) -> None:
-    """Into this process's log; and to the terminal, unless the launcher does it or another process has done it."""
+def _tell(world: World, ending: Ending, terminal: int, left: bool) -> None:
+    """Into this process's log; and to the terminal, unless the launcher does it or another process has done it.
+
+    left: whether it has been left for the launcher.
+    """
     text = "".join(f"error: {said}\n" for said in ending.said)
     in_a_log = not os.path.sameopenfile(terminal, sys.stderr.fileno())
     if in_a_log:
-        print(text, end="", file=sys.stderr)
-    elif ending.rank and ending.exit_code == RecipeError.exit_code:
-        return  # a recipe that cannot be read: rank 0 says it too
-    if _launched() or (ending.kind == "consequence" and ending.rank):
+        _print(text)
+    elif ending.exit_code == RecipeError.exit_code and world.local_rank not in (0, None):
+        return  # a recipe that cannot be read: the first process of this machine says it too
+    if left or (ending.kind == "consequence" and ending.rank):
         return
     joined = _joined()
     if joined is None or joined.first_to_tell():
-        whose = "" if ending.kind == "hang" or not in_a_log else f"{named([ending.rank])}: "
-        os.write(terminal, text.replace("error: ", f"error: {whose}", 1).encode())
+        whose = "" if ending.kind == "hang" or not ending.rank else f"{named([ending.rank])}: "
+        with suppress(OSError):  # the other end of a pipe is gone
+            os.write(terminal, text.replace("error: ", f"error: {whose}", 1).encode())

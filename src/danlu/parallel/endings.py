@@ -39,6 +39,8 @@ _ERRORS: dict[int, type[DanluError]] = {
     for kind in (DanluError, RecipeError, DataError, ModelError, CheckpointError, ResourceError, TrainingError)
 }
 
+_ROOM_BYTES = 64 << 10  # a text and a traceback
+
 # What torch and its libraries say in a process whose peer is gone.
 _PEER_IS_GONE = re.compile(
     r"gloo|transport/tcp|Connection (closed|reset|refused)|Broken pipe|NCCL|DistBackendError|TCPStore|recvValue"
@@ -63,9 +65,17 @@ class Ending:
         return self.kind in ("finished", "stopped")
 
     def write(self, file: Path) -> None:
-        unfinished = file.with_name(f"{file.name}.tmp")
-        unfinished.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        """Puts it in the place of an earlier one at once; in room that the first has reserved, for a disk may be full
+        by the time that there is something to say."""
+        unfinished, room = file.with_name(f"{file.name}.tmp"), os.O_RDWR | os.O_CREAT
+        content = json.dumps(asdict(self)).encode()
+        with open(os.open(unfinished, room, 0o666), "r+b", buffering=0) as taken:
+            taken.write(content)
+            taken.truncate()
         unfinished.rename(file)
+        if self.kind == "begun":
+            with open(os.open(unfinished, room, 0o666), "r+b", buffering=0) as reserved:
+                reserved.write(bytes(_ROOM_BYTES))
 
 
 def read(file: Path) -> Ending | None:
@@ -127,6 +137,15 @@ def cause(endings: Mapping[int, Ending | None], exits: Mapping[int, int | None],
     assert waited, "a group fails of at least one process"
     first = [min(waited, key=lambda ending: ending.at)]
     return _told(first, first, endings)
+
+
+def stopped_alone(endings: Mapping[int, Ending | None], exits: Mapping[int, int | None]) -> Ending | None:
+    """The process that a signal stopped at once, where the others failed of nothing else."""
+    stopped = [one for one in endings.values() if one is not None and one.kind == "stopped" and one.said]
+    others = [endings[rank] for rank, code in exits.items() if code is not None]  # else ended by the launcher
+    if not stopped or not all(one is not None and (one.well or one.kind == "consequence") for one in others):
+        return None
+    return min(stopped, key=lambda ending: ending.at)
 
 
 def _silent(ending: Ending | None) -> bool:

@@ -322,14 +322,16 @@ class Watch:
         return self.report
 
     def _run(self) -> None:
+        answered = True  # by the store, until it is gone with the process that kept it: then nobody is left to ask
         while not self._stop.wait(self._interval_s):
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._launcher = None
                 os.kill(os.getpid(), signal.SIGTERM)
-            try:
-                self._look()
-            except dist.DistError:
-                return  # the store is gone with the process that kept it, and nobody is left to ask
+            if answered:
+                try:
+                    self._look()
+                except dist.DistError:
+                    answered = False
 
     def _look(self) -> None:
         waiting, looked = under_way(), time.monotonic()
@@ -351,7 +353,7 @@ class Watch:
             self._seen = asked
             if (longest := longest_wait(states)) is not None:
                 text = words(states, self._timeout_s)
-                if waiting is not None:
+                if waiting is not None and self._told is None:  # else two had asked: the first answer is the one told
                     self._told, self.report = waiting, text
                     self._fails_at = looked + self._timeout_s - waiting.seconds - self._interval_s
                 if self._rank == 0 and longest.same != self._said:

@@ -7,9 +7,11 @@ ordinary way. Whoever has joined ends by os._exit, as `danlu train` does.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from danlu.errors import RecipeError, ResourceError, TrainingError
 from danlu.parallel import endings
 from danlu.parallel.hangs import RECORDS, WHERE, Watch
+from danlu.parallel.meeting import meet
 from danlu.parallel.world import World, found
 
 __all__ = ["LAUNCHER", "WHERE", "Joined", "assemble", "first_to_tell", "join", "leave", "told"]
@@ -31,6 +33,7 @@ LAUNCHER = "DANLU_LAUNCHER"
 
 _LEAST_FOR_MEETING_S = 300.0  # processes load torch at different speeds
 _LEAVING_S = 60.0
+_TOLD = "told"  # how many processes have asked whether to tell of an error
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ def join(device: str, timeout_s: float, say: Callable[[str], None] | None = None
     """Joins the processes that the environment tells of, and watches over their collectives; alone, does nothing.
 
     device: cpu, cuda, or auto for cuda where there is one; a process takes the CUDA device of its local rank.
-    timeout_s: after which a collective has failed. `say` tells the user of one that is about to, in rank 0.
+    timeout_s: after which a collective has failed. `say` tells the user of one that is about to, in rank 0, and of
+    processes that do not come.
     Raises RecipeError for more processes than devices, ResourceError if the others cannot be reached.
     """
     global _membership
@@ -72,23 +76,18 @@ def join(device: str, timeout_s: float, say: Callable[[str], None] | None = None
     local = _take_device(world) if on_cuda else world.local_rank or 0
     os.environ.update(world.variables())
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDS))
-    store = _meet(world, timeout_s)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-        store=PrefixStore("groups", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    launcher = os.environ.get(LAUNCHER)
+    launcher = None if LAUNCHER not in os.environ else int(os.environ[LAUNCHER])
+    say = say or _say_stderr
+    store = meet(world, max(timeout_s, _LEAST_FOR_MEETING_S), say, lambda: _require_launcher(launcher))
+    _connect(world, "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store, timeout_s)
     watch = Watch(
         PrefixStore("watch", store.clone()),
         world.rank,
         world.size,
         timeout_s,
-        say=say or _say_stderr,
+        say=say,
         end=lambda text: _end(world.rank, text),
-        launcher=None if launcher is None else int(launcher),
+        launcher=launcher,
     ).start()
     _membership = _Membership(store, watch, world.rank, world.size)
     return Joined(world.rank, world.size, local)
@@ -102,22 +101,26 @@ def leave() -> None:
     if _membership is None:
         return
     _membership.watch.stop()
-    left = _membership.store.add("left", 1)
     until = time.monotonic() + _LEAVING_S
-    while _membership.rank == 0 and left < _membership.world and time.monotonic() < until:
-        time.sleep(0.01)
-        left = _membership.store.add("left", 0)
+    with suppress(dist.DistError):  # the store went with a launcher that was killed: nobody asks it any more
+        left = _membership.store.add("left", 1)
+        while _membership.rank == 0 and left < _membership.world and time.monotonic() < until:
+            time.sleep(0.01)
+            left = _membership.store.add("left", 0)
 
 
 def assemble(name: str) -> None:
     """Returns when every process has come here, however long the slowest takes: a barrier without a time limit.
 
     name: another for each place. Alone, or where something else has joined this process, does nothing.
+    Raises ConnectionError where another process has told of an error: it will not come.
     """
     if _membership is None:
         return
     come = _membership.store.add(f"assemble/{name}", 1)
     while come < _membership.world:
+        if _membership.store.add(_TOLD, 0):
+            raise ConnectionError("another process has failed")
         time.sleep(0.02)
         come = _membership.store.add(f"assemble/{name}", 0)
 
@@ -138,7 +141,7 @@ def first_to_tell() -> bool:
     if _membership is None:
         return True
     try:
-        first: bool = _membership.store.add("told", 1) == 1
+        first: bool = _membership.store.add(_TOLD, 1) == 1
     except dist.DistError:  # the store is gone: this process is not the first to end
         return False
     return first
@@ -157,19 +160,26 @@ def _take_device(world: World) -> int:
     return local
 
 
-def _meet(world: World, timeout_s: float) -> Any:
-    """torch's store, in which all processes find each other."""
-    timeout = timedelta(seconds=max(timeout_s, _LEAST_FOR_MEETING_S))
+def _require_launcher(launcher: int | None) -> None:
+    """Raises ResourceError in a process whose launcher is gone: nobody waits for it, and the store is gone too."""
+    if launcher is not None and os.getppid() != launcher:
+        raise ResourceError("the danlu that has started this process is gone")
+
+
+def _connect(world: World, backend: str, store: Any, timeout_s: float) -> None:
+    """torch's default group. Raises ResourceError if this machine has no address that the others could reach."""
+    limit = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-    except (RuntimeError, OSError) as error:
+        dist.init_process_group(
+            backend, store=PrefixStore("groups", store), rank=world.rank, world_size=world.size, timeout=limit
+        )
+    except RuntimeError as error:
+        if (no_address := re.search(r"Unable to find address for: \S+", str(error))) is None:
+            raise
         raise ResourceError(
-            f"rank {world.rank} of {world.size} (from {world.found_in}) cannot reach the others at "
-            f"{world.address}:{world.port}: {str(error).splitlines()[0]}. "
-            "Are all of them running, and is the port free?"
+            f"rank {world.rank} of {world.size}: {no_address[0]}. Set GLOO_SOCKET_IFNAME to the network interface of "
+            "this machine that the others reach (`ip address` lists them)"
         ) from error
-    # An elastic agent keeps one store for all attempts: addresses of processes that are gone would be found there.
-    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _end(rank: int, text: str) -> None:

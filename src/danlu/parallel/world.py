@@ -57,13 +57,15 @@ def _from_variables(environ: Mapping[str, str]) -> World | None:
             f"with torchrun, srun or --processes {size}, which set them all; or unset {_SIZE} to train in one process"
         )
     rank = _number(environ, _RANK)
+    if size < 1:
+        raise RecipeError(f"{_SIZE} is {size} in the environment: a run has at least one process")
     if not 0 <= rank < size:
         raise RecipeError(f"{_RANK} is {rank} in the environment, and {_SIZE} {size}: ranks count from 0 to {size - 1}")
     local = None
     if "LOCAL_RANK" in environ:
         local = _number(environ, "LOCAL_RANK")
-    elif "LOCAL_WORLD_SIZE" in environ:
-        local = rank % _number(environ, "LOCAL_WORLD_SIZE")
+    elif (here := _number(environ, "LOCAL_WORLD_SIZE", 0)) > 0:
+        local = rank % here
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment variables"
     return World(rank, size, local, environ[_ADDRESS], _number(environ, _PORT), by)
 

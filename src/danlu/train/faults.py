@@ -6,6 +6,7 @@ import base64
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 
 from danlu.errors import Stopped
+
+TOGETHER_S = 1.0
+"""For processes that a launcher has started, see StopRequest."""
 
 _WATCHED = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,12 +34,18 @@ class StopRequest:
     kind) raises Stopped wherever the program is. Handlers that were there before return on exit. Only the main thread
     can handle signals: entering anywhere else raises RuntimeError.
 
+    Args:
+        together_s  signals that come so soon after the first are the same request: a scheduler signals the launcher
+                    and all of its processes, and the launcher hands its own on to them
+
     Attributes:
         at_once  the first signal raises Stopped too: there is nothing to be saved yet, or any more
     """
 
-    def __init__(self, announce: Callable[[str], None] = tell_stderr) -> None:
+    def __init__(self, announce: Callable[[str], None] = tell_stderr, *, together_s: float = 0.0) -> None:
         self._announce = announce
+        self._together_s = together_s
+        self._first_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
         self.signal: signal.Signals | None = None
         self.at_once = False
@@ -66,8 +76,11 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.requested
         self.signal = signal.Signals(number)
-        if again or self.at_once:
+        if self.at_once or (again and time.monotonic() >= self._first_at + self._together_s):
             raise Stopped(number)
+        if again:
+            return
+        self._first_at = time.monotonic()
         key = "press Ctrl-C" if number == signal.SIGINT else f"send {self.signal.name}"
         self._announce(f"stopping after this step; {key} again to stop at once")
 

@@ -112,8 +112,9 @@ def _way_out(path: Path) -> str:
     older = [info for info in list_checkpoints(path.parent) if info.complete and info.step < damaged]
     for info in reversed(older):
         if not verify(info.path):
-            recipe = path.parent.parent / "recipe.yaml"
-            return f"Step {info.step} is intact. To go on from it: danlu train {recipe} --resume {info.path}"
+            return (
+                f"Step {info.step} is intact. To go on from it, add to the `danlu train` command: --resume {info.path}"
+            )
     return "No older checkpoint is intact. Give the run a new output folder to start again."
 
 
