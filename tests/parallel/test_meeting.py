@@ -76,7 +76,7 @@ def test_nobody_listens(port: int, local_rank: int | None, tells: bool) -> None:
     said: list[str] = []
     with pytest.raises(ResourceError, match="Is rank 0 running, is MASTER_ADDR the machine") as caught:
         meet(world(1, port, local_rank=local_rank), SHORT_S, said.append)
-    why = f"rank 1 of 2 cannot reach rank 0 at 127.0.0.1:{port} (from here): Connection refused"
+    why = f"rank 0 of 2 cannot be reached at 127.0.0.1:{port} (from here): Connection refused"
     assert str(caught.value).startswith(f"{why}. ")
     assert said == ([f"waiting: {why}"] if tells else [])  # of a machine's processes one is enough
 
@@ -86,7 +86,7 @@ def test_no_such_machine(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr("danlu.parallel.meeting.socket.create_connection", look_up)
-    with pytest.raises(ResourceError, match=r"cannot reach rank 0 at 127.0.0.1:\d+ \(from here\): Name or service not"):
+    with pytest.raises(ResourceError, match=r"cannot be reached at 127.0.0.1:\d+ \(from here\): Name or service not"):
         meet(world(1, port), SHORT_S, print)
 
 

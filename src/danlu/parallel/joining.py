@@ -177,7 +177,7 @@ def _connect(world: World, backend: str, store: Any, timeout_s: float) -> None:
         if (no_address := re.search(r"Unable to find address for: \S+", str(error))) is None:
             raise
         raise ResourceError(
-            f"rank {world.rank} of {world.size}: {no_address[0]}. Set GLOO_SOCKET_IFNAME to the network interface of "
+            f"{no_address[0]}. Set GLOO_SOCKET_IFNAME to the network interface of "
             "this machine that the others reach (`ip address` lists them)"
         ) from error
 

@@ -98,7 +98,7 @@ def _store(world: World, timeout_s: float, wait: _Wait) -> Any:
     why = wait.until(lambda: bool(found), lambda: _out_of_reach(world))
     if why is None and not isinstance(found[0], Exception):
         return found[0]
-    if keeps:
+    if keeps and found:
         raise ResourceError(
             f"rank 0 of {world.size} cannot listen at {_place(world)}: {str(found[0]).splitlines()[0].rstrip('.')}. "
             "If another program has the port, set MASTER_PORT to a free one in all processes"
@@ -116,7 +116,7 @@ def _out_of_reach(world: World) -> str:
         reason = "what listens there does not answer as the store of a run does"
     except OSError as error:
         reason = error.strerror or str(error)
-    return f"rank {world.rank} of {world.size} cannot reach rank 0 at {_place(world)}: {reason}"
+    return f"rank 0 of {world.size} cannot be reached at {_place(world)}: {reason}"
 
 
 def _place(world: World) -> str:
