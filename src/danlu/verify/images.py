@@ -17,8 +17,7 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.sent import Sent
 from danlu.recipe import Recipe
 from danlu.train.run_folder import Start
-from danlu.verify.likeness import Groups, Prepared
-from danlu.verify.observing import Learning
+from danlu.verify.likeness import Groups, OnProcesses, Prepared
 from danlu.verify.sending import sent_over_data
 from danlu.verify.shrinking import small_optimizer
 
@@ -33,7 +32,7 @@ class WholeClassifier:
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedClassifier:
         return Classifying(recipe).place(ranks, device, None if resumed is None else Start(resumed, ()))
 
-    def sent(self, learning: Learning, groups: Groups) -> list[Sent]:
+    def sent(self, learning: OnProcesses, groups: Groups) -> list[Sent]:
         return sent_over_data(learning, groups, gathered=torch.float32)
 
 

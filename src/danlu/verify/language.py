@@ -19,8 +19,7 @@ from danlu.parallel.sent import Sent
 from danlu.placing import place, saved_adapter, subject_of
 from danlu.recipe import Recipe
 from danlu.verify.feeding import fed, mapped
-from danlu.verify.likeness import Groups, Prepared
-from danlu.verify.observing import Learning
+from danlu.verify.likeness import Groups, OnProcesses, Prepared
 from danlu.verify.sending import sent_by_decoder
 from danlu.verify.shrinking import LONGEST, Small, small_recipe
 
@@ -52,7 +51,7 @@ class SmallDecoder:
         )
         return PlacedDecoder(recipe, place(subject, recipe, ranks, device, resumed=resumed is not None), device)
 
-    def sent(self, learning: Learning, groups: Groups) -> list[Sent]:
+    def sent(self, learning: OnProcesses, groups: Groups) -> list[Sent]:
         return sent_by_decoder(learning, groups)
 
     def _encoded(self, text: str, recipe: Recipe) -> list[int]:

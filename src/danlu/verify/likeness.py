@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,14 +16,21 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.sent import Sent
 from danlu.recipe import Recipe
 from danlu.tasks import PlacedModel
+from danlu.train.step import Learner
 from danlu.types import Item
-
-if TYPE_CHECKING:
-    from danlu.verify.observing import Learning
-
 
 Groups = Sequence[Sequence[tuple[int, Any]]]
 """The micro-batches of a process: (number in the step, item)."""
+
+
+@dataclass
+class OnProcesses:
+    """A recipe's model on the processes of a layout."""
+
+    placed: PlacedModel
+    compute: Learner
+    recipe: Recipe
+    ranks: Ranks
 
 
 class Likeness(Protocol):
@@ -39,7 +46,7 @@ class Likeness(Protocol):
         """The model on the processes of a layout; resumed: a checkpoint that will be loaded into it."""
         ...
 
-    def sent(self, learning: Learning, groups: Groups) -> list[Sent]: ...  # in a step on this process, by formulas
+    def sent(self, learning: OnProcesses, groups: Groups) -> list[Sent]: ...  # in a step on this process, by formulas
 
 
 @dataclass(frozen=True)

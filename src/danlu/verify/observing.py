@@ -30,11 +30,11 @@ from danlu.train.faults import StopRequest
 from danlu.train.loop import save
 from danlu.train.position import Feed
 from danlu.train.state import Cadence, Run, restore
-from danlu.train.step import Learner, accumulate
+from danlu.train.step import accumulate
 from danlu.train.watch import Watch
 from danlu.types import Item, Piece
 from danlu.verify.feeding import Listed
-from danlu.verify.likeness import Likeness
+from danlu.verify.likeness import Likeness, OnProcesses
 
 Parts = Mapping[str, tuple[Piece, Tensor]]
 """What one process holds of each tensor, by name."""
@@ -81,13 +81,9 @@ class Seen:
 
 
 @dataclass
-class Learning:
+class Learning(OnProcesses):
     """A recipe on the processes of a layout, ready for steps; no data, and no folder but for checkpoints."""
 
-    placed: PlacedModel
-    compute: Learner
-    recipe: Recipe
-    ranks: Ranks
     likeness: Likeness
 
     @classmethod

@@ -26,7 +26,7 @@ from danlu.plan.traffic import Cut, Weight, data_sent, tensor_sent
 from danlu.recipe.sections import Bottleneck
 from danlu.train.step import Compute
 from danlu.types import Item
-from danlu.verify.likeness import Groups
+from danlu.verify.likeness import Groups, OnProcesses
 from danlu.verify.observing import Learning
 
 
@@ -71,7 +71,7 @@ def _groups(learning: Learning, items: Sequence[Item]) -> Iterator[list[tuple[in
         yield own[number * micro : (number + 1) * micro]
 
 
-def sent_over_data(learning: Learning, groups: Groups, *, gathered: torch.dtype) -> list[Sent]:
+def sent_over_data(learning: OnProcesses, groups: Groups, *, gathered: torch.dtype) -> list[Sent]:
     """What data ranks send by `plan.traffic`; gathered: the type that parameters are gathered in."""
     section, layout = learning.recipe.parallel, learning.ranks.layout
     weights = [
@@ -88,7 +88,7 @@ def sent_over_data(learning: Learning, groups: Groups, *, gathered: torch.dtype)
     return list(data_sent(weights, layout, section, micro_batches=len(groups)))
 
 
-def sent_by_decoder(learning: Learning, groups: Groups) -> list[Sent]:
+def sent_by_decoder(learning: OnProcesses, groups: Groups) -> list[Sent]:
     """What `plan.traffic` says of a decoder's step."""
     placed, layout = learning.placed, learning.ranks.layout
     assert isinstance(placed, PlacedDecoder), "that of a decoder"
@@ -99,7 +99,7 @@ def sent_by_decoder(learning: Learning, groups: Groups) -> list[Sent]:
     return found
 
 
-def _cut(learning: Learning, groups: Groups) -> Cut:
+def _cut(learning: OnProcesses, groups: Groups) -> Cut:
     compute, placed = learning.compute, learning.placed
     assert isinstance(compute, Compute) and isinstance(placed, PlacedDecoder), "those of a decoder"
     config = compute.model.config
@@ -172,7 +172,7 @@ def _row_norms(model: Decoder, plan: Plan) -> int:
     return numbers
 
 
-def _halves_without_gradient(learning: Learning, layers: int) -> tuple[int, bool]:
+def _halves_without_gradient(learning: OnProcesses, layers: int) -> tuple[int, bool]:
     """`plan.traffic.Cut.unneeded` and `trained_outside`."""
     trained = [name for name, one in learning.compute.model.named_parameters() if one.requires_grad]
 
