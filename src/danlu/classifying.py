@@ -92,7 +92,7 @@ def spread_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> Spread:
     sharded = section.shard != "none" and ranks.data.size > 1
     if sharded:
         # No type to gather in: as on one process, the model itself makes float32 weights narrow.
-        data.shard(model, {}, ranks, section, gathered=None, whole=())
+        data.Sharder(model, ranks, section, gathered=None, whole=()).rest()
     spread = Spread(ranks, held_of(model, ranks, {}))
     if sharded:
         spread.begin = data.accumulation(model, section)

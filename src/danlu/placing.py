@@ -1,7 +1,8 @@
 """From a recipe to what is trained, placed on the processes of a run: the order of `place` is the documentation.
 
 Alone this is a model in float32, or a frozen one with adapters. Of several processes each holds its part: the model is
-made as shapes, cut and sharded, and only then are weights drawn or read, one whole tensor at a time.
+made as shapes, cut and sharded, and only then are weights drawn or read, one whole tensor at a time. A frozen base
+comes layer by layer, each of which is cut and sharded (`Parts`) before the next one is read.
 """
 
 from __future__ import annotations

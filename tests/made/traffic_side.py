@@ -241,8 +241,10 @@ def placed(
         model.task = [wrapped]  # type: ignore[assignment]  # in a list: no part of the model
         return weights_of(model, bf16), data.local_accumulation(wrapped), []
     gathered = torch.bfloat16 if bf16 else None
-    layers = {f"layers.{name}": layer for name, layer in model.layers.items()}
-    data.shard(model, layers, ranks, section, gathered=gathered, whole=apart)
+    sharder = data.Sharder(model, ranks, section, gathered=gathered, whole=apart)
+    for name, layer in model.layers.items():
+        sharder.layer(f"layers.{name}", layer)
+    sharder.rest(list(model.layers.values()))
     return weights_of(model, bf16), data.accumulation(model, section), list(apart.values())
 
 

@@ -18,7 +18,7 @@ several layers share (VeRA's projections, the network behind a prefix): FSDP2 sh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -36,23 +36,6 @@ Begin = Callable[[bool], AbstractContextManager[None]]
 """Called around a micro-batch, with whether it is the step's last."""
 
 BUCKET_MB = 25
-
-
-def shard(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    ranks: Ranks,
-    section: Parallel,
-    *,
-    gathered: torch.dtype | None,
-    whole: Iterable[str],
-    offload: bool = False,
-) -> None:
-    """FSDP2 over `model`, a unit for each of `layers` (by their names in it) and one for the rest: as `Sharder`."""
-    sharder = Sharder(model, ranks, section, gathered=gathered, whole=whole, offload=offload)
-    for name, layer in layers.items():
-        sharder.layer(name, layer)
-    sharder.rest(list(layers.values()))
 
 
 class Sharder:
@@ -91,8 +74,8 @@ class Sharder:
         """Shards one layer, `name` in the model. What was whole of it is freed, unless something else holds it."""
         self._shard(layer, f"{name}.", reshard=self.section.shard == "zero3")
 
-    def rest(self, layers: Sequence[nn.Module]) -> None:
-        """Shards what lies outside of layers, and says in which order they follow each other."""
+    def rest(self, layers: Sequence[nn.Module] = ()) -> None:
+        """Shards what lies outside of `layers`, the sharded ones in the order in which they follow each other."""
         self._shard(self.model, "", reshard=False)
         for module in _units(self.model):
             module.set_gradient_divide_factor(1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from danlu.train.units import format_bytes, format_duration
 from danlu.types import StepMetrics
@@ -51,8 +51,10 @@ class Eta:
         return (self._total - step) * self._seconds_per_step
 
 
-class LineProgress:
-    """One line a step, but not more often than once a second; the first and the last step always."""
+class _StepProgress:
+    """What lines and the bar have in common: the numbers of a step, and when they are shown again."""
+
+    _interval_s: float
 
     def __init__(
         self,
@@ -68,16 +70,28 @@ class LineProgress:
         self._counted = counted
         self._clock = clock
         self._eta = Eta(total, done, clock)
-        self._printed_at = -math.inf
+        self._shown_at = -math.inf
+
+    def _numbers(self, metrics: StepMetrics) -> str:
+        """Once for each step: the remaining time goes by the time between calls."""
+        return f"{numbers(metrics, self._counted)} eta {format_duration(self._eta.after(metrics.step))}"
+
+    def _due(self, step: int) -> bool:
+        now = self._clock()
+        due = now - self._shown_at >= self._interval_s or step == self._total
+        self._shown_at = now if due else self._shown_at
+        return due
+
+
+class LineProgress(_StepProgress):
+    """One line a step, but not more often than once a second; the first and the last step always."""
+
+    _interval_s = _LINE_INTERVAL_S
 
     def step(self, metrics: StepMetrics) -> None:
-        left = self._eta.after(metrics.step)
-        now = self._clock()
-        if now - self._printed_at >= _LINE_INTERVAL_S or metrics.step == self._total:
-            self._printed_at = now
-            self._line(
-                f"step {metrics.step}/{self._total} {numbers(metrics, self._counted)} eta {format_duration(left)}"
-            )
+        shown = self._numbers(metrics)
+        if self._due(metrics.step):
+            self._line(f"step {metrics.step}/{self._total} {shown}")
 
     def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
         self._line(evaluation_line(step, values, self._counted))
@@ -93,31 +107,21 @@ class LineProgress:
         self._stream.flush()
 
 
-class BarProgress:
+class BarProgress(_StepProgress):
     """A bar that stays at the bottom of the terminal, with events above it.
 
     Drawn from `step` itself, five times a second at most: a refresh thread would take time from the steps.
     """
 
-    def __init__(
-        self,
-        stream: TextIO,
-        *,
-        total: int,
-        done: int = 0,
-        counted: str = TOKENS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    _interval_s = _REFRESH_INTERVAL_S
+
+    def __init__(self, stream: TextIO, *, total: int, done: int = 0, **options: Any) -> None:
+        super().__init__(stream, total=total, done=done, **options)
         # Here, not above: a run whose output goes to a file need not load it.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column
 
-        self._total = total
-        self._counted = counted
-        self._clock = clock
-        self._eta = Eta(total, done, clock)
-        self._drawn_at = -math.inf
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),
@@ -131,12 +135,8 @@ class BarProgress:
         self._bar.start()
 
     def step(self, metrics: StepMetrics) -> None:
-        left = self._eta.after(metrics.step)
-        shown = f"{numbers(metrics, self._counted)} eta {format_duration(left)}"
-        self._bar.update(self._task, completed=metrics.step, numbers=shown)
-        now = self._clock()
-        if now - self._drawn_at >= _REFRESH_INTERVAL_S or metrics.step == self._total:
-            self._drawn_at = now
+        self._bar.update(self._task, completed=metrics.step, numbers=self._numbers(metrics))
+        if self._due(metrics.step):
             self._bar.refresh()
 
     def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
