@@ -63,10 +63,8 @@ def test_a_killed_process_is_reported() -> None:
 
 
 def test_leaving_ends_processes_at_once() -> None:
-    start = time.monotonic()
     with Workers(Squares(), 1) as workers:
         results = workers.map([1, *[-4] * FEW_TASKS, 5])
         next(results)
         processes = list(workers._processes)
-    assert time.monotonic() - start < 15
-    assert all(process.returncode is not None for process in processes)
+    assert [process.returncode for process in processes] == [-9], "killed, where waiting for the tasks would be 0"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 from danlu.plan import gemm
 
 
-def test_a_measurement_is_quick_positive_and_leaves_random_numbers_alone() -> None:
+def test_a_measurement_is_positive_and_leaves_random_numbers_alone() -> None:
     before = torch.get_rng_state()
-    started = time.perf_counter()
     assert gemm.measure(torch.float32, "cpu", seconds=0.02) > 1e8
-    assert time.perf_counter() - started < 5  # only to notice a size that runs away
     assert torch.equal(before, torch.get_rng_state())
 
 
