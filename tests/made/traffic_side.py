@@ -33,6 +33,9 @@ from danlu.plan.traffic import Cut, Weight, data_sent, tensor_sent
 from danlu.recipe.sections import Lora, Model, Parallel, Recompute
 from made.adapted import adapter_set
 
+HAS_LISTS = torch.__version__ >= "2.12"
+"""Whether gloo exchanges lists of tensors."""
+
 Counted = dict[str, tuple[list[Sent], list[Sent]]]
 """Name of a case -> (measured, formula)."""
 
@@ -93,6 +96,8 @@ def one_of_each() -> dict[str, list[Sent]]:
         "in a backward pass": lambda: _Summed.apply(x.clone().requires_grad_()).sum().backward(),
         "nothing": lambda: x + x,
     }
+    if not HAS_LISTS:
+        del calls["all_to_all"]
     counted = {}
     for name, call in calls.items():
         with Traffic(Layout(shard=size)) as traffic:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from made.group import run_group
-from made.traffic_side import along_axes, one_of_each
+from made.traffic_side import HAS_LISTS, along_axes, one_of_each
 
 from danlu.parallel import traffic
 from danlu.parallel.layout import Layout
@@ -47,6 +47,8 @@ def test_each_collective_is_counted_as_a_ring_sends_it(counted: list[dict[str, l
         "DTensor, whole": ("all-gather", 2 * third * FULL),
         "in a backward pass": ("all-reduce", 4 * third * FULL),
     }
+    if not HAS_LISTS:
+        del expected["all_to_all"]
     for rank, found in enumerate(counted):
         stays = (10, 0, 30)[rank]
         uneven = {"all_to_all_single uneven": ("all-to-all", Fraction(FULL) - 4 * stays)}

@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ class Sharder:
             if isinstance(module, PackedWeight):
                 module.share_codes()
         own = {parameter for name, parameter in unit.named_parameters() if prefix + name in self.whole}
-        fully_shard(unit, reshard_after_forward=reshard, ignored_params=own, **self._options)
+        with _codes_as_parameters():
+            fully_shard(unit, reshard_after_forward=reshard, ignored_params=own, **self._options)
 
 
 def accumulation(model: nn.Module, section: Parallel) -> Begin:
@@ -164,6 +166,27 @@ def _sum_bucket(state: tuple[Group, str], bucket: Any) -> torch.futures.Future[T
         return group.sum_later(buffer)
     narrow = group.sum_later(buffer.to(torch.bfloat16))
     return narrow.then(lambda done: buffer.copy_(done.value()))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _codes_as_parameters() -> Iterator[None]:
+    """Lets torch 2.11 shard frozen whole numbers: it lets each shard require gradients first and asks whether it should
+    afterwards, which fails for the codes of a quantized weight. Later versions ask first.
+    """
+    if torch.__version__ >= "2.12":
+        yield
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
+
+    there: Any = _fsdp_param
+    there.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
+    try:
+        yield
+    finally:
+        there.nn = nn
 
 
 def _units(model: nn.Module) -> Iterator[Any]:
