@@ -4,8 +4,10 @@
 
 Processes are gloo on this machine, one thread each. Memory is counted from the storages that are alive: of parameters
 at the end of the last forward pass of a step, of gradients before the step's sum leaves the last micro-batch (what is
-accumulated) and after it, of optimizer state after an update. Times are of whole optimizer steps of two micro-batches,
-danlu's and the bare script's in turns in the same processes, on the same data; only their ratio means anything.
+accumulated) and after it, of optimizer state after an update. What tensor and sequence parallelism keep for the
+backward pass are the storages that autograd saves, weights apart. Times are of whole optimizer steps of two
+micro-batches, danlu's and the bare script's in turns in the same processes, on the same data; only their ratio means
+anything.
 
 Psi parameters, mixed precision (bf16 activations and gathered weights, float32 masters, gradients and moments):
 
@@ -53,6 +55,7 @@ from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
 from danlu.placing import learner, place, subject_of
 from danlu.recipe import Recipe, sections
+from danlu.train.memory_parts import Activations
 from danlu.train.step import accumulate
 from danlu.types import Pack, Sample
 
@@ -66,6 +69,7 @@ BYTES = {  # of N ranks, and of the share of parameters outside of layers, which
     "zero2": lambda n, rest: (2 + 4 / n, 4 / n, 8 / n),
     "zero3": lambda n, rest: (2 * rest + 4 / n, 4 / n, 8 / n),
 }
+TENSOR = ("tensor", "tensor-sequence")
 PAPER = {"none": lambda n: 16, "zero1": lambda n: 4 + 12 / n, "zero2": lambda n: 2 + 14 / n, "zero3": lambda n: 16 / n}
 
 
@@ -84,12 +88,13 @@ def config() -> ModelConfig:
 
 
 def recipe(layout: str) -> Recipe:
-    shard, _, reduce = layout.partition("-")
+    first, _, second = layout.partition("-")
+    sharded = {"shard": first, "reduce": second or "fp32"}
     values: dict[str, Any] = {
         "stage": "pretrain",
         "model": {"config": {}, "tokenizer": "none"},
         "data": {"train": [{"path": "none"}], "max_length": LENGTH},
-        "parallel": {"shard": shard, "reduce": reduce or "fp32"},
+        "parallel": {"tensor": dist.get_world_size(), "sequence": bool(second)} if layout in TENSOR else sharded,
         "precision": "bf16",
         "output": "none",
     }
@@ -171,6 +176,18 @@ def memory_of(layout: str) -> dict[str, float]:
     return {name: value / count for name, value in most.items()}
 
 
+def kept_of(layout: str) -> int:
+    """Bytes that this rank keeps between forward and backward of a micro-batch."""
+    chosen = recipe(layout)
+    ranks = ranks_of(layout_of(chosen.parallel, dist.get_world_size()), "cpu")
+    device = torch.device("cpu")
+    placed = place(subject_of(chosen, config(), device, ranks=ranks), chosen, ranks, device)
+    counter = Activations.beside(parameter for _, parameter in placed.parameters())
+    compute = learner(placed, chosen, device, MICRO, activations=counter)
+    accumulate(compute, packs(MICRO, 0), step=1, clip=1.0)
+    return counter.most
+
+
 def times_of(layout: str, rounds: int) -> list[float]:
     """Seconds of our step over those of the bare script, round by round."""
     chosen = recipe(layout)
@@ -233,7 +250,7 @@ def work(rank: int, world: int, folder: str, what: str, layout: str, rounds: int
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
-    found = memory_of(layout) if what == "memory" else times_of(layout, rounds)
+    found = {"memory": memory_of, "kept": kept_of}[what](layout) if what != "times" else times_of(layout, rounds)
     torch.save(found, f"{folder}/{rank}.pt")
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may abort a process that ends in the ordinary way
@@ -266,6 +283,13 @@ def main() -> None:
             total, wanted = sum(parts), sum(formula(world, rest))
             paper = PAPER.get(layout.partition("-")[0], lambda n: 0)(world)
             print(f"{layout:11} {world}   {'  '.join(cells)}  {total:6.2f} ({wanted:5.2f})  {paper:5.2f}", flush=True)
+    print("\nkept between forward and backward of a micro-batch, on the fullest rank")
+    (alone,) = spread(1, "kept", "none", 0)
+    print(f"none            1   {alone / 2**20:6.1f} MiB")
+    for layout in TENSOR:
+        for world in (one for one in options.processes if one > 1):
+            kept = max(spread(world, "kept", layout, 0))
+            print(f"{layout:15} {world}   {kept / 2**20:6.1f} MiB  {kept / alone:.3f}", flush=True)
     if options.memory_only:
         return
     print("\nstep time over a bare FSDP2 script: median (lowest to highest)")
