@@ -101,7 +101,8 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Te
     normed = wide * inverse
     # Half-precision weights that are differences from one would lose most of their digits in half precision.
     scale = weight.to(wide.dtype) + offset if offset else weight
-    return (normed * scale).to(x.dtype), inverse
+    y = normed * scale
+    return y if y.dtype == x.dtype else y.to(x.dtype), inverse  # no cast for nothing: see `_SwiGLU`
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -150,6 +151,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
+        if torch.compiler.is_compiling():
+            # torch 2.11 makes gradients zero where a compiled Function returns what its last operation was given: what
+            # that changed in place, or cast to the type that it had. Compiled code has no second tensor either way.
+            return F.silu(gate) * up
         return F.silu(gate).mul_(up)
 
     @staticmethod
