@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from danlu.models.attend import PackedAttention
-from danlu.models.decoder import Attention, Decoder
+from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
@@ -35,7 +35,6 @@ def test_what_is_traced_has_the_same_gradients(
 ) -> None:
     """Traced, and run as it is: torch 2.11 made gradients zero there, without a word."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(Attention, "_mix", Attention._mix)  # compiling replaces it
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"model_type": family, "num_key_value_heads": 2, "head_dim": 8, **sizes}
     model = build(from_scratch(Model(config=config, tokenizer="none"), 60, 1, 2))
