@@ -199,6 +199,8 @@ class PlacedDecoder:
         if compiled and any(isinstance(module, PackedWeight) for module in model.modules()):
             leave_products_uncompiled()
             leave_slots_uncompiled()
+        if compiled and torch.__version__ < "2.12":  # which has wrong gradients of adapters: see `models.ops._SwiGLU`
+            leave_slots_uncompiled()
         counted = None if compiled else Activations.beside([*model.parameters(), *model.buffers()])
         return learner(self.placed, self.recipe, self.device, micro, compiled=compiled, activations=counted)
 

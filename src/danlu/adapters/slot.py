@@ -87,7 +87,7 @@ class LinearSlot(Slot):
 
 @cache
 def leave_slots_uncompiled() -> None:
-    """Before torch.compile of a model with a packed base, whose kernels it cannot follow."""
+    """Before torch.compile of a model with a packed base, whose kernels it cannot follow; with torch 2.11, of any."""
     # No decorators: they would import torch._dynamo, a second that only a process which compiles should wait.
     LinearSlot.forward = torch.compiler.disable(LinearSlot.forward)  # type: ignore[method-assign]
     LinearSlot.together = torch.compiler.disable(LinearSlot.together)  # type: ignore[method-assign]
