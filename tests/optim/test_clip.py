@@ -65,6 +65,51 @@ def test_a_gradient_that_is_not_finite_is_reported_named_and_left_alone(bad: flo
     assert non_finite(named[1:]) == []
 
 
+class Elsewhere:
+    """A group of processes whose sum is 5² wherever it is made; notes on which devices it was asked for."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape == () and x.dtype == torch.float64
+        self.devices.append(x.device.type)
+        return torch.tensor(25.0, dtype=torch.float64)
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("norms are sums")
+
+
+def on(*devices: str, size: int = 3) -> list[Parameter]:
+    found = []
+    for device in devices:
+        parameter = Parameter(torch.ones(size, device=device))
+        parameter.grad = torch.ones(size, device=device)
+        found.append(parameter)
+    return found
+
+
+# The meta device stands for a GPU.
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param([], id="no gradient"),
+        pytest.param(on("cpu", size=0), id="no element"),
+        pytest.param(on("cpu"), id="all offloaded"),
+        pytest.param(on("cpu", "meta", "cpu"), id="some offloaded"),
+        pytest.param(on("meta"), id="none offloaded"),
+    ],
+)
+def test_norms_of_processes_are_summed_on_the_runs_device_whatever_each_holds(held: list[Parameter]) -> None:
+    across = Elsewhere()
+    assert clip_grad_norm(held, None, across=across, device=torch.device("meta")) == 5.0
+    assert across.devices == ["meta"]
+    clip_grad_norm(on("cpu"), None, across=across)  # control: without the run's device, where the gradient is
+    assert across.devices == ["meta", "cpu"]
+
+
 def test_no_gradients_have_norm_zero() -> None:
     assert clip_grad_norm([Parameter(torch.zeros(2))], 1.0) == 0.0
     assert non_finite([("empty", torch.zeros(0)), ("none", None)]) == []

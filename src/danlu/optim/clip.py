@@ -32,19 +32,22 @@ def clip_grad_norm(
     *,
     across: Across | None = None,
     shares: Mapping[Any, float] | None = None,
+    device: torch.device | None = None,
 ) -> float:
     """Multiplies all gradients by `scale`, then by what brings their global 2-norm down to `max_norm`, in one pass.
 
     Args: `scale` is usually 1 / (global weight x loss scale); `max_norm` None only scales. Parameters without a
     gradient are skipped; gradients of rows must be `sparse.compact`. `across`: the processes among which parameters are
     dealt out; `shares`: what of a parameter's square counts on this one, where several hold the same part of it.
+    `device`: of the run, where gradients of several devices are added up and the processes' sums too; by default that
+    of the first gradient. Every process gives the same kind, or they would wait in collectives of two backends.
     Returns the norm after scaling and before clipping. If it is not finite, no gradient has been touched: the step must
     be left out. `non_finite` tells whose it is; none when single squares overflowed float32 (elements above 1e19).
     """
     holders = [one for one in parameters if one.grad is not None]
     grads = [numbers(one.grad) for one in holders if one.grad is not None]
     counted = [1.0 if shares is None else shares[one] for one in holders]
-    norm = abs(scale) * _global_norm(grads, counted, across)
+    norm = abs(scale) * _global_norm(grads, counted, across, device)
     if not math.isfinite(norm):
         return norm
     factor = scale if max_norm is None or norm <= max_norm else scale * (max_norm / norm)
@@ -67,20 +70,28 @@ def non_finite(named_gradients: Iterable[tuple[str, Tensor | None]]) -> list[str
     return names
 
 
-def _global_norm(grads: list[Tensor], shares: list[float], across: Across | None) -> float:
-    """Squares in float32 within a piece, in float64 across pieces and processes, always in the same order."""
-    # CUDA sums by trees, which is accurate at any size.
-    cut = [
-        (piece, share)
-        for grad, share in zip(grads, shares, strict=True)
-        for piece in pieces(grad, grad.numel() if grad.is_cuda else _PIECE_CPU)
-        if piece.numel()
-    ]
-    total = torch.zeros((), dtype=torch.float64)
-    if cut:
-        # One transfer at the end: reading each norm would make CUDA wait for each.
-        squares = torch.stack([torch.linalg.vector_norm(piece).double() for piece, _ in cut]).square_()
-        if any(share != 1.0 for _, share in cut):
-            squares *= torch.tensor([share for _, share in cut], dtype=torch.float64, device=squares.device)
-        total = squares.sum()
+def _global_norm(
+    grads: list[Tensor], shares: list[float], across: Across | None, device: torch.device | None
+) -> float:
+    """Squares in float32 within a piece, in float64 across pieces, devices and processes, always in the same order."""
+    by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
+    for grad, share in zip(grads, shares, strict=True):
+        # CUDA sums by trees, which is accurate at any size.
+        for piece in pieces(grad, grad.numel() if grad.is_cuda else _PIECE_CPU):
+            if piece.numel():
+                by_device.setdefault(piece.device, []).append((piece, share))
+    if device is None:
+        device = next(iter(by_device), torch.device("cpu"))
+    sums = [_sum_of_squares(cut).to(device) for cut in by_device.values()]
+    # A process that holds no element has its zero where the others have their sums.
+    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
     return math.sqrt((total if across is None else across.sum(total)).item())
+
+
+def _sum_of_squares(cut: list[tuple[Tensor, float]]) -> Tensor:
+    """Of pieces of one device, each times its share; float64, there."""
+    # One transfer at the end: reading each norm would make CUDA wait for each.
+    squares = torch.stack([torch.linalg.vector_norm(piece).double() for piece, _ in cut]).square_()
+    if any(share != 1.0 for _, share in cut):
+        squares *= torch.tensor([share for _, share in cut], dtype=torch.float64, device=squares.device)
+    return squares.sum()

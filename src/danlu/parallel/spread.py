@@ -69,10 +69,11 @@ class Spread:
             return
         for one in self.held.values():
             one.take_gradient()
-        by_group: dict[int, tuple[Group, list[Tensor]]] = {}
+        # Shards that are offloaded have theirs on the host, and what is not sharded has them on the device.
+        by_group: dict[tuple[int, torch.device], tuple[Group, list[Tensor]]] = {}
         for group, name in self.sums:
             if (grad := self.held[name].local.grad) is not None:
-                by_group.setdefault(id(group), (group, []))[1].append(grad)
+                by_group.setdefault((id(group), grad.device), (group, []))[1].append(grad)
         for group, grads in by_group.values():
             _sum_together(group, grads)
 

@@ -290,6 +290,7 @@ def accumulate(
         scale=1 / (weight * loss_scale),
         across=None if spread.alone else spread.ranks.world,
         shares=None if spread.alone else spread.shares(),
+        device=compute.device,
     )
     return Gradients(
         loss=total / weight,

@@ -1,0 +1,43 @@
+"""What is summed together after the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from danlu.parallel.comm import Group
+from danlu.parallel.held import Held
+from danlu.parallel.layout import Layout
+from danlu.parallel.ranks import Ranks
+from danlu.parallel.spread import Spread
+from danlu.types import Piece
+
+
+@dataclass(frozen=True)
+class Doubling(Group):
+    """A group of two that have the same gradients."""
+
+    sums: list[tuple[str, int]] = field(default_factory=list)
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.sums.append((x.device.type, x.numel()))
+        return x.mul_(2)
+
+
+def held(name: str, size: int, device: str) -> Held:
+    parameter = Parameter(torch.zeros(size, device=device))
+    parameter.grad = torch.ones(size, device=device)
+    return Held(name, parameter, parameter, Piece.all_of((size,)))
+
+
+def test_gradients_of_offloaded_shards_and_of_whole_parameters_are_summed_apart() -> None:
+    # The meta device stands for a GPU. One collective for each device, in the same order on every process.
+    every = {one.name: one for one in (held("a", 3, "cpu"), held("norm", 5, "meta"), held("b", 4, "cpu"))}
+    group = Doubling("tensor", (0, 1))
+    spread = Spread(Ranks(Layout(tensor=2)), every, tuple((group, name) for name in every))
+    spread.finish()
+    assert group.sums == [("cpu", 7), ("meta", 5)]
+    assert [every[name].local.grad.tolist() for name in ("a", "b")] == [[2.0] * 3, [2.0] * 4]  # type: ignore[union-attr]
