@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from danlu.errors import RecipeError
 from danlu.parallel import joining
 from danlu.parallel.endings import is_consequence
+from danlu.parallel.joining import agree_on_devices, device_of
+from danlu.parallel.world import World
 
 
 class Gone:
@@ -49,3 +53,64 @@ def test_nobody_waits_for_one_that_has_told_of_an_error(member: Any) -> None:
     with pytest.raises(ConnectionError, match="another process has failed") as caught:
         joining.assemble("data")
     assert is_consequence(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "devices", "taken"),
+    [
+        (0, 0, 1, 0),
+        (5, 5, 8, 5),
+        (13, 5, 8, 5),
+        (3, 3, 1, 0),  # srun --gpus-per-task=1: each task sees a device of its own, as number 0
+        (11, 3, 1, 0),
+        (6, None, 4, 2),  # nobody said: by the rank
+        (6, None, 1, 0),
+        (1, 1, 2, 1),
+        (4, 4, 4, None),  # one process more than devices
+        (7, 7, 2, None),
+        (0, 0, 0, None),
+        (3, None, 0, None),
+    ],
+)
+def test_which_device_a_process_takes(rank: int, local_rank: int | None, devices: int, taken: int | None) -> None:
+    if taken is not None:
+        assert device_of(rank, local_rank, devices) == taken
+        return
+    with pytest.raises(RecipeError, match=f"of this machine finds only {devices} CUDA devices"):
+        device_of(rank, local_rank, devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (["GPU-a", "GPU-b", "GPU-c"], None),
+        (["GPU-a", "GPU-b", "GPU-a"], "ranks 0 and 2 have all taken GPU-a"),
+        (["GPU-a"] * 3, "ranks 0-2 have all taken GPU-a"),
+        (["GPU-a", "GPU-b", None], "rank 2: device: cuda, and process number 2 of this machine finds only 2 CUDA dev"),
+    ],
+)
+def test_every_process_is_told_who_has_no_device_of_its_own(devices: list[str | None], said: str | None) -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    errors: dict[int, RecipeError | None] = {}
+
+    def take(rank: int, device: str | None) -> None:
+        found: str | RecipeError | None = device
+        try:
+            try:
+                found = device or str(device_of(rank, rank, 2))
+            except RecipeError as error:
+                found = error
+            agree_on_devices(World(rank, len(devices), rank, "here", 1, "a test"), store, found)
+            errors[rank] = None
+        except RecipeError as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=take, args=pair) for pair in enumerate(devices)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == len(devices)
+    for error in errors.values():
+        assert error is None if said is None else said in str(error) and "device: cpu" in str(error)

@@ -6,6 +6,7 @@ ordinary way. Whoever has joined ends by os._exit, as `danlu train` does.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ from danlu.errors import RecipeError, ResourceError, TrainingError
 from danlu.parallel import endings
 from danlu.parallel.hangs import RECORDS, WHERE, Watch
 from danlu.parallel.meeting import meet
-from danlu.parallel.world import World, found
+from danlu.parallel.world import World, found, named
 
 __all__ = ["LAUNCHER", "WHERE", "Joined", "assemble", "first_to_tell", "join", "leave", "told"]
 
@@ -61,7 +62,8 @@ _membership: _Membership | None = None
 def join(device: str, timeout_s: float, say: Callable[[str], None] | None = None) -> Joined:
     """Joins the processes that the environment tells of, and watches over their collectives; alone, does nothing.
 
-    device: cpu, cuda, or auto for cuda where there is one; a process takes the CUDA device of its local rank.
+    device: cpu, cuda, or auto for cuda where there is one; a process takes the CUDA device of its local rank, or
+    the only one that it sees.
     timeout_s: after which a collective has failed. `say` tells the user of one that is about to, in rank 0, and of
     processes that do not come.
     Raises RecipeError for more processes than devices, ResourceError if the others cannot be reached.
@@ -73,12 +75,21 @@ def join(device: str, timeout_s: float, say: Callable[[str], None] | None = None
     if world is None:
         return Joined()
     on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    local = _take_device(world) if on_cuda else world.local_rank or 0
+    local = world.local_rank or 0
+    taken: str | RecipeError | None = None
+    if on_cuda:
+        try:
+            local = _take_device(world)
+            taken = f"CUDA device {torch.cuda.get_device_properties(local).uuid}"
+        except RecipeError as error:
+            taken = error
     os.environ.update(world.variables())
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDS))
     launcher = None if LAUNCHER not in os.environ else int(os.environ[LAUNCHER])
     say = say or _say_stderr
     store = meet(world, max(timeout_s, _LEAST_FOR_MEETING_S), say, lambda: _require_launcher(launcher))
+    if taken is not None:
+        agree_on_devices(world, store, taken)
     _connect(world, "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store, timeout_s)
     watch = Watch(
         PrefixStore("watch", store.clone()),
@@ -149,15 +160,57 @@ def first_to_tell() -> bool:
 
 def _take_device(world: World) -> int:
     """Takes the CUDA device of a process. Raises RecipeError if there is none for it."""
-    devices = torch.cuda.device_count()
-    local = world.rank % devices if world.local_rank is None else world.local_rank
-    if local >= devices:
-        raise RecipeError(
-            f"device: cuda, and process number {local} of this machine finds only {devices} CUDA devices. "
-            f"Start {devices} processes on it, or use device: cpu"
-        )
-    torch.cuda.set_device(local)
-    return local
+    number = device_of(world.rank, world.local_rank, torch.cuda.device_count())
+    torch.cuda.set_device(number)
+    torch.cuda.init()  # or torch's meshes would set the device of LOCAL_RANK, which may not be visible
+    return number
+
+
+def device_of(rank: int, local_rank: int | None, devices: int) -> int:
+    """The number of the CUDA device that a process takes, of as many as it sees.
+
+    That of its local rank; where each process sees one device alone, as with SLURM's --gpus-per-task=1, that one.
+    Raises RecipeError if there is none for it.
+    """
+    local = rank % max(1, devices) if local_rank is None else local_rank
+    if local < devices:
+        return local
+    if devices == 1:  # its own, or the only one of the machine: `agree_on_devices` tells them apart
+        return 0
+    raise RecipeError(
+        f"device: cuda, and process number {local} of this machine finds only {devices} CUDA devices. "
+        f"Start {max(1, devices)} processes on it, or use device: cpu"
+    )
+
+
+def agree_on_devices(world: World, store: Any, device: str | RecipeError) -> None:
+    """Returns where each process has a CUDA device of its own; NCCL refuses one that two have taken.
+
+    Every process calls it, and all raise the same: an error of some alone might not be told.
+    device: what identifies this one's, the same in all processes that see it (its UUID); or why it has none.
+    Raises RecipeError.
+    """
+    missing = isinstance(device, RecipeError)
+    store.set(f"device/{world.rank}", json.dumps([missing, str(device)]))
+    if world.rank == 0:
+        taken: dict[str, list[int]] = {}
+        problems: list[str] = []
+        for rank in range(world.size):
+            none, said = json.loads(store.get(f"device/{rank}"))
+            if none:
+                problems.append(f"{named([rank])}: {said}")
+            else:
+                taken.setdefault(said, []).append(rank)
+        for each, ranks in taken.items():
+            if len(ranks) > 1:
+                problems.append(
+                    f"device: cuda, and {named(ranks)} have all taken {each}: each process needs one of its own. Start "
+                    "as many processes on a machine as it has devices (under SLURM with --gpus-per-task=1), or use "
+                    "device: cpu"
+                )
+        store.set("devices", json.dumps(problems))
+    if said_by_first := json.loads(store.get("devices")):
+        raise RecipeError(said_by_first)
 
 
 def _require_launcher(launcher: int | None) -> None:
