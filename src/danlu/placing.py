@@ -144,7 +144,7 @@ class Parts:
                 section,
                 gathered=None if adapters is not None or recipe.precision == "fp32" else DTYPES[recipe.precision],
                 whole=self.whole,
-                offload="parameters" in recipe.memory.offload and device.type == "cuda",
+                offload=shards_on_host(recipe, device),
             )
 
     def arrived(self, name: str) -> None:
@@ -159,6 +159,11 @@ class Parts:
             self.sharder.layer(f"layers.{name}", self.model.layers[name])
 
 
+def shards_on_host(recipe: Recipe, device: torch.device) -> bool:
+    """Whether shards of parameters wait in the host's memory, which on a CPU is where they are anyway."""
+    return "parameters" in recipe.memory.offload and device.type != "cpu"
+
+
 def layer_by_layer(recipe: Recipe, ranks: Ranks) -> bool:
     """Whether a frozen base can be cut and sharded while it is read, so that no process ever holds all of it.
 
@@ -171,14 +176,14 @@ def layer_by_layer(recipe: Recipe, ranks: Ranks) -> bool:
 
 def check_placing(recipe: Recipe, ranks: Ranks, device: torch.device) -> None:
     """Raises RecipeError for what no model can be placed with, before one is loaded."""
-    section, memory = recipe.parallel, recipe.memory
+    section = recipe.parallel
     if recipe.optimizer.kind == "galore" and not ranks.alone:
         raise RecipeError(
             "optimizer.kind: galore projects a gradient as soon as it is there, before other processes have added "
             "theirs. Use adamw or adamw8bit, or one process"
         )
     sharded = section.shard != "none" and ranks.data.size > 1
-    if "parameters" in memory.offload and device.type == "cuda" and not sharded:
+    if shards_on_host(recipe, device) and not sharded:
         raise RecipeError(
             "memory.offload: parameters leave a GPU as shards, which takes parallel.shard: zero3 (or zero1, zero2) and "
             "two processes or more. On one GPU offload optimizer and activations"
@@ -213,7 +218,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
                 parts.shard_layer(name)
         parts.sharder.rest(list(model.layers.values()))
     if empty:
-        model.to_empty(device=device)
+        data.to_empty(model, device, offload=parts.sharder is not None and shards_on_host(recipe, device))
     if adapters is not None:
         adapters.follow()
     held = {} if ranks.alone else held_of(model, ranks, cuts.pieces)

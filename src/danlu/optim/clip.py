@@ -70,9 +70,7 @@ def non_finite(named_gradients: Iterable[tuple[str, Tensor | None]]) -> list[str
     return names
 
 
-def _global_norm(
-    grads: list[Tensor], shares: list[float], across: Across | None, device: torch.device | None
-) -> float:
+def _global_norm(grads: list[Tensor], shares: list[float], across: Across | None, device: torch.device | None) -> float:
     """Squares in float32 within a piece, in float64 across pieces, devices and processes, always in the same order."""
     by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
     for grad, share in zip(grads, shares, strict=True):

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from danlu.numerics.product import PackedWeight
@@ -110,6 +111,21 @@ def accumulation(model: nn.Module, section: Parallel) -> Begin:
         return nullcontext()
 
     return begin
+
+
+def to_empty(model: nn.Module, device: torch.device, *, offload: bool) -> None:
+    """Gives a model of shapes memory, without values: on `device`, but shards that are offloaded on the host.
+
+    FSDP2 refuses offloaded shards on a GPU; what it does not manage (weights of norms, what layers share) is used where
+    it lies, and stays on the device.
+    """
+
+    def empty(tensor: Tensor) -> Tensor:
+        on_host = offload and isinstance(tensor, DTensor)
+        return torch.empty_like(tensor, device=torch.device("cpu") if on_host else device)
+
+    # As `Module.to_empty` does. FSDP2 pins what lies on the host within it, so local tensors are what they stay.
+    model._apply(empty)
 
 
 def drop_gathered(model: nn.Module) -> None:
