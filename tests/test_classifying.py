@@ -19,6 +19,7 @@ from danlu import recipe as recipes
 from danlu.classifying import Classifying
 from danlu.errors import RecipeError, TrainingError
 from danlu.models import lenet
+from danlu.numerics.difference import worst_relative_error
 from danlu.parallel.ranks import Ranks
 from danlu.train.checkpoint import read_group
 
@@ -54,10 +55,7 @@ def whole(parts: list[Mapping[str, object]]) -> dict[str, Tensor]:
 
 def differs(seen: list[Seen], one: Seen, step: int) -> float:
     """The worst relative difference of a gradient; infinite where one is missing."""
-    ours, theirs = whole([each.gradients[step] for each in seen]), whole([one.gradients[step]])
-    if ours.keys() != theirs.keys():
-        return float("inf")
-    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+    return worst_relative_error(whole([each.gradients[step] for each in seen]), whole([one.gradients[step]]))
 
 
 # -- many processes ---------------------------------------------------------------------------------------------------

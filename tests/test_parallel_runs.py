@@ -16,6 +16,8 @@ from made.tiny_world import World
 from safetensors.torch import load_file
 from torch import Tensor
 
+from danlu.numerics.difference import worst_relative_error
+
 STEPS, STOP = 12, 7
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -57,7 +59,7 @@ def lines(folder: Path) -> list[Mapping[str, Any]]:
 
 def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     assert found.keys() == wanted.keys()
-    return max(float((found[name] - one).norm() / one.norm().clamp_min(1e-20)) for name, one in wanted.items())
+    return worst_relative_error(found, wanted)
 
 
 @pytest.fixture(scope="module")

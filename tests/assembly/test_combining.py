@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from danlu.adapters.combine import Combination
 from danlu.adapters.description import CONFIG, DANLU, WEIGHTS
-from danlu.assembly.combining import combine
+from danlu.assembly.combining import Combined, combine
 from danlu.assembly.merging import merge
 from danlu.errors import ModelError, ResourceError
 from danlu.models.loading import load
@@ -80,6 +80,12 @@ def test_linear_is_pefts(base: Path, tmp_path: Path, three: list[Path]) -> None:
     assert report.worst[1] >= report.mean > 0.1  # it is not the sum of the changes, and says so
     wrong = pefts(base, three[::-1], combination_type="linear")
     assert not torch.allclose(found["model.layers.0.self_attn.q_proj"][0], wrong["model.layers.0.self_attn.q_proj"][0])
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_module_that_is_not_finite_is_the_worst(place: int) -> None:
+    errors = {f"m{number}": 0.1 * (number + 1) for number in range(3)} | {f"m{place}": float("nan")}
+    assert Combined((), errors).worst[0] == f"m{place}"
 
 
 def test_cat_is_pefts_and_exact(base: Path, tmp_path: Path, three: list[Path]) -> None:

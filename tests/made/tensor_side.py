@@ -24,6 +24,7 @@ from danlu.models.decoder import Decoder, Linear
 from danlu.models.families import read_config_values
 from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build, skeleton
+from danlu.numerics.difference import relative_error
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
@@ -159,13 +160,6 @@ def head_loss(model: Decoder, hidden: Tensor, targets: Tensor, case: Case) -> Cr
     )
 
 
-def relative(got: Tensor, want: Tensor, of: Tensor) -> float:
-    """The 2-norm of a difference over that of the whole."""
-    if got.shape != want.shape:
-        return float("inf")
-    return float((got.double() - want.double()).norm() / of.double().norm().clamp(min=1e-30))
-
-
 def errors(case: Case, group: Group, against: Case | None = None) -> dict[str, float]:
     """The relative error of hidden states, sums and each gradient of the cut model, by name.
 
@@ -181,13 +175,11 @@ def errors(case: Case, group: Group, against: Case | None = None) -> dict[str, f
     sum_partial(got.gradients, cuts)
     missing = want.gradients.keys() ^ got.gradients.keys()
     assert not missing, f"gradients on one side alone: {sorted(missing)}"
-    found = {"hidden": relative(got.hidden, want.hidden, want.hidden)}
-    found |= {
-        name: relative(got.sums[n], want.sums[n], want.sums[n]) for n, name in enumerate(("total", "nll", "correct"))
-    }
+    found = {"hidden": relative_error(got.hidden, want.hidden)}
+    found |= {name: relative_error(got.sums[n], want.sums[n]) for n, name in enumerate(("total", "nll", "correct"))}
     for name, gradient in got.gradients.items():
         whole = want.gradients[name]
-        found[name] = relative(gradient, cuts.pieces[name].of(whole), whole)
+        found[name] = relative_error(gradient, cuts.pieces[name].of(whole), whole)
     return found
 
 
@@ -289,7 +281,7 @@ def narrow_types(case: Case) -> dict[str, tuple[float, float]]:
     exact, whole = run_pass(side(wide), wide), run_pass(side(case), replace(case, sequence=False))
     cut_errors = errors(case, world(), against=wide)
     return {
-        name: (cut_errors[name], relative(gradient, exact.gradients[name], exact.gradients[name]))
+        name: (cut_errors[name], relative_error(gradient, exact.gradients[name]))
         for name, gradient in whole.gradients.items()
     }
 
@@ -357,7 +349,7 @@ def shapes_first(case: Case) -> dict[str, Any]:
             parameter.copy_(cuts.pieces[name].of(values[name]))
     one = Side(model, None, Noise(0))
     got, want = run_pass(one, case), run_pass(whole, case)
-    return {"shapes": before, "pieces": cuts.pieces, "error": relative(got.hidden, want.hidden, want.hidden)}
+    return {"shapes": before, "pieces": cuts.pieces, "error": relative_error(got.hidden, want.hidden)}
 
 
 def sampled(case: Case) -> dict[str, Any]:
@@ -442,13 +434,12 @@ def vocabulary_loss(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, flo
         got.total.backward()
         assert one.grad is not None and part.grad is not None
         errors_of = {
-            name: relative(getattr(got, name), getattr(want, name), getattr(want, name))
-            for name in ("total", "nll", "correct")
+            name: relative_error(getattr(got, name), getattr(want, name)) for name in ("total", "nll", "correct")
         }
-        errors_of["hidden"] = relative(group.sum(part.grad), one.grad, one.grad)
+        errors_of["hidden"] = relative_error(group.sum(part.grad), one.grad)
         if not frozen:
             assert table.grad is not None and rows.grad is not None
-            errors_of["head"] = relative(rows.grad, table.grad[first:end], table.grad)
+            errors_of["head"] = relative_error(rows.grad, table.grad[first:end], table.grad)
         found.append(errors_of)
     return found
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.errors import CheckpointError, ModelError
+from danlu.numerics.difference import worst_absolute_error
 from danlu.optim.build import Optimizers, build
 from danlu.recipe.sections import SGD, Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, PagedAdamW
 
@@ -136,7 +137,7 @@ def by_formula(section: Optimizer, steps: int, decay_everything: bool = False) -
 
 
 def largest_difference(parameters: dict[str, Parameter], weights: dict[str, Tensor]) -> float:
-    return max((parameters[name].detach().double() - weights[name]).abs().max().item() for name in weights)
+    return worst_absolute_error({name: parameter.detach() for name, parameter in parameters.items()}, weights)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)

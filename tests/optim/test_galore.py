@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.errors import ModelError, RecipeError
+from danlu.numerics.difference import worst_absolute_error
 from danlu.optim.build import Optimizers, build
 from danlu.optim.clip import clip_grad_norm
 from danlu.optim.galore import GaLore
@@ -99,7 +100,7 @@ def by_the_paper(steps: Steps, section: sections.GaLore = SECTION, clip: float =
 
 
 def largest_difference(parameters: dict[str, Parameter], weights: dict[str, Tensor]) -> float:
-    return max((parameters[name].detach().double() - weights[name]).abs().max().item() for name in SHAPES)
+    return worst_absolute_error({name: parameters[name].detach() for name in SHAPES}, weights)
 
 
 def test_training_equals_the_paper_in_float64() -> None:

@@ -15,6 +15,7 @@ from made.placed import recipe_file, see
 from made.tiny_world import World
 from torch import Tensor
 
+from danlu.numerics.difference import relative_error
 from danlu.verify.observing import Seen, whole
 
 PACKS, MICRO = 5, 2  # of a step: no number of processes divides them, and some have a micro-batch more than others
@@ -109,10 +110,7 @@ def rest(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest relative distance of a tensor, and which it is."""
     assert found.keys() == wanted.keys()
-    errors = {
-        name: float((found[name].double() - value.double()).norm() / value.double().norm().clamp_min(1e-30))
-        for name, value in wanted.items()
-    }
+    errors = {name: relative_error(found[name], value) for name, value in wanted.items()}  # none is NaN
     worst = max(errors, key=lambda name: errors[name])
     return errors[worst], worst
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from danlu.errors import RecipeError
 from danlu.memory import planning
 from danlu.models.families import read_config_values
+from danlu.numerics.difference import worst_relative_error
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, load
@@ -69,20 +70,16 @@ def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping
     return {name: (one[alone], [found[two] for found in many]) for name, (alone, two) in files.items()}
 
 
-def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """The largest relative distance of a tensor."""
-    assert found.keys() == wanted.keys()
-    return max(float((found[name] - one).norm() / one.norm().clamp_min(1e-20)) for name, one in wanted.items())
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_that_saves_memory_is_one_process(seen: Mapping[str, tuple[Seen, list[Seen]]], name: str) -> None:
     one, many = seen[name]
     for step, wanted in enumerate(one.steps):
-        assert worst(whole([each.steps[step].gradients for each in many]), whole([wanted.gradients])) < 1e-6
-        assert worst(whole([each.steps[step].weights for each in many]), whole([wanted.weights])) < 1e-6
+        found = [each.steps[step] for each in many]
+        for parts in ("gradients", "weights"):
+            ours, theirs = whole([getattr(each, parts) for each in found]), whole([getattr(wanted, parts)])
+            assert worst_relative_error(ours, theirs) < 1e-6
     first, second = (whole([one.steps[step].gradients]) for step in (0, 1))
-    assert worst(first, second) > 1e-3, "negative control: the second step is another one"
+    assert worst_relative_error(first, second) > 1e-3, "negative control: the second step is another one"
 
 
 def planned(world: World, folder: Path, **changes: Any) -> Recipe:

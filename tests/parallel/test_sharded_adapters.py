@@ -10,8 +10,8 @@ import pytest
 from made.group import run_group
 from made.placed import matrices_left, recipe_file, see, see_without_sums
 from made.tiny_world import World
-from torch import Tensor
 
+from danlu.numerics.difference import worst_relative_error
 from danlu.verify.observing import Seen, whole
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -60,20 +60,16 @@ def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping
     return found | {(name, 0): [one[file]] for name, file in files.items()}
 
 
-def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """The largest relative distance of a tensor."""
-    assert found.keys() == wanted.keys()
-    return max(float((found[name] - one).norm() / one.norm().clamp_min(1e-20)) for name, one in wanted.items())
-
-
 @pytest.mark.parametrize(("name", "tensor"), CASES)
 def test_a_sharded_adapter_learns_as_on_one_process(
     seen: Mapping[tuple[str, int], list[Seen]], name: str, tensor: int
 ) -> None:
     (one,), many = seen[name, 0], seen[name, tensor]
     for step, wanted in enumerate(one.steps):
-        assert worst(whole([each.steps[step].gradients for each in many]), dict(whole([wanted.gradients]))) < 1e-6
-        assert worst(whole([each.steps[step].weights for each in many]), dict(whole([wanted.weights]))) < 1e-6
+        found = [each.steps[step] for each in many]
+        for parts in ("gradients", "weights"):
+            ours, theirs = whole([getattr(each, parts) for each in found]), whole([getattr(wanted, parts)])
+            assert worst_relative_error(ours, theirs) < 1e-6
         assert [each.steps[step].norm for each in many] == pytest.approx([wanted.norm] * len(many), rel=1e-6)
 
 

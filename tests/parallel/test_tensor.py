@@ -11,6 +11,7 @@ from made import tensor_side
 from made.group import run_group
 from made.tensor_side import Case
 
+from danlu.numerics.difference import worst_error
 from danlu.recipe import sections
 
 Errors = dict[str, dict[str, float]]
@@ -153,7 +154,8 @@ def together(size: int, runs: dict[str, dict[str, Case]]) -> Callable[[str], Err
     flat = {f"{run}: {name}": one for run, cases in runs.items() for name, one in cases.items()}
     by_rank: list[Errors] = run_group(tensor_side.each, size, tensor_side.compare, flat)
     worst = {
-        key: {name: max(errors[key][name] for errors in by_rank) for name in by_rank[0][key]} for key in by_rank[0]
+        key: {name: worst_error(errors[key][name] for errors in by_rank) for name in by_rank[0][key]}
+        for key in by_rank[0]
     }
     return lambda run: {name: worst[f"{run}: {name}"] for name in runs[run]}
 

@@ -170,6 +170,53 @@ def test_copies_that_are_not_finite_alike_do_not_differ() -> None:
     assert first is not None and first.ranks is None and first.error == float("inf")
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("what", ["gradients", "weights"])
+def test_a_number_that_is_not_finite_is_wrong_on_whichever_sides_it_is(name: str, what: str) -> None:
+    """On all sides too: a layout that is as broken as one process has proved nothing."""
+    for sides in ((True, False, False), (False, True, True), (True, True, True)):
+        found = observed()
+        for broken, side in zip(sides, (found.many, [found.one], [found.stirred]), strict=True):
+            for one in side if broken else []:
+                if name in (parts := getattr(one.steps[0], what)):
+                    parts[name][1].view(-1)[-1] = NAN
+        comparison = compare(found, 1e-6, turns=1e-2)
+        assert (f"{what} of step 1", name) in wrong(comparison)
+        assert not all(check.holds for check in comparison.checks())
+
+
+@pytest.mark.parametrize("number", ["loss", "norm", "clipped"])
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_a_number_that_is_not_finite_on_all_sides_is_wrong(number: str, bad: float) -> None:
+    found = observed()
+    for one in (*found.many, found.one, found.stirred):
+        setattr(one.steps[0], number, bad)
+    stage = {"loss": "loss", "norm": "norm", "clipped": "clipped norm"}[number]
+    assert (f"{stage} of step 1", None) in wrong(compare(found, 1e-6))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("what", ["gradients", "weights", "loss"])
+def test_rounding_that_is_not_finite_allows_nothing(name: str, what: str) -> None:
+    """Of the second run by one process: it neither hides a mistake nor makes one of what is right."""
+    found = observed()
+    first = found.stirred.steps[0]
+    if what == "loss":
+        first.loss = NAN
+    else:
+        getattr(first, what)[name][1].view(-1)[0] = NAN
+    assert wrong(compare(found, 1e-6)) == []
+    for one in found.many:
+        for parts in (one.steps[0].weights, one.steps[1].gradients):
+            if name in parts:
+                parts[name][1].mul_(1.01)
+    assert wrong(compare(found, 1e-6))[0] == ("weights of step 1", name)
+    assert ("gradients of step 2", name) in wrong(compare(found, 1e-6))
+
+
 def test_as_much_as_rounding_does_is_allowed() -> None:
     found = observed()
     for parts, share in ((found.stirred.steps[0].gradients, 1e-4), (found.many[0].steps[0].gradients, 4e-4)):

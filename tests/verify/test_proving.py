@@ -11,6 +11,7 @@ from made.digits import digits_folder
 from made.tiny_world import CONFIG, tiny_world
 
 from danlu.errors import RecipeError, TrainingError
+from danlu.numerics.difference import worst_error
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load, sections
 from danlu.verify.faults import FAULTS
@@ -55,7 +56,7 @@ def test_a_right_layout_is_the_same(
     assert found.finding is None and all(check.holds for check in found.checks)
     assert found.layout == layout
     errors = {check.what: check.error for check in found.checks}
-    assert max(errors["loss"], errors["evaluation"]) < 1e-6 and errors["gradients"] < 5e-6
+    assert worst_error([errors["loss"], errors["evaluation"]]) < 1e-6 and errors["gradients"] < 5e-6
     assert errors["first weights"] == errors["saved weights, loaded"] == 0
     assert rows and all(row.agrees for row in rows)
 

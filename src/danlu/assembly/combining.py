@@ -47,7 +47,8 @@ class Combined:
 
     @property
     def worst(self) -> tuple[str, float]:
-        return max(self.errors.items(), key=lambda one: one[1], default=("", 0.0))
+        # What is not finite comes first, as `max` alone would pass over a NaN.
+        return max(self.errors.items(), key=lambda one: (not math.isfinite(one[1]), one[1]), default=("", 0.0))
 
 
 @torch.no_grad()

@@ -25,12 +25,16 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        return self.error <= self.allowed and not self.copies_differ
+        return math.isfinite(self.error) and self.error <= self.allowed and not self.copies_differ
 
     @property
     def said(self) -> str:
         """The error; where that alone would do, what is wrong."""
-        return "copies differ" if self.copies_differ and self.error <= self.allowed else shown(self.error)
+        return (
+            "copies differ"
+            if self.copies_differ and math.isfinite(self.error) and self.error <= self.allowed
+            else shown(self.error)
+        )
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from danlu.numerics.difference import relative_error, worst_error
 from danlu.recipe.sections import Optimizer
 from danlu.report.verification import EXACT, Check, Module
 from danlu.verify.observing import Parts, Seen, StepSeen, joined
@@ -48,7 +49,8 @@ class Compared:
 
     @property
     def holds(self) -> bool:
-        return self.ranks is None and self.error <= self.allowed
+        """Never of numbers that are not finite, whatever is allowed: nothing is known of their error."""
+        return self.ranks is None and math.isfinite(self.error) and self.error <= self.allowed
 
 
 @dataclass
@@ -144,7 +146,10 @@ def _compared(observed: Observed, rounding: _Rounding) -> Iterator[Compared]:
 
 
 class _Rounding:
-    """What is allowed, learnt from a run that differs by rounding alone; it grows from step to step."""
+    """What is allowed, learnt from a run that differs by rounding alone; it grows from step to step.
+
+    Numbers of that run that are not finite allow nothing: as errors they would allow everything from there on.
+    """
 
     def __init__(self, tolerance: float, turns: float) -> None:
         self.tolerance = tolerance
@@ -155,13 +160,13 @@ class _Rounding:
 
     def number(self, stirred: float, one: float) -> float:
         """For a number: the most that any number has been off until now."""
-        self._number = max(self._number, _relative(stirred, one))
+        self._number = max(self._number, *_finite([_relative(stirred, one)]))
         return max(self.tolerance, _TIMES * self._number, _TIMES * self._moved)
 
     def gradients(self, stirred: Mapping[str, Tensor], one: Mapping[str, Tensor], *, first: bool) -> dict[str, float]:
         """Relative, by parameter; later than the first step weights differ too, and any of them anywhere counts."""
-        errors = {name: _error(stirred[name], one[name]) for name in one}
-        worst = max((error for error in errors.values() if math.isfinite(error)), default=0.0)
+        errors = {name: relative_error(stirred[name], one[name]) for name in one}
+        worst = worst_error(_finite(errors.values()))
         return {
             name: max(self.tolerance, _TIMES * (error if first and math.isfinite(error) else max(worst, self._moved)))
             for name, error in errors.items()
@@ -170,11 +175,16 @@ class _Rounding:
     def weights(self, stirred: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> dict[str, float]:
         """Relative, by parameter. A gradient that is zero but for rounding moves one number of any tensor by one
         learning rate, so distances count, wherever they are."""
-        farthest = max(((stirred[name] - one[name]).norm().item() for name in one), default=0.0)
+        farthest = worst_error(_finite((stirred[name] - one[name]).norm().item() for name in one))
         lengths = {name: max(value.norm().item(), EXACT) for name, value in one.items()}
-        self._moved += max((self._turned / length for length in lengths.values()), default=0.0)
+        self._moved += worst_error(_finite(self._turned / length for length in lengths.values()))
         self._turns += self._turned
         return {name: self.tolerance + (_TIMES * farthest + self._turns) / length for name, length in lengths.items()}
+
+
+def _finite(errors: Iterable[float]) -> list[float]:
+    """Of what a second run by one process is off, what an allowance may be learnt from; 0 in any case."""
+    return [0.0, *filter(math.isfinite, errors)]
 
 
 def _step(
@@ -192,7 +202,7 @@ def _step(
     allowed = rounding.gradients(again, theirs, first=label == "step 1")
     for name, value in theirs.items():
         yield _tensor(f"gradients of {label}", "gradients", name, [s.gradients for s in many], value, allowed[name])
-    norm = max(rounding.number(stirred.norm, one.norm), max(allowed.values(), default=0.0))
+    norm = max([rounding.number(stirred.norm, one.norm), *allowed.values()])
     yield _number(f"norm of {label}", "gradient norm", [seen.norm for seen in many], one.norm, norm)
     yield _number(f"clipped norm of {label}", "clipped norm", [seen.clipped for seen in many], one.clipped, norm)
     theirs, again = joined([one.weights])[0], joined([stirred.weights])[0]
@@ -243,7 +253,9 @@ def _tensor(
     made, differing = joined(mine)
     # Two processes with one box must agree bit for bit: what they do with it from then on would drift apart.
     ranks = differing.get(name)
-    return Compared(stage, kind, name, _error(made[name], one), max(allowed, EXACT), made[name], one, before, ranks)
+    return Compared(
+        stage, kind, name, relative_error(made[name], one), max(allowed, EXACT), made[name], one, before, ranks
+    )
 
 
 def _number(stage: str, kind: str, many: Sequence[float], one: float, allowed: float) -> Compared:
@@ -263,11 +275,3 @@ def _relative(value: float, one: float) -> float:
     if not math.isfinite(value) or not math.isfinite(one):
         return math.inf
     return abs(value - one) / abs(one) if one else (0.0 if value == one else math.inf)
-
-
-def _error(value: Tensor, one: Tensor) -> float:
-    """Distance over length, in the 2-norm."""
-    distance, length = (value.double() - one.double()).norm().item(), one.double().norm().item()
-    if not math.isfinite(distance):
-        return math.inf
-    return distance / length if length else (0.0 if distance == 0 else math.inf)
