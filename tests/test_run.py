@@ -56,7 +56,7 @@ def test_the_run_folder_and_what_a_new_user_reads(
     assert danlu("train", tiny_world.recipe(output, **changes)) == 0
     out, said = capsys.readouterr()
     assert out == ""
-    lines = said.splitlines()
+    lines = [line for line in said.splitlines() if not line.startswith("precision: ")]  # said on some machines
     sampled = [line for line in metrics(output) if line.get("event") == "sample"]
     scores = [line for line in metrics(output) if "eval_loss" in line]
     first, last = metrics(output)[0], [line for line in metrics(output) if "loss" in line][-1]
@@ -134,6 +134,60 @@ def test_every_precision_trains_and_exports(tiny_world: World, tmp_path: Path, p
     assert {tensor.dtype for tensor in exported.values()} == {dtype}
     for name, parameter in load(output / "model").named_parameters():
         torch.testing.assert_close(parameter, saved[name].to(dtype).float(), rtol=0, atol=0)
+
+
+SPEEDS = {"fp32": 163e9, "bf16": 122e9, "fp16": 2e9}
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, **speeds: float) -> list[str | None]:
+    """Speeds that a machine seems to have; gives what was asked for."""
+    asked: list[str | None] = []
+    monkeypatch.setattr(run, "product_speeds", lambda device, also=None: asked.append(also) or SPEEDS | speeds)
+    return asked
+
+
+def test_precision_auto_is_measured_once_and_kept_in_the_run(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = measured(monkeypatch)
+    recipe = tiny_world.recipe(tmp_path / "run", precision="auto", steps=2)
+    assert danlu("train", recipe) == 0
+    said = capsys.readouterr().err
+    speeds = "matrix products of 163 GFLOP/s with fp32, 122 with bf16"
+    assert f"precision: auto takes fp32 on this machine: {speeds}" in said
+    assert "parameters on cpu, fp32; 2 steps" in said
+    assert "precision: fp32\n" in (tmp_path / "run" / "recipe.yaml").read_text()
+    assert asked[0] is None
+    # On a machine that would choose otherwise the run goes on as it began, and is the same run.
+    shutil.rmtree(tmp_path / "run" / "model")
+    asked = measured(monkeypatch, bf16=1e12)
+    assert danlu("train", recipe) == 0
+    said = capsys.readouterr().err
+    assert "precision: auto stays fp32, as when the run began" in said and "resuming" in said
+    assert "changed since then" not in said
+    assert "precision: fp32 is slower than bf16 on this machine" in said and asked == ["fp32"]
+    assert danlu("train", recipe, "precision=bf16") == 5
+    assert "precision: 'fp32' -> 'bf16'" in capsys.readouterr().err
+    # A branch of it does too; a new run there is measured.
+    branch = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert danlu("train", recipe, f"output={tmp_path / 'branch'}", "--resume", branch) == 0
+    assert "precision: auto stays fp32" in capsys.readouterr().err
+    assert danlu("train", recipe, f"output={tmp_path / 'new'}") == 0
+    assert "precision: bf16\n" in (tmp_path / "new" / "recipe.yaml").read_text()
+
+
+def test_a_precision_that_is_slower_here_is_told_before_training(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(monkeypatch)
+    for precision in ("bf16", "fp32"):
+        output = tmp_path / precision
+        assert danlu("train", tiny_world.recipe(output, tmp_path / "r.yaml", precision=precision, steps=2)) == 0
+        lines = capsys.readouterr().err.splitlines()
+        told = [line for line in lines if line.startswith("precision: bf16 is slower than fp32 on this machine")]
+        assert len(told) == (precision == "bf16")
+        if told:
+            assert lines.index(told[0]) < next(n for n, line in enumerate(lines) if line.startswith("step 1/2 "))
 
 
 @pytest.mark.parametrize(

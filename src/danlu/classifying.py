@@ -24,7 +24,7 @@ from danlu.parallel import data
 from danlu.parallel.held import held_of
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.spread import Spread
-from danlu.placing import DTYPES
+from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import LossOptions
 from danlu.tasks import LeastSeconds, Material

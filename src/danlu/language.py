@@ -33,10 +33,11 @@ from danlu.optim.build import Optimizers
 from danlu.parallel.layout import Sizes, problems
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.spread import Spread
-from danlu.placing import DTYPES, Placed, Subject, check_placing, learner, place, subject_of
+from danlu.placing import Placed, Subject, check_placing, learner, place, subject_of
 from danlu.plan import memory
 from danlu.plan.flops import Shape, training_flops
 from danlu.plan.gemm import measured_peak
+from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.recipe.rules import language_stage
 from danlu.rollout.generate import generate

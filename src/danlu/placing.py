@@ -38,13 +38,12 @@ from danlu.parallel.held import Held, held_of
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.spread import Spread
 from danlu.parallel.threads import NOTE, Replicas
+from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.train.checkpoint import read_group
 from danlu.train.memory_parts import Activations
 from danlu.train.step import Compute, Losses, ThreadedCompute
 from danlu.types import Pack, Sample
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

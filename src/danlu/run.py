@@ -35,6 +35,7 @@ from danlu.parallel.joining import assemble
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.placing import optimizer_of
+from danlu.plan.precision import fastest, in_gflops, product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
 from danlu.tasks import Material, PlacedModel, Task
 from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_state
@@ -58,6 +59,7 @@ from danlu.train.run_folder import (
     finished,
     refuse_strangers,
     result_names,
+    resumed_run,
     run_recipe,
     starting_point,
 )
@@ -133,7 +135,10 @@ def _train(
     device: torch.device,
     ranks: Ranks,
 ) -> Outcome:
-    recipe = loaded.recipe
+    if loaded.recipe.threads is not None:
+        torch.set_num_threads(loaded.recipe.threads)
+    # Before recipes are compared: the run's own holds what auto chose when it began.
+    recipe = ranks.world.from_first(lambda: _with_precision(loaded.recipe, folder, resume, device, say))
     start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, say))
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)
@@ -141,10 +146,10 @@ def _train(
         clear_summary(folder)
     if recipe.log.wandb is not None and (problem := wandb_problem()):
         raise RecipeError(problem)
-    if recipe.threads is not None:
-        torch.set_num_threads(recipe.threads)
     for note in loaded.notes:
         say(note)
+    if ranks.leads and (remark := slower(recipe.precision, product_speeds(device, also=recipe.precision))):
+        say(remark)
     ranks.world.from_first(lambda: _describe(folder, recipe, device, start, say))
     task = _task(recipe)
     task.check()
@@ -180,6 +185,20 @@ def _train(
     if ranks.leads:
         write_summary(run, exported[0], memory)
     return Outcome(folder, run.state.step, 0, exported)
+
+
+def _with_precision(recipe: Recipe, folder: Path, resume: str, device: torch.device, say: Say) -> Recipe:
+    """The recipe with `precision: auto` decided: as the run that is resumed had it, else by measuring."""
+    if recipe.precision != "auto":
+        return recipe
+    if (run := resumed_run(folder, resume)) is not None:
+        chosen = run_recipe(run).precision
+        say(f"precision: auto stays {chosen}, as when the run began")
+    else:
+        speeds = product_speeds(device)
+        chosen = fastest(speeds)
+        say(f"precision: auto takes {chosen} on this machine: {in_gflops(speeds, *speeds)}")
+    return recipe.model_copy(update={"precision": chosen})
 
 
 def _task(recipe: Recipe) -> Task:

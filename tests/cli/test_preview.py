@@ -84,6 +84,14 @@ def test_everything_is_printed(recipe: Any, capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_a_precision_that_is_still_to_be_measured_hinders_no_preview(
+    recipe: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert danlu("preview", recipe(HELLO), "precision=auto") == 0
+    assert "== 1 pack of 128 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_data_that_trains_nothing_is_shown_and_then_refused(
     recipe: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from danlu.errors import RecipeError, TrainingError
 from danlu.numerics.difference import worst_error
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load, sections
+from danlu.verify import proving
 from danlu.verify.faults import FAULTS
 from danlu.verify.proving import Options, pretend, prove
 
@@ -59,6 +60,17 @@ def test_a_right_layout_is_the_same(
     assert worst_error([errors["loss"], errors["evaluation"]]) < 1e-6 and errors["gradients"] < 5e-6
     assert errors["first weights"] == errors["saved weights, loaded"] == 0
     assert rows and all(row.agrees for row in rows)
+
+
+def test_precision_auto_is_decided_before_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving, "product_speeds", lambda device: {"fp32": 1e9, "bf16": 2e9})
+    auto = recipe(tmp_path, "parallel=zero2", "precision=auto")
+    found, _ = prove("recipe.yaml", auto, Options(steps=1, precision="recipe"))
+    assert found.finding is None
+    assert "precision: auto is bf16 on this machine" in found.about
+    assert "in bf16, which hides differences below 0.1" in found.about
+    _, about = proving._task(auto, Options(steps=1), tmp_path)
+    assert "float32 instead of auto, to tell mistakes from rounding (--precision recipe)" in about
 
 
 SHARDED, TENSOR = "parallel=zero2", "parallel={tensor: 2, sequence: true}"

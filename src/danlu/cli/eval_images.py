@@ -12,7 +12,7 @@ from danlu.errors import ModelError, RecipeError, ResourceError
 from danlu.models import lenet
 from danlu.models.folder import resolve_folder
 from danlu.parallel.spread import Spread
-from danlu.placing import DTYPES
+from danlu.plan.precision import DTYPES
 from danlu.recipe.sections import LossOptions, Source
 from danlu.train.evaluation import evaluate
 

@@ -58,6 +58,14 @@ def starting_point(folder: Path, recipe: Recipe, resume: str, say: Callable[[str
     return Start(latest.path, _harmless_changes(folder, recipe))
 
 
+def resumed_run(folder: Path, resume: str) -> Path | None:
+    """The run folder whose checkpoint `starting_point` would go on from; None where it starts afresh, or refuses."""
+    if resume not in ("auto", "never"):
+        checkpoint = Path(resume).expanduser().resolve()
+        return checkpoint.parent.parent if is_checkpoint_folder(checkpoint) else None
+    return None if CheckpointStore(folder / CHECKPOINTS).latest() is None else folder
+
+
 def _given_point(path: Path, folder: Path, recipe: Recipe, latest: CheckpointInfo | None) -> Start:
     """A checkpoint named by the user: of this folder, or of another that this one, still empty, branches off."""
     if not is_checkpoint_folder(path):

@@ -13,6 +13,7 @@ import torch
 from danlu.errors import RecipeError
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.sent import Row, table
+from danlu.plan.precision import fastest, product_speeds
 from danlu.recipe import Recipe
 from danlu.report.verification import Verification
 from danlu.verify import images, language
@@ -76,8 +77,8 @@ def pretend(recipe: Recipe, world: int, options: Options) -> tuple[Layout, list[
 
 def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[str, ...]]:
     about: list[str] = []
-    recipe = _comparable(recipe, options, about)
     recipe, layout = _layout(recipe, options, about)
+    recipe = _comparable(recipe, layout, options, about)
     if _in_blocks(recipe):
         about.append("8-bit optimizer state is resumed at the layout that saved it: its blocks cannot be cut otherwise")
     per_step = 2 * layout.data + 1  # so that data ranks have other numbers of items
@@ -115,7 +116,7 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     )
 
 
-def _comparable(recipe: Recipe, options: Options, about: list[str]) -> Recipe:
+def _comparable(recipe: Recipe, layout: Layout, options: Options, about: list[str]) -> Recipe:
     """The recipe in float32, uncompiled, unless it was asked for as it is."""
     changes: dict[str, object] = {"compile": False, "threads": None}
     if recipe.compile:
@@ -126,6 +127,9 @@ def _comparable(recipe: Recipe, options: Options, about: list[str]) -> Recipe:
         if recipe.precision != "fp32" or recipe.parallel.reduce != "fp32":
             about.append(f"float32 instead of {recipe.precision}, to tell mistakes from rounding (--precision recipe)")
     else:
+        if recipe.precision == "auto":
+            recipe = recipe.model_copy(update={"precision": fastest(product_speeds(_device(recipe, layout)))})
+            about.append(f"precision: auto is {recipe.precision} on this machine")
         about.append(f"in {recipe.precision}, which hides differences below {TOLERANCES[recipe.precision]:g}")
     return recipe.model_copy(update=changes)
 

@@ -20,9 +20,9 @@ from danlu.models.loading import build
 from danlu.models.saving import save
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.parallel.layout import Layout
-from danlu.placing import DTYPES
 from danlu.plan.flops import Shape
 from danlu.plan.memory import activation_bytes
+from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.verify.small_adapters import RANK, small_section, small_stack
 

@@ -43,9 +43,11 @@ class Recipe(Section):
     """Passes over the data; 1 when neither epochs nor steps is given."""
     steps: PositiveInt | None = None
     """Optimizer steps, instead of epochs."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "bf16"
     """Type of activations and matrix products. Trained weights and gradient sums are float32 in every case, and
-    so is optimizer state unless the optimizer says otherwise."""
+    so is optimizer state unless the optimizer says otherwise. auto measures at the start of a run which of fp32 and
+    bf16 multiplies faster on this machine (CPUs without AMX: fp32) and writes it into the run's recipe.yaml; a run that
+    is resumed keeps it."""
     parallel: Parallel = Parallel()
     """How the run is spread over processes: none (DDP), zero1, zero2, zero3, tensor, sequence."""
     memory: Memory = Memory()
