@@ -51,6 +51,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"danlu {__version__}\n"
 
 
+def test_python_m_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
+    for name in ("tokenize", "typer", "pathlib", "rich"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write({name!r})\n")
+    command = [sys.executable, "-m", "danlu", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": SRC})
+    assert done.returncode == 0 and "train" in done.stdout, done.stderr
+    assert not (tmp_path / "executed").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -68,3 +70,32 @@ def test_leaving_ends_processes_at_once() -> None:
         next(results)
         processes = list(workers._processes)
     assert [process.returncode for process in processes] == [-9], "killed, where waiting for the tasks would be 0"
+
+
+@dataclass(frozen=True)
+class Imports:
+    """A job that tells which file a module is imported from."""
+
+    def start(self) -> Callable[[str], str]:
+        return _imported_from
+
+
+def _imported_from(module: str) -> str:
+    return str(importlib.import_module(module).__file__)
+
+
+@pytest.mark.parametrize("in_front", ["", "{cwd}"])
+def test_files_of_the_working_directory_are_not_imported(
+    in_front: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python -c` and `python -m` put it into sys.path; tokenize.py is imported before anything else runs."""
+    for name in ("regex", "tokenize", "tiktoken", "only_here"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write({name!r})\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(in_front.format(cwd=tmp_path))
+    with Workers(Imports(), 1) as workers:
+        found = list(workers.map(["regex", "tokenize", "tiktoken"]))
+        with pytest.raises(UnexpectedError, match="No module named 'only_here'"):
+            list(workers.map(["only_here"]))
+    assert not (tmp_path / "executed").exists()
+    assert not any(str(tmp_path) in file for file in found)

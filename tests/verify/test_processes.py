@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from danlu.errors import DanluError, RecipeError, TrainingError
 from danlu.verify.processes import _failure
@@ -28,3 +33,20 @@ def test_any_other_error_is_told_with_its_process_and_place(tmp_path: Path) -> N
     error = _failure([failed(tmp_path, "one-0", None, "Traceback ...\nKeyError: 'x'")])
     assert isinstance(error, TrainingError)
     assert "process one-0" in str(error) and "KeyError: 'x'" in str(error)
+
+
+@pytest.mark.slow
+def test_files_of_the_working_directory_are_not_imported(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("signal", "selectors", "tokenize", "regex"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write({name!r})\n")
+    # A script that lies elsewhere, as the command does; and a new process: a fork server that runs would be used again.
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path; from danlu.verify.processes import _run\n"
+        "if __name__ == '__main__':\n    _run(Path('.'), [('one', 0)], 60)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=here, capture_output=True, text=True, env=os.environ)
+    assert "process one-0 of the verification failed" in done.stderr and "'task'" in done.stderr, "there is no task"
+    assert not (tmp_path / "executed").exists()

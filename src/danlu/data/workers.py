@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, islice
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -117,16 +118,29 @@ class Workers(Generic[Task, Result]):
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONPATH": os.pathsep.join(import_paths(self._job)),
             "TOKENIZERS_PARALLELISM": "false",  # the processes are the parallelism
             "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # it would advise to install torch
         }
         pipe = subprocess.PIPE
-        process = subprocess.Popen([sys.executable, "-c", START], stdin=pipe, stdout=pipe, env=environment)
+        # -P: a file of the working directory that is named like a module (tokenize.py) must not take its place.
+        process = subprocess.Popen([sys.executable, "-P", "-c", START], stdin=pipe, stdout=pipe, env=environment)
         self._processes.append(process)
         with suppress(BrokenPipeError):  # if it ended at once, the exchange that follows says so
             _send(process, self._job)
         return process
+
+
+def import_paths(job: object) -> list[str]:
+    """Where a process for a job imports from: the folders of this process's sys.path, without the working directory.
+
+    `python -m danlu` and `python -c` put the working directory in front, and PYTHONPATH comes before the standard
+    library, so a file of the user's would take the place of a module. It stays where danlu or the job lies in it.
+    """
+    here = Path.cwd()
+    modules = ("danlu.data.workers", type(job).__module__)
+    needed = here in [Path(str(sys.modules[name].__file__)).parents[name.count(".")] for name in modules]
+    return [path for path in sys.path if path and (needed or Path(path) != here)]
 
 
 class UnexpectedError(RuntimeError):

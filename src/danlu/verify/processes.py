@@ -115,8 +115,9 @@ def _run(folder: Path, roles: Sequence[tuple[str, int]], timeout_s: float) -> No
     server.set_forkserver_preload(["danlu.verify.processes", *kinds, "torch.distributed.fsdp", "torch.nn.parallel"])
     processes: list[Any] = [server.Process(target=_work, args=(str(folder), *role), daemon=True) for role in roles]
     try:
-        for process in processes:
-            process.start()
+        with _safe_path():
+            for process in processes:
+                process.start()
         until = time.monotonic() + timeout_s
         while time.monotonic() < until and any(process.is_alive() for process in processes):
             if any(folder.glob("*.failed")):
@@ -137,6 +138,23 @@ def _run(folder: Path, roles: Sequence[tuple[str, int]], timeout_s: float) -> No
             f"after {timeout_s:.0f} s there is no result of {', '.join(missing)}: processes of this layout wait for "
             "each other for ever, or the machine is too slow (--timeout gives more time)"
         )
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """The fork server and its tracker of resources, started within, import nothing from the working directory.
+
+    Both are `python -c`, for which a file there takes the place of a module of the standard library (signal.py).
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _file(folder: Path, role: str, rank: int) -> Path:
