@@ -10,6 +10,6 @@ import sys
 if not sys.flags.safe_path and sys.path[0] == os.getcwd() and not __file__.startswith(os.path.join(sys.path[0], "")):
     del sys.path[0]
 
-from danlu.cli.main import main  # noqa: E402
+from danlu.cli.main import main
 
 sys.exit(main())

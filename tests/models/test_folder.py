@@ -49,6 +49,65 @@ def test_a_hub_snapshot_in_the_local_cache_is_found(tmp_path: Path, monkeypatch:
     assert resolve_folder("org/name") == cache / "snapshots" / commit
 
 
+REPOSITORY = {
+    "config.json": "{}",
+    "generation_config.json": "{}",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "model-1-of-2.safetensors", "b": "w[2].safetensors"}}
+    ),
+    "tokenizer.json": "{}",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    "model-1-of-2.safetensors": "",
+    "w[2].safetensors": "",
+}
+BESIDE = (
+    "consolidated.safetensors",
+    "model.fp16.safetensors",
+    "w2.safetensors",
+    "onnx/model.safetensors",
+    "onnx/config.json",
+    "original/model-1-of-2.safetensors",
+    "original/params.json",
+    "pytorch_model.bin",
+    "README.md",
+    "modeling.py",
+)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A repository of the hub: what it holds, by name. Asked for, its files come into tmp_path / COMMIT."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    held: dict[str, str] = {}
+
+    def snapshot_download(name: str, allow_patterns: list[str], revision: str | None = None) -> str:
+        assert name == "org/name" and revision in (None, "c0ffee")
+        folder = tmp_path / "c0ffee"
+        for file in filter_repo_objects(held, allow_patterns=allow_patterns):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(held[file])
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    return held
+
+
+def test_of_a_hub_repository_only_what_the_index_names_is_taken(hub: dict[str, str]) -> None:
+    hub |= REPOSITORY | dict.fromkeys(BESIDE, "large")
+    folder = resolve_folder("org/name")
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == set(REPOSITORY)
+
+
+def test_of_a_hub_repository_with_one_file_of_weights_no_other_is_taken(hub: dict[str, str]) -> None:
+    shards = dict.fromkeys(
+        ("model-00001-of-00002.safetensors", "consolidated.safetensors", "vae/model.safetensors"), ""
+    )
+    hub |= {"config.json": "{}", "model.safetensors": "", **shards}
+    folder = resolve_folder("org/name")
+    assert {file.name for file in folder.rglob("*")} == {"config.json", "model.safetensors"}
+
+
 def test_configs_that_cannot_be_read_name_file_and_place(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     with pytest.raises(ModelError, match=r"config.json: no such file"):

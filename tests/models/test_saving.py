@@ -17,6 +17,7 @@ from danlu.models import saving
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
 from danlu.models.saving import save
+from danlu.types import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 
 @pytest.fixture
@@ -103,6 +104,57 @@ def test_the_exported_folder_is_a_transformers_tokenizer_too(model: Decoder, sha
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", source))
     assert ours(text).input_ids == theirs(text).input_ids
     assert ours.chat_template == theirs.chat_template
+
+
+def test_everything_that_a_tokenizer_folder_may_hold_goes_along(model: Decoder, tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer"
+    names = [pattern.replace("*", "v3") for pattern in TOKENIZER_FILES]
+    assert {"vocab.txt", "spiece.model", "tekken.json", "additional_chat_templates/v3.jinja"} <= set(names)
+    for name in (*names, "model.safetensors", "notes.txt", "additional_chat_templates/notes.txt"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(f"bytes of {name}\r\n".encode())
+    save(model, tmp_path / "out", tokenizer_from=source)
+    found = {str(file.relative_to(tmp_path / "out")): file for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    assert set(found) == {*names, "config.json", "generation_config.json", "model.safetensors"}
+    assert all(found[name].read_bytes() == (source / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize("name", VOCABULARY_FILES)
+def test_any_vocabulary_makes_a_folder_one_with_a_tokenizer(name: str, model: Decoder, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("x")
+    save(model, tmp_path / "out", tokenizer_from=tmp_path)
+    assert (tmp_path / "out" / name).read_text() == "x"
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}]
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.mark.parametrize("given", [None, "given {{ messages[0].content }}"])
+def test_the_exported_folder_renders_the_same(
+    given: str | None, model: Decoder, shared_data: Path, tmp_path: Path
+) -> None:
+    """By danlu and by transformers, with tools and without, where the tokenizer has templates for both."""
+    from transformers import AutoTokenizer
+
+    from danlu.data.tokenizer import load_tokenizer
+
+    source = tmp_path / "tokenizer"
+    shutil.copytree(shared_data / "tokenizers" / "torchtitan-test", source)
+    (source / NAMED_TEMPLATES).mkdir()
+    (source / NAMED_TEMPLATES / "tool_use.jinja").write_text("tools {{ tools[0].function.name }}")
+    (source / "chat_template.jinja").write_text("own {{ messages[0].content }}")
+    file = None if given is None else tmp_path / "given.jinja"
+    if file is not None and given is not None:
+        file.write_text(given)
+    save(model, tmp_path / "out", tokenizer_from=source, chat_template=given)
+    before = load_tokenizer(str(source), None if file is None else str(file))
+    after = load_tokenizer(str(tmp_path / "out"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    expected = ("own Hi", "tools weather") if given is None else ("given Hi", "given Hi")
+    for tools, text in zip((None, TOOLS), expected, strict=True):
+        assert before.apply_template(TURNS, tools) == after.apply_template(TURNS, tools) == text
+        assert theirs.apply_chat_template(TURNS, tools, tokenize=False) == text
 
 
 def test_a_folder_without_a_tokenizer_is_refused_before_anything_is_written(model: Decoder, tmp_path: Path) -> None:

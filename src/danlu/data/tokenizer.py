@@ -18,25 +18,10 @@ import numpy as np
 from danlu.data.byte_level import PRINTABLE, Encoder, encoder_of
 from danlu.data.templates import ChatTemplate, Turn
 from danlu.errors import DataError
+from danlu.types import TOKENIZER_FILES, VOCABULARY_FILES
 
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",  # names the tokenizer's class in old folders
-)
-_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+_READ_FILES = (*TOKENIZER_FILES, "config.json")  # which names the tokenizer's class in old folders
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -330,7 +315,7 @@ def fingerprint_of(path: str, chat_template: str | None = None) -> str:
     """
     folder = tokenizer_folder(path)
     digest = hashlib.blake2b(repr(_read_template(chat_template)).encode(), digest_size=16)
-    for file in (*(folder / name for name in FILES), *sorted(folder.glob(_MORE_TEMPLATES))):
+    for file in sorted({file for pattern in _READ_FILES for file in folder.glob(pattern)}):
         if file.is_file():
             content = file.read_bytes()
             digest.update(f"\0{file.relative_to(folder)}\0{len(content)}\0".encode() + content)
@@ -347,10 +332,10 @@ def tokenizer_folder(path: str) -> Path:
     if not folder.is_dir():
         folder = _snapshot(path)
     for candidate in (folder, folder / "model"):
-        if any((candidate / name).is_file() for name in _VOCABULARIES):
+        if any((candidate / name).is_file() for name in VOCABULARY_FILES):
             return candidate
     raise DataError(
-        f"{path}: no tokenizer in this folder (one of {', '.join(_VOCABULARIES)}). Name a folder or hub id that has "
+        f"{path}: no tokenizer in this folder (one of {', '.join(VOCABULARY_FILES)}). Name a folder or hub id that has "
         "one in model.tokenizer"
     )
 
@@ -364,7 +349,7 @@ def _snapshot(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=[*FILES, _MORE_TEMPLATES]))
+        return Path(snapshot_download(path, allow_patterns=list(_READ_FILES)))
     except Exception as error:  # the hub client raises a dozen kinds, with none in common
         said = (str(error).strip().splitlines() or [""])[0]
         raise DataError(

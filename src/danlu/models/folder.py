@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
+from collections.abc import Sequence
 from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
@@ -13,21 +15,12 @@ from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
 from danlu.models.tensor_file import Stored, read_header
+from danlu.types import TOKENIZER_FILES
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 LENET = "lenet5"
 """The model type of a classifier of images (`models.lenet`), which is read by other means than a decoder."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -58,22 +51,36 @@ def resolve_folder(path_or_id: str | Path) -> Path:
 
 
 def _hub_snapshot(name: str) -> Path:
+    """A model of the hub in the local cache: its config, its tokenizer, and the weights that danlu reads, nothing else.
+
+    Repositories also hold the same weights in other formats (`consolidated.safetensors`, `onnx/`), often larger than
+    the model itself. Which shards belong to the model is known from its index, so they are asked for afterwards, of the
+    same commit.
+    """
+    folder = _download(name, [CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE, "danlu.json", *TOKENIZER_FILES])
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{name}: the hub snapshot at {folder} has no {CONFIG}; it holds {_listing(folder)}")
+    if not (folder / SINGLE_FILE).is_file() and (folder / INDEX).is_file():
+        # Escaped: the names are patterns to the hub's client.
+        folder = _download(name, [glob.escape(shard) for shard in _shards(folder)], revision=folder.name)
+    return folder
+
+
+def _download(name: str, patterns: Sequence[str], revision: str | None = None) -> Path:
     # Costs 0.3 s of start-up that local folders need not pay.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES]))
+        return Path(snapshot_download(name, allow_patterns=list(patterns), revision=revision))
     except LocalEntryNotFoundError:
+        what = "no such folder, and this hub id is" if revision is None else "some of the model's weights are"
         raise ModelError(
-            f"{name}: no such folder, and this hub id is not in the local cache while the hub cannot be reached. "
+            f"{name}: {what} not in the local cache while the hub cannot be reached. "
             f"Check the path, or go online once (`hf download {name}`)"
         ) from None
     except (HfHubHTTPError, HFValidationError) as error:
         raise ModelError(f"{name}: no such folder, and the hub does not give it: {error}") from None
-    if not (folder / CONFIG).is_file():
-        raise ModelError(f"{name}: the hub snapshot at {folder} has no {CONFIG}; it holds {_listing(folder)}")
-    return folder
 
 
 def model_type(path_or_id: str | Path) -> str | None:
@@ -123,10 +130,8 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _read_shards(folder: Path) -> dict[str, Stored]:
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ModelError(f"{folder / INDEX}: weight_map must say for each tensor which file holds it")
-    shards = sorted(set(weight_map.values()))
+    weight_map = _weight_map(folder)
+    shards = _shards(folder)
     absent = [shard for shard in shards if not (folder / shard).is_file()]
     if absent:
         raise ModelError(f"{folder}: {INDEX} names {len(shards)} shards, absent: {', '.join(absent[:10])}")
@@ -140,6 +145,19 @@ def _read_shards(folder: Path) -> dict[str, Stored]:
             + ", ".join(f"{name} ({weight_map[name]})" for name in lost[:10])
         )
     return stored
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor -> file, as the folder's index has it. Raises ModelError where it is something else."""
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ModelError(f"{folder / INDEX}: weight_map must say for each tensor which file holds it")
+    return weight_map
+
+
+def _shards(folder: Path) -> list[str]:
+    """The files that the folder's index names."""
+    return sorted(set(_weight_map(folder).values()))
 
 
 def fingerprint(folder: Path) -> str:

@@ -22,10 +22,11 @@ from danlu.errors import ModelError, ResourceError
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.families import config_values
-from danlu.models.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE, TOKENIZER_FILES
+from danlu.models.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE
 from danlu.models.layout import DiskTensor, disk_tensors
 from danlu.models.tensor_bytes import BUFFER_BYTES, STORED_AS, is_finite, ranges, raw_bytes
 from danlu.models.tensor_file import encode_header
+from danlu.types import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 
@@ -90,20 +91,22 @@ def _check_replaceable(folder: Path, holds: str) -> None:
 def copy_words(source: Path, folder: Path) -> None:
     """The tokenizer and the generation config of `source`, byte for byte. Raises ModelError if it has no tokenizer."""
     for file in _files_to_copy(source):
-        shutil.copyfile(file, folder / file.name)
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def write_template(folder: Path, source: str) -> None:
-    """A chat template, Jinja source, in the place of the tokenizer's own."""
+    """A chat template, Jinja source, in the place of all the tokenizer's own: the named ones were not used either."""
+    shutil.rmtree(folder / NAMED_TEMPLATES, ignore_errors=True)
     (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
 
 
 def _files_to_copy(source: Path) -> list[Path]:
-    tokenizer = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-    if not any(file.name in ("tokenizer.json", "tokenizer.model", "vocab.json") for file in tokenizer):
-        raise ModelError(f"{source}: no tokenizer here: none of tokenizer.json, tokenizer.model, vocab.json")
-    generation = source / GENERATION_CONFIG
-    return [*tokenizer, generation] if generation.is_file() else tokenizer
+    if not any((source / name).is_file() for name in VOCABULARY_FILES):
+        raise ModelError(f"{source}: no tokenizer here: none of {', '.join(VOCABULARY_FILES)}")
+    found = {file for pattern in (*TOKENIZER_FILES, GENERATION_CONFIG) for file in source.glob(pattern)}
+    return sorted(file for file in found if file.is_file())
 
 
 def _generation_values(config: ModelConfig, eos: Any) -> dict[str, Any]:
@@ -200,6 +203,7 @@ def _tidy(folder: Path, fresh: Path, old: Path) -> None:
 
 def _flush(folder: Path) -> None:
     """To the disk before the rename: else a power cut could leave the name without the content."""
-    for file in folder.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
