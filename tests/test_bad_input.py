@@ -198,6 +198,43 @@ def test_a_tokenizer_without_pad_needs_none(
     assert danlu("train", recipe) == 0
 
 
+# -- prompts of samples -----------------------------------------------------------------------------------------------
+
+
+def test_samples_of_a_tokenizer_without_chat_template(
+    tmp_path: Path, refused: Train, tokenizer: Callable[..., str]
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "Who is there? ", "completion": "The owl."}] * 20)
+    words = tokenizer(template=None)
+    samples = {"samples": {"prompts": ["Who?", "Where?"], "max_new_tokens": 4}}
+    said = refused(3, model={"tokenizer": words}, data={"train": str(rows)}, evaluation=samples)
+    assert f"evaluation.samples.prompts.0 ('Who?'): {words}: this tokenizer has no chat template" in said
+    assert said.count("this tokenizer has no chat template") == 1, "one reason for all prompts is told once"
+    assert not (tmp_path / "cache").exists(), "told before rows are tokenised"
+
+
+def test_samples_longer_than_the_model_sees(tmp_path: Path, refused: Train) -> None:
+    prompts = ["Who is there?", "hoo " * 300, "And " * 200]
+    said = refused(3, evaluation={"samples": {"prompts": prompts, "max_new_tokens": 4}})
+    for index in (1, 2):
+        assert f"evaluation.samples.prompts.{index} ('{prompts[index][:20]}" in said
+    assert "evaluation.samples.prompts.0" not in said
+    assert "but the model sees 128 tokens at most (max_position_embeddings), answer included: shorten" in said
+    assert not (tmp_path / "cache").exists(), "told before rows are tokenised"
+
+
+def test_samples_that_virtual_tokens_leave_no_room_for(tiny_world: World, refused: Train) -> None:
+    """The prompt alone has 112 of the 128 positions."""
+    prompt = {"stage": "pretrain", "data": {"train": str(tiny_world.text)}, "model": {"path": str(tiny_world.base)}}
+    prompt["model"] |= FROM_FOLDER
+    samples = {"samples": {"prompts": ["zq" * 56], "max_new_tokens": 4}}
+    adapter = {"kind": "prompt", "tokens": 100}
+    said = refused(3, adapter=adapter, evaluation=samples, **prompt)
+    assert (
+        "evaluation.samples.prompts.0 ('zqzq" in said and "tokens and the adapter 100, but the model sees 128" in said
+    )
+
+
 # -- models -----------------------------------------------------------------------------------------------------------
 
 

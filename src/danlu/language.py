@@ -21,7 +21,7 @@ from danlu.data.statistics import Statistics
 from danlu.data.stream import Stream
 from danlu.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from danlu.data.tokenizing import TokenizerFacts, facts_of
-from danlu.errors import RecipeError
+from danlu.errors import DataError, RecipeError
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.folder import check_vocabulary, read_config, resolve_folder
@@ -40,7 +40,7 @@ from danlu.plan.gemm import measured_peak
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.recipe.rules import language_stage
-from danlu.rollout.generate import generate
+from danlu.rollout.generate import generate, prompt_problem
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.wording import Wording
 from danlu.tasks import LeastSeconds, Material
@@ -71,6 +71,9 @@ class Language:
         check_adapters(recipe.model, recipe.adapter)
         if recipe.model.path is not None:
             self._check_layout(read_config(resolve_folder(recipe.model.path)))
+        if recipe.evaluation.samples is not None:
+            words = _tokenizer(recipe)
+            _sample_prompts(recipe, Wording(words), self._config(facts_of(words)))
 
     def _check_layout(self, config: ModelConfig) -> None:
         if wrong := list(problems(self.recipe.parallel, _sizes(config))):
@@ -133,8 +136,8 @@ class Language:
         finally:
             rows.close()
 
-    def _config(self) -> ModelConfig:
-        model, words = self.recipe.model, self._words or facts_of(_tokenizer(self.recipe))
+    def _config(self, words: TokenizerFacts | None = None) -> ModelConfig:
+        model, words = self.recipe.model, words or self._words or facts_of(_tokenizer(self.recipe))
         if model.path is None:
             config = from_scratch(model, words.size, words.bos_id, words.eos_id)
         else:
@@ -318,10 +321,11 @@ def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate |
         return None
     wording = Wording(_tokenizer(recipe))
     options = SamplingOptions(temperature=samples.temperature, seed=recipe.seed)
-    encode = wording.encode_prompt if recipe.stage == "pretrain" else wording.encode_chat_prompt
+    before = () if subject.adapters is None else subject.adapters.virtual_tokens
+    known = _sample_prompts(recipe, wording, subject.model.config, len(before))
 
     def write(prompts: Sequence[str]) -> list[str]:
-        tokens = [encode(prompt) for prompt in prompts]
+        tokens = [known[prompt] for prompt in prompts]
         stops = sorted(wording.stop_ids)
         answers = generate(
             subject.model,
@@ -331,11 +335,39 @@ def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate |
             stops,
             decode=wording.decode,
             dtype=dtype,
-            before=() if subject.adapters is None else subject.adapters.virtual_tokens,
+            before=before,
         )
         return [answer.text for answer in answers]
 
     return write
+
+
+def _sample_prompts(recipe: Recipe, wording: Wording, config: ModelConfig, virtual: int = 0) -> dict[str, list[int]]:
+    """The tokens of each prompt that samples are asked for, rendered once for the whole run.
+
+    virtual: tokens of adapters before each prompt, where they are known.
+    Raises DataError with all prompts that cannot be rendered or that the model cannot continue.
+    """
+    assert recipe.evaluation.samples is not None, "there are prompts"
+    encode = wording.encode_prompt if recipe.stage == "pretrain" else wording.encode_chat_prompt
+    tokens: dict[str, list[int]] = {}
+    problems: dict[str, str] = {}  # a reason that many prompts share is told of the first
+    for index, prompt in enumerate(recipe.evaluation.samples.prompts):
+        named = f"evaluation.samples.prompts.{index} ({_beginning(prompt)!r})"
+        try:
+            tokens[prompt] = encode(prompt)
+        except DataError as error:
+            problems.setdefault(str(error), f"{named}: {error}")
+            continue
+        if problem := prompt_problem(config, tokens[prompt], virtual):
+            problems[named] = f"{named} {problem}"
+    if problems:
+        raise DataError("\n  ".join(problems.values()))
+    return tokens
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:39]}…"
 
 
 def _write(

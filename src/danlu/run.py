@@ -239,6 +239,7 @@ def _build(
 ) -> Run:
     """All the parts of a run, put back to `start` if there is one."""
     ranks = placed.spread.ranks
+    generate = placed.generate()  # first: prompts that cannot be continued are told before anything is written
     optimizer = optimizer_of(placed.parameters(), recipe, device)
     per_step = recipe.batch.packs(recipe.data.max_length)
     total_packs = None
@@ -279,7 +280,7 @@ def _build(
         held_out=material.held_out,
         early_stop=recipe.evaluation.early_stop,
         sample_prompts=() if recipe.evaluation.samples is None else tuple(recipe.evaluation.samples.prompts),
-        generate=placed.generate(),
+        generate=generate,
         least_seconds=placed.least_seconds(),
     )
     if not ranks.alone:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ import pytest
 import torch
 from made.tiny_run import MadePacks, tiny_run
 
-from danlu.errors import TrainingError
+from danlu.errors import DanluError, DataError, ModelError, RecipeError, ResourceError, TrainingError
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.recipe import sections
 from danlu.train import loop
 from danlu.train.loop import fit, take_step
+from danlu.train.manifest import verify
 from danlu.train.metrics import deterministic, read_metrics
 from danlu.train.state import Run, restore
 from danlu.types import Pack, Sample
@@ -168,6 +169,67 @@ def test_a_non_finite_loss_stops_and_the_last_good_state_is_saved(tmp_path: Path
     assert again.feed.next == 9  # the step that failed starts with the same rows
     for name, parameter in again.compute.model.named_parameters():
         assert torch.equal(parameter, good[name])
+
+
+@pytest.mark.parametrize("kind", [ModelError, DataError, ResourceError, RecipeError])
+def test_an_evaluation_that_fails_loses_no_step(tmp_path: Path, kind: type[DanluError]) -> None:
+    whole = tiny_run(tmp_path / "whole", evaluation=3)
+    fit(whole)
+
+    def fail(prompts: Sequence[str]) -> list[str]:
+        raise kind("not finite at position 9")
+
+    run = tiny_run(tmp_path / "run", evaluation=3, checkpoint=100)
+    run.sample_prompts, run.generate = ["Who?"], fail
+    with pytest.raises(kind, match="^step 3, while evaluating: not finite at position 9$"):
+        fit(run)
+    latest = run.store.latest()
+    assert latest is not None and latest.step == 3 and verify(latest.path) == []
+    again = tiny_run(tmp_path / "run", evaluation=3)
+    again.metrics.truncate(restore(again, latest.path)["metrics_lines"])  # type: ignore[union-attr]
+    fit(again)
+    assert differences(whole, again) == []
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole"), "the evaluation is made up for"
+
+
+def test_what_keeps_a_state_from_being_saved_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(prompts: Sequence[str]) -> list[str]:
+        raise ModelError("not finite at position 9")
+
+    def full(*arguments: Any, **options: Any) -> Path:
+        raise ResourceError("no room")
+
+    run = tiny_run(tmp_path, evaluation=3, checkpoint=100)
+    run.sample_prompts, run.generate = ["Who?"], fail
+    monkeypatch.setattr(run.store, "save", full)
+    with pytest.raises(ModelError) as caught:
+        fit(run)
+    assert str(caught.value) == (
+        "step 3, while evaluating: not finite at position 9\nNor could the state of step 3 be saved: no room"
+    )
+
+
+def test_rows_that_cannot_be_read_lose_no_step(tmp_path: Path) -> None:
+    class Breaking(MadePacks):
+        def at(self, n: int) -> Pack:
+            if n == 10:  # the second of step 4
+                raise DataError("rows.jsonl:31: broken JSON")
+            return super().at(n)
+
+    whole = tiny_run(tmp_path / "whole")
+    fit(whole)
+    run = tiny_run(tmp_path / "run", source=Breaking(), checkpoint=100)
+    with pytest.raises(DataError, match="rows.jsonl:31"):
+        fit(run)
+    latest = run.store.latest()
+    assert latest is not None and latest.step == 3
+    again = tiny_run(tmp_path / "run")
+    restore(again, latest.path)
+    assert again.feed.next == 9
+    fit(again)
+    assert differences(whole, again) == []
 
 
 def test_early_stop_ends_the_run(tmp_path: Path) -> None:

@@ -140,25 +140,32 @@ def generate(
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], virtual: int = 0) -> None:
     """Raises DataError for a prompt that the model cannot continue; `virtual` tokens come before each."""
-    context = context_length(config)
     for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise DataError(
-                f"prompt {index} has no tokens, and this tokenizer has no beginning-of-text token to start from: "
-                "give at least one character"
-            )
-        if virtual + len(prompt) >= context:
-            more = f" and the adapter {virtual}" if virtual else ""
-            raise DataError(
-                f"prompt {index} has {len(prompt)} tokens{more}, but the model sees {context} tokens at most "
-                "(max_position_embeddings), answer included: shorten the prompt"
-            )
-        if max(prompt) >= config.vocab_size or min(prompt) < 0:
-            wrong = max(prompt) if max(prompt) >= config.vocab_size else min(prompt)
-            raise DataError(
-                f"prompt {index} has token {wrong}, but the model's vocabulary has {config.vocab_size} tokens: "
-                "tokenizer and model do not belong together"
-            )
+        if problem := prompt_problem(config, prompt, virtual):
+            raise DataError(f"prompt {index} {problem}")
+
+
+def prompt_problem(config: ModelConfig, prompt: Sequence[int], virtual: int = 0) -> str | None:
+    """Why the model cannot continue a prompt after `virtual` tokens: "has no tokens, ..."; None if it can."""
+    context = context_length(config)
+    if not prompt:
+        return (
+            "has no tokens, and this tokenizer has no beginning-of-text token to start from: "
+            "give at least one character"
+        )
+    if virtual + len(prompt) >= context:
+        more = f" and the adapter {virtual}" if virtual else ""
+        return (
+            f"has {len(prompt)} tokens{more}, but the model sees {context} tokens at most "
+            "(max_position_embeddings), answer included: shorten the prompt"
+        )
+    if max(prompt) >= config.vocab_size or min(prompt) < 0:
+        wrong = max(prompt) if max(prompt) >= config.vocab_size else min(prompt)
+        return (
+            f"has token {wrong}, but the model's vocabulary has {config.vocab_size} tokens: "
+            "tokenizer and model do not belong together"
+        )
+    return None
 
 
 def prefill_chunks(counts: Sequence[int], budget: int) -> list[list[int]]:

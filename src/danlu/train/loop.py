@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 
-from danlu.errors import TrainingError
+from danlu.errors import DanluError, TrainingError
 from danlu.optim.schedules import multiplier
 from danlu.parallel.hangs import WHERE
 from danlu.train.diagnosis import explain_gradient, explain_weights
@@ -21,8 +21,9 @@ def fit(run: Run) -> None:
     """Trains until the last step, an early stop, or a signal; the state at the end is always saved.
 
     What is due after a step is done before the next one begins, so a run that a signal cut off in between starts with
-    it. Raises TrainingError for numbers that are not finite and for spikes past their policy; the state before them is
-    saved first, if it is finite itself. KeyboardInterrupt passes through at once, leaving the last checkpoint.
+    it. Raises TrainingError for numbers that are not finite and for spikes past their policy, and whatever DanluError
+    an evaluation or the data ends with; the state before it is saved first, if it is finite itself. KeyboardInterrupt
+    passes through at once, leaving the last checkpoint.
     """
     try:
         while not run.stopping():
@@ -36,9 +37,10 @@ def fit(run: Run) -> None:
             if run.finished or run.stopping():
                 break
             take_step(run)
-    except TrainingError:
-        if run.state.step > run.state.saved_step and broken_weights(run) is None:
-            save(run)
+    except DanluError as error:
+        # Saving is done together: of several processes all have a TrainingError, of another kind perhaps one alone.
+        if run.compute.spread.alone or isinstance(error, TrainingError):
+            save_before(run, error)
         raise
     if run.state.step > run.state.saved_step:
         save(run)
@@ -47,12 +49,13 @@ def fit(run: Run) -> None:
 def take_step(run: Run) -> None:
     """One optimizer step; or back to the last checkpoint, when the watch wants that.
 
-    Raises TrainingError, having put back everything that a checkpoint would keep of the step.
+    Raises TrainingError, or the DataError of a stream, having put back everything that a checkpoint would keep of the
+    step.
     """
     before = run.state.step
     try:
         _step(run)
-    except TrainingError:
+    except DanluError:
         run.optimizer.zero_grad()
         run.feed.give_back()
         run.state.step = before
@@ -133,16 +136,27 @@ def rewind(run: Run) -> None:
 def assess(run: Run) -> Scores | None:
     """Evaluates, writes samples, and keeps count for the early stop.
 
-    A signal that comes meanwhile leaves all of it undone: saving does not wait, and a resumed run does it anew.
+    A signal that comes meanwhile leaves all of it undone: saving does not wait, and a resumed run does it anew. So does
+    a DanluError, such as a sample that is not finite: it is raised on all processes once the state has been saved.
     """
     started = time.perf_counter()
     WHERE.begin("evaluation", run.state.step)
+    scores: Scores | None = None
+    texts: list[str] = []
+    problem: DanluError | None = None
     with run.averaged():
-        scores = evaluate(run.compute, run.held_out, stop=run.stopping) if run.held_out else None
-        if run.stopping():
-            return None
-        texts = run.generate(run.sample_prompts) if run.generate is not None and run.sample_prompts else []
+        try:
+            scores = evaluate(run.compute, run.held_out, stop=run.stopping) if run.held_out else None
+            if run.stopping():
+                return None
+            texts = run.generate(run.sample_prompts) if run.generate is not None and run.sample_prompts else []
+        except DanluError as error:
+            problem = error
         run.compute.spread.forget()
+    if (agreed := run.agreed(problem)) is not None:
+        told = type(agreed)(f"step {run.state.step}, while evaluating: {agreed}")
+        save_before(run, told)
+        raise told from problem
     run.state.assessed_step = run.state.step
     for prompt, text in zip(run.sample_prompts, texts, strict=False):
         run.tell("sample", prompt=prompt, text=text)
@@ -186,6 +200,20 @@ def save(run: Run, scores: Scores | None = None) -> None:
     loss = None if scores is None else scores.loss
     run.store.save(run.state.step, groups, state, loss=loss, pieces=pieces(run, groups))
     run.compute.spread.put_away()
+
+
+def save_before(run: Run, error: DanluError) -> None:
+    """Saves the present state before `error` ends the run, unless it is saved already or its weights are not finite.
+
+    What keeps it from being saved is told with the error, not in its place.
+    """
+    if run.state.step <= run.state.saved_step or broken_weights(run) is not None:
+        return
+    try:
+        save(run)
+        run.store.wait()
+    except DanluError as second:
+        raise type(error)(f"{error}\nNor could the state of step {run.state.step} be saved: {second}") from error
 
 
 def broken_weights(run: Run) -> TrainingError | None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from danlu.errors import CheckpointError, TrainingError
+from danlu.errors import CheckpointError, DanluError
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
 from danlu.optim.ema import Ema
@@ -24,6 +24,8 @@ from danlu.train.position import Feed
 from danlu.train.step import Learner
 from danlu.train.watch import Watch
 from danlu.types import Item, Piece
+
+E = TypeVar("E", bound=DanluError)
 
 
 @dataclass
@@ -94,7 +96,7 @@ class Run:
         """Whether a signal asks to stop, on any process; all of them ask at the same places."""
         return self.compute.spread.any(self.faults.requested)
 
-    def agreed(self, error: TrainingError | None) -> TrainingError | None:
+    def agreed(self, error: E | None) -> E | None:
         """The error of the first process that has one; all of them ask."""
         return next((one for one in self.compute.spread.ranks.world.objects(error) if one is not None), None)
 
