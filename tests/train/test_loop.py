@@ -124,6 +124,30 @@ def test_a_spike_is_met_with_the_policy(tmp_path: Path, policy: Any) -> None:
         assert run.feed.excluded == {90, 91, 92}
 
 
+def test_packs_left_out_by_a_rewind_stay_left_out_on_resume(tmp_path: Path) -> None:
+    def new(folder: str) -> Run:
+        watch = sections.Watch(policy="rewind", **WATCH)  # type: ignore[arg-type]
+        return tiny_run(tmp_path / folder, steps=36, source=Poisoned(range(96, 99)), watch=watch, checkpoint=5)
+
+    whole = new("whole")
+    fit(whole)
+    assert whole.state.rewinds == 1 and whole.feed.excluded == {96, 97, 98}
+    part = new("part")
+    while not (part.state.rewinds and part.state.step == 31):  # after going back to 30, before the noise is met again
+        take_step(part)
+        if part.due(part.cadence.checkpoint, since=part.state.saved_step):
+            loop.save(part)
+    assert part.feed.next == 93
+    loop.save(part)
+    part.metrics.close()
+    again = new("part")
+    again.metrics.truncate(restore(again, tmp_path / "part" / "checkpoints" / "step-00000031")["metrics_lines"])
+    fit(again)
+    assert again.state.rewinds == 1 and again.feed.excluded == {96, 97, 98}
+    assert differences(whole, again) == []
+    assert lines(tmp_path / "part") == lines(tmp_path / "whole")
+
+
 def test_a_rewind_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     watch = sections.Watch(policy="rewind", **WATCH)  # type: ignore[arg-type]
     run = tiny_run(tmp_path, steps=40, source=Poisoned(range(90, 93)), watch=watch, checkpoint=1000)

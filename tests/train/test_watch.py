@@ -55,6 +55,19 @@ def test_a_loss_that_hardly_varies_may_still_wiggle() -> None:
     assert watch.judge(10, 2.5, 1.0).spike
 
 
+def test_the_limit_is_counted_in_standard_deviations_of_a_normal_distribution() -> None:
+    """Median 2.1, median absolute deviation 0.1: a standard deviation is 0.14826, and six of them are at 2.98956."""
+
+    def judged(loss: float) -> str:
+        watch = Watch(sections.Watch(window=16, loss_spike=6.0))
+        judge_all(watch, [2.0, 2.2, 2.1] * 6)
+        return watch.judge(19, loss, 1.0).reason
+
+    assert judged(2.98) == ""
+    assert judged(2.99).startswith("loss 2.9900 is 6.0 robust standard deviations above the median 2.1000")
+    assert "is 7.4 robust standard deviations" in judged(2.1 + 7.4 * 0.14826)
+
+
 def test_a_lasting_new_level_becomes_normal() -> None:
     watch = Watch(sections.Watch(window=8))
     verdicts = judge_all(watch, [1.0] * 8 + [2.0] * 12)
