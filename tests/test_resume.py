@@ -389,7 +389,7 @@ def test_a_model_without_checkpoints_is_not_replaced(
 def test_what_a_kill_leaves_before_the_first_checkpoint_is_no_stranger(tiny_world: World, tmp_path: Path) -> None:
     output = tmp_path / "run"
     (output / "checkpoints" / ".step-00000004.99999999.tmp").mkdir(parents=True)
-    for name in ("recipe.yaml.tmp", "environment.json.tmp", ".lock"):
+    for name in ("recipe.yaml.tmp", ".environment.json.danlu-99999999.tmp", ".lock"):
         (output / name).write_text("half")
     (output / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"st')
     assert danlu("train", tiny_world.recipe(output, steps=2)) == 0

@@ -20,9 +20,9 @@ from danlu.models.folder import read_config
 from danlu.models.loading import load
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
-from danlu.train import loop
+from danlu.train import checkpoint, loop
 from danlu.train.checkpoint import read_group
-from danlu.train.manifest import verify
+from danlu.train.manifest import remove_checkpoint, verify
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 
@@ -512,6 +512,43 @@ def test_checkpoints_can_be_exported(
         assert torch.equal(parameter, saved[name].bfloat16())
     newest = load(tmp_path / "newest", dtype=torch.bfloat16).embed_tokens.weight
     assert not torch.equal(newest, written.embed_tokens.weight)  # what was compared does change from step to step
+
+
+@pytest.mark.parametrize("moment", ["intact_manifest", "fill"])
+def test_export_beside_a_run_that_prunes(
+    tiny_world: World,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+) -> None:
+    """The checkpoint that was the newest is deleted, and another is there, just before it is proved or read."""
+    output = tmp_path / "run"
+    assert danlu("train", tiny_world.recipe(output, checkpoint={"every": 4, "keep": 3})) == 0
+    newest, named = (output / "checkpoints" / f"step-000000{step}" for step in ("12", "08"))
+    shutil.copytree(newest, tmp_path / newest.name)
+    real = getattr(checkpoint, moment)
+
+    def pruning(path: Path, *arguments: Any) -> Any:
+        if path.name == named.name and named.exists():
+            remove_checkpoint(named)
+            shutil.copytree(tmp_path / newest.name, newest, dirs_exist_ok=True)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(checkpoint, moment, pruning)
+    remove_checkpoint(newest)
+    shutil.copytree(named, tmp_path / "kept")
+    capsys.readouterr()
+    assert danlu("checkpoint", "export", output, tmp_path / "exported") == 0
+    assert capsys.readouterr().out.startswith("step-00000012 written")
+    assert (tmp_path / "exported" / "model.safetensors").read_bytes() == (
+        output / "model" / "model.safetensors"
+    ).read_bytes()
+    shutil.copytree(tmp_path / "kept", named)
+    assert danlu("checkpoint", "export", named, tmp_path / "again") == 5
+    said = capsys.readouterr().err
+    assert f"{named}: deleted while it was read" in said and "Export the run's folder instead" in said
+    assert not (tmp_path / "again").exists()
 
 
 def test_what_cannot_be_exported_says_why(

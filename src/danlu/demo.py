@@ -23,7 +23,7 @@ from danlu.rollout.finding import find
 from danlu.rollout.generate import generate
 from danlu.rollout.opening import OpenModel, open_model, open_wording
 from danlu.rollout.request import SamplingOptions
-from danlu.train.durable import write_durably
+from danlu.train.durable import UNFINISHED, write_durably
 
 MARK = "demo.json"
 """Written first; it tells a folder of the demo from any other."""
@@ -151,7 +151,8 @@ def _begin(place: Place, size: Size) -> Size:
         place.folder.mkdir(parents=True, exist_ok=True)
         if mark.is_file():
             return Size(**json.loads(mark.read_text(encoding="utf-8"))["size"])
-        strangers = sorted(entry.name for entry in place.folder.iterdir() if entry.name != f"{MARK}.tmp")
+        names = sorted(entry.name for entry in place.folder.iterdir())
+        strangers = [name for name in names if not UNFINISHED.fullmatch(name)]
         if strangers:
             more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
             raise ResourceError(

@@ -45,7 +45,7 @@ from danlu.train.faults import TOGETHER_S, StopRequest
 from danlu.train.gathering import Gathering
 from danlu.train.lock import RunLock
 from danlu.train.loop import fit
-from danlu.train.manifest import is_checkpoint_folder, step_of
+from danlu.train.manifest import is_checkpoint_folder, is_complete, step_of
 from danlu.train.memory_parts import resident_bytes
 from danlu.train.metrics import MetricsLog, Recorder, peak_memory_bytes, read_metrics
 from danlu.train.position import Feed
@@ -389,11 +389,32 @@ def export(path: Path, target: Path, *, average: bool = False) -> Path:
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ResourceError(f"{target}: is there already. Choose an empty or new folder")
-    if not is_checkpoint_folder(path):
-        latest = CheckpointStore(path / CHECKPOINTS).latest()
-        if latest is None:
-            raise CheckpointError(f"{path}: neither a run with a checkpoint nor a checkpoint")
-        path = latest.path
+    named = is_checkpoint_folder(path)
+    while True:
+        checkpoint = path if named else _newest(path)
+        was_whole = is_complete(checkpoint)
+        try:
+            _export_checkpoint(checkpoint, target, average)
+        except (CheckpointError, FileNotFoundError) as error:
+            if not was_whole or is_complete(checkpoint):
+                raise
+            if named:
+                raise CheckpointError(
+                    f"{checkpoint}: deleted while it was read: the run is going on, and keeps the newest alone "
+                    "(checkpoint.keep). Export the run's folder instead, for its newest checkpoint"
+                ) from error
+        else:
+            return checkpoint
+
+
+def _newest(folder: Path) -> Path:
+    latest = CheckpointStore(folder / CHECKPOINTS).latest()
+    if latest is None:
+        raise CheckpointError(f"{folder}: neither a run with a checkpoint nor a checkpoint")
+    return latest.path
+
+
+def _export_checkpoint(path: Path, target: Path, average: bool) -> None:
     recipe = run_recipe(path.resolve().parent.parent)
     if average and recipe.ema is None:
         raise CheckpointError(f"{path}: the run keeps no averaged weights (its recipe has no `ema`)")
@@ -405,4 +426,3 @@ def export(path: Path, target: Path, *, average: bool = False) -> Path:
         weights = {name: tensor for name, tensor in weights.items() if name in trained}
     load_checkpoint(path, {group: weights})
     _write(placed, target)
-    return path

@@ -22,7 +22,7 @@ from danlu.recipe import Recipe, changes, resolved_yaml
 from danlu.recipe.explanation import value_at
 from danlu.recipe.sections import Section
 from danlu.report.study import SEED, STUDY, Combination, Varied, grid, is_finished, known_runs, study_json
-from danlu.train.durable import write_durably
+from danlu.train.durable import UNFINISHED, write_durably
 from danlu.train.lock import LOCK_FILE, RunLock
 
 POLL_S = 0.2  # how often the console is told what a run has written
@@ -203,7 +203,8 @@ def _refuse_strangers(folder: Path) -> None:
     """Raises ResourceError for a folder that holds other things than a study."""
     if not folder.is_dir() or (folder / STUDY).is_file():
         return
-    strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in (LOCK_FILE, f"{STUDY}.tmp"))
+    names = sorted(entry.name for entry in folder.iterdir())
+    strangers = [name for name in names if name != LOCK_FILE and not UNFINISHED.fullmatch(name)]
     if strangers:
         more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
         raise ResourceError(

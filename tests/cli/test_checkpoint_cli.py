@@ -10,10 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 import danlu
+from danlu.cli import checkpoint
 from danlu.cli.checkpoint import app
 from danlu.errors import CheckpointError, ResourceError
+from danlu.train import manifest
 from danlu.train.checkpoint import CheckpointStore
 from danlu.train.lock import RunLock
+from danlu.train.manifest import remove_checkpoint
 
 
 @pytest.fixture
@@ -44,6 +47,60 @@ def test_list_shows_each_checkpoint(run: Path) -> None:
     assert "2.5000" in lines[1]
     assert lines[2].rstrip().endswith("complete, best")
     assert lines[3].rstrip().endswith("half-written, ignored")
+
+
+@pytest.fixture
+def pruned_meanwhile(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that deletes its checkpoint of step 100 right after the folders have been listed."""
+    real = manifest._folders
+
+    def listed(folder: Path) -> list[Path]:
+        found = real(folder)
+        if (folder / "step-00000100").exists():
+            remove_checkpoint(folder / "step-00000100")
+        return found
+
+    monkeypatch.setattr(manifest, "_folders", listed)
+    return run
+
+
+def test_list_beside_a_run_that_prunes(pruned_meanwhile: Path) -> None:
+    code, lines = invoke("list", pruned_meanwhile)
+    assert code == 0 and [line.split()[0] for line in lines[1:]] == ["200", "300"]
+
+
+def test_list_of_a_checkpoint_whose_files_are_being_deleted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mark goes first: from then on it shows as half-written, or not at all."""
+    going = run / "checkpoints" / "step-00000100"
+    (going / "COMPLETE").unlink()
+    real = Path.glob
+
+    def glob(path: Path, pattern: str) -> list[Path]:
+        found = list(real(path, pattern))
+        if path == going:
+            remove_checkpoint(going)
+        return found
+
+    monkeypatch.setattr(Path, "glob", glob)
+    code, lines = invoke("list", run)
+    assert code == 0 and [line.split()[0] for line in lines[1:]] == ["200", "300"]
+    with pytest.raises(CheckpointError, match="step-00000100: there is no such checkpoint"):
+        manifest.describe(going, 100)
+
+
+def test_verify_beside_a_run_that_prunes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = checkpoint.verify
+
+    def slowly(path: Path) -> list[str]:
+        if path.name == "step-00000100":
+            remove_checkpoint(path)
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "verify", slowly)
+    code, lines = invoke("verify", run)
+    assert code == 0
+    assert lines[0] == "step 100: gone, the run has deleted it meanwhile"
+    assert [line.split(" (")[0] for line in lines[1:]] == ["step 200: intact", "step 300: intact"]
 
 
 def test_verify_says_intact_and_exits_5_on_damage(run: Path) -> None:

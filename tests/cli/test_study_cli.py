@@ -182,7 +182,7 @@ def test_no_room_for_the_plots(
 ) -> None:
     launching(pretended)
     recipe = tiny_world.recipe(tmp_path / "study")
-    (tmp_path / "study" / "study.csv.tmp").mkdir(parents=True)
+    (tmp_path / "study" / "study.csv").mkdir(parents=True)
     (tmp_path / "study" / "study.json").write_text('{"keys": [], "runs": []}')
     assert danlu("study", recipe, "--seeds", "0") == 6
     out = capsys.readouterr()

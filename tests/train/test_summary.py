@@ -163,7 +163,8 @@ def test_without_metrics_and_without_a_place(tmp_path: Path) -> None:
     assert json.loads(write_summary(run, tmp_path).read_text())["evaluation"] == {"last": "nan", "best": "nan"}
     run.metrics.evaluation(2, {"loss": 3.0, "s": 1.0})
     assert json.loads(write_summary(run, tmp_path).read_text())["evaluation"] == {"last": 3.0, "best": 3.0}
-    (tmp_path / "summary.json.tmp").mkdir()
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "summary.json").mkdir()
     with pytest.raises(ResourceError, match=r"summary.json: cannot be written: Is a directory"):
         write_summary(run, tmp_path)
 

@@ -17,6 +17,7 @@ from danlu.train.manifest import (
     best_checkpoint,
     describe,
     is_checkpoint_folder,
+    is_complete,
     list_checkpoints,
     remove_checkpoint,
     step_of,
@@ -59,6 +60,9 @@ def verify_command(path: Where) -> None:
     damaged = 0
     for info in checkpoints:
         problems = verify(info.path)
+        if problems and info.complete and not is_complete(info.path):
+            typer.echo(f"step {info.step}: gone, the run has deleted it meanwhile")
+            continue
         damaged += bool(problems)
         typer.echo(f"step {info.step}: {'DAMAGED' if problems else 'intact'} ({format_bytes(info.bytes)})")
         for problem in problems:

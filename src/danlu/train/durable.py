@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from pathlib import Path
+
+from danlu.train.lock import pid_is_alive
+
+UNFINISHED = re.compile(r"\.(.+)\.danlu-(\d+)\.tmp")
+"""What `write_durably` calls a file until it is whole: of which name, by which process. A kill may leave one."""
 
 
 def sync_file(path: Path) -> None:
@@ -22,11 +28,24 @@ def sync_folder(path: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file that, after a crash at any instant, has all of `content` or does not exist."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_bytes(content)
-    sync_file(unfinished)
-    unfinished.rename(path)
+    """Write a small file that, after a crash at any instant, has all of `content` or is what it was before.
+
+    It is first written beside its place, under a name that nobody else uses, and what a killed process left there is
+    cleared away. Raises OSError, leaving nothing.
+    """
+    for entry in path.parent.iterdir():
+        match = UNFINISHED.fullmatch(entry.name)
+        if match and match[1] == path.name and (int(match[2]) == os.getpid() or not pid_is_alive(int(match[2]))):
+            entry.unlink(missing_ok=True)
+    unfinished = path.with_name(f".{path.name}.danlu-{os.getpid()}.tmp")
+    try:
+        with open(unfinished, "xb") as file:
+            file.write(content)
+        sync_file(unfinished)
+        unfinished.rename(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

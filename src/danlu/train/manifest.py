@@ -26,8 +26,10 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -160,16 +162,21 @@ def aside_folder_name(step: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
-    """Checkpoints in `folder` by rising step, incomplete ones included; empty when there is no such folder."""
+    """Checkpoints in `folder` by rising step, incomplete ones included; empty when there is no such folder.
+
+    The run may be training meanwhile: one that it prunes while this looks is not in the list.
+    """
     found: dict[int, CheckpointInfo] = {}
     for entry in _folders(folder):
         if match := _STEP_FOLDER.fullmatch(entry.name):
-            found[int(match[1])] = describe(entry, int(match[1]))
+            with suppress(CheckpointError):
+                found[int(match[1])] = describe(entry, int(match[1]))
     for entry in _folders(folder):
         match = _ASIDE_FOLDER.fullmatch(entry.name)
         # Set aside by a save of the same step that was killed before its own mark: still the checkpoint of that step.
         if match and is_complete(entry) and not (int(match[1]) in found and found[int(match[1])].complete):
-            found[int(match[1])] = describe(entry, int(match[1]))
+            with suppress(CheckpointError):
+                found[int(match[1])] = describe(entry, int(match[1]))
     return [found[step] for step in sorted(found)]
 
 
@@ -177,14 +184,26 @@ def describe(path: Path, step: int) -> CheckpointInfo:
     """What the mark of the checkpoint at `path` says; for one without a mark, what lies there.
 
     A mark that cannot be read still counts as one: the checkpoint was complete once, and loading it must say that it
-    is damaged rather than pass over it.
+    is damaged rather than pass over it. Raises CheckpointError where there is nothing (any more).
     """
     try:
         mark = json.loads((path / MARK).read_bytes())
         return CheckpointInfo(step, path, True, int(mark["bytes"]), mark["loss"], float(mark["time"]))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        size = sum(file.stat().st_size for file in path.glob("*") if file.is_file())
-        return CheckpointInfo(step, path, is_complete(path), size, None, path.stat().st_mtime)
+        try:
+            size = sum(_size(file) for file in path.glob("*"))
+            return CheckpointInfo(step, path, is_complete(path), size, None, path.stat().st_mtime)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: there is no such checkpoint.") from None
+
+
+def _size(file: Path) -> int:
+    """Bytes of a file; none of a folder, nor of a file that is gone by now."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def is_complete(path: Path) -> bool:
@@ -208,12 +227,14 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises CheckpointError when it is missing, unmarked or altered."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such checkpoint.")
-    if not is_complete(path):
+    try:
+        mark = (path / MARK).read_bytes()
+    except FileNotFoundError:
         raise CheckpointError(
             f"{path}: half-written, it has no {MARK} mark: the run was stopped while saving it. It cannot be used."
-        )
+        ) from None
     try:
-        expected = json.loads((path / MARK).read_bytes())["manifest_sha256"]
+        expected = json.loads(mark)["manifest_sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MARK}: the mark is damaged ({error}).") from error
     try:

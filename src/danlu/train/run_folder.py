@@ -12,6 +12,7 @@ from danlu.errors import CheckpointError, RecipeError, ResourceError
 from danlu.recipe import Change, Recipe, changes
 from danlu.recipe import load as load_recipe
 from danlu.train.checkpoint import CheckpointStore, read_state
+from danlu.train.durable import UNFINISHED
 from danlu.train.lock import LOCK_FILE
 from danlu.train.manifest import MARK, CheckpointInfo, is_checkpoint_folder, list_checkpoints, step_folder_name
 from danlu.train.summary import SUMMARY
@@ -26,7 +27,7 @@ MODEL_EMA = "model-ema"
 ADAPTER = "adapter"
 ADAPTER_EMA = "adapter-ema"
 
-_OWN_FILES = re.compile(  # .tmp: a kill in write_durably; a dot: one in saving the model
+_OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_durably; a dot: one in saving the model
     rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|tensorboard"
     rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}|wandb|logs|{re.escape(WANDB_ID_FILE)}"
 )
@@ -91,7 +92,7 @@ def refuse_strangers(folder: Path) -> None:
     if not folder.is_dir() or list_checkpoints(folder / CHECKPOINTS):
         return
     names = sorted(entry.name for entry in folder.iterdir())
-    strangers = [name for name in names if not _OWN_FILES.fullmatch(name)]
+    strangers = [name for name in names if not _OWN_FILES.fullmatch(name) and not UNFINISHED.fullmatch(name)]
     if strangers:
         more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
         raise ResourceError(
