@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
 from danlu.memory import frames
 from danlu.models.attend import PackedAttention
@@ -53,6 +54,7 @@ class Made:
     trained: dict[str, Tensor]
     noise: Noise
     before: tuple[int, ...] = ()
+    adapters: AdapterSet | None = None
 
 
 def decoder(**changes: Any) -> Decoder:
@@ -89,7 +91,7 @@ def adapted(kind: str, pack: Callable[[Tensor], PackedWeight] | None = None, **c
     stirred(adapters, "one", size=0.1)
     adapters.train_only("one")
     trained = {name: one for name, one in adapters.tensors("one").items() if one.requires_grad}
-    return Made(model, trained, noise, adapters.virtual_tokens)
+    return Made(model, trained, noise, adapters.virtual_tokens, adapters)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from made.remade import LAYERS, adapted
 from made.tiny_run import MadePacks, tiny_model
 from torch import Tensor
 
 from danlu.data.batch import fill_up
 from danlu.errors import TrainingError
+from danlu.memory.recompute import Kind, LayerPlan, wrap
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.recipe.sections import LossOptions
@@ -69,6 +71,26 @@ def test_filling_up_to_few_sizes_changes_neither_loss_nor_gradient(monkeypatch: 
 
     monkeypatch.setattr("danlu.train.step.fill_up", with_weight)
     assert gradients_of(100, packs)[0].loss != pytest.approx(want.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lora-dropout", "dora-dropout"])
+def test_layers_that_are_recomputed_draw_the_dropout_of_their_forward_pass(kind: str) -> None:
+    """Through `accumulate`, which ends a micro-batch's dropout only behind its backward pass; several micro-batches."""
+
+    def step(recompute: Kind, number: int = 3) -> dict[str, Tensor]:
+        made = adapted(kind)
+        wrap(made.model, [LayerPlan(layer, recompute) for layer in range(LAYERS)])
+        learner = replace(compute(made.model, 2), adapters=made.adapters)
+        accumulate(learner, PACKS, step=number, clip=None)
+        assert not made.noise.on
+        return {name: one.grad.clone() for name, one in made.trained.items() if one.grad is not None}
+
+    want = step("none")
+    assert want and not all(torch.equal(gradient, want[name]) for name, gradient in step("none", 4).items())
+    for recompute in ("elementwise", "selective", "full"):
+        got = step(recompute)
+        assert got.keys() == want.keys()
+        assert [name for name, gradient in want.items() if not torch.equal(got[name], gradient)] == [], recompute
 
 
 def test_attention_that_crosses_documents_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
