@@ -205,7 +205,7 @@ def test_the_rows_of_a_text_joined_are_the_text(pieces: list[str], tmp_path_fact
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "TEXT_ROW_BYTES", 32)
         if not expected:
-            with pytest.raises(DataError):
+            with pytest.raises(DataError, match="a.txt: "):
                 values(path)
             return
         rows = values(path)
