@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from made.here import Here
 from made.tiny_world import World, danlu, write_rows
 
 from danlu.data.prepare import prepare
+from danlu.data.tokenizer import load_tokenizer
 from danlu.data.vocabulary import SMALLEST_SIZE, train_vocabulary
 from danlu.errors import DataError
 from danlu.recipe import load
@@ -89,6 +91,62 @@ def test_a_precision_that_is_still_to_be_measured_hinders_no_preview(
 ) -> None:
     assert danlu("preview", recipe(HELLO), "precision=auto") == 0
     assert "== 1 pack of 128 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_json_is_one_object_with_the_ids_that_are_trained(
+    recipe: Any, letters: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    path = recipe(HELLO, {"messages": [{"role": "user", "content": "\x1b[31m"}, HELLO["messages"][1]]})
+    assert danlu("preview", path, "--json", "--rows", 2, "--tokens", 1, "--packs", 1, "--html", page) == 0
+    out = capsys.readouterr()
+    (line,) = out.out.splitlines()
+    assert line.isascii() and "\x1b" not in line and f"written to {page}" in out.err
+    found = json.loads(line)
+    assert list(found) == [
+        "stage", "max_length", "packing", "refused", "warnings", "reasons", "rows", "packs", "steps",
+        "first_block_only", "train", "eval",
+    ]  # fmt: skip
+    first = found["rows"][0]
+    assert {key: value for key, value in first.items() if key != "samples"} == {
+        "row": "rows.jsonl:1", "source": 0, "index": 0, "evaluation": False, "bad": None, "columns": None,
+        "dropped": None, "shortened": None, "lost_tokens": 0,
+    }  # fmt: skip
+    (sample,) = first["samples"]
+    text = "<|im_start|>user\n龘?<|im_end|>\n<|im_start|>assistant\nok <b><|im_end|>\n"
+    assert sample["ids"] == load_tokenizer(str(letters), None).encode(text)
+    assert "".join(sample["texts"]) == text
+    assert {len(sample[key]) for key in ("ids", "texts", "weights", "reasons", "special")} == {31}
+    trained = [(text, reason) for text, reason, weight in zip(
+        sample["texts"], sample["reasons"], sample["weights"], strict=True) if weight == 2.0
+    ]  # fmt: skip
+    assert trained == [*((letter, "assistant") for letter in "ok <b>"), ("<|im_end|>", "terminator")]
+    assert sum(sample["weights"]) == 14 and [sample["special"][0], sample["special"][1]] == [True, False]
+    documents = {one["row"]: one for one in found["packs"][0]["documents"]}
+    assert documents["rows.jsonl:1"] == {"row": "rows.jsonl:1", "ids": sample["ids"], "weights": sample["weights"]}
+    assert documents["rows.jsonl:2"]["ids"] != sample["ids"]
+    counted = found["train"]["statistics"]
+    total = sum(len(one["ids"]) for one in documents.values())
+    assert (counted["rows"], counted["tokens"], counted["trained_tokens"]) == (2, total, 14)
+    assert counted["trained_share"] == 14 / total and counted["reasons"]["terminator"] == 2
+    assert found["train"]["packed"] == {"packs": 1, "samples": 2, "tokens": total, "efficiency": total / 128}
+    assert sum(one["samples"] for one in found["train"]["lengths"]) == 2
+    assert found["steps"] == {"packs": 4, "epoch": 1, "run": 12} and found["eval"] is None
+    assert set(found["reasons"]) >= set(sample["reasons"])
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_json_of_data_that_a_run_refuses_says_why(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert danlu("preview", recipe(HELLO, TWO_QUESTIONS, "{broken", '{"a": NaN}'), "--json", "--rows", 4) == 3
+    out = capsys.readouterr()
+    found = json.loads(out.out)
+    assert found["refused"].startswith("rows.jsonl:2 message 2: two user turns in a row") and out.err
+    assert (found["packs"], found["steps"], found["train"]["packed"]) == ([], None, None)
+    assert found["train"]["statistics"]["bad_rows"] == 3 and found["rows"][3]["columns"] == {"a": "NaN"}
+    bad = found["rows"][1]
+    assert bad["bad"].startswith("rows.jsonl:2 message 2") and bad["samples"] == []
+    assert bad["columns"] == TWO_QUESTIONS and found["rows"][2]["columns"] is None
 
 
 @pytest.mark.usefixtures("in_this_process")

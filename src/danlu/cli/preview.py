@@ -25,15 +25,21 @@ def preview(
         typer.Option(help="Show this row instead: alpaca.json:17 as in messages, or 17 for its number. Repeatable."),
     ] = None,
     packs: Annotated[int, typer.Option(min=0, help="Packs to show, from where training begins.")] = 3,
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens to show of a sample, beginning and end; 0 for all.")] = 512,
+    tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens to show of a sample, beginning and end; 0 for all, as --json has.")
+    ] = 512,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a page; only an earlier preview is overwritten.")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object with ids, texts, weights and reasons, for scripts.")
+    ] = False,
 ) -> None:
     """See every token with its reason, the packs and the totals, of what `danlu train` would train on."""
     loaded = recipes.load(recipe, overrides or [])
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
     from danlu.data.preview import Ingredients, look, measure, survey
+    from danlu.report import preview_json
     from danlu.report.preview_page import OWN, page
     from danlu.report.preview_text import screen, show_overview, show_rows
     from danlu.train.durable import write_durably
@@ -53,7 +59,7 @@ def preview(
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what this terminal's encoding cannot write
-    out = screen(sys.stdout)
+    out = screen(io.StringIO() if as_json else sys.stdout)
     shown = look(ingredients, rows=rows, places=row or ()) if rows or row else []
     show_rows(out, shown, chosen.data, most)
     sys.stdout.flush()  # tokenising the rest may take minutes
@@ -71,12 +77,15 @@ def preview(
     if refused is not None:
         out.heading("a run refuses this data: what follows counts all rows, as far as they can be read")
     show_overview(out, overview, chosen)
+    said = None if refused is None else str(refused)
+    if as_json:
+        print(preview_json.as_json(chosen, shown, overview, said))
     if html is not None:
-        text = page(recipe.name, chosen, shown, overview, most, None if refused is None else str(refused))
+        text = page(recipe.name, chosen, shown, overview, most, said)
         try:
             write_durably(html, text.encode())
         except OSError as error:
             raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
-        print(f"\nwritten to {html}")
+        print(f"\nwritten to {html}", file=sys.stderr if as_json else sys.stdout)
     if refused is not None:
         raise refused

@@ -231,7 +231,13 @@ def _endless(found: Statistics) -> Iterator[Fact]:
 
 
 def histogram(lengths: np.ndarray) -> Iterator[tuple[str, int, float]]:
-    """Samples by length: (range, number, share), in ranges of one width, a power of two."""
+    """Samples by length: (range, number, share)."""
+    for first, last, number in length_bins(lengths):
+        yield f"{first}-{last}" if first < last else f"{first}", number, number / len(lengths)
+
+
+def length_bins(lengths: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Samples by length: (shortest, longest, number), in ranges of one width, a power of two; none before the first."""
     longest = int(lengths.max(initial=1))
     width = 2 ** max(0, math.ceil(math.log2(longest / MOST_BINS)))
     counts = np.bincount((lengths - 1) // width)
@@ -239,7 +245,7 @@ def histogram(lengths: np.ndarray) -> Iterator[tuple[str, int, float]]:
         if not counts[: place + 1].any():
             continue  # shorter than all of them
         first, last = place * width + 1, (place + 1) * width
-        yield f"{first}-{last}" if first < last else f"{first}", number, number / len(lengths)
+        yield first, last, number
 
 
 def steps(recipe: Recipe, overview: Overview) -> str | None:

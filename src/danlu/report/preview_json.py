@@ -1,0 +1,99 @@
+"""A preview as one JSON object, for scripts; docs/data.md documents its shape."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from danlu.data.preview import Overview, Packed, ShownRow, ShownSample, Side
+from danlu.data.spans import Reason
+from danlu.recipe.sections import Recipe
+from danlu.report import preview_words as words
+from danlu.types import Pack
+
+
+def as_json(recipe: Recipe, rows: Sequence[ShownRow], overview: Overview, refused: str | None) -> str:
+    """The object on one line of ASCII, so that no text of a row can be anything else to a terminal than its escapes.
+
+    refused: why a run would refuse this data, if it would; the counts are of all rows then, and there are no packs.
+    """
+    train = overview.train.packed
+    return json.dumps(
+        {
+            "stage": recipe.stage,
+            "max_length": recipe.data.max_length,
+            "packing": recipe.data.packing.kind,
+            "refused": refused,
+            "warnings": list(words.warnings(overview)),
+            "reasons": {words.name(reason): words.ABOUT[reason] for reason in Reason},
+            "rows": [_row(row, recipe) for row in rows],
+            "packs": [] if train is None else [_pack(pack, number) for number, pack in enumerate(train.first)],
+            "steps": None if train is None else _steps(recipe, train, overview.block),
+            "first_block_only": overview.block,
+            "train": _side(overview.train),
+            "eval": None if overview.eval is None else _side(overview.eval),
+        }
+    )
+
+
+def _row(row: ShownRow, recipe: Recipe) -> dict[str, Any]:
+    return {
+        "row": row.where,
+        "source": row.source,
+        "index": row.index,
+        "evaluation": row.source >= len(recipe.data.train),
+        "bad": row.bad or None,
+        # NaN and infinities, which JSON lacks, as texts.
+        "columns": json.loads(row.columns, parse_constant=str) if row.columns else None,
+        "dropped": row.dropped or None,
+        "shortened": row.shortened or None,
+        "lost_tokens": row.lost_tokens,
+        "samples": [_sample(sample) for sample in row.samples],
+    }
+
+
+def _sample(sample: ShownSample) -> dict[str, Any]:
+    return {
+        "ids": sample.tokens.tolist(),
+        "texts": list(sample.texts),
+        "weights": sample.weights.tolist(),
+        "reasons": [words.name(Reason(reason)) for reason in sample.reasons.tolist()],
+        "special": sample.special.tolist(),
+    }
+
+
+def _pack(pack: Pack, number: int) -> dict[str, Any]:
+    documents = [
+        {"row": sample.row, "ids": sample.tokens.tolist(), "weights": sample.weights.tolist()}
+        for sample in pack.samples
+    ]
+    return {"pack": number, "tokens": pack.tokens, "documents": documents}
+
+
+def _steps(recipe: Recipe, packed: Packed, block: bool) -> dict[str, Any]:
+    """Of a stream nothing is known of an epoch."""
+    per_step = recipe.batch.packs(recipe.data.max_length)
+    total = recipe.steps
+    if total is None:
+        total = math.ceil(math.ceil((recipe.epochs or 1) * packed.packs) / per_step)
+    return {"packs": per_step, "epoch": None if block else math.ceil(packed.packs / per_step), "run": total}
+
+
+def _side(side: Side) -> dict[str, Any]:
+    packed = side.packed
+    return {
+        "statistics": {**side.statistics.to_json(), "trained_share": side.statistics.trained_share},
+        "lengths": [
+            {"from": first, "to": last, "samples": number} for first, last, number in words.length_bins(side.lengths)
+        ],
+        "packed": None
+        if packed is None
+        else {
+            "packs": packed.packs,
+            "samples": packed.samples,
+            "tokens": packed.tokens,
+            "efficiency": packed.efficiency,
+        },
+    }
