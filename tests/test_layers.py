@@ -15,6 +15,8 @@ LAYERS: dict[str, int] = {
     "errors": 0,
     "recipe": 0,
     "registry": 0,
+    "small_files": 0,
+    "terminal": 0,
     "types": 0,
     "adapters": 1,
     "basics": 1,

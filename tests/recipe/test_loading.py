@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,6 +203,14 @@ def test_files_that_cannot_be_read(write: Write, tmp_path: Path) -> None:
     assert problems("no/where.yaml") == ["no/where.yaml: no such file, and no folder 'no'"]
     assert problems("latin.yaml") == ["latin.yaml: not UTF-8 text (byte 7). Save the recipe as UTF-8"]
     assert problems(".") == [".: this is a folder, not a recipe. Did you mean 'recipe.yaml'?"]
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert problems("pipe.yaml") == ["pipe.yaml: not a recipe that can be read: it is a named pipe, not a file"]
+    assert problems("/dev/zero") == ["/dev/zero: not a recipe that can be read: it is a device, not a file"]
+    (tmp_path / "big.yaml").touch()
+    os.truncate(tmp_path / "big.yaml", 20 << 20)
+    assert problems("big.yaml") == [
+        "big.yaml: not a recipe that can be read: larger than 1 MiB, the most that such a file may have"
+    ]
 
 
 def test_origins(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,11 +97,17 @@ def test_a_config_may_be_changed_inside(write: Write) -> None:
 
 
 def test_what_is_refused(write: Write) -> None:
-    assert refused(write, "data.train.path=x", "data.train.7.path=x", "=3", "a..b=1", "data=[x") == [
+    assert refused(
+        write, "data.train.path=x", "data.train.7.path=x", "=3", "a..b=1", "data=[x", "steps=", "data.eval= "
+    ) == [
         "override 'data.train.path=x' data.train.path: this is a list: say which entry, from 0 to 1, instead of 'path'",
         "override 'data.train.7.path=x' data.train.7.path: the list has 2 entries, so the next one is 2, not 7",
         "override '=3': write it as section.key=value, for example steps=100",
         "override 'a..b=1': write it as section.key=value, for example steps=100",
         "override 'data=[x': not valid YAML: expected ',' or ']', but got '<stream end>' (inside { } and [ ], quote a "
         "value that holds ${VAR}, a comma or a bracket)",
+        "override 'steps=' steps: nothing stands after the '='. Write steps=VALUE, or steps=null to take the file's "
+        "value away",
+        "override 'data.eval= ' data.eval: nothing stands after the '='. Write data.eval=VALUE, or data.eval=null to "
+        "take the file's value away",
     ]

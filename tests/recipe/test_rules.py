@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from danlu.errors import RecipeError
+from danlu.recipe import explain as look_up
 from danlu.recipe import load
+from danlu.recipe.explanation import keys
 from danlu.recipe.rules import is_local, notes
 
 Write = Callable[..., str]
@@ -27,6 +30,20 @@ def problems(path: str) -> list[str]:
         return error.problems
     return []
 
+
+PATHS = {
+    "model.path": text(model="{{path: {}}}"),
+    "model.config": text(model="{{config: {}, tokenizer: t}}"),
+    "model.tokenizer": text(model="{{preset: tiny, tokenizer: {}}}"),
+    "model.chat_template": text(model="{{path: base, chat_template: {}}}"),
+    "model.adapters.0": text(model="{{path: base, adapters: [{}]}}"),
+    "data.train.0.path": text(data="{}"),
+    "data.eval.0.path": text(data="{{train: rows.json, eval: {}}}"),
+    "data.cache": text(data="{{train: rows.json, cache: {}}}"),
+    "memory.folder": text(memory="{{offload: [optimizer], folder: {}}}"),
+    "optimizer.folder": text(optimizer="{{kind: paged-adamw, folder: {}}}"),
+    "output": text(output="{}"),
+}
 
 BROKEN = [
     ({"steps": "5", "epochs": "1"}, "steps: the run's length is given twice: keep steps or epochs"),
@@ -150,6 +167,42 @@ SOUND = [
 @pytest.mark.parametrize("changed", SOUND)
 def test_what_only_just_keeps_the_rules(write: Write, changed: dict[str, str]) -> None:
     assert problems(write(text(**changed))) == []
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("'a\\0b'", "holds a NUL character, which no file name can. Take it out"),
+        ("''", "'' is an empty path. Name a file or a folder, or leave the key out"),
+        ("'~nosuchuser/x.json'", "'~nosuchuser/x.json': there is no user 'nosuchuser'. Write the path in full"),
+        (f"'/{LONG}/x'", "is too long: a name may have 255 bytes and a path 4,095, not 300"),
+        ("'/" + "x/" * 2100 + "'", "is too long: a name may have 255 bytes and a path 4,095, not 4,201"),
+    ],
+    ids=["NUL", "empty", "user", "name", "path"],
+)
+def test_what_no_path_can_be(write: Write, key: str, path: str, message: str) -> None:
+    """Wherever a recipe takes a path; the same recipe with a usual path has no such problem."""
+    written = path.replace("'", '"')
+    said = [
+        line for line in problems(write(PATHS[key].format(written))) if line.partition(" ")[2].startswith(f"{key}:")
+    ]
+    assert len(said) == 1 and message in said[0], said
+    assert not any("path" in line and message in line for line in problems(write(PATHS[key].format("rows.json"))))
+
+
+def test_every_path_of_a_recipe_is_looked_at() -> None:
+    """Each text of which the documentation says that it is a folder or a file."""
+    named = {
+        key
+        for key, found in ((key, look_up(key)) for key in keys())
+        if found.takes.startswith(("a text", "a list of texts")) and re.search(r"\b(folder|file|kept)", found.about)
+    }
+    assert {"model.path", "data.cache", "output"} <= named
+    assert named - {key.replace(".0", "") for key in PATHS} == {"data.train.split", "data.eval.split"}
 
 
 def test_notes(write: Write) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from danlu.recipe import tree
 from danlu.recipe.tree import Problem, parse
 
 
@@ -118,6 +121,41 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
     value, said = read(text)
     assert value is None
     assert message in said[0]
+
+
+LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghij"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 5000, "r.yaml:1:51 : nested more than 50 levels deep, and no key of a recipe lies below the sixth"),
+        ("{a: " * 5000, "r.yaml:1:198 : nested more than 50 levels deep"),
+        ("".join(f"{' ' * n}a:\n" for n in range(300)), "r.yaml:50:50 : nested more than 50 levels deep"),
+        (LAUGHS, ": more than 20,000 values, with aliases written out. Name a folder instead of all its files"),
+        ("a: [" + "x, " * 20_000 + "]", "r.yaml:1:59996 : more than 20,000 values"),
+        ("#" * (1 << 20) + "\na: 1", "r.yaml : more than 1 MiB, so this is no recipe"),
+        (f"seed: {'9' * 5000}", "r.yaml:1:7 seed: a number of 5,000 digits, and no key takes more than 19"),
+        ('output: "a\\ud800b"', r"r.yaml:1:9 output: 'a\ud800b' is not Unicode text. Write it in UTF-8; rename a file"),
+        ('"\\ud800": 1', r"r.yaml:1:1 : the key '\ud800' is not Unicode text. Write it in UTF-8"),
+    ],
+    ids=["lists", "mappings", "blocks", "aliases", "values", "size", "digits", "surrogate", "surrogate key"],
+)
+def test_what_would_hang_or_fill_memory_is_bounded(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[None] = []
+    real = tree.Node.__init__
+    monkeypatch.setattr(
+        tree.Node, "__init__", lambda self, *rest, **more: made.append(None) or real(self, *rest, **more)
+    )
+    _, said = read(text)
+    assert len(said) == 1 and message in said[0]
+    assert len(made) <= tree.MOST_VALUES + tree.MOST_LEVELS
+
+
+def test_what_lies_within_the_bounds_is_read() -> None:
+    deep = "[" * 49 + "1" + "]" * 49
+    assert read(deep)[1] == []
+    assert read("a: [" + "x, " * 19_990 + "]")[1] == []
 
 
 def test_an_alias_is_a_copy() -> None:

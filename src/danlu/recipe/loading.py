@@ -13,8 +13,9 @@ from danlu.recipe import rules
 from danlu.recipe.check import check
 from danlu.recipe.forms import full
 from danlu.recipe.sections import Recipe
-from danlu.recipe.tree import Node, Origin, Problem, parse
+from danlu.recipe.tree import MOST_BYTES, Node, Origin, Problem, parse
 from danlu.recipe.words import nearest
+from danlu.small_files import read_small
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,19 @@ def _line(problem: Problem, path: str) -> str:
 def _read(path: Path) -> str:
     """The text of a recipe file, or an error that says what is there instead."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_small(path, MOST_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise RecipeError(_not_found(path)) from None
     except IsADirectoryError:
         inside = path / "recipe.yaml"
         hint = f" Did you mean {str(inside)!r}?" if inside.is_file() else " Name the recipe in it."
         raise RecipeError(f"{path}: this is a folder, not a recipe.{hint}") from None
-    except UnicodeDecodeError as error:
+    except ValueError as error:
+        if not isinstance(error, UnicodeDecodeError):
+            raise RecipeError(f"{str(path)!r}: not a file name: {error}") from None
         raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}). Save the recipe as UTF-8") from None
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+        raise RecipeError(f"{path}: not a recipe that can be read: {error.strerror}") from None
 
 
 def _not_found(path: Path) -> str:

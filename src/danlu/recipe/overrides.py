@@ -25,6 +25,10 @@ def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> None
         if not equals or not all(parts):
             problems.append(Problem("", "write it as section.key=value, for example steps=100", origin))
             continue
+        if not written.strip():
+            message = f"nothing stands after the '='. Write {key}=VALUE, or {key}=null to take the file's value away"
+            problems.append(Problem(key.strip(), message, origin))
+            continue
         value = parse(written, name, problems, override=index)
         if value is None:
             continue

@@ -6,7 +6,9 @@ Each rule is a generator of problems over a recipe whose types are right already
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Literal
@@ -31,12 +33,65 @@ from danlu.recipe.sections import (
 from danlu.recipe.tree import Problem
 from danlu.recipe.words import nearest, show
 
+MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4095
+"""Of Linux and its file systems."""
+MOST_TRIED = 10_000
+"""Numbers next to a `batch.micro` that does not divide a step, among which one that does is looked for."""
+MOST_NAMES = 2000
+"""Of a folder, among which a misspelt one is looked for."""
+
 FILE_TYPES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
 def problems(recipe: Recipe) -> list[Problem]:
     """Everything in a recipe that contradicts itself."""
     return [problem for rule in RULES for problem in rule(recipe)]
+
+
+def paths_can_be(recipe: Recipe) -> Iterator[Problem]:
+    """What no file system takes for a name; found here, because Python raises other errors for it at each use."""
+    for key, path in _paths(recipe).items():
+        if (said := _impossible(path)) is not None:
+            yield Problem(key, said)
+
+
+def _impossible(path: str) -> str | None:
+    if "\0" in path:
+        return f"{show(path)} holds a NUL character, which no file name can. Take it out"
+    if not path.strip():
+        return f"{show(path)} is an empty path. Name a file or a folder, or leave the key out"
+    if path.startswith("~"):
+        try:
+            Path(path).expanduser()
+        except RuntimeError:
+            user = path.partition("/")[0].removeprefix("~")
+            whose = f"there is no user {user!r}" if user else "this user has no home folder"
+            return f"{show(path)}: {whose}. Write the path in full"
+    part, whole = max(len(os.fsencode(part)) for part in path.split("/")), len(os.fsencode(path))
+    if part > MOST_NAME_BYTES or whole > MOST_PATH_BYTES:
+        return (
+            f"{show(path)} is too long: a name may have {MOST_NAME_BYTES} bytes and a path {MOST_PATH_BYTES:,}, not "
+            f"{part if part > MOST_NAME_BYTES else whole:,}"
+        )
+    return None
+
+
+def _paths(recipe: Recipe) -> dict[str, str]:
+    """Every path of a recipe, read or written, by its key."""
+    model = recipe.model
+    named: dict[str, object] = {
+        "model.path": model.path,
+        "model.config": model.config,
+        "model.tokenizer": model.tokenizer,
+        "model.chat_template": model.chat_template,
+        "data.cache": recipe.data.cache,
+        "memory.folder": recipe.memory.folder,
+        "optimizer.folder": getattr(recipe.optimizer, "folder", None),
+        "output": recipe.output,
+    }
+    named |= {f"model.adapters.{index}": path for index, path in enumerate(model.adapters)}
+    named |= {key: _file_of(source) for key, source in _sources(recipe.data)}
+    return {key: path for key, path in named.items() if isinstance(path, str)}
 
 
 def length_of_run(recipe: Recipe) -> Iterator[Problem]:
@@ -78,8 +133,9 @@ def batch_size(recipe: Recipe) -> Iterator[Problem]:
         return
     packs = batch.sequences if batch.sequences is not None else (batch.tokens or 0) // data.max_length
     if isinstance(batch.micro, int) and packs % batch.micro:
-        divisors = [n for n in range(1, packs + 1) if packs % n == 0]
-        near = min(divisors, key=lambda n: abs(n - int(batch.micro)))
+        begin = min(batch.micro, packs)
+        around = (n for distance in range(begin) for n in (begin - distance, begin + distance) if n <= packs)
+        near = next((n for n in islice(around, MOST_TRIED) if packs % n == 0), 1)
         message = f"{batch.micro} does not divide the {packs} packs of a step. Use {near}, or auto"
         yield Problem("batch.micro", message, reads=(*both, "data.max_length"))
 
@@ -349,6 +405,8 @@ WHOLE_MATRICES = (Muon, GaLore, Adafactor)
 
 
 def output_is_apart(recipe: Recipe) -> Iterator[Problem]:
+    if _impossible(recipe.output) is not None:
+        return
     output = _resolve(recipe.output)
     named = {
         "model.path": recipe.model.path,
@@ -358,6 +416,8 @@ def output_is_apart(recipe: Recipe) -> Iterator[Problem]:
     paths = {key: value for key, value in named.items() if isinstance(value, str)}
     paths.update({key: _file_of(source) for key, source in _sources(recipe.data)})
     for key, path in paths.items():
+        if _impossible(path) is not None:
+            continue
         place = _resolve(path)
         if place == output or output in place.parents:
             relation = "is" if place == output else "lies in"
@@ -405,8 +465,16 @@ def missing_files(recipe: Recipe) -> list[Problem]:
     return [
         Problem(key, _not_there(_resolve(path), path))
         for key, path in paths.items()
-        if path and (key in local_only or is_local(path)) and not _resolve(path).exists()
+        if path and (key in local_only or is_local(path)) and _impossible(path) is None and not _exists(_resolve(path))
     ]
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something, as far as this user may see: what is hidden tells so itself when it is opened."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
 
 
 def is_local(path: str) -> bool:
@@ -424,7 +492,10 @@ def _not_there(place: Path, written: str) -> str:
     folder = place.parent
     if not folder.is_dir():
         return f"no file or folder {written!r}: there is no folder {str(folder)!r}"
-    names = {entry.name.lower(): entry.name for entry in folder.iterdir()}
+    try:
+        names = {entry.name.lower(): entry.name for entry in islice(folder.iterdir(), MOST_NAMES)}
+    except OSError:  # a folder that may be entered but not listed
+        names = {}
     guess = nearest(place.name, list(names))
     hint = f" Did you mean {str(Path(written).parent / names[guess])!r}?" if guess else ""
     return f"no file or folder {written!r} in {str(folder)!r}.{hint}"
@@ -452,6 +523,7 @@ def notes(recipe: Recipe) -> list[str]:
 
 
 RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
+    paths_can_be,
     length_of_run,
     model_start,
     batch_size,

@@ -100,6 +100,13 @@ class Node:
 
 CORE = "tag:yaml.org,2002:"
 
+# A recipe has some hundred values, four levels deep. What passes these bounds is another file, or was made to hang its
+# reader: ten lines of aliases of aliases stand for 3e9 values ("billion laughs").
+MOST_BYTES = 1 << 20
+MOST_VALUES = 20_000
+MOST_LEVELS = 50
+MOST_DIGITS = 100  # Python itself refuses more than 4,300
+
 # First characters that may begin a scalar of the type, for PyYAML's table; then what the whole scalar looks like.
 SCALARS: list[tuple[str, re.Pattern[str], list[str]]] = [
     (f"{CORE}null", re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""]),
@@ -117,6 +124,29 @@ class Loader(yaml.SafeLoader):
     """PyYAML's parser with the scalars above; only its nodes are used, never its constructors."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  as PyYAML declares it
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._levels = 0
+        self._values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Each value of the file once, so that a bound ends the reading before Python's recursion or memory does."""
+        mark = self.peek_event().start_mark
+        self._values += 1
+        self._levels += 1
+        if self._levels > MOST_LEVELS:
+            raise yaml.MarkedYAMLError(problem=_TOO_DEEP, problem_mark=mark)
+        if self._values > MOST_VALUES:
+            raise yaml.MarkedYAMLError(problem=_TOO_MANY, problem_mark=mark)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._levels -= 1
+
+
+_TOO_DEEP = f"nested more than {MOST_LEVELS} levels deep, and no key of a recipe lies below the sixth"
+_TOO_MANY = f"more than {MOST_VALUES:,} values, with aliases written out. Name a folder instead of all its files"
 
 
 class Dumper(yaml.SafeDumper):
@@ -147,6 +177,9 @@ def parse(text: str, name: str, problems: list[Problem], *, override: int | None
     Args: `name` is what places are called: the file's path, or the override's text when `override` is its index.
     """
     reader = _Reader(name, problems, override, os.environ)
+    if len(text) > MOST_BYTES:
+        problems.append(Problem("", f"more than {MOST_BYTES >> 20} MiB, so this is no recipe", reader.whole))
+        return None
     try:
         loader = Loader(text)
         root = loader.get_single_node()
@@ -158,7 +191,11 @@ def parse(text: str, name: str, problems: list[Problem], *, override: int | None
         return None
     if root is None:
         return Node(None, reader.whole)
-    return reader.node(root, ())
+    try:
+        return reader.node(root, ())
+    except yaml.MarkedYAMLError as error:
+        problems.append(reader.syntax_problem(error))
+        return None
 
 
 class _Reader:
@@ -169,6 +206,7 @@ class _Reader:
         self.environ = environ
         self.whole = Origin(name, (0, 0, 0) if override is None else (1, override, 0))
         self.open: list[yaml.Node] = []  # nodes on the way down, to notice an alias of a parent
+        self.values = 0  # an alias counts as all that it stands for
 
     def origin(self, mark: yaml.Mark) -> Origin:
         if self.override is not None:
@@ -189,13 +227,17 @@ class _Reader:
             said = "a second document ('---'): a recipe is one"
         elif "expected ',' or" in said:
             said += " (inside { } and [ ], quote a value that holds ${VAR}, a comma or a bracket)"
-        return Problem("", f"not valid YAML: {said}", self.whole if mark is None else self.origin(mark))
+        told = said if said in (_TOO_DEEP, _TOO_MANY) else f"not valid YAML: {said}"
+        return Problem("", told, self.whole if mark is None else self.origin(mark))
 
     def complain(self, path: tuple[str, ...], message: str, origin: Origin) -> None:
         self.problems.append(Problem(".".join(path), message, origin))
 
     def node(self, raw: yaml.Node, path: tuple[str, ...]) -> Node:
         origin = self.origin(raw.start_mark)
+        self.values += 1
+        if self.values > MOST_VALUES:
+            raise yaml.MarkedYAMLError(problem=_TOO_MANY, problem_mark=raw.start_mark)
         if any(raw is parent for parent in self.open):
             self.complain(path, "an alias of a value that it is part of", origin)
             return Node(None, origin)
@@ -218,6 +260,9 @@ class _Reader:
                 self.complain(path, "a key must be a word", key_origin)
                 continue
             key = key_node.value
+            if _SURROGATE.search(key):
+                self.complain(path, f"the key {key[:60]!r} is not Unicode text. Write it in UTF-8", key_origin)
+                continue
             if key in entries:
                 first = entries[key].key_origin
                 before = f", first on line {first.order[1]}" if first and self.override is None else ""
@@ -233,6 +278,13 @@ class _Reader:
             origin = replace(origin, variables=names)
             if raw.style is None:  # written without quotes: ${STEPS} may stand for a number
                 tag = _implicit_tag(text)
+        if _SURROGATE.search(text):
+            # Bytes of the command line or the environment that are no UTF-8 come as such characters too.
+            self.complain(path, f"{text[:60]!r} is not Unicode text. Write it in UTF-8; rename a file so named", origin)
+            return Node(None, origin)
+        if tag == f"{CORE}int" and len(text) > MOST_DIGITS:
+            self.complain(path, f"a number of {len(text):,} digits, and no key takes more than 19", origin)
+            return Node(None, origin)
         value = _convert(tag.removeprefix(CORE), text)
         if value is _UNREADABLE:
             self.complain(path, f"YAML tags such as '{tag.replace(CORE, '!!')}' are not used in a recipe", origin)
@@ -262,6 +314,7 @@ class _Reader:
 
 
 _UNREADABLE: Any = object()
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _implicit_tag(text: str) -> str:

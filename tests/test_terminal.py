@@ -1,0 +1,100 @@
+"""Other people's text on a terminal, and in a pipe."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import pty
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from danlu.terminal import echo, printable, tell
+
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "danlu"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
+        ("one\rtwo\x08", r"one\x0dtwo\x08"),
+        ("\x9b31m \x85 \x7f", r"\u009b31m \u0085 \u007f"),
+        ("user\u202etxt.exe \u2066x\u2069", r"user\u202etxt.exe \u2066x\u2069"),
+        ("\ud800 \udce9", r"\ud800 \udce9"),
+        ("tab\tand\nnewline, é 丹炉 👩\u200d👩 \u200fעברית", "tab\tand\nnewline, é 丹炉 👩\u200d👩 \u200fעברית"),
+    ],
+    ids=["escape", "cursor", "C1", "direction", "surrogates", "stays"],
+)
+def test_printable(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert printable(shown) == shown
+
+
+def test_no_control_character_passes() -> None:
+    every = [chr(code) for code in range(sys.maxunicode + 1)]
+    passed = {character for character in every if printable(character) == character}
+    assert {c for c in passed if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")} == {"\t", "\n"}
+    turning = {c for c in every if unicodedata.bidirectional(c) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI")}
+    assert turning and not turning & passed
+
+
+def test_printable_json_is_the_same_json() -> None:
+    value = "".join(map(chr, range(0x300))) + "\u202e\u2028\ud800"
+    shown = printable(json.dumps(value, ensure_ascii=False))
+    assert json.loads(shown) == value
+    assert "\x9b" not in shown and "\x7f" not in shown
+
+
+def test_a_pipe_gets_the_text_and_a_terminal_what_it_can_show(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    echo("\x1b[2Ja", end="")
+    tell("\x1b[2Jb")
+    assert capsys.readouterr() == ("\x1b[2Ja", "\\x1b[2Jb\n")
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", screen)
+    echo("\x1b[2Ja")
+    assert screen.getvalue() == "\\x1b[2Ja\n"
+
+
+def test_through_a_real_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        echo("\x1b]0;title\x07 丹")
+        assert os.read(master, 100).decode() == "\\x1b]0;title\\x07 丹\r\n"
+    os.close(master)
+
+
+OWN_COLOURS = {("cli/demo.py", "print")}
+"""Whose text is printable before colours are added."""
+
+
+def raw_writes(source: str, name: str) -> list[str]:
+    """Calls of print and typer.echo, which show text as it is."""
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node.func)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("print", "typer.echo", "typer.secho")
+        and (name, ast.unparse(node.func)) not in OWN_COLOURS
+    ]
+
+
+def test_danlu_writes_through_these_functions_alone() -> None:
+    """`print` would show what it is given as it is: use `echo` for results and `tell` for remarks."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 100
+    found = [
+        line
+        for file in files
+        for line in raw_writes(file.read_text(encoding="utf-8"), file.relative_to(PACKAGE).as_posix())
+    ]
+    assert found == []
+    assert raw_writes("def f(x):\n    print(x)\n    typer.echo(x)\n", "a.py") == ["a.py:2: print", "a.py:3: typer.echo"]
