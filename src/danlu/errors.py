@@ -8,7 +8,12 @@
     ├── ModelError                4   a model folder, config or weight tensor is wrong
     ├── CheckpointError           5   a checkpoint is missing, torn, altered or belongs to another run
     ├── ResourceError             6   the machine ran out of disk or memory, or a folder cannot be written
-    └── TrainingError             7   training itself went wrong: a non-finite loss, a loss spike past its policy
+    ├── TrainingError             7   training itself went wrong: a non-finite loss, a loss spike past its policy
+    └── InternalError            70   a bug of danlu, as far as it can tell; the message names a file with the traceback
+
+Any other exception that reaches the command line becomes one of these too (`danlu.cli.crash`): ResourceError where
+the machine refused (memory, a file, a package that cannot be imported), else InternalError, whose 70 is EX_SOFTWARE of
+sysexits.h.
 
 A run stopped by a signal exits with 128 + the signal's number (130 for Ctrl-C) after saving; Stopped, which is no
 DanluError, ends one at once.
@@ -62,3 +67,9 @@ class ResourceError(DanluError):
 
 class TrainingError(DanluError):
     exit_code = 7
+
+
+class InternalError(DanluError):
+    """An exception that nothing in danlu raises on purpose. Only the command line and the launcher make it."""
+
+    exit_code = 70

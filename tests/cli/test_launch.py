@@ -22,7 +22,7 @@ from made.tiny_world import start as begin
 
 from danlu.cli import launching
 from danlu.cli.launching import launch
-from danlu.errors import DanluError, DataError, RecipeError, ResourceError, Stopped
+from danlu.errors import DataError, InternalError, RecipeError, ResourceError, Stopped
 from danlu.parallel import world as worlds
 
 STAND_IN = str(Path(stand_in.__file__))
@@ -112,7 +112,8 @@ def test_beyond_the_restarts(start: Callable[..., int], tmp_path: Path, said: li
     assert str(caught.value).startswith("rank 1 was killed (SIGKILL)")
     assert str(caught.value).endswith("\nThe processes were started again 1 time (parallel.restarts)")
     assert len(said) == 1
-    with pytest.raises(DanluError, match="rank 0: ValueError: no such thing\nTraceback"):
+    bug = r"rank 0: ValueError: no such thing\. This is a bug of danlu, not a mistake of yours\nTraceback"
+    with pytest.raises(InternalError, match=bug):
         start(2, does={"0": [2, "bug"], "1": [2, "gone"]})
 
 

@@ -34,7 +34,6 @@ def fail(how: str) -> None:
         "data": DataError("row 3 of a.json is broken\nits brackets do not match [/red]"),
         "interrupt": KeyboardInterrupt(),
         "exit": typer.Exit(9),
-        "bug": ZeroDivisionError("ours"),
     }[how]
 
 
@@ -93,12 +92,6 @@ def test_misuse(capsys: pytest.CaptureFixture[str], arguments: list[str], said: 
 def test_errors_become_exit_codes(capsys: pytest.CaptureFixture[str], how: str, code: int, said: str) -> None:
     assert main(["fail", how]) == code
     assert capsys.readouterr().err == said
-
-
-@pytest.mark.usefixtures("verb")
-def test_a_bug_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError, match="ours"):
-        main(["fail", "bug"])
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

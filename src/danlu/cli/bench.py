@@ -13,6 +13,7 @@ import typer
 
 from danlu.cli.generate import Device, Dtype, check_flags
 from danlu.errors import DataError
+from danlu.terminal import echo
 
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
@@ -55,10 +56,10 @@ def gemm(
             if as_json:
                 device_name = "cpu" if on_cpu else "cuda"
                 line = {"dtype": name, "device": device_name, "threads": count, "flops_per_second": peak}
-                typer.echo(json.dumps(line))
+                echo(json.dumps(line))
             else:
                 where = f"{count:3d} thread{'s' if count > 1 else ' '}" if on_cpu else torch.cuda.get_device_name()
-                typer.echo(f"{name:10}{where}  {peak / 1e9:10.1f} GFLOP/s")
+                echo(f"{name:10}{where}  {peak / 1e9:10.1f} GFLOP/s")
 
 
 def _thread_counts(cores: int) -> list[int]:
@@ -121,7 +122,7 @@ def quantization(
         for row, section in zip(rows, formats.values(), strict=True):
             row["perplexity"] = perplexity(found, packs, section, precision, device)
     if as_json:
-        typer.echo(json.dumps({**result, "formats": rows}, ensure_ascii=False))
+        echo(json.dumps({**result, "formats": rows}, ensure_ascii=False))
     else:
         show(result, rows)
 
@@ -194,7 +195,7 @@ def show(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         shares = [f"{row[key]:.2%}" for key in ("error", "worst", "mean")]
         lost = [f"{row['perplexity']:.4f}"] if "perplexity" in row else []
         table.add_row(row["format"], f"{row['bits']:.3f}", *shares, *lost)
-    print(f"{result['model']}: {result['parameters']:,} parameters in linear layers")
+    echo(f"{result['model']}: {result['parameters']:,} parameters in linear layers")
     Console().print(table)
     if "perplexity" in result:
-        print(f"perplexity of {result['tokens']:,} tokens of {result['text']}")
+        echo(f"perplexity of {result['tokens']:,} tokens of {result['text']}")

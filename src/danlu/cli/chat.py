@@ -32,6 +32,7 @@ from danlu.cli.generate import (
     write_any_character,
 )
 from danlu.errors import DanluError, DataError
+from danlu.terminal import echo, tell
 
 if TYPE_CHECKING:
     from danlu.rollout.chat import Conversation
@@ -111,7 +112,7 @@ def chat(
     write_any_character()
     if sys.stdin.isatty():
         speaks = f", adapter {voices.now}" if voices.adapters else ""
-        print(f"{found.folder}{speaks}  (/help lists the commands, Ctrl-D leaves)", file=sys.stderr)
+        tell(f"{found.folder}{speaks}  (/help lists the commands, Ctrl-D leaves)")
         talk(session)
     else:
         listen(session)
@@ -147,7 +148,7 @@ def listen(session: Session) -> None:
     except UnicodeDecodeError:
         raise DataError(f"stdin, line {number + 1} or one soon after it: not UTF-8 text; convert it first") from None
     except KeyboardInterrupt:
-        print()  # what was written of an answer ends its line
+        echo("")  # what was written of an answer ends its line
         raise
 
 
@@ -159,18 +160,18 @@ def talk(session: Session) -> None:
         try:
             line = input("\n> ")
         except EOFError:
-            print()
+            echo("")
             return
         except KeyboardInterrupt:
-            print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
+            tell("\n(Ctrl-D or /exit leaves)")
             continue
         try:
             if not obey(session, whole_characters(line.strip(), "this line"), strict=True):
                 return
         except KeyboardInterrupt:
-            print("\n(interrupted; what was said so far is kept)", file=sys.stderr)
+            tell("\n(interrupted; what was said so far is kept)")
         except DanluError as error:  # the user can go on
-            print(f"error: {error}. Say something else; /undo takes the last turn back, /reset all", file=sys.stderr)
+            tell(f"error: {error}. Say something else; /undo takes the last turn back, /reset all")
 
 
 def obey(session: Session, line: str, *, strict: bool) -> bool:
@@ -186,21 +187,21 @@ def obey(session: Session, line: str, *, strict: bool) -> bool:
         case "/exit":
             return False
         case "/help":
-            print("\n".join(f"{name:9} {about}" for name, about in COMMANDS.items()), file=sys.stderr)
+            tell("\n".join(f"{name:9} {about}" for name, about in COMMANDS.items()))
         case "/reset":
             conversation.reset()
         case "/undo":
             if not conversation.undo():
-                print("nothing to take back", file=sys.stderr)
+                tell("nothing to take back")
         case "/system":
             conversation.reset()
             conversation.system = rest.strip() or None
         case "/adapter" if rest.strip():
             change_adapter(session, rest.strip(), strict=strict)
         case "/adapter":
-            print(adapters_line(session.voices), file=sys.stderr)
+            tell(adapters_line(session.voices))
         case _ if strict and command.startswith("/"):
-            print(f"{command}: no such command; there are {', '.join(COMMANDS)}", file=sys.stderr)
+            tell(f"{command}: no such command; there are {', '.join(COMMANDS)}")
         case _:
             answer(conversation, line)
     return True
@@ -213,9 +214,9 @@ def change_adapter(session: Session, name: str, *, strict: bool) -> None:
     except DataError as error:
         if not strict:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
     else:
-        print(adapters_line(session.voices), file=sys.stderr)
+        tell(adapters_line(session.voices))
 
 
 def adapters_line(voices: Voices) -> str:
@@ -229,11 +230,11 @@ def answer(conversation: Conversation, turn: str) -> None:
     """Asks, and shows the answer as it is written; says so when it was cut."""
 
     def show(piece: str) -> None:
-        print(piece, end="", flush=True)
+        echo(piece, end="")
 
     completion = conversation.ask(turn, show)
-    print(flush=True)
+    echo("")
     if completion.finish == "length":
-        print("(cut: --max-new-tokens)", file=sys.stderr)
+        tell("(cut: --max-new-tokens)")
     elif completion.finish == "context":
-        print("(cut: the model's context is full; /undo or /reset makes room)", file=sys.stderr)
+        tell("(cut: the model's context is full; /undo or /reset makes room)")

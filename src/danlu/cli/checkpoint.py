@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from danlu.errors import CheckpointError
+from danlu.terminal import echo
 from danlu.train.lock import RunLock
 from danlu.train.manifest import (
     CheckpointInfo,
@@ -64,9 +65,9 @@ def verify_command(path: Where) -> None:
             typer.echo(f"step {info.step}: gone, the run has deleted it meanwhile")
             continue
         damaged += bool(problems)
-        typer.echo(f"step {info.step}: {'DAMAGED' if problems else 'intact'} ({format_bytes(info.bytes)})")
+        echo(f"step {info.step}: {'DAMAGED' if problems else 'intact'} ({format_bytes(info.bytes)})")
         for problem in problems:
-            typer.echo(f"  {problem}")
+            echo(f"  {problem}")
     if damaged:
         raise typer.Exit(CheckpointError.exit_code)
 
@@ -102,7 +103,7 @@ def export_command(
     from danlu.cli.train import what_to_try  # pydantic, for this command alone
 
     checkpoint = run.export(path, target, average=average)
-    typer.echo(f"{checkpoint.name} written: {what_to_try(target)}")
+    echo(f"{checkpoint.name} written: {what_to_try(target)}")
 
 
 def _prune(folder: Path, keep: int, keep_every: int | None, keep_best: bool, *, delete: bool) -> None:
@@ -112,10 +113,10 @@ def _prune(folder: Path, keep: int, keep_every: int | None, keep_best: bool, *, 
     for info in sorted(doomed, key=lambda info: info.step):
         if delete:
             remove_checkpoint(info.path)
-        typer.echo(f"{'deleted' if delete else 'would delete'} step {info.step} ({format_bytes(info.bytes)})")
+        echo(f"{'deleted' if delete else 'would delete'} step {info.step} ({format_bytes(info.bytes)})")
     freed = sum(info.bytes for info in doomed)
     left = len(checkpoints) - len(doomed)
-    typer.echo(f"{format_bytes(freed)} {'freed' if delete else 'would be freed'}, {left} checkpoints stay")
+    echo(f"{format_bytes(freed)} {'freed' if delete else 'would be freed'}, {left} checkpoints stay")
 
 
 def _checkpoints_folder(path: Path) -> Path:

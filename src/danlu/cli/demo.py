@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from danlu.terminal import printable, tell
+
 if TYPE_CHECKING:
     from danlu.demo import Answered, Place, Result
 
@@ -34,11 +36,11 @@ def demo(
         raise typer.Exit(result.exit_code)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for line in (*answer_lines(result, colour), "", *next_lines(result.place, program())):
-        print(line)
+        print(line)  # with its own colours; the rest is printable already
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    tell(text)
 
 
 def answer_lines(result: Result, colour: bool) -> Iterator[str]:
@@ -63,7 +65,7 @@ def answer_lines(result: Result, colour: bool) -> Iterator[str]:
 def _answer(one: Answered, colour: bool) -> Iterator[str]:
     *context, question = one.question.messages
     for message in context:
-        yield f"  {message['role']}: {message['content']}"
+        yield printable(f"  {message['role']}: {message['content']}")
     right = one.after == one.question.answer
     verdict = "right" if right else f"wrong: {one.question.answer}"
     if colour:
@@ -74,7 +76,7 @@ def _answer(one: Answered, colour: bool) -> Iterator[str]:
 
 
 def _short(text: str, width: int = 68) -> str:
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
@@ -90,7 +92,7 @@ def next_lines(place: Place, danlu: str) -> Iterator[str]:
     }
     yield "Where things are"
     width = max(len(str(path)) for path in things)
-    yield from (f"  {path!s:{width}}  {about}" for path, about in things.items())
+    yield from (printable(f"  {path!s:{width}}  {about}") for path, about in things.items())
     yield ""
     yield "What to try next"
     again = place.folder / "again"
@@ -105,7 +107,7 @@ def next_lines(place: Place, danlu: str) -> Iterator[str]:
     }
     lines = [(shlex.join([danlu, *map(str, words)]), about) for words, about in commands.items()]
     width = max(len(line) for line, _ in lines if len(line) < 70)
-    yield from (f"  {line:{width}}  {about}" for line, about in lines)
+    yield from (printable(f"  {line:{width}}  {about}") for line, about in lines)
 
 
 def program() -> str:

@@ -25,6 +25,7 @@ from danlu.cli.generate import (
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.recipe.composing import compose
 from danlu.recipe.rules import language_stage
+from danlu.terminal import echo, tell
 
 if TYPE_CHECKING:
     from danlu.data.packs import Packs
@@ -124,7 +125,7 @@ def eval(
     if as_json:
         # A model that is nothing like its data has an infinite perplexity, which JSON has no number for.
         finite = {name: None if value == math.inf else value for name, value in row.items()}
-        print(json.dumps(finite, ensure_ascii=False))
+        echo(json.dumps(finite, ensure_ascii=False))
     else:
         show(row, statistics.bad_examples)
 
@@ -233,14 +234,14 @@ def bits_per_byte(scores: Scores, samples: Selection, opened: OpenModel) -> floa
 
 def show(row: dict[str, Any], bad_examples: list[str]) -> None:
     """The scores for people, and what became of rows that could not be used as they are."""
-    print(f"loss           {row['loss']:.4f} nats per token")
-    print(f"perplexity     {row['perplexity']:.4g}")
-    print(f"accuracy       {row['accuracy']:.2%} of tokens are the likeliest one")
+    echo(f"loss           {row['loss']:.4f} nats per token")
+    echo(f"perplexity     {row['perplexity']:.4g}")
+    echo(f"accuracy       {row['accuracy']:.2%} of tokens are the likeliest one")
     if row["bits_per_byte"] is not None:
-        print(f"bits per byte  {row['bits_per_byte']:.4f}")
-    print(f"scored         {row['scored_tokens']:,} of {row['tokens']:,} tokens in {row['rows']:,} rows")
+        echo(f"bits per byte  {row['bits_per_byte']:.4f}")
+    echo(f"scored         {row['scored_tokens']:,} of {row['tokens']:,} tokens in {row['rows']:,} rows")
     for what, count in (*row["shortened"].items(), *row["dropped"].items()):
-        print(f"note: {count:,} rows {what} (data.max_length {row['max_length']})", file=sys.stderr)
+        tell(f"note: {count:,} rows {what} (data.max_length {row['max_length']})")
     if row["bad_rows"]:
         first = f"; the first: {bad_examples[0]}" if bad_examples else ""
-        print(f"note: {row['bad_rows']:,} rows could not be read and were skipped{first}", file=sys.stderr)
+        tell(f"note: {row['bad_rows']:,} rows could not be read and were skipped{first}")

@@ -14,6 +14,7 @@ from danlu.models.folder import resolve_folder
 from danlu.parallel.spread import Spread
 from danlu.plan.precision import DTYPES
 from danlu.recipe.sections import LossOptions, Source
+from danlu.terminal import echo
 from danlu.train.evaluation import evaluate
 
 
@@ -44,7 +45,7 @@ def evaluate_images(model: str, data: str, useless: list[str], *, as_json: bool,
     wrong = round((1 - scores.accuracy) * scores.tokens)
     if as_json:
         row = {"model": str(model), "data": data, "loss": scores.loss, "accuracy": scores.accuracy}
-        print(json.dumps(row | {"images": scores.tokens, "wrong": wrong}, ensure_ascii=False))
+        echo(json.dumps(row | {"images": scores.tokens, "wrong": wrong}, ensure_ascii=False))
         return
-    print(f"loss      {scores.loss:.4f} nats per image")
-    print(f"accuracy  {scores.accuracy:.2%}: {wrong:,} of {scores.tokens:,} images are taken for something else")
+    echo(f"loss      {scores.loss:.4f} nats per image")
+    echo(f"accuracy  {scores.accuracy:.2%}: {wrong:,} of {scores.tokens:,} images are taken for something else")

@@ -13,6 +13,7 @@ from rich.text import Text
 from danlu.recipe import Explanation, Recipe, load
 from danlu.recipe import explain as look_up
 from danlu.recipe.explanation import first_sentence
+from danlu.terminal import printable
 
 
 def explain(
@@ -35,7 +36,7 @@ def explain(
 
 
 def _show(console: Console, found: Explanation) -> None:
-    console.print(Text(found.key, style="bold"), Text(found.about), sep="\n", end="\n\n")
+    console.print(Text(printable(found.key), style="bold"), Text(found.about), sep="\n", end="\n\n")
     rows = [("takes", found.takes)]
     if found.short is not None:
         rows.append(("short form", f"a bare value is its '{found.short}'"))
@@ -54,5 +55,5 @@ def _table(rows: list[tuple[str, str]]) -> Table:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
     for name, text in rows:
-        table.add_row(Text(name), Text(text))
+        table.add_row(Text(name), Text(printable(text)))
     return table

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from danlu.errors import DataError, RecipeError
+from danlu.terminal import echo
 
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
@@ -107,7 +108,7 @@ def generate(
     write_any_character()
 
     def show(sample: int, token: int, piece: str) -> None:
-        print(piece, end="", flush=True)
+        echo(piece, end="")
 
     try:
         (answer,) = complete(
@@ -124,7 +125,7 @@ def generate(
         )
     except KeyboardInterrupt:
         if not as_json:  # what was written ends its line; an object is whole or not there
-            print()
+            echo("")
         raise
     if as_json:
         row = {
@@ -134,9 +135,9 @@ def generate(
             "finish": answer.finish,
             "logprobs": answer.logprobs,
         }
-        print(json.dumps(row, ensure_ascii=False))
+        echo(json.dumps(row, ensure_ascii=False))
     else:
-        print()
+        echo("")
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -11,8 +11,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from danlu import __version__
-from danlu.errors import DanluError, RecipeError, Stopped
+from danlu.errors import DanluError, InternalError, RecipeError, ResourceError, Stopped
 from danlu.registry import VERBS, Verb, resolve
+from danlu.terminal import echo, printable, tell
 
 BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
 INTERRUPTED = 128 + 2
@@ -26,7 +27,7 @@ HEADINGS = ("Begin", "Train", "Use", "Look")  # of the help page, in order; each
 
 def show_version(wanted: bool) -> None:
     if wanted:
-        print(f"danlu {__version__}")
+        echo(f"danlu {__version__}")
         raise typer.Exit
 
 
@@ -109,20 +110,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_.exit_code
     except RecipeError as error:
         return _report(*error.problems, code=error.exit_code)
+    except (InternalError, ResourceError) as error:
+        from danlu.cli.crash import without_traceback  # here: see below
+
+        return _report(without_traceback(str(error), given), code=error.exit_code)
     except DanluError as error:
         return _report(str(error), code=error.exit_code)
     except UsageProblem as error:
         return _report(*_usage(error), code=RecipeError.exit_code)
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        tell(str(stopped))
         return stopped.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
+        tell("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python would complain when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except Exception as error:
+        # Here: a command line that ends well does not pay for it.
+        from danlu.cli.crash import told
+
+        said, code = told(error, given)
+        return _report(said, code=code)
     return 0
 
 
@@ -138,5 +149,6 @@ def _report(*problems: str, code: int) -> int:
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     label = "\033[1;31merror:\033[0m" if colour else "error:"
     for problem in problems:
-        print(label, problem, file=sys.stderr)
+        sys.stderr.write(f"{label} {printable(problem)}\n")
+    sys.stderr.flush()
     return code

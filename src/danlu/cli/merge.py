@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from danlu.cli.generate import QUANTIZATIONS, quantization_section
 from danlu.errors import RecipeError
+from danlu.terminal import tell
 
 if TYPE_CHECKING:
     from danlu.adapters.combine import Combination
@@ -187,4 +187,4 @@ def told(combination: Combination) -> str:
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr)
+    tell(line)

@@ -12,6 +12,7 @@ import typer
 from danlu import recipe as recipes
 from danlu.errors import DataError, ResourceError
 from danlu.recipe.rules import language_stage
+from danlu.terminal import echo, tell
 
 
 def preview(
@@ -48,7 +49,7 @@ def preview(
     if html is not None:
         OWN.check_target(html)
     for note in loaded.notes:
-        print(note, file=sys.stderr)
+        tell(note)
     chosen, most = loaded.recipe, tokens or None
     ingredients = Ingredients(
         data=chosen.data,
@@ -79,13 +80,13 @@ def preview(
     show_overview(out, overview, chosen)
     said = None if refused is None else str(refused)
     if as_json:
-        print(preview_json.as_json(chosen, shown, overview, said))
+        echo(preview_json.as_json(chosen, shown, overview, said))
     if html is not None:
         text = page(recipe.name, chosen, shown, overview, most, said)
         try:
             write_durably(html, text.encode())
         except OSError as error:
             raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
-        print(f"\nwritten to {html}", file=sys.stderr if as_json else sys.stdout)
+        (tell if as_json else echo)(f"\nwritten to {html}")
     if refused is not None:
         raise refused

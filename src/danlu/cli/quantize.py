@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from danlu.errors import RecipeError
+from danlu.terminal import tell
 
 KINDS = ("nf4", "fp4")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -51,9 +52,8 @@ def quantize(
     with closing(RowProgress(sys.stderr, doing="quantizing", units="tensors")) as progress:
         shown = progress if sys.stderr.isatty() else None
         written = quantizing.quantize(folder, out, section, dtype=types[dtype], progress=shown)
-    print(
+    tell(
         f"{folder} in {kind}: {written.packed:,} of {written.parameters:,} parameters packed to "
         f"{written.bits:.3f} bits each, {format_bytes(written.bytes)} in all\n"
-        f"model in {out}: try `danlu eval {out} --data FILE` or `danlu chat {out}`",
-        file=sys.stderr,
+        f"model in {out}: try `danlu eval {out} --data FILE` or `danlu chat {out}`"
     )

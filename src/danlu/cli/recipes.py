@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from danlu.recipe import library, schema
+from danlu.terminal import echo
 
 app = typer.Typer(help="Recipes that come with danlu.", no_args_is_help=True, add_completion=False)
 
@@ -19,7 +20,7 @@ def list_recipes() -> None:
     recipes = library.shipped()
     width = max(map(len, recipes))
     for name, about in recipes.items():
-        typer.echo(f"{name:{width}}  {about}")
+        echo(f"{name:{width}}  {about}")
 
 
 @app.command()
@@ -29,10 +30,10 @@ def copy(
 ) -> None:
     """Copy a recipe here, to edit."""
     target = library.copy(name, to)
-    typer.echo(f"{target}: edit it, then danlu preview {target} and danlu train {target}")
+    echo(f"{target}: edit it, then danlu preview {target} and danlu train {target}")
 
 
 @app.command("schema")
 def print_schema() -> None:
     """JSON schema of a recipe, for completion and checks in an editor."""
-    typer.echo(json.dumps(schema(), indent=2))
+    echo(json.dumps(schema(), indent=2))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu.errors import DanluError, ResourceError
+from danlu.terminal import echo, printable, tell
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -46,9 +47,9 @@ def study(
 
     plan = studies.plan(recipe, read_varied(vary or [], seeds), overrides or [])
     several = "runs" if len(plan.runs) > 1 else "run"
-    print(f"{len(plan.runs)} {several} in {plan.folder}", file=sys.stderr, flush=True)
+    tell(f"{len(plan.runs)} {several} in {plan.folder}")
     for note in studies.notes(plan):
-        print(note, file=sys.stderr)
+        tell(note)
     with _screen(plan, verbose) as screen:
         outcome = studies.run(plan, screen)
     if outcome.stopped:
@@ -59,16 +60,13 @@ def study(
     if found.finished:
         _report(found, plan.folder)
     if outcome.failed:
-        print(f"failed: {', '.join(outcome.failed)}; the same command tries again", file=sys.stderr)
+        tell(f"failed: {', '.join(outcome.failed)}; the same command tries again")
         raise typer.Exit(DanluError.exit_code)
 
 
 def _say_how_to_go_on(outcome: Outcome) -> None:
     where = f" in {outcome.stopped_in}" if outcome.stopped_in is not None else ""
-    print(
-        f"stopped{where}; {outcome.finished} of {outcome.of} are finished, and the same command goes on from there",
-        file=sys.stderr,
-    )
+    tell(f"stopped{where}; {outcome.finished} of {outcome.of} are finished, and the same command goes on from there")
 
 
 def _report(found: Study, folder: Path) -> None:
@@ -78,9 +76,9 @@ def _report(found: Study, folder: Path) -> None:
     from danlu.report.study_table import aligned, as_csv, markdown, remarks, table
     from danlu.train.durable import write_durably
 
-    print(aligned(table(found)), end="")
+    echo(aligned(table(found)), end="")
     for remark in remarks(found):
-        print(remark)
+        echo(remark)
     sys.stdout.flush()
     try:
         pictures = draw(found, folder)
@@ -92,7 +90,7 @@ def _report(found: Study, folder: Path) -> None:
             f"{folder}: the table and the plots cannot be written: {error.strerror}. Free some space; the same command "
             "writes them again."
         ) from error
-    print(f"written to {folder}: study.md, study.csv, {', '.join(path.name for path in pictures)}", file=sys.stderr)
+    tell(f"written to {folder}: study.md, study.csv, {', '.join(path.name for path in pictures)}")
 
 
 @contextmanager
@@ -130,7 +128,7 @@ class Screen:
 
     def wrote(self, text: str) -> None:
         if self._verbose:
-            print(text, end="", file=sys.stderr, flush=True)
+            tell(text, end="")
         else:
             self._below(text.rstrip().rpartition("\n")[2])
 
@@ -152,15 +150,15 @@ class Screen:
 
     def _line(self, text: str, colour: str = "") -> None:
         if self._live is None:
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
         else:
-            self._live.console.print(text, style=colour, markup=False, highlight=False, soft_wrap=True)
+            self._live.console.print(printable(text), style=colour, markup=False, highlight=False, soft_wrap=True)
 
     def _below(self, text: str) -> None:
         if self._live is not None:
             from rich.text import Text
 
-            self._live.update(Text(f"{self._now}  {text}", no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(Text(printable(f"{self._now}  {text}"), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 def _facts(run: Planned) -> str:

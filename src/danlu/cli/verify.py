@@ -11,6 +11,7 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.errors import DanluError, RecipeError, ResourceError
+from danlu.terminal import echo, tell
 
 if TYPE_CHECKING:
     from danlu.parallel.sent import Row
@@ -63,7 +64,7 @@ def verify(
     if html is not None:
         OWN.check_target(html)
     for note in loaded.notes:
-        print(note, file=sys.stderr)
+        tell(note)
     options = proving.Options(
         processes=processes,
         full=full,
@@ -86,7 +87,7 @@ def verify(
             write_durably(html, page(found, rows).encode())
         except OSError as error:
             raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
-        print(f"written to {html}", file=sys.stderr)
+        tell(f"written to {html}")
     if not found.holds:
         raise typer.Exit(DanluError.exit_code)
 
@@ -98,7 +99,7 @@ def _print(found: Verification) -> None:
     from danlu.report import verification as report
 
     if not sys.stdout.isatty():
-        print("\n".join(report.lines(found)))
+        echo("\n".join(report.lines(found)))
         return
     console = Console(highlight=False)
     for part in report.parts(found):
@@ -112,8 +113,8 @@ def _show(heading: str, rows: Sequence[Row]) -> None:
 
     from danlu.report import verification as report
 
-    print(f"\n{heading}")
+    echo(f"\n{heading}")
     if sys.stdout.isatty():
         Console(highlight=False).print(report.traffic_table(rows))
     else:
-        print("\n".join(report.rendered(report.traffic_table(rows), width=160)))
+        echo("\n".join(report.rendered(report.traffic_table(rows), width=160)))

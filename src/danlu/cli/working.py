@@ -12,10 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from danlu.cli.crash import sense, without_traceback
 from danlu.errors import DanluError, RecipeError, ResourceError, Stopped
 from danlu.parallel import endings
 from danlu.parallel.endings import Ending
 from danlu.parallel.world import World, named
+from danlu.terminal import printable
 
 LOGS = "logs"
 """The folder, inside that of a run, for what each process but the first prints, and for how each ended."""
@@ -68,7 +70,7 @@ def print_into(world: World, folder: Path) -> Callable[[str], None]:
 
     def tell(text: str) -> None:
         # By write(2): a progress bar of the main thread may hold Python's own stream.
-        os.write(terminal, f"\n{text}\n".encode())
+        os.write(terminal, printable(f"\n{text}\n").encode())
 
     if not world.rank:
         return tell
@@ -89,19 +91,23 @@ def print_into(world: World, folder: Path) -> Callable[[str], None]:
 
 
 def ending_of(rank: int, error: BaseException) -> Ending:
-    """What is told of an error: a DanluError's text; else the traceback, and what the process was doing."""
+    """What is told of an error: a DanluError's text; else what it means, what the process was at, and the traceback."""
     joined = _joined()
     shown = error if joined is None else joined.told(error)
     if isinstance(shown, RecipeError):
         return Ending(rank, "error", shown.exit_code, tuple(shown.problems))
     if isinstance(shown, DanluError):
         return Ending(rank, "error" if shown is error else "hang", shown.exit_code, (str(shown),))
-    where = "" if joined is None or not str(joined.WHERE) else f" at {joined.WHERE}"
-    said = f"{type(error).__name__}{where}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+    where = "" if joined is None else str(joined.WHERE)
+    trace = "".join(traceback.format_exception(error)).rstrip()
     if endings.is_consequence(error):
-        said = f"another process of this run is gone, or does not answer; what it said last is in its own log. {said}"
+        said = (
+            "another process of this run is gone, or does not answer; what it said last is in its own log. "
+            f"{type(error).__name__}{f' at {where}' if where else ''}: {error}\n{trace}"
+        )
         return Ending(rank, "consequence", DanluError.exit_code, (said,))
-    return Ending(rank, "failure", DanluError.exit_code, (said,))
+    unexpected = sense(error, where)
+    return Ending(rank, "failure", unexpected.exit_code, (f"{unexpected}\n{trace}",))
 
 
 def _leave_room(world: World) -> None:
@@ -119,7 +125,7 @@ def _print(text: str) -> None:
     """To stderr, with what is still held back of stdout; a log on a full disk takes nothing, and that ends no run."""
     with suppress(OSError):
         sys.stdout.flush()
-        sys.stderr.write(text)
+        sys.stderr.write(printable(text))
         sys.stderr.flush()
 
 
@@ -149,5 +155,7 @@ def _tell(world: World, ending: Ending, terminal: int, left: bool) -> None:
     joined = _joined()
     if joined is None or joined.first_to_tell():
         whose = "" if ending.kind == "hang" or not ending.rank else f"{named([ending.rank])}: "
+        if ending.kind == "failure":
+            text = f"error: {without_traceback(ending.said[0], sys.argv[1:])}\n"
         with suppress(OSError):  # the other end of a pipe is gone
-            os.write(terminal, text.replace("error: ", f"error: {whose}", 1).encode())
+            os.write(terminal, printable(text.replace("error: ", f"error: {whose}", 1)).encode())

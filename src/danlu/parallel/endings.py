@@ -20,6 +20,7 @@ from danlu.errors import (
     CheckpointError,
     DanluError,
     DataError,
+    InternalError,
     ModelError,
     RecipeError,
     ResourceError,
@@ -36,7 +37,16 @@ ENDING = "DANLU_ENDING"
 
 _ERRORS: dict[int, type[DanluError]] = {
     kind.exit_code: kind
-    for kind in (DanluError, RecipeError, DataError, ModelError, CheckpointError, ResourceError, TrainingError)
+    for kind in (
+        DanluError,
+        RecipeError,
+        DataError,
+        ModelError,
+        CheckpointError,
+        ResourceError,
+        TrainingError,
+        InternalError,
+    )
 }
 
 _ROOM_BYTES = 64 << 10  # a text and a traceback

@@ -9,6 +9,7 @@ from danlu.data.preview import Overview, ShownRow, ShownSample
 from danlu.data.spans import Reason
 from danlu.recipe.sections import Data, Recipe
 from danlu.report import preview_words as words
+from danlu.terminal import printable
 from danlu.types import Pack
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class Plain:
                 self._write(start + BORDER.join(held))
 
     def _write(self, line: str) -> None:
-        self._stream.write(f"{line}\n")
+        self._stream.write(f"{printable(line)}\n")
 
 
 class Coloured:
@@ -218,4 +219,4 @@ class Coloured:
     def _write(self, *parts: tuple[str, str]) -> None:
         from rich.text import Text
 
-        self._console.print(Text.assemble(*parts))
+        self._console.print(Text.assemble(*((printable(text), style) for text, style in parts)))

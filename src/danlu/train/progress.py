@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from danlu.terminal import printable
 from danlu.train.units import format_bytes, format_duration
 from danlu.types import StepMetrics
 
@@ -103,7 +104,7 @@ class LineProgress(_StepProgress):
         self._stream.flush()
 
     def _line(self, text: str) -> None:
-        self._stream.write(text + "\n")
+        self._stream.write(printable(text) + "\n")
         self._stream.flush()
 
 
@@ -150,7 +151,7 @@ class BarProgress(_StepProgress):
         self._bar.stop()
 
     def _above(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._bar.console.print(printable(text), markup=False, highlight=False)
 
 
 def numbers(metrics: StepMetrics, counted: str = TOKENS) -> str:
@@ -175,7 +176,7 @@ def evaluation_line(step: int, values: Mapping[str, Value], counted: str = TOKEN
 def event_line(step: int, event: str, values: Mapping[str, Value]) -> str:
     """`step 12: fp16 overflow, ...`; a sample shows its text on lines of its own."""
     if event == "sample":
-        return f"step {step} sample: {_printable(values['prompt'])}\n  -> {_printable(values['text'])}"
+        return f"step {step} sample: {_indented(values['prompt'])}\n  -> {_indented(values['text'])}"
     if event in _EVENTS:
         return f"step {step}: {_EVENTS[event].format(**values)}"
     return f"step {step} {event}" + (f": {', '.join(_spell(values))}" if values else "")
@@ -195,10 +196,9 @@ def _spell(values: Mapping[str, Value]) -> list[str]:
     return [f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in values.items()]
 
 
-def _printable(text: Value) -> str:
-    """Text of a model as a terminal may show it: indented lines, control characters as escapes."""
-    shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
-    return "".join(shown).replace("\n", "\n     ")
+def _indented(text: Value) -> str:
+    """Text of a model in lines below the first that begin where it does."""
+    return printable(str(text)).replace("\n", "\n     ")
 
 
 class RowProgress:
