@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from danlu.data.mixture import epoch_rows, hold_out
+from danlu.data.order import Order
 from danlu.errors import DataError
 
 
@@ -23,6 +24,29 @@ def test_hold_out_is_drawn_by_the_seed() -> None:
 def test_holding_out_everything_is_an_error() -> None:
     with pytest.raises(DataError, match="data.eval: 9 holds out 9 of 9 rows, which leaves none to train on"):
         hold_out([4, 5], 9, seed=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("counts", "eval"), [([100, 1], 50), ([100, 1, 2, 1], 0.9), ([2, 2], 2), ([1, 3, 1], 2)])
+def test_every_source_keeps_a_row(counts: list[int], eval: float | int, seed: int) -> None:
+    masks = hold_out(counts, eval, seed)
+    wanted = eval if isinstance(eval, int) else round(eval * sum(counts))
+    assert sum(int(mask.sum()) for mask in masks) == wanted
+    assert all(not mask.all() for mask in masks)
+
+
+def test_rows_are_held_out_as_drawn_where_every_source_keeps_one() -> None:
+    mask = np.concatenate(hold_out([100, 50], 20, seed=3))
+    assert np.array_equal(np.flatnonzero(mask), np.sort(Order.of(150, 3, "eval").take(np.arange(20))))
+    # Negative control: here the draw itself leaves the second source nothing.
+    seed = next(seed for seed in range(1000) if 100 in Order.of(101, seed, "eval").take(np.arange(20)))
+    assert not np.concatenate(hold_out([100, 1], 20, seed))[100]
+
+
+def test_more_rows_held_out_than_leave_each_source_one_is_an_error() -> None:
+    problem = "data.eval: 9 holds out 9 of 10 rows, which leaves 1 to train on for 2 sources; each keeps one, so at "
+    with pytest.raises(DataError, match=f"{problem}most 8 can be held out. data.train.1 is the smallest, with 3 rows"):
+        hold_out([7, 3], 9, seed=0)
 
 
 def test_without_weights_every_row_once() -> None:

@@ -42,13 +42,15 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("rows") / "chat.jsonl", conversations(0, 60))
 
 
-def ready(tokenizer: Path, cache: Path, *paths: Path, stage: Any = "sft", weights: Any = None, **data: Any) -> Prepared:
+def ready(
+    tokenizer: Path, cache: Path, *paths: Path, stage: Any = "sft", weights: Any = None, seed: int = 0, **data: Any
+) -> Prepared:
     sources = [
         Source(path=str(path), weight=weight)
         for path, weight in zip(paths, weights or [None] * len(paths), strict=True)
     ]
     settings = Data(**{"train": sources, "cache": str(cache), "workers": 1, **data})
-    return prepare(settings, stage=stage, tokenizer_path=str(tokenizer), chat_template=None, seed=0)
+    return prepare(settings, stage=stage, tokenizer_path=str(tokenizer), chat_template=None, seed=seed)
 
 
 def contents(samples: Selection) -> list[tuple[list[int], list[float], str]]:
@@ -153,12 +155,35 @@ def test_evaluation_sources_of_their_own(tokenizer: Path, cache: Path, chat: Pat
     assert (len(prepared.train), len(prepared.eval), prepared.eval_statistics.rows) == (60, 8, 8)
 
 
+def test_an_evaluation_source_that_gives_no_sample_is_named(
+    tokenizer: Path, cache: Path, chat: Path, tmp_path: Path
+) -> None:
+    untrained = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "train": False}]
+    path = write(tmp_path / "untrained.jsonl", [{"messages": untrained}])
+    with pytest.raises(DataError, match=r"untrained\.jsonl: no row is left to evaluate on"):
+        ready(tokenizer, cache, chat, eval=[Source(path=str(chat)), Source(path=str(path))])
+
+
 def test_sources_are_mixed_by_weight(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path) -> None:
     small = write(tmp_path / "small.jsonl", conversations(5, 10))
     prepared = ready(tokenizer, cache, chat, small, weights=[2.0, 1.0])
     assert prepared.train is not None
     names = [row.partition(":")[0] for row in rows_of(prepared.train)]
     assert (names.count("chat.jsonl"), names.count("small.jsonl")) == (60, 30)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 1.0]])
+def test_a_small_source_keeps_a_row_beside_those_held_out(
+    tokenizer: Path, cache: Path, chat: Path, tmp_path: Path, weights: Any
+) -> None:
+    small = write(tmp_path / "small.jsonl", conversations(5, 1))
+    for seed in range(4):  # of 61 rows 50 are held out: without care, most likely the only row of small.jsonl
+        prepared = ready(tokenizer, cache, chat, small, weights=weights, eval=50, seed=seed)
+        assert prepared.train is not None and prepared.eval is not None and len(prepared.eval) == 50
+        assert rows_of(prepared.train).count("small.jsonl:1") == (1 if weights is None else 10)
+        assert "small.jsonl:1" not in rows_of(prepared.eval)
+    with pytest.raises(DataError, match=r"data\.eval: 60 holds out 60 of 61 rows.*data\.train\.1 is the smallest"):
+        ready(tokenizer, cache, chat, small, weights=weights, eval=60)
 
 
 def test_concatenated_documents_are_kept_whole(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path) -> None:

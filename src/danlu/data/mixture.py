@@ -13,23 +13,50 @@ from danlu.errors import DataError
 def hold_out(counts: Sequence[int], eval: float | int, seed: int) -> list[np.ndarray]:
     """Draw the rows kept for evaluation, uniformly over the rows of all sources.
 
+    Where the draw takes every row of a source, the one drawn last goes back and the next of the draw is taken instead
+    of it, so that every source keeps a row to train on.
+
     Args:
-        counts: usable rows of each source.
+        counts: usable rows of each source, at least one each.
         eval: a share (below 1) or a number of rows.
 
     Returns:
         For each source a mask [rows] bool, true where the row is held out.
 
     Raises:
-        DataError: no row would be left to train on, or none to evaluate.
+        DataError: fewer rows would be left to train on than there are sources.
     """
     total = sum(counts)
     wanted = eval if isinstance(eval, int) else max(1, round(eval * total))
+    problem = f"data.eval: {eval} holds out {wanted} of {total} rows, which leaves"
     if wanted >= total:
-        raise DataError(f"data.eval: {eval} holds out {wanted} of {total} rows, which leaves none to train on")
+        raise DataError(f"{problem} none to train on")
+    most = total - len(counts)
+    if wanted > most:
+        smallest = int(np.argmin(counts))
+        raise DataError(
+            f"{problem} {total - wanted} to train on for {len(counts)} sources; each keeps one, so at most {most} can "
+            f"be held out. data.train.{smallest} is the smallest, with {counts[smallest]} rows"
+        )
+    order, ends = Order.of(total, seed, "eval"), np.cumsum(counts)
+    drawn = order.take(np.arange(wanted))
     mask = np.zeros(total, dtype=bool)
-    mask[Order.of(total, seed, "eval").take(np.arange(wanted))] = True
-    return np.split(mask, np.cumsum(counts)[:-1])
+    mask[drawn] = True
+    sources = np.searchsorted(ends, drawn, side="right")  # [wanted] the source of each drawn row
+    kept = np.asarray(counts) - np.bincount(sources, minlength=len(counts))
+    following = wanted
+    for source in np.flatnonzero(kept == 0).tolist():
+        mask[drawn[np.flatnonzero(sources == source)[-1]]] = False
+        kept[source] = 1
+        while True:
+            row = order[following]
+            following += 1
+            other = int(np.searchsorted(ends, row, side="right"))
+            if kept[other] > 1:  # a source without rows left is never drawn again: all of its rows were drawn
+                break
+        mask[row] = True
+        kept[other] -= 1
+    return np.split(mask, ends[:-1])
 
 
 def epoch_rows(counts: Sequence[int], weights: Sequence[float | None], seed: int) -> list[np.ndarray]:

@@ -72,6 +72,9 @@ def prepare(
     for stores, paths in ((train_stores, data.train), (eval_stores, own_eval)):
         if stores:
             check_trained(_statistics(stores), ", ".join(source.path for source in paths), require_ends=require_ends)
+    for source, store in zip(own_eval, eval_stores, strict=True):
+        if not len(store):
+            raise DataError(f"{source.path}: no row is left to evaluate on: every one was skipped or dropped")
     train, held_out = _choose(train_stores, data, seed) if train_stores else (None, None)
     every = [*train_stores, *eval_stores]
     return Prepared(
