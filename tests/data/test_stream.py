@@ -13,6 +13,7 @@ from danlu.data.synthesis import pretraining_documents
 from danlu.data.vocabulary import train_vocabulary
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Data, Packing, Source
+from danlu.train.position import Feed
 from danlu.types import Pack
 
 
@@ -135,6 +136,25 @@ def test_the_state_of_a_pack_read_ahead_of(tokenizer: Path, sources: list[Path])
         assert [packs.state(number) for number in range(15, 30)] == states[15:]
         with pytest.raises(ValueError, match="pack 99 is not among those kept: the next is 30"):
             packs.state(99)
+
+
+def test_a_step_of_many_blocks_is_given_back(tokenizer: Path, sources: list[Path]) -> None:
+    """What an error in such a step does: the run is saved where the step began."""
+    settings: dict[str, Any] = {"shuffle_buffer": 5, "packing": Packing(kind="none")}
+    with stream(tokenizer, sources, **settings) as packs:
+        feed = Feed(packs, per_step=60, total=None)
+        feed.take()
+        feed.state()  # a checkpoint before the step
+        step = [content(pack) for pack in feed.take()]
+        assert packs.state()["block"] - packs.state(60)["block"] > 4
+        feed.give_back()
+        state = feed.state()
+    assert state["next"] == 60
+    with stream(tokenizer, sources, **settings) as packs:
+        feed = Feed(packs, per_step=60, total=None)
+        feed.restore(state)
+        assert [content(pack) for pack in feed.take()] == step
+        assert [content(pack) for pack in feed.take()] != step
 
 
 def test_packs_are_asked_for_in_order(tokenizer: Path, sources: list[Path]) -> None:

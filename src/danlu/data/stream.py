@@ -32,7 +32,8 @@ from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Data
 from danlu.types import Pack
 
-REMEMBERED_BLOCKS = 4  # so that `state` can be asked for a pack that was read ahead of
+REMEMBERED_BLOCKS = 2**16
+"""A step that fails is given back, however many blocks it went through; so many positions take 25 MB at most."""
 
 
 @dataclass(frozen=True)
