@@ -126,6 +126,18 @@ def test_bad_rows_can_be_skipped_and_are_counted(
     assert "more than 2 bad rows (data.bad_row_limit); the last one: rows.jsonl:4 message 1: unknown role" in said
 
 
+def test_packs_without_a_target_are_refused(tmp_path: Path, refused: Train) -> None:
+    """Of a pack the first token is context, and the only target of this row is the first of its second pack."""
+    tokens = list(range(30, 94))
+    rows = write_rows(tmp_path / "one.jsonl", [{"input_ids": tokens, "labels": [-100] * 32 + [62] + [-100] * 31}])
+    data = {"train": str(rows), "packing": "concatenate", "max_length": 32}
+    said = refused(3, stage="pretrain", data=data)
+    assert "data.train: cut into packs, its rows have no trained token to train on. Raise data.max_length" in said
+    whole = write_rows(tmp_path / "whole.jsonl", [{"input_ids": tokens}])
+    said = refused(3, stage="pretrain", data={**data, "train": str(whole), "eval": [str(rows)]})
+    assert "data.eval: cut into packs, its rows have no trained token to evaluate on" in said
+
+
 def test_an_empty_file(tmp_path: Path, refused: Train) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [])
     assert f"{rows}: the file is empty" in refused(3, data={"train": str(rows)})

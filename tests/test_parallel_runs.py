@@ -12,7 +12,7 @@ import pytest
 import torch
 from made.group import run_group
 from made.parallel_runs import interrupted, train
-from made.tiny_world import World
+from made.tiny_world import World, write_rows
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -169,3 +169,30 @@ def test_at_the_end_of_uneven_data_no_row_is_dropped_and_nobody_waits(tiny_world
         tokens.append([line["tokens"] for line in lines(folder / f"epoch-{layout}") if "loss" in line])
     assert tokens[0] == tokens[1]
     assert tokens[0][-1] < tokens[0][0]  # the last step has fewer packs than there are processes times micro-batches
+
+
+@pytest.mark.slow
+def test_steps_without_targets_are_left_out_alike_by_one_process_and_two(
+    tiny_world: World, tmp_path: Path, tokenising_here: None
+) -> None:
+    """One long row of which only the end is trained: most packs are context only."""
+    tokens = [number % 300 for number in range(40 * 64)]
+    labels = [-100] * (len(tokens) - 90) + tokens[-90:]
+    rows = write_rows(tmp_path / "long.jsonl", [{"input_ids": tokens, "labels": labels}])
+    data = {"train": str(rows), "packing": "concatenate", "max_length": 64, "cache": str(tmp_path / "cache")}
+    values: dict[str, Any] = {"stage": "pretrain", "data": data, "steps": STEPS}
+    one, again, two = (
+        str(tiny_world.recipe(tmp_path / name, tmp_path / f"{name}.yaml", **values)) for name in ("one", "again", "two")
+    )
+    assert train([one]) == [(STEPS, 0)]
+    assert all(found == [(STEPS, 0)] for found in run_group(train, 2, [two]))
+    passed_over = {name: [line for line in lines(tmp_path / name) if "event" in line] for name in ("one", "two")}
+    assert passed_over["one"] == passed_over["two"]
+    assert {line["event"] for line in passed_over["one"]} == {"no_targets"}
+    assert 6 <= len(passed_over["one"]) < STEPS
+    losses = {name: [line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("one", "two")}
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-5)
+    assert len(losses["one"]) == STEPS - len(passed_over["one"])
+    assert all(found == [(3, 130)] for found in run_group(interrupted, 2, [again], 3, 1))
+    assert train([again]) == [(STEPS, 0)]  # goes on from within such steps
+    assert [line for line in lines(tmp_path / "again") if "event" in line] == passed_over["one"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -87,6 +87,7 @@ class Language:
         held_out = _held_out(recipe, prepared)
         if prepared.train is not None:
             packs = Packs(prepared.train, recipe.data.packing, recipe.data.max_length, recipe.seed)
+            _check_targets(map(packs.at, range(packs.packs_per_epoch)), "data.train", "train on")
             return Material(packs, packs.packs_per_epoch, held_out, lines)
         source = Stream(
             recipe.data,
@@ -241,7 +242,21 @@ def _held_out(recipe: Recipe, prepared: Prepared) -> list[Pack] | None:
     if prepared.eval is None:
         return None
     packs = Packs(prepared.eval, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
-    return [packs.at(number) for number in range(packs.packs_per_epoch)]
+    held_out = [packs.at(number) for number in range(packs.packs_per_epoch)]
+    _check_targets(held_out, "data.eval", "evaluate on")
+    return held_out
+
+
+def _check_targets(packs: Iterable[Pack], key: str, use: str) -> None:
+    """Refuse packs that all lack a target: the first token of a pack never is one, whatever its weight.
+
+    Raises DataError.
+    """
+    if not any(sample.weights.any() for pack in packs for sample in pack.samples):
+        raise DataError(
+            f"{key}: cut into packs, its rows have no trained token to {use}. Raise data.max_length, or look at the "
+            "rows' own labels and weights with `danlu preview`"
+        )
 
 
 def _sizes(config: ModelConfig) -> Sizes:

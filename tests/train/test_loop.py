@@ -256,6 +256,52 @@ def test_rows_that_cannot_be_read_lose_no_step(tmp_path: Path) -> None:
     assert differences(whole, again) == []
 
 
+class PartlyUntrained(MadePacks):
+    """Some packs carry no weight."""
+
+    def __init__(self, untrained: range) -> None:
+        super().__init__()
+        self.untrained = untrained
+
+    def at(self, n: int) -> Pack:
+        pack = super().at(n)
+        if n not in self.untrained:
+            return pack
+        return Pack(tuple(Sample(one.tokens, np.zeros_like(one.weights), one.row) for one in pack.samples))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_step_without_targets_is_left_out_and_told(tmp_path: Path, dtype: torch.dtype) -> None:
+    def new(folder: str, untrained: range) -> Run:
+        scaler = LossScaler(initial=64.0) if dtype == torch.float16 else None
+        return tiny_run(tmp_path / folder, source=PartlyUntrained(untrained), dtype=dtype, scaler=scaler, ema=True)
+
+    run = new("whole", range(9, 12))  # step 4
+    for _ in range(3):
+        take_step(run)
+    loop.save(run)
+    before = {name: tensor.clone() for name, tensor in everything(run).items()}
+    take_step(run)
+    assert run.state.step == 4
+    assert all(torch.equal(tensor, before[name]) for name, tensor in everything(run).items())
+    assert all(parameter.grad is None for parameter in run.compute.model.parameters())
+    fit(run)
+    assert run.state.step == 6
+    told = [line for line in lines(tmp_path / "whole") if "event" in line]
+    assert [(line["step"], line["event"]) for line in told] == [(4, "no_targets")]
+    assert "made.jsonl:9.0" in told[0]["rows"]
+    assert [line["step"] for line in lines(tmp_path / "whole") if "loss" in line] == [1, 2, 3, 5, 6]
+    assert all(p.isfinite().all() for p in run.compute.model.parameters())
+
+    again = new("again", range(9, 12))  # from the checkpoint just before it
+    restore(again, tmp_path / "whole" / "checkpoints" / "step-00000003")
+    fit(again)
+    assert differences(run, again) == []
+    control = new("control", range(0))  # where it has targets the step does change the weights
+    fit(control)
+    assert differences(run, control)
+
+
 def test_early_stop_ends_the_run(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, steps=50, evaluation=1, early_stop=sections.EarlyStop(patience=2, min_delta=100.0))
     fit(run)

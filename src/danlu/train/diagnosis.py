@@ -29,7 +29,7 @@ def explain_non_finite(
     """
     if names:
         return TrainingError(
-            f"step {step}: the loss is not finite because a weight is not: {_some(names)}. "
+            f"step {step}: the loss is not finite because a weight is not: {some(names)}. "
             "The run stopped before the update. If the weights were loaded, check their folder; if they were trained, "
             "go back to an earlier checkpoint with a lower optimizer.learning_rate."
         )
@@ -37,7 +37,7 @@ def explain_non_finite(
     rows = _rows_of(model, batch, hidden)
     where = f"first in the output of {first}" if first else "in the cross-entropy over the vocabulary"
     return TrainingError(
-        f"step {step}: the loss is not finite, {where}, for {_some(rows)}. The weights themselves are finite, and the "
+        f"step {step}: the loss is not finite, {where}, for {some(rows)}. The weights themselves are finite, and the "
         "run stopped before the update. Look at these rows, lower optimizer.learning_rate, or use precision: fp32 to "
         "see whether the range of the type is what fails."
     )
@@ -50,8 +50,8 @@ def explain_gradient(
     names = non_finite(named_gradients)
     rows = [row for pack in packs for row in pack.rows]
     return TrainingError(
-        f"step {step}: the loss is finite but its gradient is not, in {_some(names) if names else 'its global norm'}. "
-        f"The run stopped before the update. The step's rows: {_some(rows)}. "
+        f"step {step}: the loss is finite but its gradient is not, in {some(names) if names else 'its global norm'}. "
+        f"The run stopped before the update. The step's rows: {some(rows)}. "
         "Lower optimizer.learning_rate, or use precision: fp32 to see whether the range of the type is what fails."
     )
 
@@ -62,7 +62,7 @@ def explain_weights(weights: Mapping[str, Tensor], step: int) -> TrainingError |
     if not names:
         return None
     return TrainingError(
-        f"step {step}: its update made weights that are not finite: {_some(names)}. They are not saved: earlier "
+        f"step {step}: its update made weights that are not finite: {some(names)}. They are not saved: earlier "
         "checkpoints stay. Lower optimizer.learning_rate, and start again or go on from one of them."
     )
 
@@ -108,6 +108,7 @@ def _rows_of(model: Decoder, batch: Batch, hidden: Tensor) -> list[str]:
     return rows or list(batch.rows)
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few of the names, and how many more there are."""
     shown = ", ".join(names[:_ROWS_SHOWN])
     return shown if len(names) <= _ROWS_SHOWN else f"{shown} and {len(names) - _ROWS_SHOWN} more"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from danlu.errors import DanluError, TrainingError
 from danlu.optim.schedules import multiplier
 from danlu.parallel.hangs import WHERE
-from danlu.train.diagnosis import explain_gradient, explain_weights
+from danlu.train.diagnosis import explain_gradient, explain_weights, some
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.metrics import Value, peak_memory_bytes
 from danlu.train.state import Run, pieces, restore, snapshot
 from danlu.train.step import Gradients, accumulate
-from danlu.types import StepMetrics
+from danlu.types import Item, StepMetrics
 
 
 def fit(run: Run) -> None:
@@ -69,6 +69,9 @@ def _step(run: Run) -> None:
     scale = 1.0 if run.scaler is None else run.scaler.scale
     holders = run.optimizer.gradient_holders()
     gradients = accumulate(run.compute, packs, step=step, clip=run.clip, loss_scale=scale, holders=holders)
+    if not gradients.trained_tokens:
+        _pass_over(run, packs, step)
+        return
     finite = math.isfinite(gradients.norm)
     if not finite and run.scaler is None:
         error = run.agreed(explain_gradient(run.optimizer.named_gradients(), packs, step))
@@ -92,6 +95,15 @@ def _step(run: Run) -> None:
     run.state.tokens += gradients.tokens
     if run.due(run.cadence.log, since=step - 1):
         _log(run, gradients, time.perf_counter() - started)
+
+
+def _pass_over(run: Run, packs: Sequence[Item], step: int) -> None:
+    """Ends a step in which no token is trained, as long context without targets can fill one: nothing is updated."""
+    run.optimizer.zero_grad()
+    run.state.step = step
+    tokens = sum(pack.tokens for pack in packs)
+    run.state.tokens += tokens
+    run.tell("no_targets", tokens=tokens, rows=some([row for pack in packs for row in pack.rows]))
 
 
 def _spiked(run: Run, gradients: Gradients) -> bool:

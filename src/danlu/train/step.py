@@ -202,7 +202,10 @@ def trained_weights(model: Decoder, adapters: AdapterSet | None) -> dict[str, Te
 
 @dataclass(frozen=True)
 class Gradients:
-    """What `accumulate` leaves beside the gradients: sums over the step, and how large the whole gradient was."""
+    """What `accumulate` leaves beside the gradients: sums over the step, and how large the whole gradient was.
+
+    Of a step without a trained target loss, nll and accuracy are NaN, and the norm is 0.
+    """
 
     loss: float  # mean over trained weight, with label smoothing and z-loss
     nll: float  # mean without them
@@ -251,7 +254,8 @@ def accumulate(
     Each micro-batch adds the gradient of a sum; the division by the step's whole weight happens once, with clipping.
     Of many processes each takes its share of the packs. With an fp16 `loss_scale`, a gradient that overflowed is left
     alone and its norm returned as it is. `holders` are what the optimizer takes gradients from
-    (`Optimizers.gradient_holders`), by default the model's parameters.
+    (`Optimizers.gradient_holders`), by default the model's parameters. Packs without a trained target on any process
+    have no mean loss: `trained_tokens` is then 0, and there is no gradient to update by.
 
     Raises TrainingError, which names step, rows and tensor, when a loss is not finite.
     """
@@ -284,6 +288,10 @@ def accumulate(
     total, nll, correct, weight, every_trained = spread.total(torch.cat((by_micro.sum(0), counts))).tolist()
     if not math.isfinite(total):
         raise _explained(compute, by_micro, groups, step)
+    tokens = sum(pack.tokens for pack in packs)
+    lengths = tuple(length for pack in packs for length in pack.lengths)
+    if not every_trained:
+        return Gradients(math.nan, math.nan, math.nan, norm=0.0, tokens=tokens, trained_tokens=0, lengths=lengths)
     norm = clip_grad_norm(
         compute.model.parameters() if holders is None else holders,
         clip,
@@ -297,9 +305,9 @@ def accumulate(
         nll=nll / weight,
         accuracy=correct / weight,
         norm=norm,
-        tokens=sum(pack.tokens for pack in packs),
+        tokens=tokens,
         trained_tokens=int(every_trained),
-        lengths=tuple(length for pack in packs for length in pack.lengths),
+        lengths=lengths,
     )
 
 
