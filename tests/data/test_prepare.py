@@ -226,6 +226,40 @@ def test_rows_without_known_columns_in_front_are_bad_rows_like_others(
         ready(tokenizer, cache, path, on_bad_row="skip", bad_row_limit=1)
 
 
+def test_unpaired_preferences_are_refused(tokenizer: Path, cache: Path, tmp_path: Path, shared_data: Path) -> None:
+    with pytest.raises(DataError, match=r"kto_en_demo\.json:2: 'label' \(True\) judges .* a stage kto"):
+        ready(tokenizer, cache, shared_data / "preference" / "kto_en_demo.json")
+    rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(conversations(0, 6))]
+    path = write(tmp_path / "kto.jsonl", rows)
+    for skip in ({}, {"on_bad_row": "skip", "bad_row_limit": 2}):
+        with pytest.raises(DataError, match=r"kto\.jsonl:\d: 'label' .* unpaired preferences are rows for a stage kto"):
+            ready(tokenizer, cache, path, **skip)
+
+
+def test_a_weight_of_a_message_is_the_weight_of_its_tokens(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
+    [row] = conversations(0, 1)
+    assert [turn["role"] for turn in row["messages"][-2:]] == ["user", "assistant"]
+    named = {"loss_weight": 0.25, "loss_scale": 3, "id": 7}
+    weighted = {"messages": [*row["messages"][:-1], {**row["messages"][-1], **named}]}
+    prepared = ready(tokenizer, cache, write(tmp_path / "weighted.jsonl", [weighted, row]))
+    assert prepared.train is not None
+    first, second = prepared.train
+    assert set(first.weights.tolist()) == {0.0, 0.25} and set(second.weights.tolist()) == {0.0, 1.0}
+    assert ((first.weights > 0) == (second.weights > 0)).all()
+    assert prepared.statistics.unread == {"id": 1, "loss_scale": 1}
+    [line] = prepared.statistics.unread_lines()
+    assert line.startswith("not read: 'id' in 1 row, 'loss_scale' in 1 row. The keys of a message that are read: role,")
+    assert "loss_weight" in line and ready(tokenizer, cache, tmp_path / "weighted.jsonl").statistics.unread_lines()
+
+
+def test_given_tokens_in_a_csv_file(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.csv"
+    path.write_text('input_ids,labels,attention_mask\n"[0, 5, 6, 7]","[-100, -100, 6, 7]","[0, 1, 1, 1]"\n')
+    prepared = ready(tokenizer, cache, path, stage="pretrain")
+    assert prepared.train is not None
+    assert contents(prepared.train) == [([5, 6, 7], [0.0, 1.0, 1.0], "tokens.csv:2")]
+
+
 def test_a_run_that_would_train_nothing_is_refused(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "train": False}]
     path = write(tmp_path / "untrained.jsonl", [{"messages": messages}])

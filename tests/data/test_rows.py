@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import chat
 
-from danlu.data.rows import ROLES, Completion, Conversation, Message, Text, Tokenized, check_order, parse, recognise
+from danlu.data.rows import (
+    ROLES,
+    Completion,
+    Conversation,
+    Message,
+    Text,
+    Tokenized,
+    check_order,
+    parse,
+    recognise,
+    unread,
+)
 from danlu.errors import DataError
 
 Q, A = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -51,6 +62,8 @@ FORMATS: list[tuple[str, dict[str, Any], Any]] = [
     ("sharegpt", {"conversations": [Q, A]}, [("user", "Hi"), ("assistant", "Hello")]),
     ("messages", {"messages": [Q, A]}, [("user", "Hi"), ("assistant", "Hello")]),
     ("messages", {"messages": [Q, A], "prompt": "Hi", "id": 7}, [("user", "Hi"), ("assistant", "Hello")]),
+    ("messages", {"messages": [Q, A], "label": "greeting"}, [("user", "Hi"), ("assistant", "Hello")]),
+    ("text", {"text": "Once", "label": 1}, Text("Once")),
     ("prompt-completion", {"prompt": "1 +", "completion": " 1"}, Completion("1 +", " 1")),
     ("prompt-completion", {"prompt": "", "completion": "1"}, Completion("", "1")),
     ("prompt-completion", {"prompt": "[1, 2] +", "completion": "[3]"}, Completion("[1, 2] +", "[3]")),
@@ -91,6 +104,9 @@ def test_given_tokens() -> None:
         row = parse({"input_ids": [5, 6, 7], **columns}, "auto", "row")
         assert isinstance(row, Tokenized) and row.tokens.tolist() == [5, 6, 7] and row.tokens.dtype == np.int32
         assert row.weights.tolist() == weights
+    cells = {"input_ids": "[0, 5, 6]", "labels": "[-100, 5, 6]", "attention_mask": "[0, 1, 1]"}  # of a csv file
+    given = parse(cells, "auto", "row")
+    assert isinstance(given, Tokenized) and given.tokens.tolist() == [5, 6] and given.weights.tolist() == [1, 1]
     padded = parse({"input_ids": [0, 5, 6], "labels": [-100, 5, 6], "attention_mask": [0, 1, 1]}, "auto", "row")
     assert isinstance(padded, Tokenized) and padded.tokens.tolist() == [5, 6] and padded.weights.tolist() == [1, 1]
 
@@ -126,10 +142,22 @@ def test_role_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "weight"),
     [({}, None), ({"train": False}, 0.0), ({"train": True}, 1.0), ({"weight": 0.5}, 0.5), ({"weight": 0}, 0.0),
-     ({"training": 1}, 1.0), ({"loss": False}, 0.0), ({"weight": None, "train": False}, 0.0)],
+     ({"training": 1}, 1.0), ({"loss": False}, 0.0), ({"weight": None, "train": False}, 0.0),
+     ({"loss_weight": 0.0}, 0.0), ({"loss_weight": 2}, 2.0), ({"loss_weight": 1.0, "train": True}, 1.0)],
 )  # fmt: skip
 def test_weights_of_messages(columns: dict[str, Any], weight: float | None) -> None:
     assert conversation(Q, {**A, **columns}).messages[1].weight == weight
+
+
+def test_keys_of_messages_that_are_not_read_are_listed() -> None:
+    assert conversation(Q, {**A, "loss_weight": 0, "weight": None, "name": "x"}).unread == ()
+    row = conversation({**Q, "id": 3, "loss_scale": None}, {**A, "loss_scale": 0.5})
+    assert row.unread == ("id", "loss_scale")
+    assert row == conversation(Q, A)
+    value = {"messages": [Q, {**A, "loss_scale": 0.5}], "loss_weight": 0, "source": "x", "train": None}
+    assert unread(value, parse(value, "auto", "row")) == ["loss_weight (a column)", "loss_scale"]
+    text = {"text": "Once", "weight": 2.0, "url": "x"}
+    assert unread(text, parse(text, "auto", "row")) == ["weight (a column)"]
 
 
 def test_content_in_parts_and_no_content() -> None:
@@ -140,12 +168,50 @@ def test_content_in_parts_and_no_content() -> None:
     assert row.messages[1].content == "" and row.messages[1].tool_calls == ({"type": "function", **call},)
 
 
+def test_typed_parts_in_the_form_of_llama_factory() -> None:
+    call = json.dumps({"name": "look", "arguments": {"at": 1}})
+    turns = [
+        {"role": "system", "content": [{"type": "text", "value": "Be kind."}], "loss_weight": 0.0},
+        {"role": "user", "content": [{"type": "text", "value": "What is "}, {"type": "text", "value": "there?"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "reasoning", "value": "I should look."},
+                {"type": "text", "value": "Let me see."},
+                {"type": "tool_call", "value": call},
+                {"type": "tool_call", "value": call},
+            ],
+            "loss_weight": 1.0,
+        },
+        {"role": "tool", "content": [{"type": "text", "value": "a door"}]},
+        {"role": "assistant", "content": [{"type": "text", "value": "A door.", "text": None, "reasoning": None}]},
+    ]
+    row = conversation(*turns)
+    assert said(row) == [
+        ("system", "Be kind."), ("user", "What is there?"), ("assistant", "Let me see."), ("tool", "a door"),
+        ("assistant", "A door."),
+    ]  # fmt: skip
+    assert row.messages[2].tool_calls == (CALL, CALL) and row.messages[2].reasoning_content == "I should look."
+    assert [message.weight for message in row.messages] == [0.0, None, 1.0, None, None]
+    # The same in the form of keys.
+    keys = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL], "reasoning": "I should look."}
+    assert conversation(*turns[:2], {**keys, "weight": 1}, *turns[3:]) == row
+
+
+def test_a_thought_and_a_call_may_be_all_of_a_message() -> None:
+    row = conversation(Q, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}, TOOL_CALL]})
+    assert row.messages[1] == Message("assistant", "", (CALL,), "Hm.")
+    row = conversation(Q, {"role": "assistant", "content": None, "function_call": CALL["function"]})
+    assert row.messages[1] == Message("assistant", "", (CALL,))
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts(key: str) -> None:
     assert conversation(Q, {**A, key: "Hm."}).messages[1].reasoning_content == "Hm."
 
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+TOOL_CALL = {"type": "tool_call", "value": '{"name": "look", "arguments": {"at": 1}}'}
 
 
 @pytest.mark.parametrize(
@@ -267,6 +333,11 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     ({}, r"no known row format has the columns \(none\)"),
     ({"chosen": "x", "rejected": "y", "prompt": "z"}, r"these are preference pairs.*keep one answer for each prompt"),
+    ({"chosen": "x", "rejected": "y", "prompt": "z"}, r"rows for a stage dpo; stages pretrain and sft do not train"),
+    ({"prompt": "x", "completion": "y", "label": True}, r"'label' \(True\) judges the answer: unpaired.* a stage kto"),
+    ({"messages": [Q, A], "label": False}, r"'label' \(False\) judges .*stages pretrain and sft would train the bad"),
+    ({"conversations": [Q, A], "kto_tag": "false"}, r"'kto_tag' \('false'\) judges the answer"),
+    ({"instruction": "x", "output": "y", "label": 1}, r"'label' \(1\) judges .*Keep the rows with good answers and"),
     ({"text": 5}, r"'text' must be a string, not an int"),
     ({"text": None}, r"'text' must be a string, not nothing"),
     ({"text": " \n"}, r"'text' is empty; remove the row"),
@@ -291,7 +362,37 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [{**Q, "content": [{"type": "image", "image": "x"}]}, A]},
-        r"message 1: content of type 'image' cannot be trained on; only text can",
+        r"message 1: content of type 'image' cannot be trained on; the types are text, reasoning, thinking, tool_call",
+    ),
+    ({"messages": [{**Q, "content": [{"type": "text"}]}, A]}, r"message 1: a content part of type text needs a string"),
+    ({"messages": [{**Q, "content": [{"type": ["text"]}]}, A]}, r"message 1: content of type \['text'\] cannot be tr"),
+    (
+        {"messages": [Q, {**A, "content": [{"type": "reasoning", "value": {"a": 1}}]}]},
+        r"message 2: a content part of type reasoning needs a string as reasoning or value or text; it is a dict",
+    ),
+    (
+        {"messages": [{**Q, "content": [{"type": "reasoning", "value": "x"}]}, A]},
+        r"message 1: reasoning and tool_call parts are the assistant's, not of role 'user'",
+    ),
+    (
+        {"messages": [Q, {**A, "content": [TOOL_CALL, {"type": "text", "value": "x"}]}]},
+        r"message 2: a text part behind a tool_call part: chat templates write reasoning, text and tool calls in this",
+    ),
+    (
+        {"messages": [Q, {**A, "content": [TOOL_CALL], "tool_calls": [CALL]}]},
+        r"message 2: tool calls both as a part of the content and as a key of the message; keep one",
+    ),
+    (
+        {"messages": [Q, {**A, "content": [{"type": "tool_call", "value": "look()"}]}]},
+        r"message 2: a tool call must be JSON: .* of 'look\(\)'",
+    ),
+    ({"messages": [Q, {**A, "reasoning": ["a"]}]}, r"message 2: 'reasoning' must be a string, not a list"),
+    ({"messages": [Q, {**A, "name": 5}]}, r"message 2: 'name' must be a string, not an int"),
+    ({"messages": [Q, {**A, "weight": 10**400}]}, r"message 2: 'weight' must be true, false or a number from 0 up"),
+    ({"messages": [Q, {**A, "weight": 1e39}]}, r"message 2: 'weight' must be .* a number from 0 up, not 1e\+39"),
+    (
+        {"messages": [Q, {**A, "loss_weight": 1.0, "train": False}]},
+        r"message 2: 'train' 0 and 'loss_weight' 1 say different things about the loss of one message; keep one",
     ),
     ({"messages": [Q, {**A, "weight": -1}]}, r"message 2: 'weight' must be true, false or a number from 0 up, not -1"),
     ({"messages": [Q, {**A, "weight": float("nan")}]}, r"message 2: 'weight' must be .*, not nan"),

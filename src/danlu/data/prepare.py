@@ -13,7 +13,7 @@ import numpy as np
 
 from danlu.data import mixture, sources
 from danlu.data.cache import StoreWriter, TokenCache, TokenStore
-from danlu.data.rows import Format, recognise
+from danlu.data.rows import Format, recognise, refuse_verdicts
 from danlu.data.samples import Selection
 from danlu.data.sources import BadRow, RawRow
 from danlu.data.statistics import Statistics
@@ -195,7 +195,9 @@ def read(source: Source, data: Data, stage: Stage) -> tuple[Format | Literal["au
         if isinstance(row.value, BadRow):
             continue
         try:
-            format = recognise(row.value, row.where) if format == "auto" else format
+            found = recognise(row.value, row.where) if format == "auto" else format
+            refuse_verdicts(row.value, found, row.where)
+            format = found
             break
         except DataError:  # one such row is a bad row, but too many of them are no rows of ours
             if data.on_bad_row == "error" or len(seen) > data.bad_row_limit:

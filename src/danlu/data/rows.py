@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +38,26 @@ QUESTIONS = {"query": "response", "question": "answer", "instruction": "response
 
 _ADDITIONS = ("input", "context")  # columns with what a question is about
 
+_WEIGHTS = ("weight", "train", "training", "loss", "loss_weight")  # keys of a message that say how much it is trained
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+MESSAGE_KEYS = (
+    "role", "content", "from", "value", "tool_calls", "function_call", *_THOUGHTS, "name", "tool_call_id", *_WEIGHTS
+)  # fmt: skip
+"""The keys of a message that are read; others are told of."""
+_ROW_WEIGHTS = frozenset({*_WEIGHTS, "weights", "loss_weights", "sample_weight"})  # columns of a row that are not read
+
+_VERDICTS = ("label", "kto_tag", "is_desirable")  # columns that judge an answer
+_PART_KEYS = {
+    "text": ("text", "value"),
+    "reasoning": ("reasoning", "value", "text"),
+    "thinking": ("thinking", "value", "text"),
+    "tool_call": ("tool_call", "value", "function"),
+}
+"""Parts of a content by their type: under which keys each has what it says (LLaMA-Factory writes `value`)."""
+_PART_ORDER = {"reasoning": 0, "thinking": 0, "text": 1, "tool_call": 2}  # in which chat templates write them
+_READ = frozenset(MESSAGE_KEYS)
+_MOST_WEIGHT = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -62,10 +81,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns in an order that makes sense: see `check_order`. Rendered with the chat template."""
+    """Turns in an order that makes sense: see `check_order`. Rendered with the chat template.
+
+    `unread` are the keys of its messages that mean nothing here (`MESSAGE_KEYS` do).
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +129,8 @@ def recognise(columns: Collection[str], where: str = "row") -> Format:
     if "input_ids" in names:
         return "tokenized"
     if {"chosen", "rejected"} <= names:
-        problem = "these are preference pairs (chosen, rejected), which stages pretrain and sft do not train on"
-        raise DataError(f"{where}: {problem}; keep one answer for each prompt, in any of the formats for sft")
+        problem = "these are preference pairs (chosen, rejected), rows for a stage dpo; stages pretrain and sft do not"
+        raise DataError(f"{where}: {problem} train on them; keep one answer for each prompt, in any format for sft")
     if "messages" in names:
         return "messages"
     if "conversations" in names:
@@ -134,10 +157,41 @@ def parse(value: Mapping[str, Any], format: Format | Literal["auto"], where: str
         DataError: the row does not fit its format or makes no sense; the message says where, what, and what to do.
     """
     known: Format = recognise(value.keys(), where) if format == "auto" else format
+    refuse_verdicts(value, known, where)
     try:
         return _PARSERS[known](value, where)
     except KeyError as error:
         raise DataError(_misfit(value, known, str(error.args[0]), where)) from None
+
+
+def refuse_verdicts(value: Mapping[str, Any], format: Format, where: str) -> None:
+    """Refuse unpaired preferences: an answer with a column that says whether it is a good one (TRL's KTO rows).
+
+    A column of other values, or beside plain text, is a label of something else.
+
+    Raises:
+        DataError: the message names the column and the stage such rows are for.
+    """
+    if format in ("text", "tokenized"):
+        return
+    for name in _VERDICTS:
+        verdict = value.get(name)
+        if (
+            verdict in (-1, 0, 1)  # False and True are 0 and 1
+            if isinstance(verdict, bool | int | float)
+            else isinstance(verdict, str) and verdict.strip().lower() in ("true", "false", "0", "1", "-1")
+        ):
+            raise DataError(
+                f"{where}: '{name}' ({_brief(verdict)}) judges the answer: unpaired preferences are rows for a stage "
+                "kto; stages pretrain and sft would train the bad answers like the good ones. Keep the rows with "
+                "good answers and remove the column; remove it too if it means something else"
+            )
+
+
+def unread(value: Mapping[str, Any], row: Row) -> list[str]:
+    """What a row holds beside its messages and in them that seems to be meant for training, and is not read."""
+    columns = [f"{name} (a column)" for name in _ROW_WEIGHTS & value.keys() if value[name] is not None]
+    return sorted(columns) + (list(row.unread) if isinstance(row, Conversation) else [])
 
 
 def _misfit(value: Mapping[str, Any], format: Format, missing: str, where: str) -> str:
@@ -197,7 +251,7 @@ def _single_turn(value: Mapping[str, Any], question: str, answer: str, where: st
         messages.append(Message("system", system))
     for pair in _decoded(value.get("history")) or ():
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise DataError(f"{where}: 'history' must be a list of [question, answer], but has {pair!r}")
+            raise DataError(f"{where}: 'history' must be a list of [question, answer], but has {_brief(pair)}")
         messages += [Message("user", pair[0]), Message("assistant", pair[1])]
     messages += [Message("user", question), Message("assistant", answer)]
     return Conversation(check_order(messages, where), _tools(value.get("tools"), where))
@@ -229,9 +283,8 @@ def _tokenized(value: Mapping[str, Any], where: str) -> Tokenized:
                 problem = f"'labels' differs from 'input_ids' at {at} ({column[at]}, not {tokens[at]} or -100)"
                 raise DataError(f"{where}: {problem}. Labels must not be shifted: the model shifts them")
         weights *= column != -100 if name == "labels" else column != 0
-    if value.get("attention_mask") is not None:  # padding is no part of the sample
-        real = np.asarray(value["attention_mask"]) != 0
-        tokens, weights = tokens[real], weights[real]
+        if name == "attention_mask":  # the last of them: padding is no part of the sample
+            tokens, weights = tokens[column != 0], weights[column != 0]
     if not len(tokens):
         raise DataError(f"{where}: 'input_ids' is empty; remove the row")
     return Tokenized(tokens, weights)
@@ -259,7 +312,8 @@ def _conversation(turns: Any, value: Mapping[str, Any], where: str, context: int
     ]
     if (system := _string(value.get("system") or "", "system", where)) and messages and messages[0].role != "system":
         messages.insert(0, Message("system", system))
-    return Conversation(check_order(messages, where), _tools(value.get("tools"), where))
+    keys = tuple(sorted({key for turn in dicts for key in turn.keys() - _READ if turn[key] is not None}))
+    return Conversation(check_order(messages, where), _tools(value.get("tools"), where), keys)
 
 
 def _dicts(turns: Any, where: str) -> list[Mapping[str, Any]]:
@@ -278,48 +332,79 @@ def _message(turn: Mapping[str, Any], where: str, is_context: bool) -> Message:
         )
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise DataError(f"{where}: unknown role {name!r}. Known roles: {', '.join(ROLES)}")
-    content = _content(turn.get(content_key), where)
-    calls = turn.get("tool_calls")
+        raise DataError(f"{where}: unknown role {_brief(name)}. Known roles: {', '.join(ROLES)}")
+    content, thought, said = _content(turn.get(content_key), where)
+    calls = turn.get("tool_calls") or turn.get("function_call")
     if role == "tool_call":
         role, calls, content = "assistant", content, ""
-    reasoning = next((turn[key] for key in ("reasoning_content", "reasoning", "thinking") if turn.get(key)), None)
+    reasoning = next((turn[key] for key in _THOUGHTS if turn.get(key)), None)
+    if (thought or said) and role != "assistant":
+        raise DataError(f"{where}: reasoning and tool_call parts are the assistant's, not of role {_brief(name)}")
+    for what, part, key in (("reasoning", thought, reasoning), ("tool calls", said, calls)):
+        if part and key:
+            raise DataError(f"{where}: {what} both as a part of the content and as a key of the message; keep one")
     return Message(
         role,
         content,
-        _tool_calls(calls, where) if calls else None,
-        reasoning,
-        turn.get("name"),
-        turn.get("tool_call_id"),
+        _tool_calls(said or calls, where) if said or calls else None,
+        thought or _text_of(reasoning, "reasoning", where),
+        _text_of(turn.get("name"), "name", where),
+        _text_of(turn.get("tool_call_id"), "tool_call_id", where),
         _weight(turn, where),
         is_context,
     )
 
 
-def _content(content: Any, where: str) -> str:
-    """A string; the texts of a list of parts; nothing for None."""
+def _text_of(value: Any, key: str, where: str) -> str | None:
+    """A string that a message may have or not."""
+    return None if value is None else _string(value, key, where)
+
+
+def _content(content: Any, where: str) -> tuple[str, str | None, list[Any]]:
+    """The text of a content, the thought and the tool calls among its parts; nothing for None."""
     if isinstance(content, str):
-        return content
+        return content, None, []
     if content is None:
-        return ""
-    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
-        for part in content:
-            if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-                raise DataError(f"{where}: content of type {part.get('type')!r} cannot be trained on; only text can")
-        return "".join(part["text"] for part in content)
-    raise DataError(f"{where}: content must be a string or a list of text parts, not {_kind(content)}")
+        return "", None, []
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        raise DataError(f"{where}: content must be a string or a list of text parts, not {_kind(content)}")
+    found: list[tuple[str, Any]] = []
+    for part in content:
+        kind = part.get("type") or "text"
+        keys = _PART_KEYS.get(kind) if isinstance(kind, str) else None
+        if keys is None:
+            known = ", ".join(_PART_KEYS)
+            raise DataError(f"{where}: content of type {_brief(kind)} cannot be trained on; the types are {known}")
+        said = next((part[key] for key in keys if part.get(key) is not None), None)
+        if said is None or (kind != "tool_call" and not isinstance(said, str)):
+            what = f"is {_kind(said)}" if said is not None else f"has {', '.join(part)}"
+            raise DataError(f"{where}: a content part of type {kind} needs a string as {' or '.join(keys)}; it {what}")
+        if found and _PART_ORDER[kind] < _PART_ORDER[found[-1][0]]:
+            raise DataError(
+                f"{where}: a {kind} part behind a {found[-1][0]} part: chat templates write reasoning, text and tool "
+                "calls in this order; begin a new message where the order begins again"
+            )
+        found.append((kind, said))
+    text = "".join(said for kind, said in found if kind == "text")
+    thought = "".join(said for kind, said in found if kind in ("reasoning", "thinking"))
+    calls = [_parsed(said, "a tool call", where) for kind, said in found if kind == "tool_call"]
+    return text, thought or None, calls
 
 
 def _weight(turn: Mapping[str, Any], where: str) -> float | None:
-    """The loss weight a message gives itself as `weight`, `train`, `training` or `loss`: a number or a bool."""
-    for key in ("weight", "train", "training", "loss"):
+    """The loss weight a message gives itself, as a number or a bool under one of the names in use."""
+    found: dict[str, float] = {}
+    for key in _WEIGHTS:
         given = turn.get(key)
         if given is None:
             continue
-        if not isinstance(given, bool | int | float) or not 0 <= given < math.inf:
-            raise DataError(f"{where}: '{key}' must be true, false or a number from 0 up, not {given!r}")
-        return float(given)
-    return None
+        if not isinstance(given, bool | int | float) or not 0 <= given <= _MOST_WEIGHT:
+            raise DataError(f"{where}: '{key}' must be true, false or a number from 0 up, not {_brief(given)}")
+        found[key] = float(given)
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"'{key}' {weight:g}" for key, weight in found.items())
+        raise DataError(f"{where}: {said} say different things about the loss of one message; keep one of them")
+    return next(iter(found.values()), None)
 
 
 def _tool_calls(calls: Any, where: str) -> tuple[dict[str, Any], ...]:
@@ -329,7 +414,7 @@ def _tool_calls(calls: Any, where: str) -> tuple[dict[str, Any], ...]:
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(f"{where}: a tool call needs a name and arguments, not {call!r}")
+            raise DataError(f"{where}: a tool call needs a name and arguments, not {_brief(call)}")
         arguments = function.get("arguments")
         arguments = {} if arguments is None else _parsed(arguments, "the arguments of a tool call", where)
         kept = {"id": call["id"]} if call.get("id") else {}
@@ -442,6 +527,12 @@ def _integers(value: Any, column: str, where: str) -> np.ndarray:
     if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
         raise DataError(f"{where}: '{column}' has {array[np.abs(array).argmax()]}, which is no token id")
     return array.astype(np.int32)
+
+
+def _brief(value: Any) -> str:
+    """A value as Python writes it, cut where it is long."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}…"
 
 
 def _kind(value: Any) -> str:

@@ -6,7 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from danlu.data.rows import MESSAGE_KEYS
+
 EXAMPLES = 5
+UNREAD = 100  # different keys counted
+UNREAD_SHOWN = 8
 
 
 @dataclass
@@ -23,6 +27,7 @@ class Statistics:
     lost_tokens: int = 0  # cut off by truncation or dropped with their row
     dropped: Counter[str] = field(default_factory=Counter)  # rows without a sample, by reason
     reasons: Counter[str] = field(default_factory=Counter)  # tokens, by the reason for their weight
+    unread: Counter[str] = field(default_factory=Counter)  # rows, by a key of their messages that is not read
     answers: int = 0  # samples that train an answer
     endless_answers: int = 0  # of those, samples that train no token that ends one
     endless_example: str = ""  # the first of them, and what to do
@@ -42,8 +47,21 @@ class Statistics:
                 self.endless_example = mine or theirs
             elif name == "bad_examples":
                 self.bad_examples = (mine + theirs)[:EXAMPLES]
+            elif name == "unread":
+                self.unread = Counter(dict((mine + theirs).most_common(UNREAD)))
             else:
                 setattr(self, name, mine + theirs)
+
+    def unread_lines(self) -> list[str]:
+        """What rows and their messages hold that seems to be meant for training and is not read; none if nothing."""
+        if not self.unread:
+            return []
+        keys = [f"{name!r} in {rows:,} row{'' if rows == 1 else 's'}" for name, rows in self.unread.most_common()]
+        more = f" and {len(keys) - UNREAD_SHOWN} more" if len(keys) > UNREAD_SHOWN else ""
+        return [
+            f"not read: {', '.join(keys[:UNREAD_SHOWN])}{more}. The keys of a message that are read: "
+            f"{', '.join(MESSAGE_KEYS)}"
+        ]
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from danlu.data.render import Rendered, Rendering, fit, render_many, untrained_terminator
-from danlu.data.rows import Format, Row, parse
+from danlu.data.rows import Format, Row, parse, unread
 from danlu.data.samples import Block
 from danlu.data.sources import BadRow, RawRow
 from danlu.data.spans import Reason
@@ -132,6 +132,7 @@ def tokenise(tokenizer: Tokenizer, facts: TokenizerFacts, task: Task) -> Tokenis
     settings, raw = task
     bad: dict[int, str] = {}
     parsed: list[tuple[RawRow, Row]] = []
+    statistics = Statistics(rows=len(raw))
     for row in raw:
         if isinstance(row.value, BadRow):
             bad[row.index] = row.value.message
@@ -140,12 +141,13 @@ def tokenise(tokenizer: Tokenizer, facts: TokenizerFacts, task: Task) -> Tokenis
             parsed.append((row, parse(row.value, settings.format, row.where)))
         except DataError as error:
             bad[row.index] = str(error)
+        else:
+            statistics.unread.update(unread(row.value, parsed[-1][1]))
     outcomes = render_many(
         [row for _, row in parsed], [place.where for place, _ in parsed], tokenizer, settings.rendering
     )
     samples: list[Rendered] = []
     numbers: list[int] = []
-    statistics = Statistics(rows=len(raw))
     for (place, _), outcome in zip(parsed, outcomes, strict=True):
         if isinstance(outcome, DataError):
             bad[place.index] = str(outcome)
