@@ -80,6 +80,33 @@ def test_counts_and_likelihood_leave_the_extras_out() -> None:
     assert not torch.allclose(got.total, got.nll)
 
 
+@pytest.mark.parametrize("slice_rows", [1, 8, 101])
+@pytest.mark.parametrize("softcap", [None, 0.25])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_of_equal_logits_only_the_first_counts_as_the_likeliest(
+    slice_rows: int, softcap: float | None, frozen: bool
+) -> None:
+    hidden, head, targets, weights = problem()
+    # Few values, so that many logits are equal: what narrow types do to a real vocabulary.
+    hidden, head = hidden.detach().sign(), head.detach().sign().requires_grad_(not frozen)
+    hidden[:5] = 0  # every logit is equal
+    logits = hidden @ head.detach().t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    likeliest = logits.argmax(-1)
+    last = (logits == logits.amax(-1, keepdim=True)).long().cumsum(-1).argmax(-1)
+    assert (likeliest != last).sum() > 5, "there must be something to get wrong"
+    for wanted, label in ((likeliest, "first"), (last, "last"), (targets, "any")):
+        got = linear_cross_entropy(hidden, head, wanted, weights, softcap=softcap, slice_rows=slice_rows)
+        want = (weights * (wanted == likeliest)).sum()
+        torch.testing.assert_close(got.correct, want, rtol=1e-12, atol=0, msg=lambda text, label=label: label + text)
+
+
+def test_a_row_without_information_is_right_for_one_word_only() -> None:
+    _, head, _, _ = problem(torch.bfloat16)
+    found = linear_cross_entropy(torch.zeros(V, D, dtype=torch.bfloat16), head, torch.arange(V), torch.ones(V))
+    assert found.correct.item() == 1
+
+
 def test_upstream_gradient_and_gradient_scale_multiply_the_gradient_only() -> None:
     hidden, head, targets, weights = problem()
     base = torch.autograd.grad(linear_cross_entropy(hidden, head, targets, weights).total, hidden)[0]

@@ -212,7 +212,7 @@ def test_sequence_parallelism_sends_as_many_bytes_and_gathers_again() -> None:
         total(tensor_sent(one, layout, Parallel(tensor=4, sequence=sequence)))
         for one, sequence in ((cut, False), (cut, True), (again, True))
     )
-    each, numbers = Fraction(3, 4) * 100 * 8 * 2, 2 * Fraction(3, 4) * 4 * 40 * 4
+    each, numbers = Fraction(3, 4) * 100 * 8 * 2, 2 * Fraction(3, 4) * 5 * 40 * 4
     assert without == with_ == 14 * 2 * each + numbers
     assert and_again == with_ + 6 * each
 

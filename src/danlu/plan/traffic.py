@@ -116,9 +116,9 @@ class Cut:
     layers that are not `remade`."""
     row_norms: int = 0
     """Numbers that DoRA on matrices whose rows are cut sums for the norms of whole rows."""
-    losses: int = 4
+    losses: int = 5
     """Numbers of each target that the cross-entropy reduces: greatest logit, sum of exponentials, the target's logit,
-    and for label smoothing the sum of all."""
+    for label smoothing the sum of all, and whether a token before the target has the greatest logit."""
 
 
 def tensor_sent(cut: Cut, layout: Layout, section: Parallel) -> Iterator[Sent]:
