@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from danlu.models.config import ModelConfig
+from danlu.models.config import ModelConfig, RopeScaling
 from danlu.models.decoder import Decoder
 
 KINDS = {
@@ -16,7 +16,14 @@ KINDS = {
 }
 
 
-def build(kind: str = "llama", *, vocab_size: int = 61, context: int = 512, seed: int = 0) -> Decoder:
+def build(
+    kind: str = "llama",
+    *,
+    vocab_size: int = 61,
+    context: int = 512,
+    seed: int = 0,
+    rope_scaling: RopeScaling | None = None,
+) -> Decoder:
     """Three layers, 4 query heads of width 8 on 2 key/value heads; weights large enough that greedy text varies."""
     sizes = {
         "family": "llama",
@@ -30,6 +37,7 @@ def build(kind: str = "llama", *, vocab_size: int = 61, context: int = 512, seed
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "max_position_embeddings": context,
+        "rope_scaling": rope_scaling,
     }
     decoder = Decoder(ModelConfig(**{**sizes, **KINDS[kind]}))
     generator = torch.Generator().manual_seed(seed)
@@ -43,5 +51,5 @@ def build(kind: str = "llama", *, vocab_size: int = 61, context: int = 512, seed
 
 @pytest.fixture(scope="session")
 def small_decoder():
-    """A function: kind, vocab_size, context, seed -> Decoder."""
+    """A function: kind, vocab_size, context, seed, rope_scaling -> Decoder."""
     return build

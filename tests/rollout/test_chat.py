@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from danlu.errors import DataError
+from danlu.models.config import DynamicScaling
 from danlu.rollout.chat import Conversation
 from danlu.rollout.generate import Stopping, generate
 from danlu.rollout.request import SamplingOptions
@@ -51,6 +52,25 @@ def test_every_turn_equals_one_without_history_in_the_cache(talk, small_decoder)
         assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         messages.append({"role": "assistant", "content": got.text})
     assert chat.messages == messages[1:]
+
+
+def test_frequencies_that_go_by_the_length_are_those_of_the_conversation_so_far(small_decoder):
+    scaling = DynamicScaling(8.0)
+    model = small_decoder(context=16, rope_scaling=scaling)
+    stopping = Stopping(5, 128, frozenset([USER, ASSISTANT, SYSTEM]))
+    chat, messages = Conversation(model, render, decode, GREEDY, stopping), []
+    for text in ("HELLO", "AND", "UNDO", "WHYNOT", "SO"):  # the first fits into 16 tokens, the others do not
+        if text == "UNDO":  # back to a conversation that fits, after one that does not
+            chat.undo()
+            messages = messages[:-2]
+            continue
+        messages.append({"role": "user", "content": text})
+        got = chat.ask(text)
+        expected = generate(model, [render(messages)], GREEDY, 5, [USER, ASSISTANT, SYSTEM], decode=decode)[0]
+        assert got.tokens == expected.tokens
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        messages.append({"role": "assistant", "content": got.text})
+    assert chat.prefilled == len(render(messages[:-1])), "nothing of a shorter conversation is kept"
 
 
 def test_tokens_before_a_conversation_are_read_once_and_may_change_with_the_model(talk, small_decoder):

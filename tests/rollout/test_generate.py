@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from danlu.errors import DataError, ModelError
-from danlu.models.attend import ReferenceAttention
+from danlu.models.attend import PackedAttention, ReferenceAttention
+from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
+from danlu.models.saving import save
 from danlu.rollout.cache import KVCache
 from danlu.rollout.generate import generate, prefill, prefill_chunks
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.sampling import sample
 
 GREEDY = SamplingOptions(temperature=0)
+SCALINGS = [LinearScaling(4.0), DynamicScaling(4.0), Llama3Scaling(4.0, 1.0, 4.0, 16), YarnScaling(4.0, 16)]
 PROMPTS = [[3, 9, 4], [7], [3, 9, 4], [11, 12, 13, 14, 15, 16, 17]]
 
 
@@ -136,6 +139,57 @@ def test_prefill_in_small_passes_equals_one(small_decoder):
     torch.testing.assert_close(prefill(model, parts, prompts, budget=2), expected, atol=2e-5, rtol=1e-5)
     assert parts.lengths == whole.lengths == [7, 1, 3]
     assert prefill_chunks([3, 0, 4], budget=5) == [[3, 0, 2], [0, 0, 2]]
+
+
+def test_sequences_side_by_side_go_by_their_own_lengths(small_decoder):
+    model = small_decoder(context=16, rope_scaling=DynamicScaling(4.0))
+    prompts = [[5 + n for n in range(length)] for length in (20, 21, 9)]  # neighbours in the batch and in length
+    together = generate(model, prompts, GREEDY, 12)
+    for prompt, one in zip(prompts, together, strict=True):
+        alone = generate(model, [prompt], GREEDY, 12)[0]
+        assert one.tokens == alone.tokens
+        assert one.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("length", [9, 24])
+@pytest.mark.parametrize("scaling", [None, *SCALINGS], ids=str)
+def test_answers_are_those_of_transformers_at_every_scaling(small_decoder, scaling, length, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    model = small_decoder(context=16 if isinstance(scaling, DynamicScaling) else 64, rope_scaling=scaling)
+    save(model, tmp_path / "model", dtype=torch.float32)
+    prompt = [5 + n for n in range(length)]
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=14, eos_token_id=-1, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    (mine,) = generate(model, [prompt], GREEDY, 14)  # from 9 tokens it grows beyond 16, from 24 it begins there
+    assert mine.tokens == theirs.sequences[0, length:].tolist()
+    logprobs = [one[0].log_softmax(-1).max().item() for one in theirs.logits]
+    assert mine.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda one: one.kind)
+def test_prefill_equals_the_forward_of_training_whatever_its_budget(small_decoder, scaling):
+    model = small_decoder(context=16, rope_scaling=scaling)  # prompts lie on both sides of 16 tokens
+    prompts = [[5 + n % 50 for n in range(40)], [1, 2], [3 + n % 7 for n in range(16)]]
+    lengths = [len(prompt) for prompt in prompts]
+    boundaries = (0, *torch.tensor(lengths).cumsum(0).tolist())
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    hidden = model(
+        torch.tensor([token for prompt in prompts for token in prompt]), positions, PackedAttention(boundaries)
+    )
+    expected = model.logits(hidden[[end - 1 for end in boundaries[1:]]])
+    for budget in (1, 3, 16, 17, 1000):
+        cache = KVCache(3)
+        torch.testing.assert_close(prefill(model, cache, prompts, budget=budget), expected, atol=2e-5, rtol=1e-5)
+        keys, _ = cache.buffers(2, hidden)  # what later tokens will see is the same too
+        whole = KVCache(3)
+        prefill(model, whole, prompts, budget=1000)
+        torch.testing.assert_close(keys, whole.buffers(2, hidden)[0], atol=2e-5, rtol=1e-5)
+    # Negative control: the comparison sees other frequencies.
+    other = small_decoder(context=16)
+    assert (prefill(other, KVCache(3), prompts) - expected).abs().max() > 1e-3
 
 
 def test_bfloat16_weights_and_activations(small_decoder):

@@ -330,14 +330,22 @@ class Decoder(nn.Module):
             self.lm_head.tie(self.embed_tokens)
         return self.lm_head
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, dtype: torch.dtype = torch.float32) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        dtype: torch.dtype = torch.float32,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states after the final norm.
 
         Args:   tokens [T] int64, documents end to end; positions [T] int64, restarting at 0 in each;
-                attend: who sees whom; dtype: type of activations, whatever the parameters are stored in.
+                attend: who sees whom; dtype: type of activations, whatever the parameters are stored in;
+                lengths [T] int64: of each token's document, where only a part of that is given here.
         Returns [T, D] in `dtype`.
         """
-        cos, sin = (table.to(dtype) for table in rotary_tables(self.config, positions))  # [T, R]
+        cos, sin = (table.to(dtype) for table in rotary_tables(self.config, positions, lengths))  # [T, R]
         x = self.embed_tokens(tokens, dtype)  # [T, D]
         for part in self.segments or self.layers.values():
             x = part(x, cos, sin, attend)

@@ -16,24 +16,36 @@ from torch import Tensor
 from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 
 
-def rotary_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: ModelConfig, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """cos and sin [T, R] float32 for positions [T] int64; both halves of R alike, as half-split rotation wants them.
 
     Under dynamic NTK a document longer than max_position_embeddings gets frequencies of its own, from its own length:
     what it would get alone, whatever it is packed with.
+
+    lengths: [T] int64, the length of each token's document; by default read from the positions, which works where
+    documents are whole.
     """
-    longest = document_lengths(positions) if isinstance(config.rope_scaling, DynamicScaling) else None
-    frequencies = inverse_frequencies(config, longest, device=positions.device)  # [R/2] or [T, R/2]
+    if lengths is None and isinstance(config.rope_scaling, DynamicScaling):
+        lengths = document_lengths(positions)
+    frequencies = inverse_frequencies(config, lengths, device=positions.device)  # [R/2] or [T, R/2]
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)  # [T, R]
     scaling = config.rope_scaling.attention_scaling if isinstance(config.rope_scaling, YarnScaling) else 1.0
     return angles.cos() * scaling, angles.sin() * scaling
 
 
+def rotated_by_length(config: ModelConfig, length: int) -> bool:
+    """Whether the beginning of a document of `length` tokens is rotated in another way than it would be alone.
+
+    Keys that were cached when the document was shorter are then those of other frequencies.
+    """
+    return isinstance(config.rope_scaling, DynamicScaling) and length > config.max_position_embeddings
+
+
 def document_lengths(positions: Tensor) -> Tensor:
     """For each token the length of its document, read from positions [T]: a document ends where they stop rising by 1.
 
-    A token that is fed alone (cached decoding) counts as the last of its document.
+    Of documents that are not there from their first token to their last it knows too little.
     """
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[1:] = positions[1:] != positions[:-1] + 1

@@ -8,6 +8,7 @@ import torch
 
 from danlu.errors import DataError
 from danlu.models.decoder import Decoder
+from danlu.models.rope import rotated_by_length
 from danlu.rollout.cache import KVCache
 from danlu.rollout.generate import Answer, Completion, Stopping, grow, prefill
 from danlu.rollout.request import SamplingOptions, context_length
@@ -51,6 +52,7 @@ class Conversation:
         self._before = tuple(before)  # virtual tokens that the model's adapters want in front
         self._cache = KVCache()
         self._cached: list[int] = []  # the tokens whose keys and values are in the cache
+        self._read_length = 0  # of the prompt that was read into the cache last
         self._asked = 0  # every turn draws its own random numbers, also the same one asked again
 
     def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Completion:
@@ -127,13 +129,17 @@ class Conversation:
     def _read(self, prompt: list[int]) -> torch.Tensor:
         """Brings the cache to `prompt`; logits [1, V] after its last token."""
         kept = 0
+        # Where frequencies go by the length, keys that an earlier turn left are those of another length.
+        longest = max(len(prompt), self._read_length)
+        cached = [] if rotated_by_length(self._model.config, longest) else self._cached
         # The last token is always read: its logits are what the answer starts from.
-        for old, new in zip(self._cached, prompt[:-1], strict=False):
+        for old, new in zip(cached, prompt[:-1], strict=False):
             if old != new:
                 break
             kept += 1
         self._cache.truncate(0, kept)
         self._cached = prompt[:kept]
+        self._read_length = len(prompt)
         self.prefilled = len(prompt) - kept
         logits = prefill(self._model, self._cache, [prompt[kept:]], self._dtype)
         self._cached = list(prompt)

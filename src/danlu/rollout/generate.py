@@ -192,25 +192,30 @@ def prefill(
     dtype: torch.dtype | None = None,
     budget: int = PREFILL_TOKENS,
 ) -> Tensor:  # [B, V] float32
-    """Reads tokens into the cache, and gives the logits after the last one of each sequence."""
+    """Reads tokens into the cache, and gives the logits after the last one of each sequence.
+
+    The same for every budget: rotary scalings that go by the length of a document take that of the whole sequence.
+    """
     device = next(model.parameters()).device
     dtype = dtype or next(model.parameters()).dtype
+    totals = [past + len(prompt) for past, prompt in zip(cache.lengths, prompts, strict=True)]
     last: list[Tensor | None] = [None] * len(prompts)  # hidden state [D] of each sequence's last token
     taken = [0] * len(prompts)
     for chunk in prefill_chunks([len(prompt) for prompt in prompts], budget):
         tokens: list[int] = []
         positions: list[int] = []
+        lengths: list[int] = []
         ends: dict[int, int] = {}  # row -> where its last token is in this pass
         for row, count in enumerate(chunk):
             tokens += prompts[row][taken[row] : taken[row] + count]
             positions += range(cache.lengths[row], cache.lengths[row] + count)
+            lengths += [totals[row]] * count
             taken[row] += count
             if count and taken[row] == len(prompts[row]):
                 ends[row] = len(tokens) - 1
         attend = cache.extend(chunk)
-        hidden = model(
-            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend, dtype
-        )  # [T, D]
+        fed = [torch.tensor(column, device=device) for column in (tokens, positions, lengths)]  # [T] each
+        hidden = model(fed[0], fed[1], attend, dtype, fed[2])  # [T, D]
         for row, end in ends.items():
             last[row] = hidden[end]
     return model.logits(torch.stack([state for state in last if state is not None]))
@@ -255,7 +260,9 @@ def grow(
             tokens = tokens[order]
             seen = None if seen is None else seen[order]
         positions = torch.tensor(cache.lengths, device=tokens.device)
-        logits = model.logits(model(tokens, positions, cache.extend([1] * len(active)), dtype))
+        # Each is the last token of its sequence so far: what was cached before keeps the frequencies of its time, as
+        # in transformers.
+        logits = model.logits(model(tokens, positions, cache.extend([1] * len(active)), dtype, positions + 1))
 
 
 def _seen(prompts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
