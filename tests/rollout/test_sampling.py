@@ -57,6 +57,23 @@ def test_filters_equal_transformers(options):
     assert not torch.equal(got, logits) or options.top_k > V
 
 
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 4.0])
+def test_repetition_penalty_alone_equals_transformers_at_either_sign(penalty):
+    logits, histories = logits_of(3), [[1, 2, 2], [3, 4, 5], [49, 1, 7]]
+    seen = torch.zeros(3, V, dtype=torch.bool).scatter_(1, torch.tensor(histories), True)
+    assert (logits[seen] < 0).any() and (logits[seen] > 0).any(), "both branches are asked for"
+    got = penalise_repetition(logits, seen, penalty)
+    torch.testing.assert_close(got, transformers_filter(logits, SamplingOptions(repetition_penalty=penalty), histories))
+    assert ((got < logits) if penalty > 1 else (got > logits))[seen].all(), "what was said becomes less likely, or more"
+    assert torch.equal(got[~seen], logits[~seen])
+
+
+def test_a_penalty_decides_between_tokens_of_negative_logits():
+    logits, seen = torch.tensor([[-1.0, -1.5]]), torch.tensor([[True, False]])
+    assert sample(logits, SamplingOptions(temperature=0), seen, [0], [0])[0].tolist() == [0]
+    assert sample(logits, SamplingOptions(temperature=0, repetition_penalty=2.0), seen, [0], [0])[0].tolist() == [1]
+
+
 def test_nucleus_wider_than_the_head_sorts_everything():
     logits, options = logits_of(2, 5000) * 0.01, SamplingOptions(top_p=0.9)  # nearly uniform: ~4500 tokens are kept
     got = keep_likely(logits, options)
