@@ -60,6 +60,14 @@ def test_what_the_makers_advise(folder: Path) -> None:
     assert sampling_defaults(folder) == {} and generation_stops(folder) == (7,)
     write(file, {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "eos_token_id": [7, 9]})
     assert sampling_defaults(folder) == {"temperature": 0.6, "top_k": 20} and generation_stops(folder) == (7, 9)
+    for unsaid in ({}, {"top_k": None}):  # as transformers fills it in
+        write(file, {"do_sample": True, **unsaid})
+        assert sampling_defaults(folder) == {"top_k": 50}
+    write(file, {"do_sample": True, "top_k": 0, "min_p": 0.1})
+    assert sampling_defaults(folder) == {"top_k": 0, "min_p": 0.1}
+    write(file, {"do_sample": True, "top_k": 20.5})
+    with pytest.raises(ModelError, match=f"{file}: top_k: expected an integer, found 20.5"):
+        sampling_defaults(folder)
     for value, said in (("0.6", "expected a number, found '0.6'"), (True, "expected a number"), (-1, "-1 is out of")):
         write(file, {"do_sample": True, "temperature": value})
         with pytest.raises(ModelError, match=f"{file}: temperature: {said}"):

@@ -21,6 +21,9 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 DEVICES = ("auto", "cpu", "cuda")
 
+# What transformers takes where a generation_config.json that asks for sampling has no top_k, or null.
+UNSAID_TOP_K = 50
+
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -104,14 +107,20 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """What the model's makers put into generation_config.json, where that asks for sampling at all."""
+    """What the model's makers put into generation_config.json, where that asks for sampling at all.
+
+    What it leaves out is what transformers, for which the file is written, would take: of every option what changes
+    nothing, except top_k, which is 50.
+    """
     values = generation_config(folder)
     if not values.get("do_sample"):
         return {}
     advised = {name: values[name] for name in SAMPLING_FIELDS if values.get(name) is not None}
     for name, value in advised.items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelError(f"{folder / GENERATION_CONFIG}: {name}: expected a number, found {value!r}")
+        if not isinstance(value, int if name == "top_k" else int | float) or isinstance(value, bool):
+            expected = "an integer" if name == "top_k" else "a number"
+            raise ModelError(f"{folder / GENERATION_CONFIG}: {name}: expected {expected}, found {value!r}")
+    advised.setdefault("top_k", UNSAID_TOP_K)
     try:
         SamplingOptions(**advised)
     except RecipeError as error:
