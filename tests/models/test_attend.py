@@ -54,6 +54,37 @@ def test_narrow_types_are_as_exact_as_the_written_out_form(dtype: torch.dtype) -
         assert (got.double() - want).norm() / want.norm() < limit
 
 
+def large_scores() -> tuple[list[Tensor], Tensor]:
+    """q, k, v in bfloat16 whose scores at scale 1/8 reach 30, and a gradient for what comes out."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, grad = (torch.randn(160, heads, 64, generator=generator) for heads in (4, 2, 2, 4))
+    most = torch.einsum("qhc,khc->hqk", q, k.repeat_interleave(2, dim=1)).abs().max() / 8
+    stretch = (30 / most).sqrt()
+    return [x.bfloat16().requires_grad_() for x in (q * stretch, k * stretch, v)], grad.bfloat16()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 50.0, 5.0])
+def test_large_scores_lose_nothing_that_bfloat16_can_hold(window: int | None, softcap: float | None) -> None:
+    tensors, grad = large_scores()
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    want = ReferenceAttention((0, 160))(0, *exact, scale=1 / 8, window=window, softcap=softcap)
+    got = PackedAttention((0, 160))(0, *tensors, scale=1 / 8, window=window, softcap=softcap)
+    wanted = [want, *torch.autograd.grad(want, exact, grad.double())]
+    # One rounding of probabilities and one of the result: two of 2^-9 and a little more; scores rounded to bfloat16
+    # miss this by two to eight times.
+    for one, expected in zip([got, *torch.autograd.grad(got, tensors, grad)], wanted, strict=True):
+        assert (one.double() - expected).norm() / expected.norm() < 5e-3
+    # Negative control: scores that were rounded once.
+    if softcap is None and window is None:
+        q, k, v = exact
+        scores = torch.einsum("qhc,khc->hqk", q, k.repeat_interleave(2, dim=1)).bfloat16().double() / 8
+        seen = visible(160, 160, None, torch.device("cpu"))
+        probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        rounded = torch.einsum("hqk,khc->qhc", probabilities, v.repeat_interleave(2, dim=1))
+        assert (rounded - want).norm() / want.norm() > 5e-3
+
+
 def test_packed_equals_one_document_at_a_time() -> None:
     tensors = inputs(2)
     together = PackedAttention(BOUNDARIES)(0, *tensors, scale=0.3, window=None, softcap=None)
@@ -79,6 +110,18 @@ def test_long_documents_stand_alone_between_runs_of_short_ones() -> None:
         (110, 300),
         (300, 500),
     ]
+
+
+@pytest.mark.parametrize("window", [None, 300, 4096])
+def test_masks_that_are_kept_take_little_memory_whatever_lengths_come(window: int | None) -> None:
+    attend._triangle.cache_clear()
+    for length in (7, 290, 300, 512, 777, 4100, 4500):
+        x = torch.zeros(length, 1, 2)
+        PackedAttention((0, length))(0, x, x, x, scale=1.0, window=window, softcap=3.0)
+    kept = attend._triangle.cache_info()
+    sizes = attend.BLOCK_ROWS // attend.ROW_MULTIPLE
+    assert 0 < kept.currsize <= 2 * sizes
+    assert kept.maxsize is not None and kept.maxsize * attend.BLOCK_ROWS**2 * 4 <= 16 * 2**20
 
 
 def test_visible_counts_the_token_itself_in_the_window() -> None:

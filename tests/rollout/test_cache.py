@@ -60,6 +60,21 @@ def test_ragged_batch_equals_each_alone(small_decoder, kind):
         )
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 50.0, 5.0])
+@pytest.mark.parametrize("split", [[160], [60, 60, 40], [100, *[1] * 60]], ids=["prefill", "chunks", "decoding"])
+def test_large_scores_lose_nothing_that_bfloat16_can_hold(split, softcap, window):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(160, heads, 64, generator=generator) for heads in (4, 2, 2))
+    most = torch.einsum("qhc,khc->hqk", q, k.repeat_interleave(2, dim=1)).abs().max() / 8
+    tensors = [x.bfloat16() for x in (q * (30 / most).sqrt(), k * (30 / most).sqrt(), v)]  # scores reach 30
+    options = {"scale": 1 / 8, "window": window, "softcap": softcap}
+    want = ReferenceAttention((0, 160))(0, *(x.double() for x in tensors), **options)
+    cache, pieces = KVCache(), zip(*(x.split(split) for x in tensors), strict=True)
+    got = torch.cat([cache.extend([len(piece[0])])(0, *piece, **options) for piece in pieces])
+    assert (got[100:].double() - want[100:]).norm() / want[100:].norm() < 3e-3
+
+
 def test_a_pass_may_leave_sequences_out(small_decoder):
     model, (a, b) = small_decoder(), sequences(8, 6)
     cache = KVCache(2)

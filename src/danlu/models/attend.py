@@ -190,28 +190,28 @@ class _BlockAttention(torch.autograd.Function):
     """Attention as matrix products over blocks of query rows, each against only the keys it can see.
 
     Rows that fill a block up see everything and are thrown away; as keys they are hidden from every real row, since
-    they come after it. Probabilities are kept for the backward pass, in the dtype of q: two bytes a score in bfloat16,
-    the same that one written-out attention would keep, less the blocks above the diagonal or outside the window.
+    they come after it. Scores, softcap and softmax are in float32: where scores are large, bfloat16 goes in steps of an
+    eighth. Probabilities are kept for the backward pass, in the dtype of q: two bytes a score in bfloat16, the same
+    that one written-out attention would keep, less the blocks above the diagonal or outside the window.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> Tensor:
         kv_heads = k.shape[1]
         groups = q.shape[1] // kv_heads
-        grouped = (q * settings.scale).unflatten(1, (kv_heads, groups))  # [T, K, G, C]
+        grouped = q.unflatten(1, (kv_heads, groups))  # [T, K, G, C]
         out = torch.empty_like(q)
         kept: list[Tensor] = []
         for block in settings.blocks():
             queries = _by_head(block.queries(grouped))  # [K, G*B, C]
             keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C]
-            scores = torch.bmm(queries, keys.transpose(1, 2))  # [K, G*B, L]
+            scores = attention_scores(queries, keys, settings.scale)  # [K, G*B, L]
             if settings.softcap is not None:
                 scores.div_(settings.softcap).tanh_()
-                kept.append(1 - scores.square())
+                kept.append(scores.square().neg_().add_(1).to(q.dtype))
                 scores.mul_(settings.softcap)
-            mask = _hidden_scores(block.rows, scores.shape[-1], block.window, scores.dtype, scores.device)
-            scores.view(kv_heads, groups, block.rows, -1)[..., -mask.shape[1] :].add_(mask)
-            probabilities = torch.softmax(scores, dim=-1)
+            _hide(scores.view(kv_heads, groups, block.rows, -1), block.window)
+            probabilities = torch.softmax(scores, dim=-1).to(q.dtype)
             kept.append(probabilities)
             out[block.start : block.stop] = _by_token(torch.bmm(probabilities, values), block)
         ctx.settings = settings
@@ -250,6 +250,14 @@ class _BlockAttention(torch.autograd.Function):
         return grad_q.mul_(settings.scale), grad_k.transpose(0, 1).to(k.dtype), grad_v.transpose(0, 1).to(v.dtype), None
 
 
+def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """queries [K, R, C] times keys [K, L, C] and scale -> [K, R, L], float32 or wider."""
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    if queries.dtype == wide or queries.device.type == "cpu":  # which has no product of narrow types with wide results
+        return torch.bmm(queries.to(wide) * scale, keys.to(wide).transpose(1, 2))
+    return torch.bmm(queries, keys.transpose(1, 2), out_dtype=wide).mul_(scale)
+
+
 def _by_head(x: Tensor) -> Tensor:
     """[B, K, G, C] -> [K, G*B, C]: the queries that share a key/value head become rows of one product."""
     rows, kv_heads, groups, width = x.shape
@@ -263,13 +271,26 @@ def _by_token(x: Tensor, block: _Block) -> Tensor:
     return real.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-@lru_cache(maxsize=256)
-def _hidden_scores(rows: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to a block's scores, -inf where hidden: [B, B] at the diagonal, or [B, L] with a window."""
-    columns = rows if window is None else keys
-    return torch.zeros(rows, columns, dtype=dtype, device=device).masked_fill_(
-        ~visible(rows, columns, window, device), float("-inf")
-    )
+def _hide(scores: Tensor, window: int | None) -> None:
+    """Makes the scores [.., B, L] of what queries do not see -inf; the last query stands at the last key.
+
+    Only the last B keys can come after a query, and only the first L - window, of which there are fewer than B, can lie
+    before its window.
+    """
+    rows, keys = scores.shape[-2:]
+    scores[..., -rows:] += _triangle(rows, True, scores.dtype, scores.device)
+    if window is not None and keys > window:
+        passed = keys - window
+        scores[..., :passed] += _triangle(rows, False, scores.dtype, scores.device)[:, -passed:]
+
+
+# A block has one of BLOCK_ROWS / ROW_MULTIPLE sizes, so this is at most 3.2 MiB for a type and a device.
+@lru_cache(maxsize=64)
+def _triangle(rows: int, above: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[B, B]: -inf above the diagonal, or on it and below; else 0."""
+    hidden = torch.ones(rows, rows, dtype=torch.bool, device=device)
+    hidden = hidden.triu_(1) if above else hidden.tril_()
+    return torch.zeros(rows, rows, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
 def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -293,7 +314,8 @@ def masked_attention(
     """Attention written out, with scores in float32 or wider."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [S, H, C]
-    scores = torch.einsum("qhc,shc->hqs", q, k).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("qhc,shc->hqs", q.to(wide), k.to(wide)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     probabilities = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1).to(v.dtype)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.models.attend import document_attention, visible
+from danlu.models.attend import attention_scores, document_attention, visible
 
 # Rows are added this many tokens at a time, and at least half of what is there: copying stays a small, constant
 # share of the work however long the text gets.
@@ -230,7 +230,8 @@ def _grouped_attention(
     if softcap is None:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
     # No fused kernel of torch has Gemma-2's softcap. Scores in float32, as in training.
-    scores = softcap * torch.tanh((q @ keys.transpose(-1, -2)).float() * (scale / softcap))
+    scores = attention_scores(q.flatten(0, 1), keys.flatten(0, 1), scale).unflatten(0, q.shape[:2])
+    scores = scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:
         scores = scores + mask
     return scores.softmax(dim=-1).to(values.dtype) @ values
