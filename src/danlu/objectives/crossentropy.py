@@ -241,7 +241,8 @@ def _argmax(y: Tensor) -> tuple[Tensor, Tensor]:
     """
     whole = y.shape[1] // ARGMAX_COLUMNS * ARGMAX_COLUMNS
     if whole == 0:
-        return tuple(y.max(1))
+        found = y.max(1)
+        return found.values, found.indices
     blocks = y[:, :whole].unflatten(1, (-1, ARGMAX_COLUMNS))  # [N, blocks, columns]
     largest, block = blocks.amax(2).max(1)
     columns = blocks[torch.arange(len(y), device=y.device), block].argmax(1) + block * ARGMAX_COLUMNS
