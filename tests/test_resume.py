@@ -6,15 +6,18 @@ import json
 import shutil
 import signal
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from made.tiny_world import World, danlu, differences, events, last_state, metrics, spike_at, write_rows
+from made.tiny_world import CONFIG, World, danlu, differences, events, last_state, metrics, spike_at, write_rows
 
 from danlu import language, run
+from danlu.data import tokenizer
 from danlu.data.synthesis import conversations
+from danlu.data.vocabulary import CHATML
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.train import loop
 
@@ -177,6 +180,41 @@ def test_a_stream_is_resumed_where_it_was(
     said = capsys.readouterr().err
     assert "data, as far as it was read: " in said
     assert " rows are longer than data.max_length: " in said
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_keeps_the_date_that_its_chat_template_writes(
+    tiny_world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_step: Callable[[int, Hook], None],
+    capsys: pytest.CaptureFixture[str],
+    streaming: bool,
+) -> None:
+    """Begun on one day, resumed on another with its cache gone: the tokens are those of the day on which it began."""
+    template = tmp_path / "dated.jinja"
+    template.write_text("Today is {{ strftime_now('%d %B') }}.\n" + CHATML)
+    model = {"tokenizer": str(tiny_world.tokenizer), "config": CONFIG, "chat_template": str(template)}
+
+    def on(day: int, name: str) -> Path:
+        monkeypatch.setattr(tokenizer, "today", lambda: date(2026, 11, day))
+        data = {"cache": str(tmp_path / "cache"), "train_on": "all", "streaming": streaming}
+        return tiny_world.recipe(tmp_path / name, model=model, data=data, steps=6)
+
+    assert danlu("train", on(22, "whole")) == 0
+    assert "the chat template writes the date: 2026-11-22 (when the run began)" in capsys.readouterr().err
+    in_step(4, send(signal.SIGTERM))
+    assert danlu("train", on(22, "parts")) == 143
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    recipe = on(23, "parts")
+    capsys.readouterr()
+    assert danlu("train", recipe) == 0
+    assert "the chat template writes the date: 2026-11-22 (when the run began)" in capsys.readouterr().err
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+    assert danlu("train", on(23, "later")) == 0
+    assert "model/model.safetensors" in differences(tmp_path / "whole", tmp_path / "later")
+    assert danlu("train", recipe, "model.chat_template_date=2026-11-23") == 5
+    assert "model.chat_template_date: '2026-11-22' -> '2026-11-23'" in capsys.readouterr().err
 
 
 def test_another_seed_is_seen_everywhere(tiny_world: World, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.statistics import Statistics
 from danlu.data.stream import Stream
-from danlu.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from danlu.data.tokenizer import Tokenizer, load_tokenizer, template_date, tokenizer_folder
 from danlu.data.tokenizing import TokenizerFacts, facts_of
 from danlu.errors import DataError, RecipeError
 from danlu.models.config import ModelConfig
@@ -94,6 +94,7 @@ class Language:
             stage=language_stage(recipe, "a stream of tokens"),
             tokenizer_path=_tokenizer_path(recipe),
             chat_template=recipe.model.chat_template,
+            date=recipe.model.chat_template_date,
             seed=recipe.seed,
         )
         late = "data, as far as it was read"
@@ -131,6 +132,7 @@ class Language:
                 stage=language_stage(recipe, "tokenising"),
                 tokenizer_path=_tokenizer_path(recipe),
                 chat_template=recipe.model.chat_template,
+                date=recipe.model.chat_template_date,
                 seed=recipe.seed,
                 progress=rows,
             )
@@ -235,7 +237,15 @@ def _tokenizer_path(recipe: Recipe) -> str:
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
-    return load_tokenizer(_tokenizer_path(recipe), recipe.model.chat_template)
+    model = recipe.model
+    return load_tokenizer(_tokenizer_path(recipe), model.chat_template, model.chat_template_date)
+
+
+def written_date(recipe: Recipe) -> str | None:
+    """The day that the chat template writes in this run: the recipe's, else today's; None where it writes none."""
+    if recipe.stage != "sft":
+        return None
+    return template_date(_tokenizer_path(recipe), recipe.model.chat_template, recipe.model.chat_template_date)
 
 
 def _held_out(recipe: Recipe, prepared: Prepared) -> list[Pack] | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from danlu.classifying import Classifying
 from danlu.errors import CheckpointError, RecipeError, ResourceError, Stopped
-from danlu.language import Language
+from danlu.language import Language, written_date
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
 from danlu.optim.schedules import problems as schedule_problems
@@ -139,6 +139,7 @@ def _train(
         torch.set_num_threads(loaded.recipe.threads)
     # Before recipes are compared: the run's own holds what auto chose when it began.
     recipe = ranks.world.from_first(lambda: _with_precision(loaded.recipe, folder, resume, device, say))
+    recipe = ranks.world.from_first(lambda: _with_date(recipe, folder, resume, say))
     start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, say))
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)
@@ -199,6 +200,22 @@ def _with_precision(recipe: Recipe, folder: Path, resume: str, device: torch.dev
         chosen = fastest(speeds)
         say(f"precision: auto takes {chosen} on this machine: {in_gflops(speeds, *speeds)}")
     return recipe.model_copy(update={"precision": chosen})
+
+
+def _with_date(recipe: Recipe, folder: Path, resume: str, say: Say) -> Recipe:
+    """The recipe with the day that its chat template writes, where it writes one: the resumed run's, else today's."""
+    if (date := written_date(recipe)) is None:
+        return recipe
+    given, run = recipe.model.chat_template_date, resumed_run(folder, resume)
+    if given is None and run is not None:
+        before = run_recipe(run).model.chat_template_date
+        if before is None:
+            say(f"the chat template writes the date, and the run does not say which: {date} from here on")
+            return recipe
+        date = before
+    since = "when the run began" if given is None else "model.chat_template_date"
+    say(f"the chat template writes the date: {date} ({since}) in all of this run")
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"chat_template_date": date})})
 
 
 def _task(recipe: Recipe) -> Task:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from made.tiny_world import World, danlu, write_rows
 
 from danlu.data.prepare import prepare
 from danlu.data.tokenizer import load_tokenizer
-from danlu.data.vocabulary import SMALLEST_SIZE, train_vocabulary
+from danlu.data.vocabulary import CHATML, SMALLEST_SIZE, train_vocabulary
 from danlu.errors import DataError
-from danlu.recipe import load
+from danlu.recipe import load, resolved_yaml
 
 HELLO = {"messages": [{"role": "user", "content": "龘?"}, {"role": "assistant", "content": "ok <b>", "weight": 2}]}
 UNTRAINED = {"messages": [HELLO["messages"][0], {"role": "assistant", "content": "ok", "train": False}]}
@@ -147,6 +148,28 @@ def test_json_of_data_that_a_run_refuses_says_why(recipe: Any, capsys: pytest.Ca
     bad = found["rows"][1]
     assert bad["bad"].startswith("rows.jsonl:2 message 2") and bad["samples"] == []
     assert bad["columns"] == TWO_QUESTIONS and found["rows"][2]["columns"] is None
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_date_of_a_chat_template_is_told_and_is_that_of_the_run(
+    recipe: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%d %B') }}" + CHATML)
+    monkeypatch.setattr("danlu.data.tokenizer.today", lambda: date(2026, 11, 22))
+    path, override = recipe(HELLO), f"model.chat_template={template}"
+    assert danlu("preview", path, override) == 0
+    shown = capsys.readouterr().out
+    assert "2│2│␣│N│o│v" in shown and "the chat template writes the date: 2026-11-22 here; a run keeps that" in shown
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(
+        resolved_yaml(load(path, [override, "model.chat_template_date=2026-10-05"]).recipe)
+    )
+    assert danlu("preview", path, override) == 0
+    shown = capsys.readouterr().out
+    assert "0│5│␣│O│c│t" in shown and "the chat template writes the date: 2026-10-05 here" in shown
+    assert danlu("preview", path, override, "model.chat_template_date=2026-1-5") == 2
+    assert "model.chat_template_date: '2026-1-5' is no day: write year, month and day" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import pytest
@@ -81,11 +82,20 @@ def test_the_language_is_that_of_transformers(what: str) -> None:
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{% include 'other' %}", "TypeError"),
+        ("{{ ['a', 'b'] | random }}", "TemplateError: it draws at random"),
+        ("{{ lipsum(1) }}", "TemplateError: it draws at random"),
     ],
 )
 def test_a_template_that_fails_or_reaches_out(source: str, problem: str) -> None:
     with pytest.raises(DataError, match=rf"^the chat template refuses this conversation: {problem}"):
         template(source).render(TURNS)
+
+
+def test_the_date_is_the_one_given() -> None:
+    dated = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M') }}", SPECIALS, MARKS, "tokenizer", date(2024, 7, 26))
+    assert dated.render(TURNS) == "26 Jul 2024 00:00"
+    now = template("{{ strftime_now('%Y') }}")
+    assert int(now.render(TURNS)) >= 2026
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,15 @@ from made import chat
 from made.chat import KINDS, SPECIALS, Kind, made, make_tokenizer, pretrained
 from made.styles import CHATML, LLAMA3, PHI3, RAISES
 
-from danlu.data.tokenizer import Encoded, Tokenizer, fingerprint_of, load_tokenizer, tokenizer_folder
+from danlu.data.tokenizer import (
+    Encoded,
+    Tokenizer,
+    fingerprint_of,
+    load_tokenizer,
+    template_date,
+    today,
+    tokenizer_folder,
+)
 from danlu.errors import DataError
 
 # -- ids and places ----------------------------------------------------------------------------------------------------
@@ -187,6 +195,24 @@ def test_a_fingerprint_does_not_depend_on_the_place_or_on_other_files(tmp_path: 
     shutil.copytree(folder, tmp_path / "two")
     (tmp_path / "two/model.safetensors").write_bytes(b"weights")
     assert fingerprint_of(str(tmp_path / "two")) == before
+
+
+def test_the_date_counts_where_the_template_writes_it_and_nowhere_else(tmp_path: Path) -> None:
+    plain, dated = make_tokenizer(tmp_path / "plain", CHATML), tmp_path / "dated.jinja"
+    dated.write_text("{{ strftime_now('%d') }}" + CHATML)
+    assert template_date(str(plain), None, "2026-11-22") is None
+    assert template_date(str(plain), str(dated), "2026-11-22") == "2026-11-22"
+    assert template_date(str(plain), str(dated)) == today().isoformat()
+    for name in ("tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        folder = make_tokenizer(tmp_path / name.replace("/", "-"), CHATML)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps({"chat_template": dated.read_text()}))
+        assert template_date(str(folder), None, "2026-11-22") == "2026-11-22"
+        assert template_date(str(folder), None, "2026-11-22") != template_date(str(folder), None, "2026-11-23")
+    prints = {fingerprint_of(str(plain), str(dated), day) for day in (None, "2026-11-22", "2026-11-23")}
+    assert len(prints) == 3
+    texts = [load_tokenizer(str(plain), str(dated), day).apply_template([]) for day in ("2026-11-22", "2026-11-23")]
+    assert texts == ["22", "23"]
 
 
 # -- finding and reading one -------------------------------------------------------------------------------------------

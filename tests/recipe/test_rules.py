@@ -50,6 +50,11 @@ BROKEN = [
     ({"model": "{tokenizer: t}"}, "model: path, preset and config are all missing: give exactly one"),
     ({"model": "{path: a, preset: tiny}"}, "model: both path and preset are given: give exactly one"),
     ({"model": "{preset: tiny}"}, "model.tokenizer: a model from a preset needs a tokenizer: add model.tokenizer"),
+    (
+        {"model": "{path: a, chat_template_date: tomorrow}"},
+        "model.chat_template_date: 'tomorrow' is no day: write year",
+    ),
+    ({"model": "{path: a, chat_template_date: '20261122'}"}, "model.chat_template_date: '20261122' is no day"),
     ({"batch": "{tokens: 1024, sequences: 1}"}, "batch: tokens and sequences are both given: give one of them"),
     ({"batch": "{micro: 1}"}, "batch: tokens and sequences are both missing: give one of them"),
     (

@@ -122,6 +122,8 @@ def eval(
         "lost_tokens": statistics.lost_tokens,
         "max_length": recipe.data.max_length,
     }
+    if prepared.date is not None:
+        row["chat_template_date"] = prepared.date
     if as_json:
         # A model that is nothing like its data has an infinite perplexity, which JSON has no number for.
         finite = {name: None if value == math.inf else value for name, value in row.items()}

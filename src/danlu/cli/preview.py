@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from danlu import recipe as recipes
-from danlu.errors import DataError, ResourceError
+from danlu.errors import DataError, RecipeError, ResourceError
+from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
 from danlu.terminal import echo, tell
 
@@ -57,6 +59,7 @@ def preview(
         tokenizer_path=chosen.model.tokenizer or chosen.model.path or "",
         chat_template=chosen.model.chat_template,
         seed=chosen.seed,
+        date=_date(chosen),
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what this terminal's encoding cannot write
@@ -90,3 +93,12 @@ def preview(
         (tell if as_json else echo)(f"\nwritten to {html}")
     if refused is not None:
         raise refused
+
+
+def _date(recipe: Recipe) -> str | None:
+    """The day that a chat template is to write: the recipe's, or that of the run which is in its output folder."""
+    run = Path(recipe.output).expanduser() / "recipe.yaml"
+    if recipe.model.chat_template_date is None and run.is_file():
+        with suppress(RecipeError):  # a run of an older danlu perhaps; `danlu train` says what is wrong with it
+            return recipes.load(run).recipe.model.chat_template_date
+    return recipe.model.chat_template_date

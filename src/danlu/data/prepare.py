@@ -17,7 +17,7 @@ from danlu.data.rows import Format, recognise, refuse_verdicts
 from danlu.data.samples import Selection
 from danlu.data.sources import BadRow, RawRow
 from danlu.data.statistics import Statistics
-from danlu.data.tokenizer import fingerprint_of
+from danlu.data.tokenizer import fingerprint_of, template_date
 from danlu.data.tokenizing import Settings, Task, Tokenised, Tokenising, TokenizerFacts, chunks
 from danlu.data.workers import Workers
 from danlu.errors import DataError
@@ -38,6 +38,7 @@ class Prepared:
     eval_statistics: Statistics | None  # of evaluation sources of their own
     tokenizer: TokenizerFacts | None  # None when nothing was tokenised: streaming without evaluation
     max_token: int  # the largest token id anywhere
+    date: str | None = None  # that the chat template writes, where it writes one
 
 
 def prepare(
@@ -47,6 +48,7 @@ def prepare(
     tokenizer_path: str,
     chat_template: str | None,
     seed: int,
+    date: str | None = None,
     progress: Progress | None = None,
     require_ends: bool = True,
 ) -> Prepared:
@@ -56,14 +58,17 @@ def prepare(
     and on a cache hit not at all.
 
     Args:
+        date: the day that a chat template which asks for it writes, such as 2026-11-22; None for today.
         require_ends: refuse answers of which none trains the token that ends it; no fault where nothing is trained.
 
     Raises:
         DataError: a file, row, tokenizer or template is wrong; or nothing would be trained.
         ResourceError: the cache cannot be written.
     """
-    tokenising = Tokenising(tokenizer_path, chat_template)
-    cached = _Cached(data, stage, tokenising, fingerprint_of(tokenizer_path, chat_template), progress)
+    # Pretraining renders no conversation: its tokens are the same on every day.
+    date = template_date(tokenizer_path, chat_template, date) if stage == "sft" else None
+    tokenising = Tokenising(tokenizer_path, chat_template, date)
+    cached = _Cached(data, stage, tokenising, fingerprint_of(tokenizer_path, chat_template, date), progress)
     own_eval = data.eval if isinstance(data.eval, list) else []
     with Workers(tokenising, worker_count(data)) as workers:
         eval_stores = [cached.store(source, workers) for source in own_eval]
@@ -84,6 +89,7 @@ def prepare(
         eval_statistics=eval_statistics if eval_stores else None,
         tokenizer=TokenizerFacts(**every[0].statistics["tokenizer"]) if every else None,
         max_token=max((store.max_token for store in every), default=-1),
+        date=date,
     )
 
 

@@ -25,7 +25,7 @@ from danlu.data.sources import BadRow, RawRow
 from danlu.data.spans import Reason
 from danlu.data.statistics import Statistics
 from danlu.data.stream import Stream
-from danlu.data.tokenizer import Tokenizer, load_tokenizer
+from danlu.data.tokenizer import Tokenizer, load_tokenizer, template_date
 from danlu.data.tokenizing import Settings, Task, Tokenising, TokenizerFacts, facts_of, tokenise
 from danlu.data.workers import Workers
 from danlu.errors import DataError, RecipeError
@@ -42,11 +42,17 @@ class Ingredients:
     tokenizer_path: str
     chat_template: str | None
     seed: int
+    date: str | None = None  # that the template writes, where it writes one; None for today
 
     @property
     def sources(self) -> list[Source]:
         """Those of data.train, then those of data.eval."""
         return [*self.data.train, *(self.data.eval if isinstance(self.data.eval, list) else [])]
+
+    @property
+    def template_date(self) -> str | None:
+        """The day that the chat template writes; None where it asks for none."""
+        return template_date(self.tokenizer_path, self.chat_template, self.date) if self.stage == "sft" else None
 
 
 # -- rows token by token ----------------------------------------------------------------------------------------------
@@ -104,9 +110,10 @@ class Showing:
 
     tokenizer_path: str
     chat_template: str | None
+    date: str | None = None
 
     def start(self) -> Callable[[tuple[int, Task]], list[ShownRow]]:
-        tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template)
+        tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template, self.date)
         return partial(show, tokenizer, facts_of(tokenizer))
 
 
@@ -130,7 +137,7 @@ def look(of: Ingredients, *, rows: int, places: Sequence[str] = ()) -> list[Show
     if missing:
         files = ", ".join(source.path for source in of.sources)
         raise RecipeError([f"--row {place}: there is no such row in {files}" for place in missing])
-    with Workers(Showing(of.tokenizer_path, of.chat_template), 1) as workers:
+    with Workers(Showing(of.tokenizer_path, of.chat_template, of.template_date), 1) as workers:
         return [row for part in workers.map(tasks) for row in part]
 
 
@@ -258,6 +265,7 @@ class Overview:
         block: only the first block of a stream was looked at.
         changed: rows which the cache, and so a run, holds otherwise than they are rendered now.
         tokenizer: None for a stream.
+        date: what the chat template writes, where it writes one.
     """
 
     train: Side
@@ -265,6 +273,7 @@ class Overview:
     block: bool
     changed: tuple[str, ...] = ()
     tokenizer: TokenizerFacts | None = None
+    date: str | None = None
 
 
 def measure(
@@ -285,6 +294,7 @@ def measure(
         "tokenizer_path": of.tokenizer_path,
         "chat_template": of.chat_template,
         "seed": of.seed,
+        "date": of.date,
     }
     prepared = prepare(data, **recipe, progress=progress)
     if prepared.train is not None:
@@ -294,7 +304,7 @@ def measure(
         with Stream(data, **recipe) as stream:
             train = _first_block(stream, data, packs)
     changed = tuple(_changed(prepared, shown, len(data.train)))
-    return Overview(train, _evaluation(prepared, of), data.streaming, changed, prepared.tokenizer)
+    return Overview(train, _evaluation(prepared, of), data.streaming, changed, prepared.tokenizer, prepared.date)
 
 
 def survey(of: Ingredients, *, progress: Progress | None = None) -> Overview:
@@ -321,10 +331,10 @@ def survey(of: Ingredients, *, progress: Progress | None = None) -> Overview:
                     progress(done, None)
         return Side(statistics, np.concatenate(lengths), None)
 
-    with Workers(Tokenising(of.tokenizer_path, of.chat_template), worker_count(of.data)) as workers:
+    with Workers(Tokenising(of.tokenizer_path, of.chat_template, of.template_date), worker_count(of.data)) as workers:
         train = side(of.data.train, most)
         own_eval = side(of.data.eval, None) if isinstance(of.data.eval, list) else None
-    return Overview(train, own_eval, block=of.data.streaming)
+    return Overview(train, own_eval, block=of.data.streaming, date=of.template_date)
 
 
 def _lengths(selection: Selection) -> np.ndarray:

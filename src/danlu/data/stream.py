@@ -26,6 +26,7 @@ from danlu.data.prepare import BadRows, Stage, check_trained, read, tokenise_row
 from danlu.data.samples import Block
 from danlu.data.sources import RawRow
 from danlu.data.statistics import Statistics
+from danlu.data.tokenizer import template_date
 from danlu.data.tokenizing import Settings, Tokenising
 from danlu.data.workers import Workers
 from danlu.errors import CheckpointError, DataError
@@ -133,14 +134,24 @@ class Stream:
         DataError: from `at`, for bad rows, or when a whole block has nothing to train on.
     """
 
-    def __init__(self, data: Data, *, stage: Stage, tokenizer_path: str, chat_template: str | None, seed: int) -> None:
+    def __init__(
+        self,
+        data: Data,
+        *,
+        stage: Stage,
+        tokenizer_path: str,
+        chat_template: str | None,
+        seed: int,
+        date: str | None = None,
+    ) -> None:
         self._data = data
         self._seed = seed
+        date = template_date(tokenizer_path, chat_template, date) if stage == "sft" else None
         # Opened once to learn the formats, and that every source is there, before anything expensive begins.
         self._settings = [Settings.of(data, read(source, data, stage)[0]) for source in data.train]
         readers = [partial(sources.read_rows, source) for source in data.train]
         self._rows = MixedRows(readers, [source.weight for source in data.train])
-        self._workers = Workers(Tokenising(tokenizer_path, chat_template), worker_count(data))
+        self._workers = Workers(Tokenising(tokenizer_path, chat_template, date), worker_count(data))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._bad_rows = BadRows(data)
         self.statistics = Statistics()

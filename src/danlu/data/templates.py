@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import date as Date
+from datetime import datetime, time
 from functools import cached_property
 from typing import Any
 
@@ -41,12 +42,20 @@ class ChatTemplate:
         special_tokens: what templates may name, such as bos_token and eos_token.
         added_tokens: texts the tokenizer never breaks up.
         name: what messages about it begin with: the tokenizer or file it comes from.
+        date: what `strftime_now` writes, at midnight; None for the time at which it is asked.
 
     Raises:
         DataError: the Jinja text does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, Any], added_tokens: Iterable[str], name: str) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, Any],
+        added_tokens: Iterable[str],
+        name: str,
+        date: Date | None = None,
+    ) -> None:
         # Imported here: 60 ms that a run on cached tokens does not need.
         import jinja2
 
@@ -54,7 +63,7 @@ class ChatTemplate:
         self._name = name
         self._special_tokens = dict(special_tokens)
         self._added = _either(added_tokens)
-        environment = _environment()
+        environment = _environment(date)
         try:
             self._parsed = environment.parse(source)
             self._template = environment.from_string(source)
@@ -213,7 +222,7 @@ def _either(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, options)) or r"(?!)")
 
 
-def _environment() -> Any:
+def _environment(date: Date | None) -> Any:
     from jinja2 import ext, nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -253,6 +262,12 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
+    def draw(*_: Any, **__: Any) -> None:
+        raise TemplateError("it draws at random (random, lipsum), so a row would not give the same tokens twice")
+
+    def strftime_now(form: str) -> str:
+        return (datetime.now() if date is None else datetime.combine(date, time())).strftime(form)
+
     def to_json(
         value: Any,
         ensure_ascii: bool = False,
@@ -269,5 +284,6 @@ def _environment() -> Any:
     environment.filters["tojson"] = to_json
     environment.globals["namespace"] = PlainNamespace
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = strftime_now
+    environment.filters["random"] = environment.globals["lipsum"] = draw
     return environment

@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date as Date
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from danlu.data.byte_level import PRINTABLE, Encoder, encoder_of
 from danlu.data.templates import ChatTemplate, Turn
 from danlu.errors import DataError
-from danlu.types import TOKENIZER_FILES, VOCABULARY_FILES
+from danlu.types import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 _READ_FILES = (*TOKENIZER_FILES, "config.json")  # which names the tokenizer's class in old folders
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -51,12 +52,21 @@ class Tokenizer:
         eos_id, bos_id, pad_id: None where the tokenizer has none.
         by_bytes: places of tokens are counted in UTF-8 bytes (byte-level tokenizers), else in characters.
         adds_bos: plain text begins with bos when this tokenizer is used the ordinary way.
+
+    Args:
+        date: the day that chat templates write, see `ChatTemplate`.
     """
 
     def __init__(
-        self, pretrained: Any, path: str, templates: Mapping[str, str], template_path: str | None = None
+        self,
+        pretrained: Any,
+        path: str,
+        templates: Mapping[str, str],
+        template_path: str | None = None,
+        date: Date | None = None,
     ) -> None:
         self.path = path
+        self._date = date
         self._template_path = template_path or path
         self._pretrained = pretrained
         self._fast = pretrained.backend_tokenizer
@@ -191,7 +201,7 @@ class Tokenizer:
                 )
             added = [token.content for token in self._fast.get_added_tokens_decoder().values()]
             self._compiled[name] = ChatTemplate(
-                self._templates[name], self._pretrained.special_tokens_map, added, self._template_path
+                self._templates[name], self._pretrained.special_tokens_map, added, self._template_path, self._date
             )
         return self._compiled[name]
 
@@ -238,11 +248,12 @@ class Tokenizer:
         return digest.hexdigest()
 
 
-def load_tokenizer(path: str, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(path: str, chat_template: str | None = None, date: str | None = None) -> Tokenizer:
     """The tokenizer of a folder, a finished run, or a hub id.
 
     Args:
         chat_template: a Jinja file that takes the place of the tokenizer's own.
+        date: the day (2026-11-22) that the template writes as today's; None for the time at which it is asked.
 
     Raises:
         DataError: there is no tokenizer, it cannot be read, or the Jinja file is missing.
@@ -274,7 +285,7 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> Tokenizer:
         if own
         else {}
     )
-    return Tokenizer(pretrained, path, templates, chat_template)
+    return Tokenizer(pretrained, path, templates, chat_template, None if date is None else Date.fromisoformat(date))
 
 
 def _plain_config(folder: Path) -> Any:
@@ -307,14 +318,37 @@ def _advice(folder: Path) -> str:
     return ". To read tokenizer.model, install the sentencepiece package, or put a tokenizer.json beside it"
 
 
-def fingerprint_of(path: str, chat_template: str | None = None) -> str:
+def template_date(path: str, chat_template: str | None = None, date: str | None = None) -> str | None:
+    """The day that a tokenizer's chat template writes: `date`, or today; None for a template that asks for none.
+
+    The template's text is searched, no library is loaded for it.
+
+    Raises:
+        DataError: there is no tokenizer, or the Jinja file is missing.
+    """
+    template, folder = _read_template(chat_template), tokenizer_folder(path)
+    files = ("tokenizer_config.json", "chat_template.jinja", f"{NAMED_TEMPLATES}/*.jinja") if template is None else ()
+    texts = [template.encode()] if template is not None else []
+    texts += [file.read_bytes() for pattern in files for file in folder.glob(pattern) if file.is_file()]
+    if not any(b"strftime_now" in text for text in texts):
+        return None
+    return date or today().isoformat()
+
+
+def today() -> Date:
+    return Date.today()
+
+
+def fingerprint_of(path: str, chat_template: str | None = None, date: str | None = None) -> str:
     """A hash of a tokenizer's files, without loading any library for them: the key of what it tokenised.
+
+    date: as `template_date` gives it.
 
     Raises:
         DataError: there is no tokenizer, or the Jinja file is missing.
     """
     folder = tokenizer_folder(path)
-    digest = hashlib.blake2b(repr(_read_template(chat_template)).encode(), digest_size=16)
+    digest = hashlib.blake2b(repr((_read_template(chat_template), date)).encode(), digest_size=16)
     for file in sorted({file for pattern in _READ_FILES for file in folder.glob(pattern)}):
         if file.is_file():
             content = file.read_bytes()

@@ -103,9 +103,10 @@ class Tokenising:
 
     tokenizer_path: str
     chat_template: str | None
+    date: str | None = None  # that the template writes
 
     def start(self) -> Callable[[Task], Tokenised]:
-        tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template)
+        tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template, self.date)
         return partial(tokenise, tokenizer, facts_of(tokenizer))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from datetime import date
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -111,6 +112,18 @@ def model_start(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("model.tokenizer", message, reads=(f"model.{given[0]}",))
 
 
+def date_is_a_day(recipe: Recipe) -> Iterator[Problem]:
+    given = recipe.model.chat_template_date
+    if given is None:
+        return
+    try:
+        written = date.fromisoformat(given).isoformat()
+    except ValueError:
+        written = None
+    if written != given:
+        yield Problem("model.chat_template_date", f"{given!r} is no day: write year, month and day as 2026-11-22")
+
+
 def batch_size(recipe: Recipe) -> Iterator[Problem]:
     batch, data = recipe.batch, recipe.data
     packed = data.packing.kind != "none"
@@ -194,7 +207,8 @@ def pretraining_has_no_roles(recipe: Recipe) -> Iterator[Problem]:
 
 # What is about words, tokens and layers, and would be passed over in silence by a classifier of images.
 _OF_LANGUAGE = (
-    "model.config", "model.tokenizer", "model.chat_template", "model.adapters", "data.max_length", "data.packing",
+    "model.config", "model.tokenizer", "model.chat_template", "model.chat_template_date", "model.adapters",
+    "data.max_length", "data.packing",
     "data.overlong", "data.train_on", "data.system", "data.on_bad_row", "data.bad_row_limit", "data.append_eos",
     "data.streaming", "data.shuffle_buffer", "data.workers", "data.cache", "adapter", "quantization", "batch.tokens",
     "batch.memory", "evaluation.samples", "parallel.tensor", "parallel.sequence", "memory.recompute", "memory.offload",
@@ -526,6 +540,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     paths_can_be,
     length_of_run,
     model_start,
+    date_is_a_day,
     batch_size,
     schedule_fits,
     packing_suits,

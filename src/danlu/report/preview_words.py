@@ -285,7 +285,12 @@ def warnings(overview: Overview) -> Iterator[str]:
     if overview.changed:
         yield (
             f"{', '.join(overview.changed)}: the token cache holds other tokens than those shown, and a run trains on "
-            "the cache. A chat template that writes the date does that; else remove the folder that data.cache names"
+            "the cache. Remove the folder that data.cache names"
+        )
+    if overview.date is not None:
+        yield (
+            f"the chat template writes the date: {overview.date} here; a run keeps that of the day it begins, or "
+            "model.chat_template_date"
         )
     if overview.tokenizer is not None and overview.tokenizer.warning:
         yield overview.tokenizer.warning

@@ -69,6 +69,7 @@ def _own(recipe: Recipe, count: int) -> Fed:
         stage=language_stage(recipe, "danlu verify"),
         tokenizer_path=str(tokenizer),
         chat_template=recipe.model.chat_template,
+        date=recipe.model.chat_template_date,
         seed=recipe.seed,
         require_ends=False,
     )

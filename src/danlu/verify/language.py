@@ -63,7 +63,9 @@ class SmallDecoder:
         from danlu.rollout.wording import Wording
 
         named = recipe.model.tokenizer or recipe.model.path
-        return Wording(load_tokenizer(str(named), recipe.model.chat_template)).encode_prompt(text)
+        return Wording(
+            load_tokenizer(str(named), recipe.model.chat_template, recipe.model.chat_template_date)
+        ).encode_prompt(text)
 
 
 def prepared(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: bool) -> Prepared:

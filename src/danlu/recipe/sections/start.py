@@ -24,6 +24,9 @@ class Model(Section):
     """Tokenizer folder or hub id; by default the one in `path`."""
     chat_template: str | None = None
     """A Jinja file that replaces the tokenizer's own chat template."""
+    chat_template_date: str | None = None
+    """The day (2026-11-22) that a chat template which writes the date (`strftime_now`) takes for today. By default the
+    day on which the run begins, which the run's recipe then holds: a resumed run goes on with it."""
     adapters: list[str] = []
     """Adapter folders (danlu's or PEFT's, or finished runs) to start from, one upon the other. Without `adapter` they
     are merged and the whole model is trained; with `adapter: continue` the last one is trained on; with any other
