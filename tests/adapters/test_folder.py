@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,15 @@ import peft
 import pytest
 import torch
 from made.adapted import adapter_set, logits, stirred
+from made.adapter_folders import changed
 from made.peft_side import TOKENS, hugging_face, theirs
 from made.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, open_adapter, write_adapter
+from danlu.adapters.peft_low_rank import PREFIX, start_out_of_base
+from danlu.assembly.frozen import load_frozen
 from danlu.errors import ModelError
 from danlu.models.loading import load
 from danlu.recipe import sections
@@ -63,6 +70,28 @@ def test_peft_computes_what_danlu_wrote(bases: dict[str, Path], tmp_path: Path, 
     torch.testing.assert_close(logits(again, TOKENS, before=fresh.virtual_tokens), ours, rtol=1e-5, atol=1e-5)
 
 
+# PEFT takes their start out of the base each time it loads them.
+STARTS_OUT_OF_BASE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"target_modules": "all-linear", "init_lora_weights": "pissa"}),
+    ("llama", {"target_modules": "all-linear", "init_lora_weights": "olora", "r": 3, "lora_alpha": 5}),
+    ("llama", {"target_modules": ["q_proj"], "init_lora_weights": "OLoRA", "use_rslora": True, "lora_alpha": 5}),
+    ("llama", {"target_modules": "all-linear", "init_lora_weights": "pissa", "use_dora": True, "r": 3}),
+    ("llama", {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "init_lora_weights": "pissa"}),
+    (
+        "llama",
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "init_lora_weights": "pissa",
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"1.*.down_proj": 3},
+            "use_rslora": True,
+        },
+    ),
+    ("llama", {"target_modules": ["k_proj", "q_proj"], "init_lora_weights": "pissa", "r": 20}),  # k_proj is [16, 32]
+    ("phi3", {"target_modules": ["qkv_proj", "down_proj"], "init_lora_weights": "olora"}),
+    ("gemma2", {"target_modules": "all-linear", "init_lora_weights": "pissa"}),
+    ("tied", {"target_modules": ["o_proj", "embed_tokens"], "init_lora_weights": "olora"}),
+]
 PEFT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"target_modules": "all-linear"}),
     ("llama", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "r": 4, "lora_alpha": 5}),
@@ -80,26 +109,152 @@ PEFT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"target_modules": "all-linear"}),
     ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"]}),
+    ("tied", {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
+    ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    # Every value of init_lora_weights that PEFT loads again to the same numbers.
+    ("llama", {"target_modules": "all-linear", "init_lora_weights": False}),
+    ("llama", {"target_modules": "all-linear", "init_lora_weights": "gaussian"}),
+    ("llama", {"target_modules": "all-linear", "init_lora_weights": "orthogonal"}),
+    ("llama", {"target_modules": "all-linear", "init_lora_weights": "eva"}),
+    ("llama", {"target_modules": "all-linear", "init_lora_weights": "lora_ga"}),
+    ("llama", {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "init_lora_weights": "mica", "r": 4}),
+    *STARTS_OUT_OF_BASE,
 ]
 
 
+@pytest.mark.filterwarnings("ignore:`init_lora_weights` is 'eva' but", "ignore:You are using LoRA-GA")
 @pytest.mark.parametrize(("family", "config"), PEFT_CONFIGS)
 def test_danlu_computes_what_peft_wrote(
     bases: dict[str, Path], tmp_path: Path, family: str, config: dict[str, Any]
 ) -> None:
+    expected = saved_by_peft(bases[family], tmp_path, **config)
+    before = logits(load(bases[family]), TOKENS)
+    torch.testing.assert_close(read_by_danlu(bases[family], tmp_path), expected, rtol=1e-5, atol=1e-5)
+    assert (before - expected).abs().max() > 1e-2
+
+
+def saved_by_peft(base: Path, folder: Path, **config: Any) -> Tensor:
+    """Has PEFT write an adapter with numbers as after training; the logits of PEFT's own reload."""
     torch.manual_seed(0)
-    model = peft.get_peft_model(hugging_face(bases[family]), peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    model = peft.get_peft_model(hugging_face(base), peft.LoraConfig(task_type="CAUSAL_LM", **copy.deepcopy(config)))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return theirs(peft.PeftModel.from_pretrained(hugging_face(base), folder))
+
+
+def read_by_danlu(base: Path, folder: Path) -> Tensor:
+    model = load(base)
+    adapters = adapter_set(model)
+    add_adapter(adapters, "theirs", open_adapter(folder))
+    return logits(model, TOKENS)
+
+
+@pytest.mark.parametrize(("family", "config"), STARTS_OUT_OF_BASE)
+def test_a_start_left_in_the_base_is_noticed(
+    bases: dict[str, Path], tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    """The negative control: read as adapters that leave the base alone, they are far from PEFT's reload."""
+    expected = saved_by_peft(bases[family], tmp_path, **config)
+    tensors = load_file(tmp_path / WEIGHTS)
+    save_file({key: one for key, one in tensors.items() if ".base_layer." not in key}, tmp_path / WEIGHTS)
+    smaller = {key: len(one) for key, one in tensors.items() if key.endswith("lora_A.weight") and len(one) == 16}
+    ranks = {key.removeprefix(PREFIX).removesuffix(".lora_A.weight"): rank for key, rank in smaller.items()}
+    changed(tmp_path, CONFIG, init_lora_weights=True, **({"rank_pattern": ranks} if ranks else {}))
+    assert (read_by_danlu(bases[family], tmp_path) - expected).abs().max() > 1e-2
+
+
+def test_a_start_is_taken_out_of_the_base_as_it_is_stored(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Also where an adapter of our own has taken its own start out before, and is switched off."""
+    expected = saved_by_peft(bases["llama"], tmp_path, target_modules=["q_proj", "up_proj"], init_lora_weights="pissa")
+    model = load(bases["llama"])
+    adapters = adapter_set(model)
+    adapters.add("ours", sections.Olora(rank=5))
+    adapters.train_only("ours")
+    stirred(adapters, "ours")
+    adapters.activate()
+    add_adapter(adapters, "theirs", open_adapter(tmp_path))
+    torch.testing.assert_close(logits(model, TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pissa_niter_4", "corda", "loftq"])
+def test_a_start_that_cannot_be_found_again_is_refused(bases: dict[str, Path], tmp_path: Path, init: str) -> None:
+    folder = changed(written(bases, tmp_path), CONFIG, init_lora_weights=init)
+    said = f"{WEIGHTS}: init_lora_weights is '{init}': the start was taken out .*path_initial_model_for_weight_conv"
+    with pytest.raises(ModelError, match=said):
+        add_adapter(adapter_set(load(bases["llama"])), "one", open_adapter(folder))
+
+
+def test_every_start_that_peft_knows_is_judged() -> None:
+    """A value that a new PEFT adds must be looked at here before adapters with it are read."""
+    (field,) = (one for one in dataclasses.fields(peft.LoraConfig) if one.name == "init_lora_weights")
+    words = [one for part in typing.get_args(typing.get_type_hints(peft.LoraConfig)[field.name])
+             for one in typing.get_args(part)]  # fmt: skip
+    assert "pissa" in words and "loftq" in words
+    for word in words:
+        init = word.replace("[number of iters]", "4")
+        try:
+            start_out_of_base({"init_lora_weights": init}, "file")
+        except ModelError as error:
+            assert "cannot be found again" in str(error)
+
+
+def test_peft_converts_what_cannot_be_found_again(bases: dict[str, Path], tmp_path: Path) -> None:
+    """The way out that the message names."""
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights="pissa_niter_4", r=4, lora_alpha=8
+    )
+    model = peft.get_peft_model(hugging_face(bases["llama"]), config)
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "before")
+    model.peft_config["default"].init_lora_weights = "pissa_niter_4"
+    torch.manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
     expected = theirs(model)
-    model.save_pretrained(tmp_path)
-    ours = load(bases[family])
-    before = logits(ours, TOKENS)
-    adapters = adapter_set(ours)
-    add_adapter(adapters, "theirs", open_adapter(tmp_path))
-    torch.testing.assert_close(logits(ours, TOKENS), expected, rtol=1e-5, atol=1e-5)
-    assert (before - expected).abs().max() > 1e-2
+    model.save_pretrained(tmp_path / "out", path_initial_model_for_weight_conversion=str(tmp_path / "before"))
+    torch.testing.assert_close(read_by_danlu(bases["llama"], tmp_path / "out"), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"init_lora_weights": "principal"}, "init_lora_weights is 'principal', which PEFT does not know; danlu reads: "),
+        ({"r": 3}, "the factors of model.layers.0.self_attn.q_proj have rank 8, its config says 3"),
+        ({"rank_pattern": {"1.*.q_proj": 2}}, "the factors of model.layers.1.self_attn.q_proj have rank 8, its config"),
+    ],
+)
+def test_a_config_that_is_not_of_these_tensors_is_refused(
+    bases: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    folder = changed(written(bases, tmp_path), CONFIG, **change)
+    with pytest.raises(ModelError, match=said):
+        add_adapter(adapter_set(load(bases["llama"])), "one", open_adapter(folder))
+
+
+def test_a_start_out_of_what_is_not_there_as_stored_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    packed = load_frozen(bases["llama"], dtype=torch.float32, quantization=sections.Int8())
+    folder = changed(written(bases, tmp_path), CONFIG, init_lora_weights="pissa")
+    with pytest.raises(ModelError, match="is a part of model.layers.0.self_attn.q_proj, which is held in few bits"):
+        add_adapter(packed.adapters, "one", open_adapter(folder))
+    tied = adapter_set(load(bases["tied"]))
+    tied.add("one", sections.Lora(targets=["lm_head"]))
+    (tmp_path / "tied").mkdir()
+    write_adapter(tied, "one", tmp_path / "tied", base="base", base_fingerprint=None)
+    changed(tmp_path / "tied", CONFIG, init_lora_weights="olora")
+    with pytest.raises(ModelError, match="out of lm_head, which in this model is the embedding"):
+        add_adapter(adapter_set(load(bases["tied"])), "one", open_adapter(tmp_path / "tied"))
+
+
+def test_a_bias_that_the_config_does_not_name_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    adapters = adapter_set(load(bases["llama"]))
+    adapters.add("one", sections.Lora(targets=["q_proj"], bias="all"))
+    write_adapter(adapters, "one", tmp_path, base="base", base_fingerprint=None)
+    changed(tmp_path, CONFIG, bias="none")
+    with pytest.raises(ModelError, match=r"bias is of the base, and adapter_config.json does not say in `bias`"):
+        add_adapter(adapter_set(load(bases["llama"])), "one", open_adapter(tmp_path))
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

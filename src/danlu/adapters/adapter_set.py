@@ -169,6 +169,23 @@ class AdapterSet:
                 weight = self._start(site_name, added, module, weight)
         return weight
 
+    @torch.no_grad()
+    def loaded_weight(self, site: Site) -> Tensor | None:
+        """A site's weight [O, I] as it was loaded, in float32 or wider: with the starts that adapters took out of it.
+
+        None where it is packed.
+        """
+        copies = [copy for added in self.added.values() for copy in added.copies if copy.name == f"{site.name}.weight"]
+        weight: Tensor | None = copies[0].original if copies else site.module.weight
+        if weight is None:
+            return None
+        weight = wide(weight)
+        for added in self.added.values():
+            module: Any = added.modules.get(site.name)
+            if _takes_from_base(module):
+                weight = weight.addmm(wide(module.initial_B), wide(module.initial_A), alpha=module.scale)
+        return weight
+
     def ready(self, within: str = "") -> None:
         """After the weights have come: DoRA measures them, and trained copies of parameters are made.
 
@@ -511,7 +528,7 @@ def _dense(linear: Any) -> Dense:
     return Dense(weight, None if linear.bias is None else wide(linear.bias))
 
 
-def _takes_from_base(module: nn.Module) -> bool:
+def _takes_from_base(module: nn.Module | None) -> bool:
     return isinstance(module, LowRank) and module.takes_from_base
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from danlu import __version__
 from danlu.adapters.adapter_set import CHANGES_BASE, AdapterSet, Added
 from danlu.adapters.description import CONFIG, DANLU, WEIGHTS, AdapterFolder, describe
 from danlu.adapters.peft_kinds import FORMATS, format_of
-from danlu.adapters.peft_low_rank import PREFIX
+from danlu.adapters.peft_low_rank import PREFIX, for_original_base
 from danlu.errors import ModelError
 
 
@@ -154,7 +155,9 @@ def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
             parameters[key].data.copy_(value)
     by_disk = {adapters.disk_name(copy.name): copy for copy in added.copies}
     for key, tensor in contents.whole.items():
-        copy = by_disk[_disk_parameter(key)]
+        copy = by_disk.get(_disk_parameter(key))
+        if copy is None:
+            raise ModelError(f"{where}: {key} is of the base, and {CONFIG} does not say in `bias` that it is trained")
         if copy.trained.shape != tensor.shape:
             raise ModelError(f"{where}: {key} is {list(tensor.shape)}, this model needs {list(copy.trained.shape)}")
         copy.trained.data.copy_(tensor)
@@ -180,14 +183,40 @@ class _Contents:
 
 def _contents(adapters: AdapterSet, folder: AdapterFolder) -> _Contents:
     where = str(folder.path / WEIGHTS)
-    tensors = read_files(folder)
-    section, values, used = FORMATS[folder.kind].from_peft(folder.values, tensors, adapters.sites, where)
+    told: Mapping[str, Any] = folder.values
+    tensors: Mapping[str, Tensor] = read_files(folder)
+    if folder.kind == "LORA":
+        told, tensors = for_original_base(told, tensors, partial(_loaded_weight, adapters, where), where)
+    section, values, used = FORMATS[folder.kind].from_peft(told, tensors, adapters.sites, where)
     rest = {key: tensor for key, tensor in tensors.items() if key not in used}
     of_base = {key: rest.pop(key) for key in list(rest) if key.endswith(".base_layer.weight")}
     more = _saved_modules(folder.values, rest, adapters, where)
     fields = type(section).model_fields
     section = section.model_copy(update={key: value for key, value in more.items() if key in fields})
     return _Contents(section, values, rest, of_base)
+
+
+def _loaded_weight(adapters: AdapterSet, where: str, module: str) -> Tensor | None:
+    """The weight of a module on disk, [O, I], as the base's folder has it; None where this model has no such module.
+
+    Raises ModelError where it is not to be had: in few bits, or a head that is the embedding.
+    """
+    sites = [site for site in adapters.sites if site.disk_name == module]
+    if not sites:
+        return None
+    if any(site.module is None for site in sites):
+        raise ModelError(
+            f"{where}: PEFT takes the start of this adapter out of {module}, which in this model is the embedding: "
+            "PEFT changes both then, and no adapter can. Train it anew without lm_head among the targets"
+        )
+    parts = [adapters.loaded_weight(site) for site in sites]
+    if (lost := next((one for one, part in zip(sites, parts, strict=True) if part is None), None)) is not None:
+        raise ModelError(
+            f"{where}: the start of this adapter (init_lora_weights) is a part of {lost.disk_name}, which is held in "
+            "few bits here, where its value is another. Leave out `quantization`, or merge the adapter into the base "
+            "(`danlu merge`) and quantize the result"
+        )
+    return torch.cat([part for part in parts if part is not None])
 
 
 def _copies(adapters: AdapterSet, added: Added) -> tuple[list[str], dict[str, Tensor]]:
@@ -242,5 +271,7 @@ def _saved_modules(
     bias = {"none": "none", "all": "all", "lora_only": "adapted"}.get(str(values.get("bias", "none")), "none")
     named = values.get("modules_to_save") or []
     owners = {_disk_parameter(key).rpartition(".")[0] for key in tensors}
-    saved = sorted(owner for owner in owners if any(owner.endswith(one) for one in named))  # as PEFT matches them
+    # As PEFT matches them; and whatever else is there in full: a head that is tied to a saved embedding is not named.
+    in_full = {_disk_parameter(key).rpartition(".")[0] for key in tensors if key.endswith(".weight")}
+    saved = sorted(owner for owner in owners if owner in in_full or any(owner.endswith(one) for one in named))
     return {"modules_to_save": saved, "bias": bias}

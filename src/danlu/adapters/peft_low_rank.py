@@ -3,7 +3,8 @@
 Two things need translating. PEFT sits on modules as Hugging Face folders have them, where q, k and v (or gate and up)
 may be one: adapters of its parts are written as one of the sum of their ranks, block by block, and one of the whole is
 read as one for each part. And an initialisation that took its start (A0, B0) out of the base is written as an ordinary
-LoRA of twice the rank on the original base: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0].
+LoRA of twice the rank on the original base: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]. One that PEFT wrote is read the
+same way: as PEFT loads it, its `init_lora_weights` may take a start out of the base again.
 
 O, I outputs and inputs of a layer · r rank
 """
@@ -13,13 +14,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from danlu.adapters import initial
 from danlu.adapters.disk import DiskLayer, check_supported, disk_layers
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
 from danlu.errors import ModelError
@@ -45,6 +47,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "velora_config": (None,),
 }
+# Values of PEFT's init_lora_weights (0.21.2) with which loading an adapter leaves the base as it is.
+_LEAVES_BASE = (True, False, None, "eva", "gaussian", "lora_ga", "mica", "orthogonal")
+_TAKES_START = ("olora", "pissa")
+_BASE_LAYER = ".base_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -120,10 +126,87 @@ def read_factors(
     factors: dict[str, Factors] = {}
     used: set[str] = set()
     for name, (keys, one) in _read(tensors, None, where).items():
+        _check_rank(name, values, one.rank, where)
         scale = _alpha(name, values, alpha) / one.rank**power
         factors[name] = replace(one, scale=scale)
         used |= keys
     return factors, used
+
+
+def start_out_of_base(values: Mapping[str, Any], where: str) -> str | None:
+    """Which start PEFT takes out of the base as it loads an adapter with these values: "pissa", "olora", or None.
+
+    Raises ModelError for starts that PEFT does not find again (drawn at random, made of data, dependent on a
+    quantization), so that nobody can tell which base the adapter belongs to.
+    """
+    init = values.get("init_lora_weights", True)
+    word = init.lower() if isinstance(init, str) else init
+    if init == "pissa" or word == "olora":
+        return str(word)
+    if init in _LEAVES_BASE or word in ("gaussian", "mica"):  # PEFT folds the case of these and of olora alone
+        return None
+    if isinstance(init, str) and init.startswith(("pissa_niter_", "corda", "loftq")):
+        raise ModelError(
+            f"{where}: init_lora_weights is {init!r}: the start was taken out of the base and cannot be found again "
+            "from this folder, so the base that the adapter belongs to is not known. Where it was trained, write it "
+            "for the original base: model.save_pretrained(FOLDER, path_initial_model_for_weight_conversion=FOLDER OF "
+            "THE ADAPTER BEFORE TRAINING)"
+        )
+    known = ", ".join(sorted(str(one) for one in (*_LEAVES_BASE[:2], *_LEAVES_BASE[3:], *_TAKES_START)))
+    raise ModelError(f"{where}: init_lora_weights is {init!r}, which PEFT does not know; danlu reads: {known}")
+
+
+@torch.no_grad()
+def for_original_base(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], weight: Callable[[str], Tensor | None], where: str
+) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    """Config values and tensors of an adapter as they are for the base as it is stored.
+
+    An adapter whose start PEFT takes out of the base when it loads it becomes an ordinary LoRA of twice the rank; any
+    other is given back as it is. An embedding keeps its rank: PEFT takes nothing out of it.
+
+    weight: a module's weight [O, I] by its name on disk, in float32 or wider, or None where the model has no such
+    layer; of a weight on the meta device only the shape is asked. Raises ModelError as `start_out_of_base` does, and
+    for factors that do not have the weight's shape.
+    """
+    init = start_out_of_base(values, where)
+    if init is None:
+        return values, tensors
+    alpha, power = float(values.get("lora_alpha", 8)), 0.5 if values.get("use_rslora") else 1.0
+    rest = dict(tensors)
+    written: dict[str, Factors] = {}
+    for name, (keys, one) in _read(tensors, None, where).items():
+        for key in keys:
+            del rest[key]
+        # A rank above the smaller side is cut to it by PEFT, which goes on to scale by the rank that was asked for.
+        scale = _alpha(name, values, alpha) / _rank(name, values) ** power
+        base = None if one.embedding else weight(name)
+        if base is None:
+            written[name] = replace(one, scale=scale)
+            continue
+        if (one.b.shape[0], one.a.shape[1]) != base.shape:
+            raise ModelError(
+                f"{where}: the factors of {name} make a [{one.b.shape[0]}, {one.a.shape[1]}] matrix, this model has "
+                f"{list(base.shape)}: the adapter is of another base"
+            )
+        a, b = _start(init, base, one.rank, scale)
+        if (stored := rest.get(f"{PREFIX}{name}{_BASE_LAYER}")) is not None and not base.is_meta:
+            rest[f"{PREFIX}{name}{_BASE_LAYER}"] = stored.float().addmm(b, a, alpha=scale)
+        written[name] = replace(one, a=torch.cat([one.a, a]), b=torch.cat([one.b, -b], dim=1), scale=scale)
+    changed, made = described(written, rslora=bool(values.get("use_rslora")))
+    kept = ("lora_dropout", "target_modules", "bias", "use_dora")
+    return {**values, **{key: value for key, value in changed.items() if key not in kept}}, rest | made
+
+
+def _start(init: str, weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """A0 [r, I] and B0 [O, r], float32 on the CPU, as PEFT takes them out of a weight."""
+    if weight.is_meta:
+        return torch.zeros(rank, weight.shape[1]), torch.zeros(weight.shape[0], rank)
+    if init == "pissa":
+        start = initial.pissa(weight, rank, scale, iterations=None, generator=torch.Generator())
+    else:
+        start = initial.olora(weight, rank, scale)
+    return start.a.to("cpu", torch.float32), start.b.to("cpu", torch.float32)
 
 
 def from_peft(
@@ -145,6 +228,7 @@ def from_peft(
         keys, one = found[layer.name]
         used |= keys
         _check_shapes(layer, one, where)
+        _check_rank(layer.name, values, one.rank, where)
         for site, rows in layer.rows():
             ranks[site.name] = one.rank
             if one.embedding:
@@ -256,10 +340,28 @@ def _check_shapes(layer: DiskLayer, one: Factors, where: str) -> None:
             )
 
 
+def _check_rank(name: str, values: Mapping[str, Any], found: int, where: str) -> None:
+    """The scale alpha / r is of the rank that the config says, so the two must agree, as PEFT asks too."""
+    if (said := _rank(name, values)) != found:
+        raise ModelError(
+            f"{where}: the factors of {name} have rank {found}, its config says {said} (r and rank_pattern): the two "
+            "files are not of one adapter"
+        )
+
+
 def _alpha(name: str, values: Mapping[str, Any], default: float) -> float:
-    for pattern, value in (values.get("alpha_pattern") or {}).items():
+    return float(_by_pattern(name, values.get("alpha_pattern"), default))
+
+
+def _rank(name: str, values: Mapping[str, Any]) -> int:
+    return int(_by_pattern(name, values.get("rank_pattern"), values.get("r", 8)))
+
+
+def _by_pattern(name: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
+    """The value of the first pattern that a module's name ends with, as PEFT matches them."""
+    for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", name):
-            return float(value)
+            return value
     return default
 
 

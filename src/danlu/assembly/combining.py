@@ -1,4 +1,4 @@
-"""Several LoRA adapters made one adapter folder, without their base.
+"""Several LoRA adapters made one adapter folder, without their base, unless PEFT takes the start of one out of it.
 
 What is exact and what is not: `cat` puts factors side by side and is the weighted sum of changes. `linear` sums A and B
 apart, as PEFT does under that name, which is another thing. What ties and dare make of the changes has full rank, and
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,19 @@ from danlu.adapters.combine import Combination, weighted_sum
 from danlu.adapters.description import CONFIG, AdapterFolder, stacked
 from danlu.adapters.folder import open_adapter, read_files, write_files
 from danlu.adapters.initial import pissa
-from danlu.adapters.peft_low_rank import PREFIX, Factors, described, read_factors
+from danlu.adapters.peft_low_rank import (
+    PREFIX,
+    Factors,
+    described,
+    for_original_base,
+    read_factors,
+    start_out_of_base,
+)
+from danlu.assembly.base import Base, base_of, check_base, find_base
 from danlu.assembly.merging import check_free, common_below, words_of
 from danlu.errors import ModelError
 from danlu.models.initialize import named_generator
+from danlu.models.loading import read_tensor
 from danlu.models.saving import copy_words, fresh_folder
 
 _LARGE, _POWER_ITERATIONS = 16, 16
@@ -53,23 +63,32 @@ class Combined:
 
 @torch.no_grad()
 def combine(
-    sources: Sequence[str | Path], target: Path, combination: Combination, *, rank: int | None = None
+    sources: Sequence[str | Path],
+    target: Path,
+    combination: Combination,
+    *,
+    rank: int | None = None,
+    into: str | Path | None = None,
 ) -> Combined:
     """Writes one LoRA folder from several.
 
-    rank: of what ties and dare leave; by default the sum of the ranks.
+    rank: of what ties and dare leave; by default the sum of the ranks. into: the base, if not the one they name; its
+    weights are read only for an adapter whose start PEFT takes out of them.
 
     Raises ModelError for adapters that are not plain LoRA, or not of one base, and for `linear` of unequal ranks;
     ResourceError if `target` holds anything.
     """
     check_free(target)
+    base = None if into is None else find_base(into)
     stacks = [stacked(source) for source in sources]
     below = common_below(stacks)
     folders = [open_adapter(stack[-1].path) for stack in stacks]
-    for folder in folders[1:]:
+    for folder in folders:
         _check_same_base(folders[0], folder)
+        if base is not None:
+            check_base(folder, base)
     embeddings: dict[str, Tensor] = {}
-    read = [_factors(folder, embeddings) for folder in folders]
+    read = [_factors(folder, embeddings, base) for folder in folders]
     written: dict[str, Factors] = {}
     errors: dict[str, float] = {}
     for name in dict.fromkeys(name for one in read for name in one):
@@ -90,7 +109,7 @@ def combine(
         lost = float((_change(written[name]) - wanted).norm())
         errors[name] = lost / size if size else lost
     values, tensors = described(written)
-    _write(target, folders, below, values, tensors | embeddings)
+    _write(target, folders, base, below, values, tensors | embeddings)
     return Combined(tuple(folder.path for folder in folders), errors)
 
 
@@ -136,7 +155,7 @@ def refactored(change: Tensor, rank: int, generator: torch.Generator, *, embeddi
     return Factors(start.a.contiguous(), start.b.contiguous(), 1.0, embedding=embedding)
 
 
-def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor]) -> dict[str, Factors]:
+def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | None) -> dict[str, Factors]:
     """The factors of a plain LoRA, by module.
 
     PEFT writes the base's embedding beside an adapter of it; it goes into `embeddings`, where it must be the same.
@@ -144,8 +163,13 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor]) -> dict[str, 
     where = str(folder.path)
     if folder.kind != "LORA":
         raise ModelError(f"{where}: is {folder.kind}; only LoRA adapters become one adapter. Merge it into its base")
-    tensors = read_files(folder)
-    factors, used = read_factors(folder.values, tensors, where)
+    values, tensors = folder.values, read_files(folder)
+    if start_out_of_base(values, where) is not None:
+        of = base_of([folder], None, "--into") if base is None else base
+        weight = partial(_base_weight, of.folder)
+        values, changed = for_original_base(values, tensors, weight, where)
+        tensors = dict(changed)
+    factors, used = read_factors(values, tensors, where)
     if folder.values.get("use_dora") or any(one.magnitude is not None for one in factors.values()):
         raise ModelError(f"{where}: is DoRA, whose change is not the product of two factors. Merge it into its base")
     for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
@@ -158,6 +182,12 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor]) -> dict[str, 
             "Merge it into its base"
         )
     return factors
+
+
+def _base_weight(base: Path, module: str) -> Tensor:
+    """The weight of a module in the folder of a base, in float32 or wider."""
+    stored = read_tensor(base, f"{module}.weight")
+    return stored.to(torch.promote_types(stored.dtype, torch.float32))
 
 
 def _check_shapes(name: str, parts: Sequence[Factors]) -> None:
@@ -180,6 +210,7 @@ def _check_same_base(first: AdapterFolder, other: AdapterFolder) -> None:
 def _write(
     target: Path,
     folders: Sequence[AdapterFolder],
+    base: Base | None,
     below: Sequence[AdapterFolder],
     values: dict[str, Any],
     tensors: Mapping[str, Tensor],
@@ -192,7 +223,7 @@ def _write(
     config = {
         **values,
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": first.base,
+        "base_model_name_or_path": first.base if base is None else base.named,
         "inference_mode": True,
         "modules_to_save": None,
     }

@@ -58,10 +58,10 @@ def merge(
     """
     chosen = method or ("cat" if as_adapter else "linear")
     strengths = check(len(sources), chosen, weights, density, majority, dtype, quantization)
-    if as_adapter and (len(sources) == 1 or into or force or quantization or dtype != "auto"):
+    if as_adapter and (len(sources) == 1 or force or quantization or dtype != "auto"):
         raise RecipeError(
-            "--as-adapter makes one adapter of several, without a base: give two or more, and leave out --into, "
-            "--force, --dtype and --quantization"
+            "--as-adapter makes one adapter of several, without a base: give two or more, and leave out --force, "
+            "--dtype and --quantization"
         )
     # torch and pydantic: for this verb, not for its --help.
     from danlu.adapters.combine import Combination
@@ -69,7 +69,7 @@ def merge(
     plain = len(sources) == 1 and strengths == (1.0,) and chosen in ("linear", "cat")
     combination = Combination(strengths, chosen, density or 1.0, majority, seed)  # type: ignore[arg-type]
     if as_adapter:
-        write_adapter(sources, out, combination, rank)
+        write_adapter(sources, out, combination, rank, into)
     else:
         write_model(sources, out, None if plain else combination, into, force, dtype, quantization)
 
@@ -124,11 +124,13 @@ def rounding_lines(merged: Merged) -> list[str]:
     ]
 
 
-def write_adapter(sources: list[str], out: Path, combination: Combination, rank: int | None) -> None:
+def write_adapter(
+    sources: list[str], out: Path, combination: Combination, rank: int | None, into: str | None
+) -> None:
     """Makes one adapter and says how near it is to what was asked for."""
     from danlu.assembly import combining
 
-    combined = combining.combine(sources, out, combination, rank=rank)
+    combined = combining.combine(sources, out, combination, rank=rank, into=into)
     say(f"{', '.join(map(str, combined.adapters))} ({told(combination)}) in one adapter")
     if combined.errors:
         worst, most = combined.worst

@@ -78,6 +78,24 @@ def stored_values(
             yield part, value
 
 
+def read_tensor(folder: str | Path, name: str) -> Tensor:
+    """One weight of a model folder by its name there, as it is stored.
+
+    Raises ModelError where the folder has none of that name, keeps it in few bits, or holds NaN or infinity.
+    """
+    folder = Path(folder)
+    place = read_tensors(folder).get(name)
+    if place is None:
+        raise ModelError(f"{folder}: holds no tensor {name}")
+    if place.dtype not in DTYPES:
+        raise ModelError(f"{folder}: {name} is stored as {place.dtype}; here the original weight is needed")
+    value = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+    with FileIO(place.file) as handle:
+        handle.seek(place.offset)
+        _Reader(check_finite=True).fill(value, handle, place, name)
+    return value
+
+
 def load_into(
     model: Decoder,
     folder: str | Path,
