@@ -192,12 +192,12 @@ def test_every_start_that_peft_knows_is_judged() -> None:
     words = [one for part in typing.get_args(typing.get_type_hints(peft.LoraConfig)[field.name])
              for one in typing.get_args(part)]  # fmt: skip
     assert "pissa" in words and "loftq" in words
-    for word in words:
-        init = word.replace("[number of iters]", "4")
-        try:
+    for init in (word.replace("[number of iters]", "4") for word in words):
+        if init.startswith(("pissa_", "corda", "loftq")):
+            with pytest.raises(ModelError, match="cannot be found again"):
+                start_out_of_base({"init_lora_weights": init}, "file")
+        else:
             start_out_of_base({"init_lora_weights": init}, "file")
-        except ModelError as error:
-            assert "cannot be found again" in str(error)
 
 
 def test_peft_converts_what_cannot_be_found_again(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -221,7 +221,10 @@ def test_peft_converts_what_cannot_be_found_again(bases: dict[str, Path], tmp_pa
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"init_lora_weights": "principal"}, "init_lora_weights is 'principal', which PEFT does not know; danlu reads: "),
+        (
+            {"init_lora_weights": "principal"},
+            "init_lora_weights is 'principal', which PEFT does not know; danlu reads: ",
+        ),
         ({"r": 3}, "the factors of model.layers.0.self_attn.q_proj have rank 8, its config says 3"),
         ({"rank_pattern": {"1.*.q_proj": 2}}, "the factors of model.layers.1.self_attn.q_proj have rank 8, its config"),
     ],

@@ -3,8 +3,8 @@
 Two things need translating. PEFT sits on modules as Hugging Face folders have them, where q, k and v (or gate and up)
 may be one: adapters of its parts are written as one of the sum of their ranks, block by block, and one of the whole is
 read as one for each part. And an initialisation that took its start (A0, B0) out of the base is written as an ordinary
-LoRA of twice the rank on the original base: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]. One that PEFT wrote is read the
-same way: as PEFT loads it, its `init_lora_weights` may take a start out of the base again.
+LoRA of twice the rank on the original base: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]. One that PEFT wrote is read
+the same way: as PEFT loads it, its `init_lora_weights` may take a start out of the base again.
 
 O, I outputs and inputs of a layer · r rank
 """

@@ -124,9 +124,7 @@ def rounding_lines(merged: Merged) -> list[str]:
     ]
 
 
-def write_adapter(
-    sources: list[str], out: Path, combination: Combination, rank: int | None, into: str | None
-) -> None:
+def write_adapter(sources: list[str], out: Path, combination: Combination, rank: int | None, into: str | None) -> None:
     """Makes one adapter and says how near it is to what was asked for."""
     from danlu.assembly import combining
 
