@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from danlu.recipe import Recipe, changes
-from danlu.recipe.comparing import HARMLESS, matters
+from danlu.recipe.comparing import HARMLESS, MATTERS_WITHIN, matters
 from danlu.recipe.explanation import keys
 from danlu.recipe.sections import AdamW, BatchSize, Data, EarlyStop, Evaluation, Lion, Model, Source, Watch
 
@@ -60,6 +60,10 @@ def test_the_table_names_keys_that_exist() -> None:
         assert matters(key, OLD)
     for key in ("log.every", "checkpoint.keep_best", "device", "threads", "data.cache", "evaluation.samples.prompts"):
         assert not matters(key, OLD)
+    assert set(MATTERS_WITHIN) <= set(keys()) and matters("parallel.reduce", OLD)
+    for key in keys():
+        if key.startswith("parallel.") and key not in MATTERS_WITHIN:  # the same sums, in another order
+            assert not matters(key, OLD)
     assert matters("data.cached", OLD)  # a name that only begins like a harmless one
 
 

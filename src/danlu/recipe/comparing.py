@@ -23,8 +23,13 @@ HARMLESS: dict[str, str] = {
     "log": "what is written down",
     "memory": "what is kept where and made again; the numbers are the same",
     "output": "where the run writes; a run folder may be moved",
-    "parallel": "the same sums, in another order",
+    "parallel": "the same sums, in another order; but `reduce` matters",
     "threads": "the same mathematics, rounded differently",
+}
+
+# Keys below those that matter all the same.
+MATTERS_WITHIN: dict[str, str] = {
+    "parallel.reduce": "bf16 sums of gradients lose digits: other steps, not the same ones rounded in another order",
 }
 
 
@@ -54,6 +59,8 @@ def matters(key: str, recipe: Recipe) -> bool:
     if key == "evaluation.every" and recipe.evaluation.early_stop is not None:
         return True
     if key == "checkpoint.every" and recipe.watch.policy == "rewind":
+        return True
+    if key in MATTERS_WITHIN:
         return True
     return not any(key == harmless or key.startswith(f"{harmless}.") for harmless in HARMLESS)
 
