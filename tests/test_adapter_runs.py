@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from danlu import run
 from danlu.adapters.folder import WEIGHTS, add_adapter, open_adapter
 from danlu.assembly.frozen import adapters_of
 from danlu.models.decoder import Decoder
+from danlu.models.folder import fingerprint
 from danlu.models.loading import load
 from danlu.train import loop
 
@@ -82,6 +84,67 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     other = recipe(tiny_world, tmp_path / "other", **{**changes, "seed": 1})
     assert danlu("train", other) == 0
     assert differences(tmp_path / "whole", tmp_path / "other")  # the negative control
+
+
+def test_a_run_goes_on_upon_the_base_that_it_began_on(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], first: Path
+) -> None:
+    """Weights, config and the adapters below are compared before data is read; each is named, and nothing is lost."""
+    base, below = shutil.copytree(tiny_world.base, tmp_path / "base"), shutil.copytree(first, tmp_path / "below")
+    (below / "adapter" / "danlu.json").unlink()  # as another tool's: it does not say itself which base is its own
+    config, adapter = base / "config.json", below / "adapter" / "adapter_config.json"
+    section = {"config": None, "tokenizer": None, "path": str(base), "adapters": [str(below)]}
+    changes = {"model": section, "adapter": {"kind": "lora", "rank": 2}, "steps": 8}
+    assert danlu("train", recipe(tiny_world, tmp_path / "whole", **changes)) == 0
+    parts = recipe(tiny_world, tmp_path / "parts", **changes)
+    cut_off(monkeypatch, 5)
+    assert danlu("train", parts) == 143
+    before = fingerprint(base)
+
+    def refused(file: Path, content: bytes, said: str, *command: object) -> None:
+        kept = file.read_bytes()
+        file.write_bytes(content)
+        capfd.readouterr()
+        assert danlu(*(command or ("train", parts))) == 5
+        told = capfd.readouterr().err
+        assert said in told and "Put back what was there" in told and "step-00000005" in told
+        file.write_bytes(kept)
+
+    weights = bytearray((base / "model.safetensors").read_bytes())
+    weights[-3] ^= 0x40
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").write_bytes(weights)
+    after = fingerprint(tmp_path / "other")
+    said = f"weights of model.path: {base} (fingerprint {before}) -> {base} (fingerprint {after})"
+    refused(base / "model.safetensors", bytes(weights), said)
+    refused(
+        base / "model.safetensors", bytes(weights), said, "checkpoint", "export", tmp_path / "parts", tmp_path / "x"
+    )
+    values = json.loads(config.read_text())
+    said = f"rms_norm_eps in the config.json of {base}: {values['rms_norm_eps']} -> 0.01"
+    refused(config, json.dumps(values | {"rms_norm_eps": 0.01}).encode(), said)
+    values = json.loads(adapter.read_text())
+    refused(adapter, json.dumps(values | {"lora_alpha": 1}).encode(), f"the adapter {below / 'adapter'}: ")
+    assert not (tmp_path / "x").exists()
+    assert danlu("train", parts) == 0
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+
+
+def test_a_full_run_does_not_need_its_first_weights_again(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: here all weights are the checkpoint's, and a changed base changes nothing."""
+    base = shutil.copytree(tiny_world.base, tmp_path / "base")
+    changes = {"model": {"config": None, "tokenizer": None, "path": str(base)}, "steps": 6}
+    assert danlu("train", recipe(tiny_world, tmp_path / "whole", **changes)) == 0
+    parts = recipe(tiny_world, tmp_path / "parts", **changes)
+    cut_off(monkeypatch, 3)
+    assert danlu("train", parts) == 143
+    weights = bytearray((base / "model.safetensors").read_bytes())
+    weights[-3] ^= 0x40
+    (base / "model.safetensors").write_bytes(weights)
+    assert danlu("train", parts) == 0
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
 
 
 @pytest.mark.parametrize("name", RUNS)

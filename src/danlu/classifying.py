@@ -45,7 +45,7 @@ class Classifying:
     items: str = "images"
     counted: str = "images"
 
-    def check(self) -> None:
+    def check(self, start: Start | None) -> None:
         """All that could be wrong here is in the recipe's rules."""
 
     def read(self, stream: TextIO) -> Material:
@@ -114,6 +114,9 @@ class PlacedClassifier:
     def parameters(self) -> list[tuple[str, Parameter]]:
         held = self.spread.held
         return [(name, held[name].local if held else one) for name, one in self.model.named_parameters()]
+
+    def base(self) -> None:
+        """All of a classifier is trained."""
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.parameters()}

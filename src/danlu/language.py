@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -14,14 +14,14 @@ from torch.nn import Parameter
 
 from danlu.adapters.slot import leave_slots_uncompiled
 from danlu.assembly.frozen import model_bytes
-from danlu.assembly.trained import check_adapters, doubts, write_result
+from danlu.assembly.trained import base_changes, base_identity, check_adapters, doubts, write_result
 from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.statistics import Statistics
 from danlu.data.stream import Stream
 from danlu.data.tokenizer import Tokenizer, load_tokenizer, template_date, tokenizer_folder
 from danlu.data.tokenizing import TokenizerFacts, facts_of
-from danlu.errors import DataError, RecipeError
+from danlu.errors import CheckpointError, DataError, RecipeError
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.folder import check_vocabulary, read_config, resolve_folder
@@ -44,7 +44,7 @@ from danlu.rollout.generate import generate, prompt_problem
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.wording import Wording
 from danlu.tasks import LeastSeconds, Material
-from danlu.train.checkpoint import read_group
+from danlu.train.checkpoint import read_group, read_state
 from danlu.train.memory_parts import Activations, MemoryParts
 from danlu.train.progress import RowProgress
 from danlu.train.run_folder import Start
@@ -66,9 +66,11 @@ class Language:
         self.recipe = recipe
         self._words: TokenizerFacts | None = None  # known once rows are prepared, unless they are streamed
 
-    def check(self) -> None:
+    def check(self, start: Start | None) -> None:
         recipe = self.recipe
         check_adapters(recipe.model, recipe.adapter)
+        if start is not None:
+            self._check_base(start.path)
         if recipe.model.path is not None:
             self._check_layout(read_config(resolve_folder(recipe.model.path)))
         if recipe.evaluation.samples is not None:
@@ -78,6 +80,18 @@ class Language:
     def _check_layout(self, config: ModelConfig) -> None:
         if wrong := list(problems(self.recipe.parallel, _sizes(config))):
             raise RecipeError(wrong)
+
+    def _check_base(self, checkpoint: Path) -> None:
+        """Raises CheckpointError if an adapter would go on upon another base than the one under its checkpoint."""
+        then = None if self.recipe.adapter is None else read_state(checkpoint).get("base")
+        if then is None:  # all weights are the checkpoint's, or it was written by a danlu that kept no fingerprint
+            return
+        if found := base_changes(then, base_identity(self.recipe.model)):
+            raise CheckpointError(
+                f"{checkpoint}: its adapter was trained upon another base than the one that is there now (there -> "
+                "here):\n  " + "\n  ".join(found) + "\nPut back what was there; or, to train upon the new base, start "
+                "anew in another `output`."
+            )
 
     def read(self, stream: TextIO) -> Material:
         """Of several processes the first tokenises; the others find it in the cache."""
@@ -113,6 +127,7 @@ class Language:
         return PlacedDecoder(recipe, placed, device)
 
     def unplaced(self, checkpoint: Path) -> PlacedDecoder:
+        self._check_base(checkpoint)
         device = torch.device("cpu")
         subject = self._subject(self._config(), device, Start(checkpoint, ()))
         return PlacedDecoder(self.recipe, Placed(subject, Spread()), device)
@@ -194,6 +209,9 @@ class PlacedDecoder:
 
     def parameters(self) -> list[tuple[str, Parameter]]:
         return self.placed.parameters()
+
+    def base(self) -> dict[str, Any] | None:
+        return None if self.recipe.adapter is None else base_identity(self.recipe.model)
 
     def weights(self) -> dict[str, Tensor]:
         return trained_weights(self.model, self.placed.subject.adapters)

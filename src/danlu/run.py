@@ -153,7 +153,7 @@ def _train(
         say(remark)
     ranks.world.from_first(lambda: _describe(folder, recipe, device, start, say))
     task = _task(recipe)
-    task.check()
+    task.check(start)
     material = ranks.world.from_first(lambda: task.read(stream), again=True, assemble=lambda: assemble("data"))
     program = resident_bytes(device)
     with ExitStack() as closing:
@@ -299,6 +299,7 @@ def _build(
         sample_prompts=() if recipe.evaluation.samples is None else tuple(recipe.evaluation.samples.prompts),
         generate=generate,
         least_seconds=placed.least_seconds(),
+        base=placed.base(),
     )
     if not ranks.alone:
         mark(placed.model)

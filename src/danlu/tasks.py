@@ -6,10 +6,10 @@ result. `language.py` has the one for language models, `classifying.py` the one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ class PlacedModel(Protocol):
 
     def parameters(self) -> list[tuple[str, Parameter]]: ...  # as much of each as is here
 
+    def base(self) -> Mapping[str, Any] | None: ...  # what tells the base of a trained adapter from another; JSON
+
     def weights(self) -> dict[str, Tensor]: ...  # what a checkpoint has of it, by name, live; of one that is whole
 
     def micro(self, optimizer: Optimizers, most: int) -> int: ...  # items in a micro-batch, at most so many
@@ -83,7 +85,7 @@ class Task(Protocol):
     @property
     def counted(self) -> str: ...  # what a model reads, and its speed is told in: "tokens", "images"
 
-    def check(self) -> None: ...  # what can be wrong before any data is read
+    def check(self, start: Start | None) -> None: ...  # what can be wrong before any data is read
 
     def read(self, stream: TextIO) -> Material: ...  # showing its progress on `stream`
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from made.tiny_world import World
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.base import Base
-from danlu.assembly.trained import adapted_model, merged_model, write_result
+from danlu.assembly.trained import adapted_model, base_changes, base_identity, merged_model, write_result
 from danlu.errors import ModelError
 from danlu.models.decoder import Decoder
 from danlu.recipe import sections
@@ -35,6 +36,20 @@ def started(base: Path, adapter: sections.AdapterSection, *paths: Path) -> tuple
         model, adapter, None, dtype=torch.float32, device=torch.device("cpu"), seed=0, encode=None, taken_up=None
     )
     return adapted.model, adapted.adapters, found
+
+
+def test_a_hub_id_that_moved_on_is_told_with_both_revisions(tiny_world: World, tmp_path: Path) -> None:
+    """Snapshots of the hub lie in folders that are named by their commit."""
+    found = []
+    for revision in ("0a1b2c", "3d4e5f"):
+        folder = copytree(tiny_world.base, tmp_path / "models--owner--name" / "snapshots" / revision)
+        found.append(base_identity(sections.Model(path=str(folder))))
+    assert base_changes(*found) == []  # the same weights in another commit
+    found[1]["model"]["fingerprint"] = "f" * 32
+    (said,) = base_changes(*found)
+    for revision, one in zip(("0a1b2c", "3d4e5f"), found, strict=True):
+        assert f"(revision {revision}, fingerprint {one['model']['fingerprint']})" in said
+    assert json.loads(json.dumps(found)) == found  # as a checkpoint brings it back
 
 
 def test_a_new_adapter_starts_from_the_whole_stack(tiny_world: World, stack: tuple[Path, Path]) -> None:

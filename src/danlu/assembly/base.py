@@ -13,6 +13,7 @@ from danlu.models.folder import fingerprint, read_json, resolve_folder
 ORIGIN = "danlu.json"
 """File of a folder that danlu quantized: which model it was made from."""
 ORIGIN_KEY = "quantized_from"
+_SNAPSHOTS = "snapshots"
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class Base:
     fingerprint: str
     quantized_from: str | None = None
     """Fingerprint of the model that this one is in fewer bits: adapters of that one fit."""
+
+    @property
+    def revision(self) -> str | None:
+        """The commit of a hub id, by which its snapshots are named; None of a folder that is no snapshot."""
+        return self.folder.name if self.folder.parent.name == _SNAPSHOTS else None
 
 
 def find_base(path: str | Path) -> Base:

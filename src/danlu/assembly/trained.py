@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.description import CONFIG, AdapterFolder, resolve_adapter, stacked
+from danlu.adapters.description import CONFIG, WEIGHTS, AdapterFolder, resolve_adapter, stacked
 from danlu.adapters.folder import add_adapter, open_adapter, write_adapter
 from danlu.assembly.base import Base, check_base, find_base
 from danlu.assembly.frozen import Adapted, Arriving, adapters_of, load_frozen
 from danlu.assembly.stacks import Stacks
 from danlu.errors import ModelError
 from danlu.models.decoder import Decoder
-from danlu.models.folder import read_config
+from danlu.models.folder import read_config, tensors_fingerprint
 from danlu.models.loading import load, skeleton
 from danlu.models.saving import copy_words, fresh_folder, write_template
+from danlu.models.tensor_file import read_header
 from danlu.recipe import sections
 
 TRAINED = "default"
@@ -73,6 +78,55 @@ def adapted_model(
         adapters.activate(*adapters.active, TRAINED)
     adapters.train_only(TRAINED)
     return adapted, base
+
+
+def base_identity(model: sections.Model) -> dict[str, Any]:
+    """What a trained adapter lies upon, as JSON for its checkpoints: the base's fingerprint, the revision of a hub id,
+    what its config.json computes, and the adapters below.
+
+    The first and last bytes of each tensor are looked at, not all of them.
+    """
+    assert model.path is not None, "the recipe's rules ask for a base"
+    base = find_base(model.path)
+    config = json.loads(json.dumps(asdict(read_config(base.folder)), default=str))
+    below = {}
+    for folder in _stack(model.adapters):
+        digest = blake2b((folder.path / CONFIG).read_bytes(), digest_size=16)
+        digest.update(tensors_fingerprint(read_header(folder.path / WEIGHTS)).encode())
+        below[str(folder.path.resolve())] = digest.hexdigest()
+    named = {"path": base.named, "fingerprint": base.fingerprint, "revision": base.revision}
+    return {"model": named, "config": config, "adapters": below}
+
+
+def base_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """How what lies under an adapter differs between two `base_identity`, each as "there -> here"; none if it is the
+    same. Keys of the config that only one of them has are of another version of danlu and are not judged.
+    """
+    found = []
+    if then["model"]["fingerprint"] != now["model"]["fingerprint"]:
+        found.append(f"weights of model.path: {_named(then['model'])} -> {_named(now['model'])}")
+    found += [
+        f"{key} in the config.json of {now['model']['path']}: {then['config'][key]!r} -> {value!r}"
+        for key, value in now["config"].items()
+        if key in then["config"] and then["config"][key] != value
+    ]
+    known = list(then["adapters"].values())
+    if len(known) != len(now["adapters"]):
+        found.append(
+            f"model.adapters: {', '.join(then['adapters']) or 'none'} -> {', '.join(now['adapters']) or 'none'}"
+        )
+    else:
+        found += [
+            f"the adapter {path}: {before} -> {digest}"
+            for before, (path, digest) in zip(known, now["adapters"].items(), strict=True)
+            if before != digest
+        ]
+    return found
+
+
+def _named(model: Mapping[str, Any]) -> str:
+    revision = f"revision {model['revision']}, " if model["revision"] else ""
+    return f"{model['path']} ({revision}fingerprint {model['fingerprint']})"
 
 
 def check_adapters(model: sections.Model, adapter: sections.AdapterSection | None) -> None:

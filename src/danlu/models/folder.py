@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
@@ -162,8 +162,13 @@ def _shards(folder: Path) -> list[str]:
 
 def fingerprint(folder: Path) -> str:
     """What tells one base from another: name, type and shape of each tensor, and its first and last bytes."""
+    return tensors_fingerprint(read_tensors(folder))
+
+
+def tensors_fingerprint(tensors: Mapping[str, Stored]) -> str:
+    """The same of tensors that are somewhere else than in a model folder."""
     digest = blake2b(digest_size=16)
-    for name, place in sorted(read_tensors(folder).items()):
+    for name, place in sorted(tensors.items()):
         digest.update(f"{name} {place.dtype} {place.shape}".encode())
         with FileIO(place.file) as handle:
             for start in (place.offset, max(place.offset, place.offset + place.bytes - _SAMPLE_BYTES)):

@@ -81,6 +81,7 @@ class Run:
     sample_prompts: Sequence[str] = ()
     generate: Generate | None = None
     least_seconds: Callable[[Sequence[int], int], float] | None = None  # (document lengths, targets) -> at peak speed
+    base: Mapping[str, Any] | None = None  # of an adapter: what tells its frozen base from another
     state: RunState = field(default_factory=RunState)
     started: float = field(default_factory=time.perf_counter)
 
@@ -126,6 +127,8 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
         "finished": run.finished,
         "metrics_lines": 0 if run.metrics is None else run.metrics.lines,
     }
+    if run.base is not None:
+        state["base"] = dict(run.base)
     if run.scaler is not None:
         state["scaler"] = run.scaler.state()
     if run.ema is not None:
