@@ -21,6 +21,7 @@ from danlu.assembly.frozen import adapters_of
 from danlu.models.decoder import Decoder
 from danlu.models.folder import fingerprint
 from danlu.models.loading import load
+from danlu.numerics import native
 from danlu.train import loop
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
@@ -145,6 +146,26 @@ def test_a_full_run_does_not_need_its_first_weights_again(
     (base / "model.safetensors").write_bytes(weights)
     assert danlu("train", parts) == 0
     assert differences(tmp_path / "whole", tmp_path / "parts") == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_unpacks_a_base_in_4_bits_is_told(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], there: bool
+) -> None:
+    native.library.cache_clear()
+    if not there:
+        monkeypatch.setattr(native, "find_spec", lambda name: None)
+    quantized = {"adapter": "lora", "quantization": "nf4", "steps": 2}
+    assert danlu("train", recipe(tiny_world, tmp_path / "run", **quantized)) == 0
+    told = capfd.readouterr().err
+    by = "bitsandbytes (" if there else "plain torch, which takes longer: bitsandbytes is not installed."
+    assert told.count("4-bit weights are unpacked by ") == 1 and f"4-bit weights are unpacked by {by}" in told
+    asked = ("generate", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "1", "--quantization", "nf4")
+    assert danlu(*asked) == 0
+    assert (f"4-bit weights are unpacked by {by}" in capfd.readouterr().err) is not there
+    assert danlu("train", recipe(tiny_world, tmp_path / "plain", adapter="lora", steps=2)) == 0
+    assert "4-bit" not in capfd.readouterr().err  # the negative control: there are none
+    native.library.cache_clear()
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -27,6 +27,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.folder import check_vocabulary, read_config, resolve_folder
 from danlu.models.presets import from_scratch
 from danlu.models.saving import save
+from danlu.numerics.packed import unpacking
 from danlu.numerics.product import PackedWeight, leave_products_uncompiled, shared_bytes
 from danlu.objectives.crossentropy import slice_bytes, workspace_bytes
 from danlu.optim.build import Optimizers
@@ -201,7 +202,8 @@ class PlacedDecoder:
 
     @property
     def notes(self) -> Sequence[str]:
-        return (*doubts(self.recipe.model), *self.placed.notes)
+        unpacked = (means.note for means in unpacking(self.model, self.dtype))
+        return (*doubts(self.recipe.model), *self.placed.notes, *unpacked)
 
     @property
     def dtype(self) -> torch.dtype:

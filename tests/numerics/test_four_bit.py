@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from made.kernels import Kernels
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,6 +39,47 @@ def unpacked(codes: Tensor, absmax: Tensor, shape: tuple[int, ...], kind: Kind, 
     out = torch.full(shape, torch.nan)
     four_bit.unpack_into(out, codes, absmax, kind, block)
     return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4096, 14336), (5120, 1000), (3, 33)])
+def test_a_gpu_unpacks_a_matrix_in_ten_kernels(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Without bitsandbytes: on the meta device, which has the operations of a GPU and no numbers."""
+    count = shape[0] * shape[1]
+    out, codes, absmax = (
+        torch.empty(size, dtype=one, device="meta")
+        for size, one in ((shape, dtype), ((-(-count // 2), 1), torch.uint8), (-(-count // 64), torch.float32))
+    )
+    with Kernels(least=min(1000, count)) as kernels:
+        four_bit.unpack_into(out, codes, absmax, "nf4", 64)
+    assert 0 < len(kernels.names) <= 10, kernels.names
+    if count > TILE:
+        with Kernels(least=1000) as tiled:  # the negative control: as a CPU does it
+            four_bit.unpack_into(torch.empty(300, 700), *four_bit.pack(normal(300, 700), "nf4", 64), "nf4", 64)
+        assert len(tiled.names) > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(300, 700), (1001, 257), (5, 80), (1, 1)])
+def test_halves_give_the_bits_of_small_tiles(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], kind: Kind
+) -> None:
+    matrix = normal(*shape)
+    codes, absmax = four_bit.pack(matrix, kind, 64)
+    expected = unpacked(codes, absmax, shape, kind, 64)
+    asked = []
+
+    def as_on_a_gpu(count: int, device: torch.device) -> int:
+        asked.append(count)
+        return tile_size(count, torch.device("meta"))
+
+    tile_size = four_bit.tile_size
+    monkeypatch.setattr(four_bit, "tile_size", as_on_a_gpu)
+    again = four_bit.pack(matrix, kind, 64)
+    transposed = four_bit.pack(matrix.t().contiguous().t(), kind, 64)
+    for codes_, absmax_ in (again, transposed):
+        assert torch.equal(codes_, codes) and torch.equal(absmax_, absmax)
+    assert torch.equal(unpacked(codes, absmax, shape, kind, 64), expected) and len(asked) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from made.kernels import Kernels
 from torch import Tensor
 
 from danlu.errors import ModelError
+from danlu.numerics import four_bit, integers
 from danlu.numerics.integers import Bits, IntegerWeight
 from danlu.numerics.packed import FourBitWeight
 
@@ -39,6 +41,24 @@ def test_equals_its_definition(shape: tuple[int, int], dtype: torch.dtype, bits:
     assert torch.equal(IntegerWeight.pack(matrix.t().contiguous().t(), bits, group=32).dense(), weight.dense())
     other = definition(matrix, bits, 64)
     assert shape[1] <= 32 or not torch.equal(expected, other)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_gpu_unpacks_a_matrix_in_ten_kernels(monkeypatch: pytest.MonkeyPatch, bits: Bits) -> None:
+    """On the meta device, which has the operations of a GPU and no numbers; by halves the bits are the same."""
+    matrix = normal(66, 1000)
+    weight = IntegerWeight.pack(matrix, bits)
+    large = IntegerWeight.pack(matrix, bits).to("meta")
+    large.shape = (4096, 14336)
+    large.codes = torch.empty(4096, 14336 * bits // 8, dtype=weight.codes.dtype, device="meta")
+    large.scales = torch.empty(4096, 112, device="meta")
+    with Kernels(least=1000) as kernels:
+        large.dense(torch.bfloat16)
+    assert 0 < len(kernels.names) <= 10, kernels.names
+    expected = weight.dense()
+    monkeypatch.setattr(integers, "tile_size", lambda count, device: four_bit.tile_size(count, torch.device("meta")))
+    again = IntegerWeight.pack(matrix, bits)
+    assert torch.equal(again.codes, weight.codes) and torch.equal(again.dense(), expected)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -88,6 +88,47 @@ def test_the_library_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize(
+    ("dtype", "block", "by", "said"),
+    [
+        (torch.bfloat16, 64, "library", "4-bit weights are unpacked by bitsandbytes (/"),
+        (
+            torch.bfloat16,
+            16,
+            "torch",
+            "by plain torch, which takes longer: bitsandbytes has no kernel for blocks of 16",
+        ),
+        (torch.bfloat16, 2048, "torch", "no kernel for blocks of 2048 numbers here"),
+        (torch.float64, 64, "torch", "no kernel for torch.float64"),
+    ],
+)
+def test_what_unpacks_is_said_as_it_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int, by: str, said: str
+) -> None:
+    means = native.means(torch.device("cpu"), dtype, block)
+    assert means.by == by and said in means.note
+    seen = []
+    monkeypatch.setattr(four_bit, "unpack_into", lambda *arguments: seen.append("torch"))
+    monkeypatch.setattr(native, "_unpack", lambda *arguments: seen.append("library"))
+    codes, absmax = packed(8, 64)
+    native.unpack_into(torch.empty(8, 64, dtype=dtype), codes, absmax, "nf4", block)
+    assert seen == [by]
+
+
+def test_operators_of_a_gpu_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "operators", lambda: (False, "4-bit weights are unpacked by plain torch: why"))
+    assert native.means(torch.device("cuda"), torch.bfloat16, 64) == ("torch", native.operators()[1])
+    monkeypatch.setattr(native, "operators", lambda: (True, "by operators"))
+    assert native.means(torch.device("cuda"), torch.bfloat16, 64).by == "operators"
+    monkeypatch.undo()
+    native.operators.cache_clear()
+    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    agree, note = native.operators()
+    assert not agree and note.endswith("bitsandbytes is not installed.")
+    native.operators.cache_clear()
+
+
+@needs_library
 def test_the_package_is_not_imported() -> None:
     script = (
         "import sys, torch; from danlu.numerics.packed import FourBitWeight; from danlu.numerics import native\n"
@@ -101,6 +142,7 @@ def falls_back() -> str:
     """Checks that plain torch takes over; returns the note that says why."""
     found, note = native.library()
     assert found is None and "by plain torch" in note
+    assert native.means(torch.device("cpu"), torch.float32, 64) == ("torch", note)
     codes, absmax = packed(33, 160)
     expected, seen = torch.empty(33, 160), torch.empty(33, 160)
     four_bit.unpack_into(expected, codes, absmax, "nf4", 64)

@@ -28,6 +28,7 @@ from danlu.cli.generate import (
     quantization_section,
     sampling_flags,
     sampling_options,
+    say_notes,
     whole_characters,
     write_any_character,
 )
@@ -94,6 +95,7 @@ def chat(
     opened = open_model(
         found, wording, precision=precision, device=device, quantization=quantization_section(quantization, found)
     )
+    say_notes(opened)
     voices = Voices(found, opened, chat_template)
     voice = voices.switch(voices.now)
     stopping, stop_strings = voice.stopping(stop or [], max_new_tokens, context)

@@ -21,6 +21,7 @@ from danlu.cli.generate import (
     Quantization,
     check_flags,
     quantization_section,
+    say_notes,
 )
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.recipe.composing import compose
@@ -104,6 +105,7 @@ def eval(
         device=device,
         quantization=quantization_section(quantization, found),
     )
+    say_notes(opened)
     scores = score(opened, prepared, recipe)
     statistics = prepared.statistics
     row: dict[str, Any] = {

@@ -16,6 +16,7 @@ from danlu.terminal import echo
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
     from danlu.rollout.finding import Found
+    from danlu.rollout.opening import OpenModel
     from danlu.rollout.request import Precision, SamplingOptions
 
 Temperature = Annotated[
@@ -104,6 +105,7 @@ def generate(
         quantization=quantization_section(quantization, found),
         merged=True,
     )
+    say_notes(opened)
     silent_stops, stop_strings = wording.split_stops(stop or [])
     write_any_character()
 
@@ -162,6 +164,12 @@ def whole_characters(text: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: not UTF-8 text (character {error.start}); convert it first") from None
     return text
+
+
+def say_notes(opened: OpenModel) -> None:
+    """On stderr, what there is to know of how a model was opened."""
+    for note in opened.notes:
+        print(note, file=sys.stderr)
 
 
 def write_any_character() -> None:

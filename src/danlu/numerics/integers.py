@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.errors import ModelError
-from danlu.numerics.four_bit import TILE
+from danlu.numerics.four_bit import tile_size
 from danlu.numerics.packed import check_packable
 from danlu.numerics.product import PackedWeight
 
@@ -62,7 +62,7 @@ class IntegerWeight(PackedWeight):
             dtype=torch.int8 if bits == 8 else torch.uint8,
             device=weight.device,
         )
-        for rows in _tiles(outputs, inputs):
+        for rows in _tiles(outputs, inputs, weight.device):
             grouped = _grouped(weight.detach()[rows].to(torch.float32), group)  # [rows, G, group]
             largest = grouped.abs().amax(dim=2)
             scales[rows] = largest / _LARGEST[bits]
@@ -92,7 +92,7 @@ class IntegerWeight(PackedWeight):
 
     def write(self, out: Tensor) -> None:
         outputs, inputs = self.shape
-        for rows in _tiles(outputs, inputs):
+        for rows in _tiles(outputs, inputs, out.device):
             if self.bits == 8:
                 numbers = self.codes[rows].to(torch.float32)
             else:
@@ -113,8 +113,9 @@ def _pairs(device: torch.device) -> Tensor:
     return torch.stack(((byte >> 4) - 8, (byte & 15) - 8), dim=1).to(torch.float32).view(torch.int64).view(-1)
 
 
-def _tiles(outputs: int, inputs: int) -> list[slice]:
-    step = max(1, TILE // inputs)
+def _tiles(outputs: int, inputs: int, device: torch.device) -> list[slice]:
+    size = tile_size(outputs * inputs, device)
+    step = max(1, size // inputs if device.type == "cpu" else -(-size // inputs))
     return [slice(start, start + step) for start in range(0, outputs, step)]
 
 

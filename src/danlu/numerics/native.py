@@ -16,7 +16,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from sys import platform
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, Nested
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(platform, ".so")
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_PLAIN = "4-bit weights are unpacked by plain torch, which takes longer"
 
 # With AVX-512 the kernel loses accuracy in longer blocks, says bitsandbytes, and does not use it there either.
 _LONGEST_BLOCK = 1024
@@ -40,21 +42,43 @@ class Library(NamedTuple):
     unpack_bytes: UnpackBytes
 
 
+class Means(NamedTuple):
+    """What unpacks a matrix, and a sentence on it: on what else there would be, where it is plain torch."""
+
+    by: Literal["library", "operators", "torch"]
+    note: str
+
+
+def means(device: torch.device, dtype: torch.dtype, block: int) -> Means:
+    """What unpacks matrices of this kind: the one place where it is chosen."""
+    if device.type not in ("cpu", "cuda"):
+        return Means("torch", f"{_PLAIN}: bitsandbytes is used on CPUs and CUDA, not on {device.type}.")
+    if dtype not in _TYPES:
+        return Means("torch", f"{_PLAIN}: bitsandbytes has no kernel for {dtype}.")
+    if block not in BLOCKS or (device.type == "cpu" and block > _LONGEST_BLOCK):
+        return Means("torch", f"{_PLAIN}: bitsandbytes has no kernel for blocks of {block} numbers here.")
+    if device.type == "cuda":
+        agree, note = operators()
+        return Means("operators" if agree else "torch", note)
+    found, note = library()
+    return Means("torch" if found is None else "library", note)
+
+
 def unpack_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
     """`four_bit.unpack_into` by the fastest means there is; the same bits.
 
     Numbers below 1.2e-38 aside: CPUs with bfloat16 instructions make them 0, plain torch does not. Blocks that
     bitsandbytes does not know, as those of a matrix that was cut may be, are left to plain torch.
     """
-    device = out.device.type
-    if block not in BLOCKS:
-        four_bit.unpack_into(out, codes, absmax, kind, block)
-    elif device == "cuda" and out.dtype in _TYPES and operators_agree():
-        torch.ops.bitsandbytes.dequantize_4bit.out(codes, absmax, block, kind, out.shape, out.dtype, out=out)
-    elif device == "cpu" and out.dtype in _TYPES and block <= _LONGEST_BLOCK and (found := library()[0]) is not None:
-        _unpack(found.unpack[kind, out.dtype], out.view(-1), codes.view(-1), absmax, kind, block)
-    else:
-        four_bit.unpack_into(out, codes, absmax, kind, block)
+    match means(out.device, out.dtype, block).by:
+        case "operators":
+            torch.ops.bitsandbytes.dequantize_4bit.out(codes, absmax, block, kind, out.shape, out.dtype, out=out)
+        case "library":
+            found = library()[0]
+            assert found is not None, "it was chosen"
+            _unpack(found.unpack[kind, out.dtype], out.view(-1), codes.view(-1), absmax, kind, block)
+        case "torch":
+            four_bit.unpack_into(out, codes, absmax, kind, block)
 
 
 def unpack_absmax(nested: Nested) -> Tensor:
@@ -69,12 +93,14 @@ def kernels_in_use() -> str:
 
 
 @cache
-def operators_agree() -> bool:
-    """Whether bitsandbytes' operators are there on CUDA and give what `four_bit` gives."""
+def operators() -> tuple[bool, str]:
+    """Whether bitsandbytes' operators are there on CUDA and give what `four_bit` gives, and a sentence on it."""
+    if find_spec("bitsandbytes") is None:
+        return False, f"{_PLAIN}: bitsandbytes is not installed."
     try:
         import bitsandbytes  # noqa: F401 - registers torch.ops.bitsandbytes; seconds, which only CUDA has a use for
-    except (ImportError, OSError, RuntimeError):
-        return False
+    except (ImportError, OSError, RuntimeError) as error:
+        return False, f"{_PLAIN}: bitsandbytes cannot be used ({error})."
     device = torch.device("cuda")
     codes, absmax = _example(device)
     for kind in KINDS:
@@ -85,11 +111,11 @@ def operators_agree() -> bool:
                 torch.ops.bitsandbytes.dequantize_4bit.out(
                     codes[:256], absmax, 64, kind, expected.shape, dtype, out=seen
                 )
-            except (NotImplementedError, RuntimeError):
-                return False
+            except (NotImplementedError, RuntimeError) as error:
+                return False, f"{_PLAIN}: bitsandbytes' operators cannot be used ({error})."
             if not torch.equal(expected, seen):
-                return False
-    return True
+                return False, f"{_PLAIN}: bitsandbytes' operators give other values for {kind} in {dtype}."
+    return True, "4-bit weights are unpacked by bitsandbytes' operators."
 
 
 @cache
@@ -97,13 +123,13 @@ def library() -> tuple[Library | None, str]:
     """bitsandbytes' CPU library and a sentence on it; None where it is missing or has other results than `four_bit`."""
     path = library_file()
     if path is None:
-        return None, "4-bit weights are unpacked by plain torch: bitsandbytes is not installed."
+        return None, f"{_PLAIN}: bitsandbytes is not installed."
     try:
         found = _bind(ctypes.CDLL(str(path)))
     except (OSError, AttributeError) as error:
-        return None, f"4-bit weights are unpacked by plain torch: bitsandbytes' library cannot be used ({error})."
+        return None, f"{_PLAIN}: bitsandbytes' library cannot be used ({error})."
     if (wrong := _disagreement(found)) is not None:
-        return None, f"4-bit weights are unpacked by plain torch: {path} gives other values for {wrong}."
+        return None, f"{_PLAIN}: {path} gives other values for {wrong}."
     return found, f"4-bit weights are unpacked by bitsandbytes ({path})."
 
 

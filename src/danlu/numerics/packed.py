@@ -10,7 +10,7 @@ from math import gcd
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from danlu.errors import ModelError
 from danlu.numerics import bitsandbytes_layout, four_bit, native
@@ -167,6 +167,16 @@ def _absmax_of(absmax: Tensor | Nested, start: int, stop: int) -> Tensor | Neste
         return native.unpack_absmax(absmax)[start:stop].clone()
     scales = absmax.absmax[start // NESTED_BLOCK : -(-stop // NESTED_BLOCK)]
     return Nested(absmax.codes[start:stop].clone(), scales.clone(), absmax.offset, absmax.values)
+
+
+def unpacking(model: nn.Module, dtype: torch.dtype) -> list[native.Means]:
+    """What unpacks the 4-bit weights of a model for products in `dtype`, each means once; none where it has none."""
+    found = [
+        native.means(module.device, dtype, module.block)
+        for module in model.modules()
+        if isinstance(module, FourBitWeight)
+    ]
+    return list(dict.fromkeys(found))
 
 
 def check_packable(weight: Tensor, where: str) -> None:

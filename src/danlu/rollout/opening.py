@@ -14,6 +14,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.folder import CONFIG, check_vocabulary, read_config, read_json
 from danlu.models.loading import load, stored_dtype
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
+from danlu.numerics.packed import unpacking
 from danlu.rollout.finding import Found
 from danlu.rollout.request import DEVICES, Precision, generation_stops
 from danlu.rollout.wording import Wording
@@ -37,6 +38,11 @@ class OpenModel:
     """Of activations, and of matrices that are not packed: decoding one sequence reads every weight once a token."""
     stacks: Stacks | None = None
     """Adapters, where they are not part of the weights."""
+
+    @property
+    def notes(self) -> list[str]:
+        """For the console: why 4-bit weights are not unpacked by the fastest means, where that is so."""
+        return [means.note for means in unpacking(self.model, self.dtype) if means.by == "torch"]
 
     @property
     def before(self) -> tuple[int, ...]:
