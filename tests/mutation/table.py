@@ -1,0 +1,560 @@
+"""The mutations: each changes one line of one file, and some test of that file's room has to fail.
+
+A line that has changed since is an error of this table (`test_mutation.py` looks for each): write the mutation anew for
+what stands there now, or take it out with what it was about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` in `src/danlu/FILE`, where it stands exactly once and on one line, becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+    tests: str  # files below tests/, separated by spaces
+    only: str = ""  # of these files the tests that pytest's -k selects, where all of them take long
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {self.old} -> {self.new}"
+
+    def problem(self, root: Path) -> str:
+        """Why it cannot be applied to the tree at `root`; empty if it can."""
+        try:
+            text = (root / "src" / "danlu" / self.file).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return "there is no such file"
+        if (count := text.count(self.old)) != 1:
+            return f"the old text is found {count} times"
+        if self.old == self.new or "\n" in self.old + self.new:
+            return "it changes no line, or several"
+        missing = [name for name in self.tests.split() if not (root / "tests" / name).is_file()]
+        if missing or not self.tests:
+            return f"no such tests: {', '.join(missing)}"
+        try:
+            compile(text.replace(self.old, self.new), self.file, "exec")
+        except SyntaxError as error:
+            return f"what it makes does not compile: {error}"
+        return ""
+
+    def apply(self, root: Path) -> str:
+        """The text of the mutated file, of a tree in which it has no `problem`."""
+        return (root / "src" / "danlu" / self.file).read_text(encoding="utf-8").replace(self.old, self.new)
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    # -- recipe
+    Mutation(
+        "recipe/overrides.py",
+        "_drop(node.value, [name for name in section.one_of if name != part])",
+        "_drop(node.value, [])",
+        "recipe/test_overrides.py",
+    ),
+    Mutation(
+        "recipe/comparing.py",
+        'if key == "checkpoint.every" and recipe.watch.policy == "rewind":',
+        'if key == "checkpoint.every" and recipe.watch.policy == "warn":',
+        "recipe/test_comparing.py",
+    ),
+    Mutation(
+        "recipe/comparing.py",
+        "different = [key for key in keys if before.get(key) != after.get(key)]",
+        "different = [key for key in after if before.get(key) != after.get(key)]",
+        "recipe/test_comparing.py",
+    ),
+    Mutation(
+        "recipe/rules.py",
+        "if isinstance(batch.micro, int) and packs % batch.micro:",
+        "if isinstance(batch.micro, int) and packs < batch.micro:",
+        "recipe/test_rules.py",
+    ),
+    Mutation(
+        "recipe/rules.py",
+        'if schedule.kind != "wsd" and schedule.decay != 0.2:',
+        'if schedule.kind == "wsd" and schedule.decay != 0.2:',
+        "recipe/test_rules.py",
+    ),
+    # -- models
+    Mutation(
+        "models/initialize.py",
+        "return 1 / config.embedding_multiplier",
+        "return 1.0",
+        "models/test_initialize.py",
+    ),
+    Mutation(
+        "models/initialize.py",
+        "return small / math.sqrt(2 * config.layers)",
+        "return small / math.sqrt(config.layers)",
+        "models/test_initialize.py",
+    ),
+    Mutation(
+        "models/attend.py",
+        "max(begin, start - window + 1)",
+        "max(begin, start - window + 2)",
+        "models/test_attend.py",
+    ),
+    Mutation(
+        "models/attend.py",
+        "mask.triu(keys - queries + 1 - window)",
+        "mask.triu(keys - queries - window)",
+        "models/test_attend.py models/test_families.py",
+    ),
+    Mutation("models/attend.py", "grad_scores.mul_(slope)", "grad_scores.mul_(1)", "models/test_attend.py"),
+    Mutation("models/rope.py", "keep = 1 - ramp", "keep = ramp", "models/test_rope.py"),
+    Mutation("models/rope.py", "(width / (width - 2))", "(width / (width - 1))", "models/test_rope.py"),
+    Mutation(
+        "models/ops.py",
+        "scale = weight.to(wide.dtype) + offset if offset else weight",
+        "scale = weight",
+        "models/test_ops.py",
+    ),
+    Mutation(
+        "models/ops.py",
+        "ctx.words, -1, False)",
+        "ctx.words, 0, False)",
+        "models/test_ops.py",
+    ),
+    # -- adapters
+    Mutation(
+        "adapters/lora.py",
+        "gain = one.magnitude / (norm if self.exact_norm else norm.detach())",
+        "gain = one.magnitude / norm",
+        "adapters/test_low_rank.py adapters/test_adapter_set.py",
+    ),
+    Mutation(
+        "adapters/lora.py",
+        "return None if self.asleep else self._dropout",
+        "return self._dropout",
+        "adapters/test_low_rank.py adapters/test_adapter_set.py adapters/test_dropout.py",
+    ),
+    Mutation(
+        "adapters/lora.py",
+        "bound = 1 / math.sqrt(values.shape[1])",
+        "bound = 1 / math.sqrt(values.shape[0])",
+        "adapters/test_low_rank.py adapters/test_folder.py",
+    ),
+    Mutation(
+        "adapters/low_rank.py",
+        "factors.weight_norm + 2 * scale * cross",
+        "factors.weight_norm + scale * cross",
+        "adapters/test_low_rank.py",
+    ),
+    Mutation(
+        "adapters/low_rank.py",
+        "grad_b = (grad.t() @ u[:, own]).to(b.dtype).mul_(factors.scale)",
+        "grad_b = (grad.t() @ u[:, own]).to(b.dtype)",
+        "adapters/test_low_rank.py",
+    ),
+    Mutation(
+        "adapters/dropout.py",
+        r'_hash(f"{self.seed}\0{step}"), tuple(packs)',
+        r'_hash(f"{self.seed}"), tuple(packs)',
+        "adapters/test_dropout.py",
+    ),
+    Mutation(
+        "adapters/dropout.py",
+        "return x * kept * (1 / (1 - self.share))",
+        "return x * kept",
+        "adapters/test_dropout.py",
+    ),
+    Mutation(
+        "adapters/mora.py",
+        "second * cos + first * sin), dim=-1)",
+        "second * cos - first * sin), dim=-1)",
+        "adapters/test_mora.py",
+    ),
+    Mutation(
+        "adapters/ia3.py",
+        "None if dense.bias is None else dense.bias * vector)",
+        "dense.bias)",
+        "adapters/test_ia3.py adapters/test_adapter_set.py",
+    ),
+    # -- data
+    Mutation(
+        "data/prepare.py",
+        '"settings": asdict(Settings.of(self._data, source.format)),',
+        '"settings": asdict(Settings.of(self._data, "auto")),',
+        "data/test_prepare.py",
+    ),
+    Mutation(
+        "data/prepare.py",
+        'starts = np.searchsorted(store.row_numbers, row_numbers, side="left")',
+        'starts = np.searchsorted(store.row_numbers, row_numbers, side="right") - 1',
+        "data/test_prepare.py",
+    ),
+    Mutation("data/batch.py", "[tokens, positions, trained - 1,", "[tokens, positions, trained,", "data/test_batch.py"),
+    Mutation(
+        "data/order.py",
+        "low_bits, high_bits = high_bits, low_bits",
+        "low_bits, high_bits = low_bits, high_bits",
+        "data/test_order.py",
+    ),
+    Mutation(
+        "data/packing.py",
+        "insort(open_packs, (free - length) << shift | pack)",
+        "insort(open_packs, free << shift | pack)",
+        "data/test_packing.py",
+    ),
+    Mutation(
+        "data/packing.py",
+        'np.argsort(-part.astype(np.int64), kind="stable")',
+        'np.argsort(part.astype(np.int64), kind="stable")',
+        "data/test_packing.py",
+    ),
+    Mutation("data/packs.py", "weights[:1] = 0", "weights[:0] = 0", "data/test_packs.py"),
+    Mutation(
+        "data/packs.py",
+        'Order.of(self.packs_per_epoch, self._seed, "packs", epoch)',
+        'Order.of(self.packs_per_epoch, self._seed, "packs")',
+        "data/test_packs.py",
+    ),
+    Mutation(
+        "data/mixture.py",
+        "drawn = order.take(np.arange(wanted))",
+        "drawn = np.arange(wanted)",
+        "data/test_mixture.py",
+    ),
+    Mutation("data/mixture.py", "if kept[other] > 1:", "if kept[other] >= 1:", "data/test_mixture.py"),
+    Mutation(
+        "data/render.py",
+        'weights = [1.0 if self._rendering.train_on == "all" else 0.0, 1.0]',
+        "weights = [1.0, 1.0]",
+        "data/test_render.py",
+    ),
+    Mutation(
+        "data/spans.py",
+        "if start < template.common(prompt, before):",
+        "if start < 0:",
+        "data/test_spans.py data/test_templates.py",
+    ),
+    Mutation(
+        "data/statistics.py",
+        "self.longest = max(mine, theirs)",
+        "self.longest = mine",
+        "data/test_prepare.py",
+    ),
+    # -- objectives
+    Mutation(
+        "objectives/crossentropy.py",
+        "gradient.mul_(weights.unsqueeze(1) * options.gradient_scale)",
+        "gradient.mul_(weights.unsqueeze(1))",
+        "objectives/test_crossentropy.py",
+    ),
+    Mutation(
+        "objectives/crossentropy.py",
+        "gradient.scatter_add_(1, part.place, weights.unsqueeze(1) * -options.gradient_scale)",
+        "gradient.scatter_add_(1, part.place, weights.unsqueeze(1) * -1)",
+        "objectives/test_crossentropy.py",
+    ),
+    Mutation(
+        "objectives/crossentropy.py",
+        "loss = loss + options.z_loss * rows.log_z.square()",
+        "loss = loss + options.z_loss * rows.log_z",
+        "objectives/test_crossentropy.py",
+    ),
+    Mutation(
+        "objectives/crossentropy.py",
+        "mass.mul_((highest - raised).exp_()).add_(",
+        "mass.add_(",
+        "objectives/test_crossentropy.py",
+    ),
+    Mutation(
+        "objectives/classification.py",
+        "(1 - label_smoothing) * nll + label_smoothing",
+        "nll + label_smoothing",
+        "objectives/test_classification.py",
+    ),
+    # -- optim
+    Mutation(
+        "optim/clip.py",
+        "factor = scale if max_norm is None or norm <= max_norm else",
+        "factor = scale if max_norm is None or norm >= max_norm else",
+        "optim/test_clip.py",
+    ),
+    Mutation(
+        "optim/ema.py",
+        "share = (1 - self.decay) / (1 - self.decay**self.updates)",
+        "share = 1 - self.decay",
+        "optim/test_ema.py",
+    ),
+    Mutation("optim/ema.py", "average.copy_(held)", "average.copy_(average)", "optim/test_ema.py"),
+    Mutation(
+        "optim/schedules.py",
+        "warmup = max(1, in_steps(section.warmup, total))",
+        "warmup = max(2, in_steps(section.warmup, total))",
+        "optim/test_schedules.py",
+    ),
+    Mutation(
+        "optim/schedules.py",
+        "0.5 * (1 + math.cos(math.pi * share))",
+        "0.5 * (1 + math.cos(share))",
+        "optim/test_schedules.py",
+    ),
+    Mutation(
+        "optim/lion.py",
+        "momentum.lerp_(grad, 1 - betas[1])",
+        "momentum.lerp_(grad, 1 - betas[0])",
+        "optim/test_lion.py",
+    ),
+    Mutation(
+        "optim/groups.py",
+        'role(name, parameter) in ("matrix", "head")',
+        'role(name, parameter) in ("matrix",)',
+        "optim/test_groups.py",
+    ),
+    Mutation("optim/galore.py", 'alpha=group["lr"] * self.scale)', 'alpha=group["lr"])', "optim/test_galore.py"),
+    Mutation("optim/eight_bit.py", 'state["step"].add_(1)', 'state["step"].add_(0)', "optim/test_eight_bit.py"),
+    Mutation("optim/sparse.py", "grad = parameter.grad.coalesce()", "grad = parameter.grad", "optim/test_sparse.py"),
+    # -- numerics
+    Mutation(
+        "numerics/integers.py",
+        "scales[rows] = largest / _LARGEST[bits]",
+        "scales[rows] = largest / (_LARGEST[bits] + 1)",
+        "numerics/test_integers.py",
+    ),
+    Mutation(
+        "numerics/loss_scaling.py",
+        "self.scale = max(self.floor, before / 2)",
+        "self.scale = before / 2",
+        "numerics/test_loss_scaling.py",
+    ),
+    Mutation(
+        "numerics/loss_scaling.py",
+        "if self.good_steps < self.growth_interval:",
+        "if self.good_steps <= self.growth_interval:",
+        "numerics/test_loss_scaling.py",
+    ),
+    Mutation(
+        "numerics/four_bit.py",
+        "return _times(values, nested.absmax, NESTED_BLOCK).add_(nested.offset)",
+        "return _times(values, nested.absmax, NESTED_BLOCK)",
+        "numerics/test_four_bit.py",
+    ),
+    Mutation(
+        "numerics/difference.py",
+        "return max(found) if all(map(math.isfinite, found)) else math.inf",
+        "return max(found)",
+        "numerics/test_difference.py",
+    ),
+    # -- assembly
+    Mutation(
+        "assembly/combining.py",
+        "change = one.scale * (one.b.float() @ one.a.float())",
+        "change = one.b.float() @ one.a.float()",
+        "assembly/test_combining.py",
+    ),
+    Mutation(
+        "assembly/combining.py",
+        "math.copysign(math.sqrt(abs(one)), one) for one in strengths",
+        "math.sqrt(abs(one)) for one in strengths",
+        "assembly/test_combining.py",
+    ),
+    Mutation(
+        "assembly/merging.py",
+        "for part, start, one in zip(parts, starts, made, strict=True)}",
+        "for part, start, one in zip(parts, starts, reversed(made), strict=True)}",
+        "assembly/test_merging.py",
+    ),
+    # -- parallel
+    Mutation(
+        "parallel/layout.py",
+        "return self.replicate * self.shard",
+        "return self.shard",
+        "parallel/test_layout.py",
+    ),
+    Mutation(
+        "parallel/regions.py",
+        "ctx.group.scatter_sum(grad) if ctx.cut else ctx.group.sum(_copy(grad)), None, None",
+        "ctx.group.scatter_sum(grad) if ctx.cut else _copy(grad), None, None",
+        "parallel/test_tensor_placing.py",
+        "float32_gradients",
+    ),
+    Mutation(
+        "parallel/rings.py",
+        "chunks[step.receives].add_(arrived)",
+        "chunks[step.receives].copy_(arrived)",
+        "parallel/test_rings.py",
+    ),
+    Mutation(
+        "objectives/crossentropy.py",
+        "mass = mass * (here - highest).exp_()",
+        "mass = mass * 1",
+        "parallel/test_tensor_loss.py",
+    ),
+    # -- memory
+    Mutation(
+        "memory/planning.py",
+        "if partial.kept_bytes + one.whole_bytes <= budget_bytes",
+        "if partial.kept_bytes <= budget_bytes",
+        "memory/test_planning.py",
+    ),
+    Mutation(
+        "memory/recompute.py",
+        "size = section.layers or max(1, round(math.sqrt(len(layers))))",
+        "size = section.layers or max(1, len(layers))",
+        "memory/test_recompute.py",
+        "plans_by or in_words",
+    ),
+    Mutation(
+        "memory/frames.py",
+        "(tensor.shape, tensor.dtype) != self._shapes[number]",
+        "tensor.dtype != self._shapes[number][1]",
+        "memory/test_frames.py",
+    ),
+    # -- train
+    Mutation("train/watch.py", "_DEVIATIONS_PER_MAD = 1.4826", "_DEVIATIONS_PER_MAD = 1.0", "train/test_watch.py"),
+    Mutation(
+        "train/watch.py",
+        "if self._spikes_in_a_row >= self._enough:",
+        "if self._spikes_in_a_row > self._enough:",
+        "train/test_watch.py",
+    ),
+    Mutation(
+        "train/position.py",
+        'self.excluded = set(state["excluded"])',
+        "self.excluded = set()",
+        "train/test_loop.py",
+    ),
+    Mutation(
+        "train/position.py",
+        "self.next = self.last_taken[0]",
+        "self.next = self.last_taken[-1]",
+        "train/test_loop.py",
+    ),
+    Mutation(
+        "train/step.py",
+        "scale=1 / (weight * loss_scale),",
+        "scale=1 / weight,",
+        "train/test_step.py train/test_loop.py",
+    ),
+    Mutation("train/step.py", "compute.noise(step, group)", "compute.noise(step + 1, group)", "train/test_step.py"),
+    Mutation(
+        "train/state.py",
+        'run.watch.load(state["watch"])',
+        "pass",
+        "train/test_loop.py",
+    ),
+    Mutation(
+        "train/loop.py",
+        "if run.state.best_loss is None or scores.loss <",
+        "if run.state.best_loss is None or scores.loss >",
+        "train/test_loop.py",
+    ),
+    Mutation(
+        "train/manifest.py",
+        "kept = {info.step for info in complete[-keep:]}",
+        "kept = {info.step for info in complete[:keep]}",
+        "train/test_checkpoint.py",
+    ),
+    Mutation(
+        "train/manifest.py",
+        "if digest.result() != shard.tensors[name].sha256",
+        "if digest.result() == shard.tensors[name].sha256",
+        "train/test_checkpoint.py",
+    ),
+    Mutation(
+        "train/metrics.py",
+        "os.ftruncate(self._fd, sum(map(len, content[:lines])))",
+        "os.ftruncate(self._fd, sum(map(len, content)))",
+        "train/test_metrics.py",
+    ),
+    # -- rollout
+    Mutation(
+        "rollout/sampling.py",
+        "torch.where(logits < 0, logits * penalty, logits / penalty)",
+        "logits / penalty",
+        "rollout/test_sampling.py",
+    ),
+    Mutation(
+        "rollout/sampling.py",
+        "inside = above < top_p",
+        "inside = above + probabilities < top_p",
+        "rollout/test_sampling.py",
+    ),
+    Mutation("rollout/sampling.py", "math.log(options.min_p)", "options.min_p", "rollout/test_sampling.py"),
+    Mutation(
+        "rollout/cache.py",
+        "hidden |= places <= last - window",
+        "hidden |= places < last - window",
+        "rollout/test_cache.py",
+    ),
+    Mutation(
+        "rollout/stopping.py",
+        "longest = min(len(text), len(string) - 1)",
+        "longest = min(len(text), len(string) - 2)",
+        "rollout/test_stopping.py",
+    ),
+    Mutation(
+        "rollout/generate.py",
+        "elif self.position >= stopping.context:",
+        "elif self.position > stopping.context:",
+        "rollout/test_generate.py",
+    ),
+    # -- plan
+    Mutation("plan/flops.py", "_TRAINING = 3", "_TRAINING = 2", "plan/test_flops.py"),
+    Mutation(
+        "plan/flops.py",
+        "pairs += reach * (reach + 1) // 2 + (length - reach) * reach",
+        "pairs += reach * (reach + 1) // 2 + length * reach",
+        "plan/test_flops.py",
+    ),
+    Mutation(
+        "plan/precision.py",
+        'return "bf16" if speeds["bf16"] * NEAR > speeds["fp32"] else "fp32"',
+        'return "bf16" if speeds["bf16"] > speeds["fp32"] else "fp32"',
+        "plan/test_precision.py",
+    ),
+    # -- report
+    Mutation(
+        "report/study.py",
+        'return [key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys]',
+        'return [key.rpartition(".")[2] for key in keys]',
+        "report/test_study.py",
+    ),
+    Mutation(
+        "report/preview_words.py",
+        "total = math.ceil(math.ceil(epochs * packed.packs) / per_step)",
+        "total = math.ceil(epochs * packed.packs)",
+        "report/test_preview.py cli/test_preview.py",
+    ),
+    # -- verify
+    Mutation(
+        "verify/comparing.py",
+        "return self.ranks is None and math.isfinite(self.error) and self.error <= self.allowed",
+        "return self.ranks is None and self.error <= self.allowed",
+        "verify/test_comparing.py",
+    ),
+    Mutation(
+        "verify/comparing.py",
+        "ranks = None if other is None else (0, other)",
+        "ranks = None",
+        "verify/test_comparing.py",
+    ),
+    Mutation(
+        "verify/diagnosing.py",
+        "none, more = (shares < 0.5).sum(), (shares > 1.5).sum()",
+        "none, more = (shares < 0.5).sum(), (shares < 0.5).sum()",
+        "verify/test_diagnosing.py",
+    ),
+    # -- the surface
+    Mutation(
+        "run.py",
+        "chosen = run_recipe(run).precision",
+        "chosen = fastest(product_speeds(device))",
+        "test_run.py",
+        "precision_auto",
+    ),
+    Mutation(
+        "study.py",
+        "names = {one.run.name for one in planned}",
+        "names = set()",
+        "test_study.py",
+    ),
+    Mutation("cli/main.py", "return exit_.exit_code", "return 0", "cli/test_recipe_cli.py cli/test_checkpoint_cli.py"),
+)

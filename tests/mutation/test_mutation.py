@@ -1,0 +1,81 @@
+"""Every mutation can still be applied, and what is said of one is what its tests say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mutation.run import ROOT, main
+from mutation.table import MUTATIONS, Mutation
+
+ROOMS = """
+adapters assembly cli data memory models numerics objectives optim parallel plan recipe report rollout train verify
+"""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_can_be_applied(mutation: Mutation) -> None:
+    assert mutation.problem(ROOT) == ""
+
+
+def test_there_are_enough_of_them_in_every_room() -> None:
+    assert len(MUTATIONS) >= 60 and len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+    assert {mutation.file.partition("/")[0] for mutation in MUTATIONS if "/" in mutation.file} == set(ROOMS.split())
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A package of one function, whose tests see half of what it does."""
+    (tmp_path / "src" / "danlu").mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["src"]\n')
+    (tmp_path / "src" / "danlu" / "__init__.py").write_text("")
+    (tmp_path / "src" / "danlu" / "sign.py").write_text(
+        "def sign(x):\n    if x < 0:\n        return -1\n    return 0 if x == 0 else 1\n"
+    )
+    (tmp_path / "tests" / "test_sign.py").write_text(
+        "from danlu.sign import sign\n\n\ndef test_sign():\n    assert (sign(3), sign(-3)) == (1, -1)\n"
+    )
+    (tmp_path / "tests" / "test_red.py").write_text("def test_red():\n    assert False\n")
+    return tmp_path
+
+
+KILLED = Mutation("sign.py", "x < 0", "x > 0", "test_sign.py")
+SURVIVES = Mutation("sign.py", "x == 0", "x == 1.5", "test_sign.py")
+
+
+@pytest.mark.slow
+def test_what_tests_notice_is_killed_and_the_rest_survives(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (tree / "src" / "danlu" / "sign.py").read_text()
+    assert main([], tree, [KILLED]) == 0
+    assert "1 of 1 mutations killed (100.0%)" in capsys.readouterr().out
+    assert main([], tree, [SURVIVES, KILLED]) == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 mutations killed (50.0%)\n  survived: sign.py: x == 0 -> x == 1.5\n" in said
+    assert (tree / "src" / "danlu" / "sign.py").read_text() == before
+    red = Mutation("sign.py", "x < 0", "x > 0", "test_red.py")
+    broken = Mutation("sign.py", "return -1", "import nothing_of_the_kind", "test_sign.py", "no_such_test")
+    assert main([], tree, [red, broken]) == 2
+    said = capsys.readouterr().out
+    assert "without it its tests end with exit code 1: sign.py: x < 0" in said
+    assert "without it its tests end with exit code 5: sign.py: return -1" in said  # no test was selected
+
+
+@pytest.mark.parametrize(
+    ("mutation", "problem"),
+    [
+        (Mutation("sign.py", "x <= 0", "x", "test_sign.py"), "the old text is found 0 times"),
+        (Mutation("sign.py", "return", "raise", "test_sign.py"), "the old text is found 2 times"),
+        (Mutation("sign.py", "x < 0", "x < 0", "test_sign.py"), "it changes no line, or several"),
+        (Mutation("sign.py", "x < 0", "x <", "test_sign.py"), "what it makes does not compile"),
+        (Mutation("sign.py", "x < 0", "x", "test_none.py"), "no such tests: test_none.py"),
+        (Mutation("no.py", "x", "y", "test_sign.py"), "there is no such file"),
+    ],
+)
+def test_a_stale_mutation_is_an_error(
+    tree: Path, mutation: Mutation, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([], tree, [KILLED, mutation]) == 2
+    said = capsys.readouterr().out
+    assert f"cannot be applied: {mutation.name}: {problem}" in said and "killed" not in said
