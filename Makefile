@@ -1,11 +1,13 @@
 # danlu: everything that is done often, in one word. `make demo` is the place to begin.
 #
-#   make demo       train, tune and try a small model on built-in data (a few minutes on two cores)
-#   make test       what has to pass: format, lint, types, fast tests
-#   make test-all   the slow tests too
-#   make check      the same as test, after putting the format right
-#   make bench      the scripts of benchmarks/ that need no peers and no data, one after the other
-#   make gpu        GPU tests and benchmarks, with the machine's own torch where it has CUDA
+#   make demo               train, tune and try a small model on built-in data (a few minutes on two cores)
+#   make test               format, lint, types, and the fast tests in one process each
+#   make test-distributed   the fast tests that start groups of processes; both together are what has to pass
+#   make test-all           every test that needs no GPU, the slow ones too, with new random examples
+#   make check              the same as test, after putting the format right
+#   make mutation           single-line faults, one after the other, that the tests of their room must notice
+#   make bench              the scripts of benchmarks/ that need no peers and no data, one after the other
+#   make gpu                GPU tests and benchmarks, with the machine's own torch where it has CUDA
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -18,13 +20,17 @@ BENCHMARKS ?= benchmarks/throughput.py benchmarks/decode.py benchmarks/tokenizin
               benchmarks/recompute.py benchmarks/parallel.py benchmarks/kills.py
 GPU_BENCHMARKS ?= benchmarks/throughput.py benchmarks/decode.py
 
-.PHONY: demo test test-all lint check bench gpu gpu-checks clean
+.PHONY: demo test test-distributed test-all lint check mutation bench gpu gpu-checks clean
 
 demo: .venv/installed
 	$(BIN)/danlu demo
 
 test: lint
-	$(PYTEST)
+	$(PYTEST) -m "not slow and not gpu and not distributed"
+
+# By files: what a file's tests share is made once, and not by each worker.
+test-distributed: .venv/installed
+	$(PYTEST) --dist loadfile -m "distributed and not slow and not gpu"
 
 test-all: lint
 	HYPOTHESIS_PROFILE=new $(PYTEST) -m "not gpu"
@@ -38,6 +44,9 @@ check: .venv/installed
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 	$(MAKE) test
+
+mutation: .venv/installed
+	PYTHONPATH=tests $(BIN)/python -m mutation.run --workers $(WORKERS)
 
 bench: .venv/installed
 	$(foreach script,$(BENCHMARKS),$(BIN)/python $(script) &&) true

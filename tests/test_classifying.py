@@ -61,6 +61,7 @@ def differs(seen: list[Seen], one: Seen, step: int) -> float:
 # -- many processes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("shard", SHARDS)
 def test_many_processes_compute_what_one_does(shard: str, many: dict[str, list[Seen]], one: Seen) -> None:
     seen = many[shard]
@@ -79,6 +80,7 @@ def test_many_processes_compute_what_one_does(shard: str, many: dict[str, list[S
     assert (max(rows) == 16) == (shard == "none")  # only then does each hold all of it
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("shard", "fault"), [("none", "no sum"), ("none", "repeated rows"), ("zero3", "repeated rows")]
 )
@@ -87,6 +89,7 @@ def test_a_mistake_would_be_seen(shard: str, fault: str, images: str, one: Seen)
     assert differs(seen, one, 0) > 1000 * CLOSE
 
 
+@pytest.mark.distributed
 def test_a_run_of_many_processes_leaves_one_model(images: str, tmp_path: Path) -> None:
     def weights(name: str) -> dict[str, Tensor]:
         return dict(lenet.load(tmp_path / name / "model").named_parameters())

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from danlu.numerics.difference import worst_relative_error
 
+pytestmark = pytest.mark.distributed
+
 STEPS, STOP = 12, 7
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),

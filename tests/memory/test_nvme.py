@@ -129,6 +129,7 @@ def test_layers_on_a_gpu_are_refused(tmp_path: Path) -> None:
         offload_parameters(model, tmp_path)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("intermediate_size", [256, 255])
 def test_shares_of_sharded_weights(tmp_path: Path, intermediate_size: int) -> None:
     """Of 255 rows the second process has one less, which FSDP2 fills up: in memory, for it would not see the file."""
@@ -141,6 +142,7 @@ def test_shares_of_sharded_weights(tmp_path: Path, intermediate_size: int) -> No
         assert resident == 0 and touched > 0.9 * size > 0  # the shares are there still, after steps
 
 
+@pytest.mark.distributed
 def test_a_filled_up_share_in_a_file_would_never_be_trained(tmp_path: Path) -> None:
     """Negative control: what the optimizer changes is not what FSDP2 computes with."""
     found = run_group(partial(sharded_in_files, filled_up_too=True), 2, str(tmp_path), 255)

@@ -150,6 +150,7 @@ def test_a_plan_in_words() -> None:
     assert describe(some) == "recompute: none in layers 2-3 and 5, full in layers 0-1 and 4"
 
 
+@pytest.mark.distributed
 def test_parameters_that_are_gathered_for_each_layer() -> None:
     """FSDP2 with its hooks around wrapped layers: the gradients of the same, unwrapped."""
     for rank in run_group(sharded_steps, 2, [*PLANS.values()]):

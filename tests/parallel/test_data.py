@@ -10,6 +10,8 @@ from made.group import run_group
 from made.placed import recipe_file
 from made.tiny_world import CONFIG, World
 
+pytestmark = pytest.mark.distributed
+
 # Rows that two processes cannot share evenly.
 OFFLOADED: Mapping[str, object] = {
     "model": {"config": {**CONFIG, "intermediate_size": 101}},

@@ -10,6 +10,8 @@ from made.group import run_group
 from made.placed import recipe_file
 from made.tiny_world import tiny_world
 
+pytestmark = pytest.mark.distributed
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "sequence": {"tensor": 2, "sequence": True},

@@ -18,6 +18,8 @@ from torch import Tensor
 from danlu.numerics.difference import relative_error
 from danlu.verify.observing import Seen, whole
 
+pytestmark = pytest.mark.distributed
+
 PACKS, MICRO = 5, 2  # of a step: no number of processes divides them, and some have a micro-batch more than others
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {

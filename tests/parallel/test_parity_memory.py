@@ -70,6 +70,7 @@ def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping
     return {name: (one[alone], [found[two] for found in many]) for name, (alone, two) in files.items()}
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_that_saves_memory_is_one_process(seen: Mapping[str, tuple[Seen, list[Seen]]], name: str) -> None:
     one, many = seen[name]

@@ -23,12 +23,14 @@ def outcomes(request: pytest.FixtureRequest) -> list[list[Outcome]]:
     return run_group(compared, request.param)
 
 
+@pytest.mark.distributed
 def test_results_are_those_of_torch(outcomes: list[list[Outcome]]) -> None:
     for rank, found in enumerate(outcomes):
         for one in found:
             assert one.ours.dtype == one.theirs.dtype and torch.equal(one.ours, one.theirs), (rank, one)
 
 
+@pytest.mark.distributed
 def test_each_process_sends_what_the_formula_says(outcomes: list[list[Outcome]]) -> None:
     size, seen = len(outcomes), set()
     for together in zip(*outcomes, strict=True):
@@ -44,11 +46,13 @@ def test_each_process_sends_what_the_formula_says(outcomes: list[list[Outcome]])
     assert seen == SHARES.keys()
 
 
+@pytest.mark.distributed
 def test_what_is_said_to_be_sent_is_what_is_seen_on_the_way(outcomes: list[list[Outcome]]) -> None:
     assert all(one.sent_bytes == one.counted_bytes for found in outcomes for one in found)
     assert any(one.sent_bytes for found in outcomes for one in found)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("size", [3, 4])
 def test_wrong_neighbours_are_noticed(size: int) -> None:
     for found in run_group(with_wrong_neighbours, size):
@@ -56,6 +60,7 @@ def test_wrong_neighbours_are_noticed(size: int) -> None:
             assert not torch.equal(ours, theirs)
 
 
+@pytest.mark.distributed
 def test_floats_are_added_around_the_ring_and_all_get_the_same_bits() -> None:
     found = run_group(summed_floats, 3)
     given = [x.tensor_split(3) for x, _ in found]

@@ -14,6 +14,8 @@ from made.tiny_world import World
 from danlu.numerics.difference import worst_relative_error
 from danlu.verify.observing import Seen, whole
 
+pytestmark = pytest.mark.distributed
+
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"kind": "lora", "targets": ["all-linear", "embed_tokens", "lm_head"]},
     "dropout": {"kind": "lora", "dropout": 0.3},

@@ -14,6 +14,8 @@ from made.tensor_side import Case
 from danlu.numerics.difference import worst_error
 from danlu.recipe import sections
 
+pytestmark = pytest.mark.distributed
+
 Errors = dict[str, dict[str, float]]
 LARGEST = 1e-11
 SEEN = 1e-3  # what a fault makes of some error, at least

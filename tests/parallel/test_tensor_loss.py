@@ -11,6 +11,8 @@ from made.group import run_group
 
 from danlu.numerics.difference import worst_error
 
+pytestmark = pytest.mark.distributed
+
 EXTRAS: list[dict[str, Any]] = [
     {},
     {"softcap": 5.0},

@@ -14,6 +14,8 @@ from made.tensor_side import CONFIG, Case
 from danlu.numerics.difference import worst_error
 from danlu.recipe import sections
 
+pytestmark = pytest.mark.distributed
+
 LORA = sections.Lora(targets=["all-linear", "embed_tokens", "lm_head"])
 DORA = sections.Dora(targets=["all-linear"])
 

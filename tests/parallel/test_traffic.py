@@ -23,6 +23,7 @@ def counted() -> list[dict[str, list[Sent]]]:
     return run_group(one_of_each, 3)
 
 
+@pytest.mark.distributed
 def test_each_collective_is_counted_as_a_ring_sends_it(counted: list[dict[str, list[Sent]]]) -> None:
     third = Fraction(1, 3)
     expected = {
@@ -77,6 +78,7 @@ def test_an_operator_that_is_not_known_is_not_passed_over(monkeypatch: pytest.Mo
         dist.all_reduce(torch.ones(2))
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "axes"),
     [

@@ -63,12 +63,14 @@ def of_four() -> list[Counted]:
     return run_group(steps, 4, [*SECTIONS, *HYBRID])
 
 
+@pytest.mark.distributed
 def test_data_ranks_send_what_the_formulas_say(of_four: list[Counted]) -> None:
     for counted in [*run_group(steps, 2, SECTIONS[:5]), *of_four]:
         assert disagreements(counted) == []
     assert len(of_four[0]) == 40
 
 
+@pytest.mark.distributed
 def test_another_formula_does_not_fit(of_four: list[Counted]) -> None:
     for (name, (measured, _)), (other, (_, formula)) in product(of_four[0].items(), of_four[0].items()):
         if alike(name) != alike(other):
@@ -88,6 +90,7 @@ def alike(name: str) -> str:
     return ", ".join([stage, replicate, each, reduce, kind, times])
 
 
+@pytest.mark.distributed
 def test_frozen_parameters_are_gathered_and_have_no_gradients() -> None:
     for counted in run_group(with_frozen, 2, ["_proj"]):
         assert disagreements(counted) == []
@@ -95,6 +98,7 @@ def test_frozen_parameters_are_gathered_and_have_no_gradients() -> None:
         assert fits(measured, formula) and not fits(measured, another)
 
 
+@pytest.mark.distributed
 def test_packed_weights_are_gathered_as_they_are() -> None:
     for counted in run_group(with_adapters, 2):
         wide = counted.pop("codes as float32")
@@ -102,6 +106,7 @@ def test_packed_weights_are_gathered_as_they_are() -> None:
         assert not fits(*wide)
 
 
+@pytest.mark.distributed
 def test_recompute_gathers_nothing_more() -> None:
     for counted in run_group(remade, 2):
         assert disagreements(counted) == []
@@ -122,6 +127,7 @@ CUT: list[TensorCase] = [
 ]
 
 
+@pytest.mark.distributed
 def test_tensor_ranks_send_what_the_formulas_say() -> None:
     for counted in run_group(tensor_steps, 2, CUT):
         assert disagreements(counted) == []

@@ -17,6 +17,7 @@ from danlu.train.gathering import Gathering, whole
 from danlu.types import Piece
 
 
+@pytest.mark.distributed
 def test_boxes_of_every_layout_come_together_on_the_first_rank() -> None:
     for wrong in run_group(boxes_side.gathers, 4):
         assert wrong == {layout: [] for layout in LAYOUTS}
@@ -31,6 +32,7 @@ def test_alone_a_tensor_is_itself() -> None:
     assert found is not None and found.data_ptr() == tensor.data_ptr()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("after", [0, 2, 6])
 def test_what_fails_on_the_first_rank_is_raised_on_all(after: int) -> None:
     first, *others = run_group(boxes_side.gathering_fails, 3, after)
@@ -42,6 +44,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.distributed
 def test_results_of_boxes_are_those_of_one_process(tmp_path: Path) -> None:
     run_group(boxes_side.exports, 4, str(tmp_path))
     model, _ = adapted(None)

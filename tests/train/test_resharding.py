@@ -48,6 +48,7 @@ def copied(path: Path, to: Path) -> Path:
     return Path(shutil.copytree(path, to / "checkpoints" / path.name))
 
 
+@pytest.mark.distributed
 def test_one_process_reads_what_four_wrote(saved: Path) -> None:
     assert boxes_side.load_all([str(path) for path in paths(saved)], 0, 1, ALONE) == []
     for path in paths(saved):
@@ -57,12 +58,14 @@ def test_one_process_reads_what_four_wrote(saved: Path) -> None:
     assert differing({"model": read_group(older, "model")}, {"model": wholes()["model"]}) != []
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_boxes_out_of_any_boxes(saved: Path, size: int) -> None:
     for wrong in run_group(boxes_side.loads, size, [str(path) for path in paths(saved)]):
         assert wrong == []
 
 
+@pytest.mark.distributed
 def test_each_box_is_written_once_and_by_the_rank_that_has_it(saved: Path) -> None:
     for layout, step in STEPS.items():
         manifest = read_manifest(saved / layout / f"step-{step:08d}")
@@ -81,6 +84,7 @@ def test_each_box_is_written_once_and_by_the_rank_that_has_it(saved: Path) -> No
     assert torch.equal(read["wide"], wholes()["model"]["wide"][4:6])
 
 
+@pytest.mark.distributed
 def test_only_the_bytes_of_the_box_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = [0]
     real = os.preadv
@@ -104,6 +108,7 @@ def test_only_the_bytes_of_the_box_are_read(saved: Path, monkeypatch: pytest.Mon
         assert read[0] == sum(one.nbytes for one in into.values())
 
 
+@pytest.mark.distributed
 def test_a_target_that_is_not_flat_is_filled_in_place(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_CHUNK_BYTES", 100)  # two rows at a time
     whole = wholes()["model"]
@@ -133,6 +138,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (path / MARK).write_text(mark_text(text, total_bytes=1, loss=None, time=0.0))
 
 
+@pytest.mark.distributed
 def test_every_flipped_byte_is_found_and_the_box_named(saved: Path, tmp_path: Path) -> None:
     path = copied(paths(saved)[0], tmp_path)
     for shard in read_manifest(path).shards:
@@ -148,6 +154,7 @@ def test_every_flipped_byte_is_found_and_the_box_named(saved: Path, tmp_path: Pa
     assert verify(path) == []
 
 
+@pytest.mark.distributed
 def test_damage_stops_all_processes_with_one_message(saved: Path, tmp_path: Path) -> None:
     path = copied(paths(saved)[0], tmp_path)
     intact = copied(saved / "rows" / "step-00000001", tmp_path)
@@ -166,6 +173,7 @@ def test_damage_stops_all_processes_with_one_message(saved: Path, tmp_path: Path
         )
 
 
+@pytest.mark.distributed
 def test_a_box_that_is_in_no_file_or_in_two_is_named(saved: Path, tmp_path: Path) -> None:
     path = copied(paths(saved)[0], tmp_path)
 
@@ -191,6 +199,7 @@ def test_a_box_that_is_in_no_file_or_in_two_is_named(saved: Path, tmp_path: Path
     assert verify(path) == []
 
 
+@pytest.mark.distributed
 def test_shares_of_the_hashing_are_disjoint_and_all_of_it(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = paths(saved)[0]
     hashed: list[tuple[int, int, int]] = []
@@ -213,6 +222,7 @@ def test_shares_of_the_hashing_are_disjoint_and_all_of_it(saved: Path, monkeypat
     assert max(sizes) < 1.5 * min(sizes)
 
 
+@pytest.mark.distributed
 def test_tensors_that_do_not_fit_are_named_on_all_processes(saved: Path) -> None:
     path = paths(saved)[1]
     expected = {
@@ -228,6 +238,7 @@ def test_tensors_that_do_not_fit_are_named_on_all_processes(saved: Path) -> None
     assert all(message == "" for message, _ in run_group(boxes_side.refused, 4, str(path), "a name too few on rank 0"))
 
 
+@pytest.mark.distributed
 def test_other_shapes_are_told_by_the_whole(saved: Path) -> None:
     into = {"optimizer": {"exp_avg.wide": torch.zeros(4, 13), "step.wide": torch.zeros(())}}
     with pytest.raises(CheckpointError) as caught:
@@ -240,6 +251,7 @@ def test_other_shapes_are_told_by_the_whole(saved: Path) -> None:
 # -- saving while other things go on ----------------------------------------------------------------------------------
 
 
+@pytest.mark.distributed
 def test_a_save_beside_training(tmp_path: Path) -> None:
     sums = run_group(boxes_side.saves_while_training, 4, str(tmp_path / "checkpoints"))
     assert sums == [[float(sum(range(4)) + 4 * number) for number in range(20)] + [4.0] * 3] * 4
@@ -247,6 +259,7 @@ def test_a_save_beside_training(tmp_path: Path) -> None:
     assert differing({group: read_group(path, group) for group in wholes()}, wholes()) == []
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("background", [False, True])
 def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path, background: bool) -> None:
     folder = tmp_path / "checkpoints"
@@ -271,6 +284,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path, background: boo
     assert verify(folder / "step-00000007") == []
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "victim", "size", "complete"),
     [
@@ -303,6 +317,7 @@ def test_a_rank_that_vanishes_leaves_the_older_checkpoint(
 # -- state that cannot be cut -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.distributed
 def test_moments_in_blocks(tmp_path: Path) -> None:
     assert run_group(boxes_side.saves_eight_bit, 4, str(tmp_path)) == [[]] * 4
     shapes = {name: shape for name, shape, _ in boxes_side.EIGHT_BIT}

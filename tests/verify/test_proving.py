@@ -37,6 +37,7 @@ def recipe(folder: Path, *overrides: str, tied: bool = False, base: bool = False
     return load(file, list(overrides)).recipe
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("overrides", "options", "layout"),
     [
@@ -62,6 +63,7 @@ def test_a_right_layout_is_the_same(
     assert rows and all(row.agrees for row in rows)
 
 
+@pytest.mark.distributed
 def test_precision_auto_is_decided_before_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proving, "product_speeds", lambda device: {"fp32": 1e9, "bf16": 2e9})
     auto = recipe(tmp_path, "parallel=zero2", "precision=auto")
@@ -98,6 +100,7 @@ def test_every_mistake_has_a_case() -> None:
     assert list(CASES) == list(FAULTS) == sorted(FAULTS)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
 def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path) -> None:
     overrides, options, parameter = CASES[name]
@@ -118,6 +121,7 @@ def images(folder: Path, *overrides: str) -> Recipe:
     return load(file, list(overrides)).recipe
 
 
+@pytest.mark.distributed
 def test_a_classifier_of_images_is_verified_as_it_is(tmp_path: Path) -> None:
     found, rows = prove("recipe.yaml", images(tmp_path, "parallel=zero2"), Options(steps=2, traffic=True))
     assert found.finding is None and all(check.holds for check in found.checks)
@@ -129,6 +133,7 @@ def test_a_classifier_of_images_is_verified_as_it_is(tmp_path: Path) -> None:
     assert rows and all(row.agrees for row in rows)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("fault", "ratio"),
     [
@@ -155,6 +160,7 @@ def test_a_step_of_512_pretended_processes_is_counted(tmp_path: Path) -> None:
     assert all(row.agrees for row in rows)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("overrides", "options", "message"),
     [
@@ -172,16 +178,19 @@ def test_what_does_not_fit_is_told(overrides: list[str], options: dict[str, Any]
     assert message in str(error.value)
 
 
+@pytest.mark.distributed
 def test_many_data_ranks_are_verified_on_few(tmp_path: Path) -> None:
     found, _ = prove("recipe.yaml", recipe(tmp_path, "parallel={data: 64}"), Options(steps=1))
     assert found.processes == 2 and "2 data ranks instead of 64 (--processes)" in found.about
 
 
+@pytest.mark.distributed
 def test_processes_that_do_not_come_to_an_end_are_told(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"there is no result of many-0, many-1, one-0, stirred-0"):
         prove("recipe.yaml", recipe(tmp_path, "parallel.data=2"), Options(timeout_s=0.01))
 
 
+@pytest.mark.distributed
 def test_a_wrong_adapter_is_told_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"adapter\.targets: 'q_prj' matches no layer"):
         prove(

@@ -16,6 +16,8 @@ from danlu.parallel.sent import Sent, table
 from danlu.recipe import sections
 from danlu.verify.sending import Sending
 
+pytestmark = pytest.mark.distributed
+
 ADAPTERS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "lora": {"kind": "lora", "targets": ["all-linear", "embed_tokens", "lm_head"]},

@@ -17,6 +17,7 @@ def file(tmp_path: Path) -> Path:
     return tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml")
 
 
+@pytest.mark.distributed
 def test_a_layout_that_is_right_ends_with_0(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     html = tmp_path / "page.html"
     assert danlu("verify", file, "parallel=zero3", "--steps", 1, "--traffic", "--html", html) == 0
@@ -27,6 +28,7 @@ def test_a_layout_that_is_right_ends_with_0(file: Path, tmp_path: Path, capsys: 
     assert written.startswith(OWN.start) and "the same as one process" in written and "reduce-scatter" in written
 
 
+@pytest.mark.distributed
 def test_one_that_is_wrong_ends_with_1(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert danlu("verify", file, "parallel.data=2", "--steps", 1, "--inject", "doubled") == 1
     said = capsys.readouterr().out
