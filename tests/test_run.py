@@ -98,6 +98,21 @@ def _tensorboard_agrees(output: Path) -> None:
     assert "sample/text_summary" in board.Tags()["tensors"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_samples_beyond_the_models_positions_are_told_before_training(
+    tiny_world: World, tmp_path: Path, streaming: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"steps": 1, "batch": {"sequences": 1, "micro": 1}, "schedule": "constant"}
+    for positions, told in ((32, True), (64, False)):
+        model = {"config": {**CONFIG, "max_position_embeddings": positions}}
+        data = {"streaming": streaming}
+        assert danlu("train", tiny_world.recipe(tmp_path / f"{positions}", model=model, data=data, **changes)) == 0
+        said = capsys.readouterr().err
+        limit = "data.max_length: 64 is more than the 32 positions that the model has for a sample"
+        assert (limit in said) == told
+        assert ("samples are longer, up to 64 tokens. What lies beyond" in said) == (told and not streaming)
+
+
 def test_an_epoch_trains_on_every_token_once(
     tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

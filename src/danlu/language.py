@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.adapters.slot import leave_slots_uncompiled
 from danlu.assembly.frozen import model_bytes
+from danlu.assembly.positions import positions_of_samples
 from danlu.assembly.trained import base_changes, base_identity, check_adapters, doubts, write_result
 from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
-from danlu.data.statistics import Statistics
+from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import Stream
 from danlu.data.tokenizer import Tokenizer, load_tokenizer, template_date, tokenizer_folder
 from danlu.data.tokenizing import TokenizerFacts, facts_of
@@ -98,7 +100,7 @@ class Language:
         """Of several processes the first tokenises; the others find it in the cache."""
         recipe, prepared = self.recipe, self._prepared(stream)
         self._words = prepared.tokenizer
-        lines = data_lines(prepared)
+        lines = data_lines(prepared) + self._beyond_positions(prepared)
         held_out = _held_out(recipe, prepared)
         if prepared.train is not None:
             packs = Packs(prepared.train, recipe.data.packing, recipe.data.max_length, recipe.seed)
@@ -114,6 +116,11 @@ class Language:
         )
         late = "data, as far as it was read"
         return Material(source, None, held_out, lines, lambda: row_lines(late, source.statistics), source.close)
+
+    def _beyond_positions(self, prepared: Prepared) -> list[str]:
+        recipe, sides = self.recipe, [side for side in (prepared.train, prepared.eval) if side is not None]
+        lengths = None if prepared.train is None else np.concatenate([side.lengths for side in sides])
+        return beyond_positions(positions_of_samples(recipe.model, recipe.adapter), recipe.data.max_length, lengths)
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None) -> PlacedDecoder:
         recipe, config = self.recipe, self._config()

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,14 @@ def test_long_rows_are_cut_and_every_token_scored(folder, tmp_path, capsys):
     out = capsys.readouterr()
     assert "scored         19 of 20 tokens in 1 rows\n" in out.out
     assert out.err.endswith("note: 1 rows truncated (data.max_length 20)\n")
+    short = tmp_path / "short"
+    shutil.copytree(folder, short)
+    values = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 24}))
+    assert danlu("eval", short, "--data", file, cache) == 0
+    assert capsys.readouterr().err.endswith("note: 1 rows split (data.max_length 24, all that the model sees)\n")
+    assert danlu("eval", short, "--data", file, "data.max_length=25", cache) == 2
+    assert "data.max_length: 25 is more than the 24 tokens that" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_begins_with_a_token_and_a_space(stories, tmp_path, evaluated):

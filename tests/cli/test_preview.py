@@ -79,6 +79,7 @@ def test_everything_is_printed(recipe: Any, capsys: pytest.CaptureFixture[str], 
         "  rows           2",
     ]
     assert "rows.jsonl:2" not in lines
+    assert not [line for line in lines if line.startswith("  note")]
     assert "  tokens         62, 14 trained (22.6%)" in lines
     assert lines[-1] == f"written to {page}"
     text = page.read_text(encoding="utf-8")
@@ -234,6 +235,15 @@ def test_plain_text_and_streams(recipe: Any, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "== training rows: the first block of the stream\n  rows           2\n" in out
     assert "4 packs a step, 12 steps in this run; these are the packs of the stream's first block" in out
+
+
+def test_samples_beyond_the_models_positions_are_told(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert danlu("preview", recipe(HELLO, HELLO, max_length=256)) == 0
+    limit = "data.max_length: 256 is more than the 128 positions that the model has for a sample"
+    assert f"  note           {limit}; no sample is longer than 128 tokens\n" in capsys.readouterr().out
+    long = {"messages": [HELLO["messages"][0], {"role": "assistant", "content": "x" * 140}]}
+    assert danlu("preview", recipe(HELLO, long, max_length=256)) == 0
+    assert f"{limit}: 1 of 2 samples are longer, up to 165 tokens. What lies beyond" in capsys.readouterr().out
 
 
 def test_wrong_arguments_are_told_at_once(

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from danlu.errors import ModelError
-from danlu.models.config import ModelConfig, parameter_shapes
+from danlu.models.config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    RopeScaling,
+    YarnScaling,
+    parameter_shapes,
+)
 from danlu.models.families import read_config_values
 from danlu.models.loading import build
 
@@ -26,6 +34,25 @@ def test_predicted_parameters_are_those_of_the_model(hf_values: dict[str, Any]) 
     assert config.parameter_count() == sum(one.numel() for one in model.parameters())
     other = replace(config, tie_word_embeddings=not config.tie_word_embeddings)
     assert other.parameter_count() != config.parameter_count()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        (None, 100),
+        (LinearScaling(4.0), 400),
+        (DynamicScaling(2.5), 250),
+        (Llama3Scaling(8.0, 1.0, 4.0, 25), 100),  # whose max_position_embeddings is the length after scaling
+        (YarnScaling(4.0, 25), 100),
+        (YarnScaling(4.0, 100), 400),  # left as it was before
+        (YarnScaling(0.5, 100), 100),
+    ],
+    ids=str,
+)
+def test_the_context_is_what_a_scaling_makes_of_the_positions(
+    config: ModelConfig, scaling: RopeScaling | None, context: int
+) -> None:
+    assert replace(config, max_position_embeddings=100, rope_scaling=scaling).context_length == context
 
 
 def test_derived_values(config: ModelConfig) -> None:

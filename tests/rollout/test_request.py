@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from danlu.errors import DataError, ModelError
-from danlu.models.config import DynamicScaling, ModelConfig
-from danlu.rollout.request import context_length, find_model, generation_stops, sampling_defaults
+from danlu.rollout.request import find_model, generation_stops, sampling_defaults
 
 CONFIG = {
     "model_type": "llama",
@@ -75,12 +74,3 @@ def test_what_the_makers_advise(folder: Path) -> None:
     write(file, {"eos_token_id": ["7"]})
     with pytest.raises(ModelError, match=r"eos_token_id: expected an integer or a list of them, found \['7'\]"):
         generation_stops(folder)
-
-
-def test_dynamic_scaling_alone_lengthens_the_context() -> None:
-    sizes: dict[str, Any] = {
-        "family": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "layers": 1, "heads": 1,
-        "kv_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 100,
-    }  # fmt: skip
-    assert context_length(ModelConfig(**sizes)) == 100
-    assert context_length(ModelConfig(**sizes, rope_scaling=DynamicScaling(2.5))) == 250

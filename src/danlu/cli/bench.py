@@ -147,13 +147,12 @@ def pieces(found: Found, text: str, tokens: int) -> list[Pack]:
 
     from danlu.models.folder import read_config
     from danlu.rollout.opening import open_wording
-    from danlu.rollout.request import context_length
     from danlu.types import Pack, Sample
 
     tokenizer = open_wording(found.words, model=found.folder).tokenizer
     front = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     ids = tokenizer.encode(text)[:tokens]
-    step = min(context_length(read_config(found.folder)), LONGEST) - len(front)
+    step = min(read_config(found.folder).context_length, LONGEST) - len(front)
     cut = [np.array([*front, *ids[start : start + step]], dtype=np.int32) for start in range(0, len(ids), step)]
     if not cut or len(cut[0]) < 2:
         raise DataError("the text has fewer than two tokens: there is nothing to predict. Give a longer one")

@@ -81,10 +81,9 @@ def chat(
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.models.folder import read_config
     from danlu.rollout.finding import find
-    from danlu.rollout.request import context_length
 
     found = find(model, base, adapter or [])
-    context = context_length(read_config(found.folder))
+    context = read_config(found.folder).context_length
     options = sampling_options(found, asked, seed)
     from danlu.rollout.chat import Conversation
     from danlu.rollout.opening import open_model, open_wording

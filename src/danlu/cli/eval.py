@@ -90,10 +90,9 @@ def eval(
         )
         return
     from danlu.rollout.finding import find
-    from danlu.rollout.request import context_length
 
     found = find(model, base)
-    context = context_length(read_config(found.folder)) - found.virtual_tokens
+    context = read_config(found.folder).context_length - found.virtual_tokens
     recipe = evaluation_recipe(found.folder, data, overrides or [], context)
     prepared = tokenised(recipe, found.words, chat_template)
     from danlu.rollout.opening import open_model, open_wording
@@ -131,7 +130,7 @@ def eval(
         finite = {name: None if value == math.inf else value for name, value in row.items()}
         echo(json.dumps(finite, ensure_ascii=False))
     else:
-        show(row, statistics.bad_examples)
+        show(row, statistics.bad_examples, context)
 
 
 def evaluation_recipe(folder: Path, data: str, overrides: list[str], context: int) -> Recipe:
@@ -236,16 +235,20 @@ def bits_per_byte(scores: Scores, samples: Selection, opened: OpenModel) -> floa
     return scores.loss * weight / (math.log(2) * text_bytes) if text_bytes else None
 
 
-def show(row: dict[str, Any], bad_examples: list[str]) -> None:
-    """The scores for people, and what became of rows that could not be used as they are."""
+def show(row: dict[str, Any], bad_examples: list[str], context: int) -> None:
+    """The scores for people, and what became of rows that could not be used as they are.
+
+    context: the most tokens that the model can see of a row.
+    """
     echo(f"loss           {row['loss']:.4f} nats per token")
     echo(f"perplexity     {row['perplexity']:.4g}")
     echo(f"accuracy       {row['accuracy']:.2%} of tokens are the likeliest one")
     if row["bits_per_byte"] is not None:
         echo(f"bits per byte  {row['bits_per_byte']:.4f}")
     echo(f"scored         {row['scored_tokens']:,} of {row['tokens']:,} tokens in {row['rows']:,} rows")
+    limit = ", all that the model sees" if row["max_length"] == context else ""
     for what, count in (*row["shortened"].items(), *row["dropped"].items()):
-        tell(f"note: {count:,} rows {what} (data.max_length {row['max_length']})")
+        tell(f"note: {count:,} rows {what} (data.max_length {row['max_length']}{limit})")
     if row["bad_rows"]:
         first = f"; the first: {bad_examples[0]}" if bad_examples else ""
         tell(f"note: {row['bad_rows']:,} rows could not be read and were skipped{first}")

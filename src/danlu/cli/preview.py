@@ -41,6 +41,7 @@ def preview(
     """See every token with its reason, the packs and the totals, of what `danlu train` would train on."""
     loaded = recipes.load(recipe, overrides or [])
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
+    from danlu.assembly.positions import positions_of_samples
     from danlu.data.preview import Ingredients, look, measure, survey
     from danlu.report import preview_json
     from danlu.report.preview_page import OWN, page
@@ -60,6 +61,7 @@ def preview(
         chat_template=chosen.model.chat_template,
         seed=chosen.seed,
         date=_date(chosen),
+        positions=positions_of_samples(chosen.model, chosen.adapter),
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what this terminal's encoding cannot write

@@ -23,7 +23,7 @@ from danlu.data.rows import parse
 from danlu.data.samples import Block, Samples, Selection
 from danlu.data.sources import BadRow, RawRow
 from danlu.data.spans import Reason
-from danlu.data.statistics import Statistics
+from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import Stream
 from danlu.data.tokenizer import Tokenizer, load_tokenizer, template_date
 from danlu.data.tokenizing import Settings, Task, Tokenising, TokenizerFacts, facts_of, tokenise
@@ -43,6 +43,8 @@ class Ingredients:
     chat_template: str | None
     seed: int
     date: str | None = None  # that the template writes, where it writes one; None for today
+    positions: int | None = None
+    """Tokens of a sample that the model has positions for, where it is known."""
 
     @property
     def sources(self) -> list[Source]:
@@ -266,6 +268,7 @@ class Overview:
         changed: rows which the cache, and so a run, holds otherwise than they are rendered now.
         tokenizer: None for a stream.
         date: what the chat template writes, where it writes one.
+        beyond: what is to be told of samples longer than the model has positions for.
     """
 
     train: Side
@@ -274,6 +277,7 @@ class Overview:
     changed: tuple[str, ...] = ()
     tokenizer: TokenizerFacts | None = None
     date: str | None = None
+    beyond: tuple[str, ...] = ()
 
 
 def measure(
@@ -304,7 +308,17 @@ def measure(
         with Stream(data, **recipe) as stream:
             train = _first_block(stream, data, packs)
     changed = tuple(_changed(prepared, shown, len(data.train)))
-    return Overview(train, _evaluation(prepared, of), data.streaming, changed, prepared.tokenizer, prepared.date)
+    held_out = _evaluation(prepared, of)
+    beyond = _beyond(of, train, held_out)
+    return Overview(train, held_out, data.streaming, changed, prepared.tokenizer, prepared.date, beyond)
+
+
+def _beyond(of: Ingredients, *sides: Side | None) -> tuple[str, ...]:
+    """Of a stream's samples only those of the first block are known, which says nothing of the others."""
+    if of.positions is None:
+        return ()
+    lengths = np.concatenate([side.lengths for side in sides if side is not None])
+    return tuple(beyond_positions(of.positions, of.data.max_length, None if of.data.streaming else lengths))
 
 
 def survey(of: Ingredients, *, progress: Progress | None = None) -> Overview:
@@ -334,7 +348,8 @@ def survey(of: Ingredients, *, progress: Progress | None = None) -> Overview:
     with Workers(Tokenising(of.tokenizer_path, of.chat_template, of.template_date), worker_count(of.data)) as workers:
         train = side(of.data.train, most)
         own_eval = side(of.data.eval, None) if isinstance(of.data.eval, list) else None
-    return Overview(train, own_eval, block=of.data.streaming, date=of.template_date)
+    beyond = _beyond(of, train, own_eval)
+    return Overview(train, own_eval, block=of.data.streaming, date=of.template_date, beyond=beyond)
 
 
 def _lengths(selection: Selection) -> np.ndarray:

@@ -6,11 +6,37 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from danlu.data.rows import MESSAGE_KEYS
 
 EXAMPLES = 5
+BEYOND_POSITIONS = (
+    "What lies beyond is trained at positions the model was not made for, and generate, chat and eval stop there. Set "
+    "data.max_length to {positions}, or give the model more (max_position_embeddings, rope_scaling)"
+)
 UNREAD = 100  # different keys counted
 UNREAD_SHOWN = 8
+
+
+def beyond_positions(positions: int, max_length: int, lengths: np.ndarray | None) -> list[str]:
+    """What is to be told of samples longer than the model has positions for; none where max_length keeps them out.
+
+    positions: of the model, for a sample. lengths: [samples] tokens of each; None while they are not known.
+    """
+    if max_length <= positions:
+        return []
+    limit = f"data.max_length: {max_length:,} is more than the {positions:,} positions that the model has for a sample"
+    advice = BEYOND_POSITIONS.format(positions=positions)
+    if lengths is None:
+        return [f"{limit}. {advice}"]
+    lengths = np.minimum(lengths, max_length)  # packs cut joined documents
+    beyond = lengths[lengths > positions]
+    if not len(beyond):
+        return [f"{limit}; no sample is longer than {positions:,} tokens"]
+    return [
+        f"{limit}: {len(beyond):,} of {len(lengths):,} samples are longer, up to {int(beyond.max()):,} tokens. {advice}"
+    ]
 
 
 @dataclass

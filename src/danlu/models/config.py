@@ -144,6 +144,21 @@ class ModelConfig:
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
+    def context_length(self) -> int:
+        """Tokens the model can see at once: its positions, with what a rotary scaling adds to them.
+
+        Linear scaling and dynamic NTK leave max_position_embeddings at the length before them, as vLLM takes it. Under
+        YaRN it may be either, and `original_max_position_embeddings` says what is stretched. Llama 3's has both.
+        """
+        match self.rope_scaling:
+            case LinearScaling(factor=factor) | DynamicScaling(factor=factor):
+                return int(self.max_position_embeddings * max(factor, 1.0))
+            case YarnScaling(factor=factor, original_max_position_embeddings=trained):
+                return max(self.max_position_embeddings, int(trained * factor))
+            case _:
+                return self.max_position_embeddings
+
+    @property
     def attention_scale(self) -> float:
         """What q·k is multiplied by."""
         return 1 / math.sqrt(self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar)

@@ -50,6 +50,17 @@ def resolve_folder(path_or_id: str | Path) -> Path:
     return _hub_snapshot(name)
 
 
+def find_config(path_or_id: str | Path) -> ModelConfig:
+    """The ModelConfig of what `resolve_folder` finds; of a hub id nothing but its config.json is fetched.
+
+    Raises ModelError.
+    """
+    name = str(path_or_id)
+    if Path(name).expanduser().exists() or not _HUB_ID.fullmatch(name):
+        return read_config(resolve_folder(path_or_id))
+    return read_config(_download(name, [CONFIG]))
+
+
 def _hub_snapshot(name: str) -> Path:
     """A model of the hub in the local cache: its config, its tokenizer, and the weights that danlu reads, nothing else.
 

@@ -292,6 +292,7 @@ def warnings(overview: Overview) -> Iterator[str]:
             f"the chat template writes the date: {overview.date} here; a run keeps that of the day it begins, or "
             "model.chat_template_date"
         )
+    yield from overview.beyond
     if overview.tokenizer is not None and overview.tokenizer.warning:
         yield overview.tokenizer.warning
 

@@ -11,7 +11,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.rope import rotated_by_length
 from danlu.rollout.cache import KVCache
 from danlu.rollout.generate import Answer, Completion, Stopping, grow, prefill
-from danlu.rollout.request import SamplingOptions, context_length
+from danlu.rollout.request import SamplingOptions
 from danlu.rollout.stopping import Decode, TextStream
 
 Message = Mapping[str, str]
@@ -119,7 +119,7 @@ class Conversation:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _check_room(self, length: int) -> None:
-        context = context_length(self._model.config)
+        context = self._model.config.context_length
         if length >= context:
             raise DataError(
                 f"the conversation now takes {length} tokens, and the model sees {context} at most (answer included): "

@@ -19,7 +19,7 @@ from danlu.errors import DataError, ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.rollout.cache import KVCache
-from danlu.rollout.request import SamplingOptions, context_length
+from danlu.rollout.request import SamplingOptions
 from danlu.rollout.sampling import sample
 from danlu.rollout.stopping import Decode, TextStream
 
@@ -120,7 +120,7 @@ def generate(
     assert max_new_tokens > 0, f"max_new_tokens is {max_new_tokens}"
     assert decode is not None or not stop_strings, "stop strings are looked for in text: give decode"
     check_prompts(model.config, prompts, len(before))
-    stopping = Stopping(max_new_tokens, context_length(model.config), frozenset(stop_ids))
+    stopping = Stopping(max_new_tokens, model.config.context_length, frozenset(stop_ids))
     distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     place = {prompt: index for index, prompt in enumerate(distinct)}
     sources = [place[tuple(prompt)] for prompt in prompts]
@@ -147,7 +147,7 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], virtual
 
 def prompt_problem(config: ModelConfig, prompt: Sequence[int], virtual: int = 0) -> str | None:
     """Why the model cannot continue a prompt after `virtual` tokens: "has no tokens, ..."; None if it can."""
-    context = context_length(config)
+    context = config.context_length
     if not prompt:
         return (
             "has no tokens, and this tokenizer has no beginning-of-text token to start from: "

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 
 from danlu.data.tokenizer import tokenizer_folder
 from danlu.errors import DataError, ModelError, RecipeError
-from danlu.models.config import DynamicScaling, ModelConfig
 from danlu.models.folder import GENERATION_CONFIG, read_config, read_json, resolve_folder
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -91,13 +90,6 @@ def find_model(path_or_id: str) -> Path:
             "files (tokenizer.json, tokenizer_config.json) into the folder"
         ) from None
     return folder
-
-
-def context_length(config: ModelConfig) -> int:
-    """Tokens the model can see at once."""
-    if isinstance(config.rope_scaling, DynamicScaling):  # the only scaling whose config gives the length before it
-        return int(config.max_position_embeddings * config.rope_scaling.factor)
-    return config.max_position_embeddings
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,24 @@
+"""How long a sample may be for the model that a recipe trains. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from danlu.adapters.description import stacked
+from danlu.models.folder import find_config
+from danlu.models.presets import from_scratch
+from danlu.recipe import sections
+
+
+def positions_of_samples(model: sections.Model, adapter: Any) -> int:
+    """Tokens of a sample that the model has positions for, after the virtual tokens of its adapters.
+
+    adapter: section of the recipe, or None. Raises ModelError for a config that danlu cannot read.
+    """
+    config = find_config(model.path) if model.path is not None else from_scratch(model, vocab_size=1)
+    below = {one.path.resolve(): one for path in model.adapters for one in stacked(Path(path).expanduser())}
+    virtual = [one.values.get("num_virtual_tokens") for one in below.values()]
+    if isinstance(adapter, sections.Prefix | sections.Prompt):
+        virtual.append(adapter.tokens)
+    return config.context_length - sum(count for count in virtual if isinstance(count, int))

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from made.tiny_world import CONFIG, World
+
+from danlu.assembly.positions import positions_of_samples
+from danlu.errors import ModelError
+from danlu.recipe import sections
+
+
+def test_positions_are_the_models_less_the_virtual_tokens(tiny_world: World) -> None:
+    def of(adapter: object = None, **model: object) -> int:
+        return positions_of_samples(sections.Model(**model), adapter)  # type: ignore[arg-type]
+
+    assert of(config=CONFIG) == 128
+    assert of(config={**CONFIG, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}) == 512
+    assert of(preset="tiny") == 2048
+    assert of(path=str(tiny_world.base)) == 128
+    assert of(sections.Prompt(tokens=8), path=str(tiny_world.base)) == 120
+    assert of(sections.Prefix(tokens=20), path=str(tiny_world.base)) == 108
+    assert of(sections.Lora(), path=str(tiny_world.base)) == 128
+
+
+def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        positions_of_samples(sections.Model(path=str(tmp_path / "none")), None)
