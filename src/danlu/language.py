@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from danlu.data.stream import Stream
 from danlu.data.tokenizer import Tokenizer, load_tokenizer, template_date, tokenizer_folder
 from danlu.data.tokenizing import TokenizerFacts, facts_of
 from danlu.errors import CheckpointError, DataError, RecipeError
+from danlu.machine import free_memory_bytes
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.folder import check_vocabulary, read_config, resolve_folder
@@ -364,7 +364,7 @@ def _micro(recipe: Recipe, model: Decoder, optimizer: Optimizers, per_step: int,
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return free_memory_bytes()
 
 
 def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate | None:

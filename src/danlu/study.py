@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from danlu import recipe as recipes
 from danlu.errors import CheckpointError, RecipeError, ResourceError
+from danlu.exclusive import is_lock_of
 from danlu.recipe import Recipe, changes, resolved_yaml
 from danlu.recipe.explanation import value_at
 from danlu.recipe.sections import Section
@@ -204,7 +205,7 @@ def _refuse_strangers(folder: Path) -> None:
     if not folder.is_dir() or (folder / STUDY).is_file():
         return
     names = sorted(entry.name for entry in folder.iterdir())
-    strangers = [name for name in names if name != LOCK_FILE and not UNFINISHED.fullmatch(name)]
+    strangers = [name for name in names if not is_lock_of(name, LOCK_FILE) and not UNFINISHED.fullmatch(name)]
     if strangers:
         more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
         raise ResourceError(

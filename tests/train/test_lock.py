@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from danlu.errors import ResourceError
-from danlu.train.lock import RunLock, pid_is_alive
+from danlu.machine import pid_is_alive
+from danlu.train.lock import RunLock
 
 FORK = multiprocessing.get_context("fork")
 

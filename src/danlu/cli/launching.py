@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from danlu.cli.working import LOGS, ending_file, log_file
 from danlu.errors import ResourceError, Stopped
+from danlu.machine import usable_cores
 from danlu.parallel import endings
 from danlu.parallel.endings import Cause, Ending
 from danlu.parallel.joining import LAUNCHER
@@ -86,7 +87,7 @@ def launch(
         local_addr=LOOPBACK,
     )
     agent = Agent(
-        spec, Places(folder, threads or cores() // processes or 1), folder, arguments, from_where, say, grace_s
+        spec, Places(folder, threads or usable_cores() // processes or 1), folder, arguments, from_where, say, grace_s
     )
     before = {number: signal.getsignal(number) for number in _ASKS_TO_STOP} if _in_main_thread() else {}
     try:
@@ -114,11 +115,6 @@ def _stopped(number: int, left: Mapping[int, Ending | None]) -> int:
         if other is not None and other.kind == "stopped" and other.said:
             said = f"{named([rank])}: {other.said[0]}"
     raise Stopped(number, said)
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_main_thread() -> bool:

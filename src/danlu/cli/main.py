@@ -98,6 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Args: `arguments` without the program's name; those of the process by default.
     """
+    if sys.platform == "win32":
+        return _report(
+            "danlu runs on Linux and macOS: it needs their file locks, signals and process groups. On Windows, run it "
+            "in WSL 2 (https://learn.microsoft.com/windows/wsl)",
+            code=ResourceError.exit_code,
+        )
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         whole = group()

@@ -18,7 +18,6 @@ waits and reads what the first wrote.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -30,12 +29,13 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from danlu.data.samples import LABEL, Block
 from danlu.errors import ResourceError
+from danlu.exclusive import FileLock, Taken
 from danlu.types import Sample
 
 log = logging.getLogger(__name__)
@@ -261,13 +261,15 @@ class TokenCache:
         """Hold the lock of one store; gives False when it is taken and `wait` is false."""
         locks = self.folder / "locks"
         with ExitStack() as stack:
+            lock = FileLock(locks / name)
             with _writing(self.folder):
                 locks.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context((locks / name).open("a"))
-                free = _lock(file, wait=False)
+                free = _acquired(lock)
                 if not free and wait:
                     log.warning("another run is tokenising the same data: waiting for it (%s)", self.folder / name)
-                    free = _lock(file, wait=True)
+                    lock.acquire(wait=True)
+                    free = True
+            stack.callback(lock.release)
             yield free
 
     def _remove_leftovers(self, mine: str) -> None:
@@ -286,10 +288,10 @@ class TokenCache:
                     shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _lock(file: TextIO, wait: bool) -> bool:
+def _acquired(lock: FileLock) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock.acquire()
+    except Taken:
         return False
     return True
 

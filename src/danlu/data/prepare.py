@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -21,6 +20,7 @@ from danlu.data.tokenizer import fingerprint_of, template_date
 from danlu.data.tokenizing import Settings, Task, Tokenised, Tokenising, TokenizerFacts, chunks
 from danlu.data.workers import Workers
 from danlu.errors import DataError
+from danlu.machine import usable_cores
 from danlu.recipe.sections import Data, Source
 
 Stage = Literal["pretrain", "sft"]
@@ -95,7 +95,7 @@ def prepare(
 
 def worker_count(data: Data) -> int:
     """Tokenising processes: `data.workers`, or one for each core this process may use."""
-    return len(os.sched_getaffinity(0)) if data.workers == "auto" else data.workers
+    return usable_cores() if data.workers == "auto" else data.workers
 
 
 def check_trained(statistics: Statistics, where: str, *, require_ends: bool = True) -> None:

@@ -37,10 +37,10 @@ import torch
 from torch import Tensor
 
 from danlu.errors import CheckpointError, ResourceError
+from danlu.machine import pid_is_alive
 from danlu.parallel.comm import ALONE, Group
 from danlu.train.agreement import agree
 from danlu.train.durable import sync_file, sync_folder, write_durably
-from danlu.train.lock import pid_is_alive
 from danlu.train.manifest import (
     MANIFEST,
     MARK,

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from danlu.train.lock import pid_is_alive
+from danlu.machine import pid_is_alive
 
 UNFINISHED = re.compile(r"\.(.+)\.danlu-(\d+)\.tmp")
 """What `write_durably` calls a file until it is whole: of which name, by which process. A kill may leave one."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from danlu.machine import memory_bytes, usable_cores
 from danlu.train.durable import write_durably
 
 _PACKAGES = ("danlu", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pydantic")
@@ -41,10 +42,10 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cpu": {
             "model": _cpu_model(),
             "cores": os.cpu_count(),
-            "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "usable_cores": usable_cores(),
             "threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "memory_bytes": memory_bytes(),
         },
         "device": _describe_device(device),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from danlu.errors import CheckpointError
+from danlu.machine import usable_cores
 from danlu.train.boxes import Box, gap, overlap
 
 MARK = "COMPLETE"
@@ -270,7 +271,7 @@ def verify(path: Path, groups: Iterable[str] | None = None, *, share: tuple[int,
     problems += [f"{path}: {problem}" for group in manifest.groups for problem in box_problems(group, wanted)]
     mine = _share(wanted, *share)
     # Threads are enough: hashlib and pread release the interpreter lock.
-    with ThreadPoolExecutor(max_workers=_cores()) as pool:
+    with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
         for shard in wanted:
             problems += _shard_problems(path / shard.file, shard, mine[shard.file], pool)
     return problems
@@ -357,11 +358,6 @@ def _tensor_entry(values: dict[str, Any]) -> TensorEntry:
 
 def _fields(entry: TensorEntry) -> dict[str, Any]:
     return {name: value for name, value in vars(entry).items() if value is not None}
-
-
-def _cores() -> int:
-    # The cores this process may use, where the system says so (Linux): in a container fewer than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _state_problems(path: Path, manifest: Manifest) -> list[str]:

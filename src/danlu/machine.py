@@ -1,0 +1,46 @@
+"""What danlu asks of the operating system that Linux and macOS answer differently, or one of them not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def usable_cores() -> int:
+    """The cores this process may use, where the system says so (Linux): in a container fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Of the whole machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory_bytes() -> int:
+    """What nobody uses; half of the machine's memory where the system does not say (macOS)."""
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return memory_bytes() // 2
+
+
+def pid_is_alive(pid: int) -> bool:
+    """Whether a process with this number runs on this machine, whoever owns it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def started_at(pid: int) -> str:
+    """When a process of this machine began, in the kernel's ticks since the machine did; "" where that is not told.
+
+    With it a number that has been given to another process meanwhile is told from the first.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[19]  # proc(5): field 22; the name in brackets may hold anything
