@@ -269,6 +269,86 @@ def test_a_weight_that_is_not_finite(refused: Train, model: Path) -> None:
     assert f"{file}: tensor model.layers.1.mlp.up_proj.weight holds NaN or infinity" in said
 
 
+def spoil(file: Path, what: str) -> str:
+    """Damages a file of weights; what must be said of it."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    if what == "truncated":
+        file.write_bytes(file.read_bytes()[:-1000])
+        return f"{file}: truncated: the header promises"
+    if what == "no header":
+        file.write_bytes(b"\0" * 100)
+        return f"{file}: not a safetensors file"
+    weights = load_file(file)
+    value = weights.pop(name)
+    changed = {"mis-shaped": value.T.contiguous(), "integers": value.int(), "extra": value}
+    if what in changed:
+        weights[name] = changed[what]
+    if what == "extra":
+        weights["model.layers.2.mlp.up_proj.weight"] = value.clone()
+    save_file(weights, file, {"format": "pt"})
+    return {
+        "missing": f"{name}: missing; expected shape [64, 32]",
+        "mis-shaped": f"{name} in {file.name}: expected shape [64, 32], found [32, 64]",
+        "integers": f"{name} in {file.name}: expected floating point, found I32",
+        "extra": "model.layers.2.mlp.up_proj.weight in model.safetensors: not a tensor of this llama model",
+    }[what]
+
+
+@pytest.mark.parametrize("adapter", [None, "lora"])
+@pytest.mark.parametrize("what", ["truncated", "no header", "missing", "mis-shaped", "integers", "extra"])
+def test_weights_that_do_not_fit_are_told_before_rows_are_tokenised(
+    tiny_world: World, tmp_path: Path, refused: Train, what: str, adapter: str | None
+) -> None:
+    model = Path(shutil.copytree(tiny_world.base, tmp_path / "model"))
+    said = spoil(model / "model.safetensors", what)
+    assert said in refused(4, model={"path": str(model), **FROM_FOLDER}, adapter=adapter)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "said"),
+    [
+        (".absmax", "up_proj.weight.absmax is missing"),
+        ("", "up_proj.weight takes 1023 bytes, but 2048 numbers take 1024"),
+        (".quant_state.bitsandbytes__nf4", "what the codes of model.layers.1.mlp.up_proj.weight mean"),
+    ],
+)
+def test_weights_in_4_bits_that_do_not_fit_are_told_before_rows_are_tokenised(
+    tiny_world: World, tmp_path: Path, refused: Train, suffix: str, said: str
+) -> None:
+    model = tmp_path / "model"
+    assert danlu("quantize", tiny_world.base, model) == 0
+    weights = load_file(model / "model.safetensors")
+    value = weights.pop(f"model.layers.1.mlp.up_proj.weight{suffix}")
+    if not suffix:
+        weights["model.layers.1.mlp.up_proj.weight"] = value[:-1].clone()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert said in refused(4, model={"path": str(model), **FROM_FOLDER}, adapter="lora")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_adapter_cut_off_is_told_before_rows_are_tokenised(
+    tiny_world: World, tmp_path: Path, refused: Train
+) -> None:
+    first = tmp_path / "first"
+    model = {"path": str(tiny_world.base), **FROM_FOLDER}
+    assert danlu("train", tiny_world.recipe(first, steps=1, schedule={"warmup": 0}, model=model, adapter="lora")) == 0
+    file = first / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    said = refused(4, model={**model, "adapters": [str(first / "adapter")]}, adapter="continue")
+    assert f"{file}: truncated" in said and not (tmp_path / "cache").exists()
+
+
+def test_a_resumed_run_does_not_need_the_weights_it_began_from(tiny_world: World, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_world.base, tmp_path / "model"))
+    changes = {"model": {"path": str(model), **FROM_FOLDER}, "checkpoint": {"every": 4, "keep": 3}}
+    recipe = tiny_world.recipe(tmp_path / "run", **changes)
+    assert danlu("train", recipe) == 0
+    shutil.rmtree(tmp_path / "run" / "model")
+    (model / "model.safetensors").unlink()
+    assert danlu("train", recipe) == 0
+
+
 def test_a_model_with_fewer_tokens_than_its_tokenizer(refused: Train) -> None:
     said = refused(4, model={"config": {**CONFIG, "vocab_size": 300}})
     assert "the tokenizer has 400 tokens, the model embeds only 300: ids from 300 on would have no embedding" in said

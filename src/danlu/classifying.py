@@ -46,7 +46,9 @@ class Classifying:
     counted: str = "images"
 
     def check(self, start: Start | None) -> None:
-        """All that could be wrong here is in the recipe's rules."""
+        """Apart from the recipe's rules only the model to begin from can be wrong; it is read in a moment."""
+        if self.recipe.model.path is not None and start is None:
+            lenet.load(resolve_folder(self.recipe.model.path))
 
     def read(self, stream: TextIO) -> Material:
         section, seed = self.recipe.data, self.recipe.seed

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.adapters.slot import leave_slots_uncompiled
-from danlu.assembly.frozen import model_bytes
+from danlu.assembly.frozen import check_frozen, model_bytes
 from danlu.assembly.positions import positions_of_samples
 from danlu.assembly.trained import base_changes, base_identity, check_adapters, doubts, write_result
 from danlu.data.packs import Packs
@@ -27,6 +27,7 @@ from danlu.machine import free_memory_bytes
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.folder import check_vocabulary, read_config, resolve_folder
+from danlu.models.headers import check_headers
 from danlu.models.presets import from_scratch
 from danlu.models.saving import save
 from danlu.numerics.packed import unpacking
@@ -75,7 +76,13 @@ class Language:
         if start is not None:
             self._check_base(start.path)
         if recipe.model.path is not None:
-            self._check_layout(read_config(resolve_folder(recipe.model.path)))
+            folder = resolve_folder(recipe.model.path)
+            config = read_config(folder)
+            self._check_layout(config)
+            if recipe.adapter is not None:
+                check_frozen(folder, recipe.quantization)
+            elif start is None:  # weights of a checkpoint will take the place of these
+                check_headers(folder, config, packed=False)
         if recipe.evaluation.samples is not None:
             words = _tokenizer(recipe)
             _sample_prompts(recipe, Wording(words), self._config(facts_of(words)))

@@ -85,7 +85,7 @@ class Task(Protocol):
     @property
     def counted(self) -> str: ...  # what a model reads, and its speed is told in: "tokens", "images"
 
-    def check(self, start: Start | None) -> None: ...  # what can be wrong before any data is read
+    def check(self, start: Start | None) -> None: ...  # what can be wrong before any data is read; start: see `place`
 
     def read(self, stream: TextIO) -> Material: ...  # showing its progress on `stream`
 

@@ -340,6 +340,16 @@ def test_numbers_out_of_range_are_no_result(folder, tmp_path, capsys):
     assert danlu("eval", large, "--data", file, "--dtype", "fp32", cache) == 0
 
 
+def test_weights_that_are_cut_off_are_told_before_rows_are_tokenised(folder, tmp_path, capsys):
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": TEXTS[0]}])
+    assert danlu("eval", broken, "--data", file, f"data.cache={tmp_path / 'cache'}") == 4
+    assert f"{weights}: truncated" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
 # -- adapters and few bits --------------------------------------------------------------------------------------------
 
 

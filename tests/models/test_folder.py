@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from danlu.errors import ModelError
 from danlu.models.folder import read_config, read_tensors, resolve_folder
@@ -136,3 +138,31 @@ def test_weights_that_are_absent_or_pickled_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ModelError, match="weight_map must say for each tensor which file holds it"):
         read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "above", "by way of a folder", "below", "backslash", "itself", "empty"])
+def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, kind: str) -> None:
+    """Files that are there and would be read, and places that are none."""
+    inside = tmp_path / "model"
+    (inside / "deep").mkdir(parents=True)
+    shard = {
+        "absolute": str(tmp_path / "secret.safetensors"),
+        "above": "../secret.safetensors",
+        "by way of a folder": "deep/../../secret.safetensors",
+        "below": "deep/a.safetensors",
+        "backslash": "..\\secret.safetensors",
+        "itself": ".",
+        "empty": "",
+    }[kind]
+    for file in (tmp_path / "secret.safetensors", inside / "deep" / "a.safetensors", inside / "a.safetensors"):
+        save_file({"w": torch.ones(2)}, file)
+    index = inside / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"v": "a.safetensors", "w": shard}}))
+    with pytest.raises(ModelError) as caught:
+        read_tensors(inside)
+    assert str(caught.value) == (
+        f"{index}: weight_map has w in {shard!r}, which is no file name of this folder. "
+        "danlu reads nothing outside of it"
+    )
+    index.write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    assert read_tensors(inside)["w"].file == inside / "a.safetensors"

@@ -43,6 +43,12 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def entries(**places: tuple[int, int]) -> bytes:
+    named = {name: {"dtype": "F32", "shape": [2], "data_offsets": list(place)} for name, place in places.items()}
+    text = json.dumps(named).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -53,6 +59,10 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> bytes:
         (struct.pack("<Q", 2) + b"[]", "broken safetensors header: expected an object"),
         (struct.pack("<Q", 8) + b'{"w": 1}', "broken safetensors header at tensor w"),
         (entry("F32", [2], 0, 4) + b"\0" * 4, r"tensor w: 4 bytes stored, but shape \[2\] of F32 does not take that"),
+        (
+            entries(a=(0, 8), b=(4, 12)) + b"\0" * 12,
+            "broken safetensors header: tensor b lies over another one's bytes",
+        ),
         (entry("F32", [2], 0, 8) + b"\0" * 7, "truncated: the header promises .* tensor w is cut off"),
     ],
 )

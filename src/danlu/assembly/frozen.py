@@ -21,7 +21,7 @@ from danlu.models.families import FAMILIES
 from danlu.models.folder import CONFIG, read_config, read_json
 from danlu.models.initialize import named_generator
 from danlu.models.layout import disk_name
-from danlu.models.loading import load_into, skeleton
+from danlu.models.loading import check_packed, load_into, skeleton
 from danlu.models.sites import adapter_sites
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.numerics.integers import IntegerWeight
@@ -93,12 +93,7 @@ def load_frozen(
     Raises ModelError as `models.loading.load` does, and for a folder that is quantized already.
     """
     config = read_config(folder)
-    stored = read_quantization(read_json(folder / CONFIG), str(folder / CONFIG))
-    if stored is not None and quantization is not None:
-        raise ModelError(
-            f"{folder}: is quantized already ({stored.kind}); quantizing it again would round twice. "
-            "Leave out `quantization`, or name the original model"
-        )
+    _refuse_twice(folder, quantization)
     model = skeleton(config)
     adapters = adapters_of(model, seed=seed, device=device, encode=encode, quantization=quantization)
     for name, section in (new or {}).items():
@@ -131,6 +126,25 @@ def load_frozen(
         load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device), arrived=arrived)
     adapters.ready()
     return adapted
+
+
+def check_frozen(folder: Path, quantization: Any = None) -> None:
+    """Raises ModelError as `load_frozen` would, for all that can be told without reading weights: before data is."""
+    _refuse_twice(folder, quantization)
+    check_packed(
+        folder,
+        read_config(folder),
+        lambda name, tensors, where: FourBitWeight.from_tensors(name, tensors, where=where).shape,
+    )
+
+
+def _refuse_twice(folder: Path, quantization: Any) -> None:
+    stored = read_quantization(read_json(folder / CONFIG), str(folder / CONFIG))
+    if stored is not None and quantization is not None:
+        raise ModelError(
+            f"{folder}: is quantized already ({stored.kind}); quantizing it again would round twice. "
+            "Leave out `quantization`, or name the original model"
+        )
 
 
 def model_bytes(model: Decoder) -> int:

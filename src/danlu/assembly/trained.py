@@ -219,6 +219,7 @@ def _open(paths: Sequence[str], base: Base) -> list[AdapterFolder]:
     folders = [open_adapter(folder.path) for folder in _stack(paths)]
     for folder in folders:
         check_base(folder, base)
+        read_header(folder.path / WEIGHTS)  # truncated or broken: told before data is tokenised
     return folders
 
 

@@ -89,10 +89,13 @@ def eval(
             device=device,
         )
         return
+    from danlu.models.headers import check_headers
     from danlu.rollout.finding import find
 
     found = find(model, base)
-    context = read_config(found.folder).context_length - found.virtual_tokens
+    config = read_config(found.folder)
+    check_headers(found.folder, config, packed=True)  # before rows are tokenised
+    context = config.context_length - found.virtual_tokens
     recipe = evaluation_recipe(found.folder, data, overrides or [], context)
     prepared = tokenised(recipe, found.words, chat_template)
     from danlu.rollout.opening import open_model, open_wording

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from danlu.errors import ModelError
@@ -163,6 +163,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ModelError(f"{folder / INDEX}: weight_map must say for each tensor which file holds it")
+    for name, shard in weight_map.items():
+        if shard != PurePath(shard).name or "\\" in shard or shard in ("", ".."):
+            raise ModelError(
+                f"{folder / INDEX}: weight_map has {name} in {shard!r}, which is no file name of this folder. "
+                "danlu reads nothing outside of it"
+            )
     return weight_map
 
 

@@ -21,13 +21,14 @@ from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder, Linear
 from danlu.models.folder import read_config, read_tensors
-from danlu.models.layout import EMBEDDING, HEAD, IGNORED, DiskTensor, disk_tensors
+from danlu.models.headers import PACKED, check_headers
+from danlu.models.layout import EMBEDDING, HEAD, DiskTensor, disk_tensors
 from danlu.models.tensor_bytes import BUFFER_BYTES, DTYPES, is_finite, ranges, read_exactly
-from danlu.models.tensor_file import FLOAT_BYTES, Stored
+from danlu.models.tensor_file import Stored
 from danlu.types import StoredWeight
 
-_SHOWN = 10
-_PACKED = "U8"  # a weight in 4 bits: its codes two a byte, its constants beside it as `<name>.absmax`, ...
+_SMALL_BYTES = 4096
+"""Of a packed weight's constants, up to which they are read to be checked: its description and the lists of values."""
 
 Take = Callable[[str, Tensor], Tensor | None]
 """(parameter, its value as stored) -> what becomes the parameter, or None if the weight has been put elsewhere."""
@@ -118,7 +119,7 @@ def load_into(
     places = _places(folder, model.config, packed=True)
     missing = Counter(_layer(tensor) for tensor, _ in places)
     for handle, tensor, place in _walk(places):
-        if place.dtype == _PACKED:
+        if place.dtype == PACKED:
             rows = [_linear(model, part).shape[0] for part in tensor.parts]
             packed = unpack(tensor.name, _family(tensor.name, stored), str(place.file), rows)
             _store(model, tensor, place, packed)
@@ -136,6 +137,24 @@ def load_into(
             arrived(layer)
     if (head := model.lm_head) is not None and model.config.tie_word_embeddings:
         head.tie(model.embed_tokens)  # opened before there was a weight to share
+
+
+Describe = Callable[[str, Mapping[str, Tensor], str], Sequence[int]]
+"""(name on disk, its tensors by name, the file for messages) -> the shape of a weight that bitsandbytes packed. Tensors
+above a few KiB are on the meta device, without values. Raises ModelError for what does not go together."""
+
+
+def check_packed(folder: Path, config: ModelConfig, describe: Describe) -> None:
+    """Raises ModelError as `load_into` would for headers, and for weights in 4 bits whose parts do not go together.
+
+    Nothing large is read.
+    """
+    stored = check_headers(folder, config, packed=True)
+    for tensor in disk_tensors(config):
+        place = stored.get(tensor.name)
+        if place is not None and place.dtype == PACKED:
+            shape = describe(tensor.name, _family(tensor.name, stored, _SMALL_BYTES), str(place.file))
+            _check_shape(tensor.name, place, shape, tensor.shape)
 
 
 def skeleton(config: ModelConfig) -> Decoder:
@@ -177,9 +196,8 @@ Place = tuple[DiskTensor, Stored]
 
 def _places(folder: Path, config: ModelConfig, *, packed: bool) -> list[Place]:
     """Where each tensor lies, in the order of files and offsets: disks and page caches like one direction."""
-    stored = read_tensors(folder)
+    stored = check_headers(folder, config, packed=packed)
     wanted = disk_tensors(config)
-    _check_tensors(folder, config, wanted, stored, packed)
     if config.tie_word_embeddings and HEAD in stored and EMBEDDING in stored:
         _check_same(stored[EMBEDDING], stored[HEAD])
     places = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in wanted]
@@ -204,12 +222,15 @@ def _layer(tensor: DiskTensor) -> str | None:
 def _store(model: Decoder, tensor: DiskTensor, place: Stored, packed: Sequence[StoredWeight]) -> None:
     for part, one in zip(tensor.parts, packed, strict=True):
         linear = _linear(model, part)
-        if one.shape != linear.shape:
-            raise ModelError(
-                f"{place.file}: {tensor.name}: packed is a weight of shape {list(one.shape)}, config.json asks for "
-                f"{list(linear.shape)}"
-            )
+        _check_shape(tensor.name, place, one.shape, linear.shape)
         linear.store(one)
+
+
+def _check_shape(name: str, place: Stored, found: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(found) != tuple(wanted):
+        raise ModelError(
+            f"{place.file}: {name}: packed is a weight of shape {list(found)}, config.json asks for {list(wanted)}"
+        )
 
 
 def _linear(model: Decoder, parameter: str) -> Linear:
@@ -218,52 +239,23 @@ def _linear(model: Decoder, parameter: str) -> Linear:
     return linear
 
 
-def _family(name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """A packed weight and its constants."""
+def _family(name: str, stored: Mapping[str, Stored], most: int | None = None) -> dict[str, Tensor]:
+    """A packed weight and its constants; those of more than so many bytes without their values."""
     found = {}
     for one, place in stored.items():
         if one == name or one.startswith(f"{name}."):
-            value = torch.empty(place.shape, dtype=(DTYPES | {_PACKED: torch.uint8})[place.dtype])
+            dtype = (DTYPES | {PACKED: torch.uint8}).get(place.dtype)
+            if dtype is None:
+                raise ModelError(f"{place.file}: {one} is of the type {place.dtype}, which no part of {name} has")
+            if most is not None and place.bytes > most:
+                found[one] = torch.empty(place.shape, dtype=dtype, device="meta")
+                continue
+            value = torch.empty(place.shape, dtype=dtype)
             with FileIO(place.file) as handle:
                 handle.seek(place.offset)
                 read_exactly(handle, value.view(-1))
             found[one] = value
     return found
-
-
-def _check_tensors(
-    folder: Path, config: ModelConfig, wanted: list[DiskTensor], stored: Mapping[str, Stored], packed: bool
-) -> None:
-    """Raises one ModelError with everything that is wrong with the tensors as their headers describe them."""
-    in_bits = {tensor.name for tensor in wanted if tensor.name in stored and stored[tensor.name].dtype == _PACKED}
-    if in_bits and not packed:
-        raise ModelError(f"{folder}: its weights are stored in 4 bits; here the original weights are needed")
-    wanted = [tensor for tensor in wanted if tensor.name not in in_bits]
-    names = {tensor.name for tensor in wanted}
-    problems = []
-    for tensor in wanted:
-        found = stored.get(tensor.name)
-        if found is None and config.tie_word_embeddings and tensor.name == EMBEDDING:
-            found = stored.get(HEAD)  # some tools keep a tied matrix under its other name
-        if found is None:
-            problems.append(f"{tensor.name}: missing; expected shape {list(tensor.shape)}")
-        elif found.shape != tensor.shape:
-            problems.append(
-                f"{tensor.name} in {found.file.name}: expected shape {list(tensor.shape)}, found {list(found.shape)}"
-            )
-        elif found.dtype not in FLOAT_BYTES:
-            problems.append(f"{tensor.name} in {found.file.name}: expected floating point, found {found.dtype}")
-    may_hold = names | ({HEAD} if config.tie_word_embeddings else set())
-    for name, found in stored.items():
-        constant = any(name == one or name.startswith(f"{one}.") for one in in_bits)
-        if name not in may_hold and not constant and not IGNORED.search(name):
-            problems.append(f"{name} in {found.file.name}: not a tensor of this {config.family} model")
-    if not problems:
-        return
-    if len(problems) == 1 and problems[0].startswith(f"{HEAD}: missing"):
-        problems.append('if its head is the embedding, set "tie_word_embeddings": true in config.json')
-    more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-    raise ModelError("\n  ".join([f"{folder}: the weights do not fit config.json:", *problems[:_SHOWN], *more]))
 
 
 class _Reader:

@@ -52,6 +52,11 @@ def read_header(file: Path) -> dict[str, Stored]:
     if not isinstance(entries, dict):
         raise ModelError(f"{file}: broken safetensors header: expected an object")
     stored = {name: _stored(file, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
+    before: Stored | None = None
+    for name, one in sorted(stored.items(), key=lambda item: (item[1].offset, item[1].bytes)):
+        if before is not None and one.offset < before.offset + before.bytes:
+            raise ModelError(f"{file}: broken safetensors header: tensor {name} lies over another one's bytes")
+        before = one
     last = max(stored.values(), key=lambda one: one.offset + one.bytes, default=None)
     if last is not None and last.offset + last.bytes > size:
         lost = next(name for name, one in stored.items() if one.offset + one.bytes > size)

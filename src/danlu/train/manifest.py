@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from danlu.errors import CheckpointError
@@ -117,6 +117,9 @@ class Manifest:
             Shard(**{**shard, "tensors": {name: _tensor_entry(entry) for name, entry in shard["tensors"].items()}})
             for shard in fields.pop("shards")
         )
+        for shard in shards:
+            if shard.file != PurePath(shard.file).name or shard.file == "..":
+                raise ValueError(f"{shard.file!r} is not the name of a file in this folder")
         return cls(groups=tuple(fields.pop("groups")), shards=shards, **fields)
 
     def tensors(self, group: str) -> dict[str, tuple[Shard, TensorEntry]]:
