@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import resource
+import signal
 from datetime import date
 from typing import Any
 
@@ -10,6 +12,7 @@ from made import chat
 from made.chat import made
 from made.styles import CHATML, GEMMA, LLAMA3, MISTRAL, NO_TERMINATOR, PHI3, QWEN3, RAISES, STYLES, TERMINATORS
 
+from danlu.data import template_limits
 from danlu.data.render import turn_of
 from danlu.data.rows import Conversation, parse
 from danlu.data.templates import ChatTemplate
@@ -110,6 +113,63 @@ def test_the_date_is_the_one_given() -> None:
 def test_a_template_that_does_not_compile(source: str, problem: str) -> None:
     with pytest.raises(DataError, match=rf"^chat\.jinja: the chat template does not compile: {problem}.*model\.chat_"):
         template(source, "chat.jinja")
+
+
+MANY = "range(99999)"
+ENDLESS = {
+    "loops": (f"{{% for i in {MANY} %}}" * 3 + "{% endfor %}" * 3, "it goes through its loops without end"),
+    "filtered loops": (
+        f"{{% for i in {MANY} if false %}}{{% endfor %}}" * 99,
+        "it goes through its loops without end",
+    ),
+    "a macro": ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "it calls itself without end"),
+    "output": (
+        f"{{% for i in {MANY} %}}{{{{ 'word' * 100 }}}}{{% endfor %}}",
+        "it writes more than 8,388,928 characters",
+    ),
+    "a long text": ("{{ 'word' * 10 ** 9 }}", "it makes something of 4,000,000,000 characters"),
+    "a long list": ("{{ (messages * 10 ** 9) | length }}", "it makes something of 2,000,000,000 characters"),
+    "a large number": ("{{ 9 ** (9 ** 9) }}", "it makes something of .* characters"),
+    "a text that doubles": (
+        "{% set held = namespace(text='word') %}{% for i in range(60) %}{% set held.text = held.text ~ held.text %}"
+        "{% endfor %}{{ held.text | length }}",
+        "it needs more than 0.0625 GiB of memory",
+    ),
+    "a filter": ("{{ 'word' | center(10 ** 10) }}", "it needs more than 0.0625 GiB of memory"),
+    "lists": (f"{{% for i in {MANY} %}}{{{{ ({MANY} | list) == 1 }}}}{{% endfor %}}", "it works for more than 0.2 s"),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_a_template_without_end(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, problem = ENDLESS[what]
+    monkeypatch.setattr(template_limits, "MEMORY_BYTES", 2**26)
+    if what == "lists":
+        monkeypatch.setattr(template_limits, "SECONDS", 0.2)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getitimer(signal.ITIMER_VIRTUAL)
+    said = (
+        rf"^the chat template does not come to an end with this conversation: {problem}\. Correct it, or name another"
+    )
+    with pytest.raises(DataError, match=said):
+        template(source).render(TURNS)
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getitimer(signal.ITIMER_VIRTUAL)) == before
+    assert template("{{ messages[0].content }}").render(TURNS) == "Hi", "the next one has limits of its own"
+
+
+def test_what_is_long_but_comes_to_an_end() -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 500
+    each = "{% for a in messages %}{% for b in messages %}{% endfor %}{% endfor %}" * 3
+    assert template(each).render(turns) == "", "3 million passes, for 1,000 messages"
+    long = [{"role": "user", "content": "word" * 3_000_000}]
+    assert len(template("{{ messages[0].content }}" * 3).render(long)) == 36_000_000
+    assert template("{{ 'ab' * 3 }}{{ [1] * 2 }}{{ 7 * 6 }}{{ 2 ** 10 }}{{ 2 ** 0.5 > 1 }}").render(TURNS) == (
+        "ababab[1, 1]421024True"
+    )
+
+
+def test_a_template_that_is_too_large_when_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="chat.jinja: the chat template does not compile: it calls itself without end"):
+        template("{{ " + "(" * 5000 + ")" * 5000 + " }}", "chat.jinja")
 
 
 # -- what a template can express ---------------------------------------------------------------------------------------

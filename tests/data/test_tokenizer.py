@@ -218,6 +218,22 @@ def test_the_date_counts_where_the_template_writes_it_and_nowhere_else(tmp_path:
 # -- finding and reading one -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("template", [7, True, {"default": 7}, [{"name": "default", "template": 7}]])
+def test_a_chat_template_that_is_no_text(template: Any, tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path, CHATML)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    said = (
+        r"^/.*: the chat_template in tokenizer_config\.json is no text but (7|True)\. Correct it, or name a Jinja file"
+    )
+    with pytest.raises(DataError, match=said):
+        load_tokenizer(str(folder))
+    own = tmp_path / "own.jinja"
+    own.write_text(CHATML)
+    assert load_tokenizer(str(folder), str(own)).template().terminators == ("<|im_end|>",)
+
+
 def test_a_finished_run_has_its_tokenizer_in_model(tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "run/model", CHATML)
     assert tokenizer_folder(str(tmp_path / "run")) == tmp_path / "run/model"

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from danlu.data import template_limits
 from danlu.data.workers import FEW_TASKS, UnexpectedError, Workers
 from danlu.errors import DataError, ResourceError
 
@@ -99,3 +102,54 @@ def test_files_of_the_working_directory_are_not_imported(
             list(workers.map(["only_here"]))
     assert not (tmp_path / "executed").exists()
     assert not any(str(tmp_path) in file for file in found)
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A job that never comes to an end, inside of one operation of C or between many of Python's."""
+
+    def start(self) -> Callable[[str], None]:
+        template_limits.SECONDS_IN_C = 0.3
+        return _stuck
+
+
+def _stuck(task: str) -> None:
+    print(os.getpid(), file=sys.stderr, flush=True)
+    if task == "in C":
+        with template_limits.limited():
+            sum(range(10**12))
+    while True:
+        pass
+
+
+def test_a_template_that_cannot_be_interrupted_ends_its_process() -> None:
+    with (
+        Workers(Stuck(), 1) as workers,
+        pytest.raises(DataError, match=r"chat template has worked on one conversation"),
+    ):
+        list(workers.map(["in C"]))
+
+
+def test_a_killed_caller_leaves_no_process_at_work() -> None:
+    code = "from test_workers import Stuck, Workers; list(Workers(Stuck(), 1).map(['in Python']))"
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    caller = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert caller.stderr is not None
+    worker = int(caller.stderr.readline())
+    os.kill(worker, 0)  # it is there
+    caller.kill()
+    caller.wait()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and _is_alive(worker):
+        time.sleep(0.02)
+    assert not _is_alive(worker)
+
+
+def _is_alive(process: int) -> bool:
+    """Not so for one that has ended, but of which nobody has asked how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

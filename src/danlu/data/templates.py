@@ -14,6 +14,8 @@ from datetime import datetime, time
 from functools import cached_property
 from typing import Any
 
+from danlu.data import template_limits
+from danlu.data.template_limits import TookTooLong
 from danlu.errors import DataError
 
 Turn = Mapping[str, Any]
@@ -66,7 +68,10 @@ class ChatTemplate:
         environment = _environment(date)
         try:
             self._parsed = environment.parse(source)
-            self._template = environment.from_string(source)
+            with template_limits.limited():
+                self._template = environment.from_string(_counting(environment.parse(source)))
+        except (MemoryError, RecursionError, TookTooLong) as error:
+            raise DataError(f"{name}: the chat template does not compile: {_used_up(error)}") from None
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 f"{name}: the chat template does not compile: line {error.lineno}: {error.message}. Correct it, or "
@@ -81,14 +86,30 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation or fails on it.
         """
+        environment = self._template.environment
+        environment.steps_left = template_limits.STEPS + 20 * len(turns) ** 2
+        parts, written, most = [], 0, template_limits.CHARACTERS
         try:
-            return self._template.render(
-                messages=turns,
-                tools=list(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self._special_tokens,
-            )
+            with template_limits.limited():
+                for part in self._template.generate(
+                    messages=turns,
+                    tools=list(tools) if tools else None,
+                    documents=None,
+                    add_generation_prompt=prompt,
+                    **self._special_tokens,
+                ):
+                    parts.append(part)
+                    written += len(part)
+                    if written > most:
+                        most = template_limits.CHARACTERS + 16 * template_limits.characters([*turns, *(tools or ())])
+                        if written > most:
+                            raise OutOfBounds(f"it writes more than {most:,} characters")
+                return "".join(parts)
+        except (OutOfBounds, MemoryError, RecursionError, TookTooLong) as error:
+            raise DataError(
+                f"the chat template does not come to an end with this conversation: {_used_up(error)}. Correct it, or "
+                "name another Jinja file in model.chat_template"
+            ) from None
         except Exception as error:  # a template is a program: it can raise anything
             said = (str(error).strip().splitlines() or [""])[0]
             raise DataError(f"the chat template refuses this conversation: {type(error).__name__}: {said}") from error
@@ -205,6 +226,37 @@ class ChatTemplate:
             return False
 
 
+class OutOfBounds(Exception):
+    """A template does more with a conversation than any has reason to."""
+
+
+def _used_up(error: BaseException) -> str:
+    """What of its limits a template has used up."""
+    match error:
+        case MemoryError():
+            return f"it needs more than {template_limits.MEMORY_BYTES / 2**30:g} GiB of memory"
+        case RecursionError():
+            return "it calls itself without end"
+        case TookTooLong():
+            return f"it works for more than {template_limits.SECONDS:g} s"
+    return str(error)
+
+
+def _counting(template: Any) -> Any:
+    """A parsed template in which each pass through a loop or a macro is counted."""
+    from jinja2 import nodes
+
+    def step() -> Any:
+        return nodes.EnvironmentAttribute("step")
+
+    for node in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        node.body.insert(0, nodes.ExprStmt(step()).set_lineno(node.lineno))
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = nodes.And(step(), node.test).set_lineno(node.lineno)  # what is filtered out is a pass too
+    template.set_environment(template.environment)
+    return template
+
+
 def _is_list(node: Any) -> bool:
     """Whether an expression is a list of messages, tools or calls, going by its name, or the parts of a split text."""
     from jinja2 import nodes
@@ -278,9 +330,35 @@ def _environment(date: Date | None) -> Any:
         # Jinja's own filter escapes HTML characters, which a model would then learn to write.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Counts passes through loops and macros, and refuses products that no conversation needs."""
+
+        steps_left = 0
+        intercepted_binops = frozenset(("*", "**"))
+
+        @property
+        def step(self) -> bool:
+            self.steps_left -= 1
+            if self.steps_left < 0:
+                raise OutOfBounds("it goes through its loops without end")
+            return True
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            sizes = [one.bit_length() // 4 if isinstance(one, int) else 0 for one in (left, right)]
+            if operator == "**" and all(isinstance(one, int) for one in (left, right)):
+                size = sizes[0] * abs(right)
+            elif isinstance(left, int) and isinstance(right, int):
+                size = sum(sizes)
+            elif isinstance(left, int) or isinstance(right, int):
+                count, repeated = (left, right) if isinstance(left, int) else (right, left)
+                size = count * len(repeated) if hasattr(repeated, "__len__") else 0
+            else:
+                size = 0
+            if size > template_limits.CHARACTERS:
+                raise OutOfBounds(f"it makes something of {size:,} characters")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals["namespace"] = PlainNamespace
     environment.globals["raise_exception"] = raise_exception

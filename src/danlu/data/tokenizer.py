@@ -275,17 +275,26 @@ def load_tokenizer(path: str, chat_template: str | None = None, date: str | None
         raise DataError(
             f"{path}: {kind} has no fast form; save it with a tokenizer.json (transformers: save_pretrained)"
         )
-    own = pretrained.chat_template
-    templates = (
-        {"default": template}
-        if template is not None
-        else own
-        if isinstance(own, dict)
-        else {"default": own}
-        if own
-        else {}
-    )
+    templates = {"default": template} if template is not None else _own_templates(path, pretrained.chat_template)
     return Tokenizer(pretrained, path, templates, chat_template, None if date is None else Date.fromisoformat(date))
+
+
+def _own_templates(path: str, own: Any) -> dict[str, str]:
+    """The chat templates of a tokenizer by name, as transformers has read them.
+
+    Raises:
+        DataError: they are no texts.
+    """
+    if not own:
+        return {}
+    templates = own if isinstance(own, dict) else {"default": own}
+    for name, source in templates.items():
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise DataError(
+                f"{path}: the chat_template in tokenizer_config.json is no text but {source!a:.60}. Correct it, or "
+                "name a Jinja file in model.chat_template"
+            )
+    return templates
 
 
 def _plain_config(folder: Path) -> Any:

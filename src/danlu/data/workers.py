@@ -4,16 +4,18 @@ Importing transformers costs a process 2 s of CPU and 250 MiB for its whole life
 transformers 5.23, two cores), so even small inputs are tokenised in a process of their own, which does without torch.
 The processes are plain `python -c` children spoken to over pipes: unlike multiprocessing's spawn they do not run the
 caller's main module again, so a script without an `if __name__` guard works, and they end by themselves when the caller
-is killed, because their input ends.
+is killed, because their input ends, which they watch while they work too.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +27,8 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from danlu.errors import DanluError, ResourceError
+from danlu.data import template_limits
+from danlu.errors import DanluError, DataError, ResourceError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -102,6 +105,11 @@ class Workers(Generic[Task, Result]):
             reply = _exchange(process, task)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
             code = process.wait()
+            if code == -signal.SIGPROF:
+                raise DataError(
+                    f"the chat template has worked on one conversation for {template_limits.SECONDS_IN_C:g} s and does "
+                    "not come to an end. Correct it, or name another Jinja file in model.chat_template"
+                ) from error
             why = (
                 "killed by the system, most likely for want of memory"
                 if code == -signal.SIGKILL
@@ -152,6 +160,8 @@ def serve() -> None:
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not land among the replies
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    template_limits.end_when_stuck()
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then believes there is none
     work: Callable[[Any], Any] | None = None
     job: Job[Any, Any] = pickle.load(requests)  # noqa: S301  # from the process that started this one
@@ -173,6 +183,15 @@ def serve() -> None:
             replies.flush()
         except BrokenPipeError:  # the caller is gone
             os._exit(0)
+
+
+def _end_with_the_caller() -> None:
+    """Ends this process when the other end of its input closes, whatever it is busy with: a killed caller ends none."""
+    if hasattr(select, "poll"):
+        watch = select.poll()
+        watch.register(0, 0)  # no events but the one that cannot be left out: hung up
+        watch.poll()
+        os._exit(0)
 
 
 def _send(process: subprocess.Popen[bytes], message: object) -> None:

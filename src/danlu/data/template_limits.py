@@ -1,0 +1,136 @@
+"""Limits on what a chat template may do with one conversation: a template is a program that came from the internet.
+
+What can be counted is counted, so that the same row fails on every machine: passes through loops and macros, and
+characters written. Memory is limited by the address space of the process while a template renders, and processor time
+by a timer; where a timer cannot interrupt, inside one operation of C, a tokenising process is ended by the kernel.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+STEPS = 2_000_000
+"""Passes through loops and macros for one conversation; the square of its messages is allowed beside it."""
+CHARACTERS = 8 * 2**20
+"""Written for one conversation; sixteen times those that it has are allowed beside it."""
+MEMORY_BYTES = 2 * 2**30
+"""What the process may grow by while one conversation is rendered."""
+SECONDS = 30.0
+"""Of processor time for one conversation."""
+SECONDS_IN_C = 60.0
+"""After which a tokenising process is ended where the first limit does nothing."""
+
+_EVERY = 100  # renderings, or a second: how often the size of the process is read, which takes as long as a short one
+
+
+class TookTooLong(BaseException):
+    """The processor time is used up. Not an Exception: what catches those on the way must not go on."""
+
+
+class _Process:
+    """What this process is at the moment."""
+
+    ends_itself = False  # see `end_when_stuck`
+    has_timers: bool | None = None
+    bytes = 0
+    read_at = 0.0
+    renderings = 0
+
+
+def end_when_stuck() -> None:
+    """This process may be ended by SIGPROF where a template cannot be interrupted; for processes that only tokenise."""
+    _Process.ends_itself = True
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Limits memory and processor time of what is done within; without effect where the system has no such limits.
+
+    Raises:
+        MemoryError: more memory was asked for.
+        TookTooLong: the processor time is used up.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = _limit_memory()
+    timed = in_main_thread and _start_timers()
+    try:
+        yield
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            if _Process.ends_itself:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+        _restore_memory(before)
+
+
+def characters(value: Any) -> int:
+    """Of all texts in a conversation, however deep."""
+    count, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            count += len(one)
+        elif isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, list | tuple):
+            waiting += one
+    return count
+
+
+def _start_timers() -> bool:
+    if _Process.has_timers is None:  # asked once: it takes as long as rendering a short conversation
+        free = hasattr(signal, "setitimer") and signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
+        if free:
+            signal.signal(signal.SIGVTALRM, _interrupt)
+        _Process.has_timers = free
+    if not _Process.has_timers:
+        return False
+    # Again every second: what is raised may be lost, in a destructor for example.
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1.0)
+    if _Process.ends_itself:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS_IN_C)
+    return True
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise TookTooLong
+
+
+def _limit_memory() -> tuple[int, int] | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    _Process.renderings += 1
+    now = time.monotonic()
+    if _Process.renderings >= _EVERY or now > _Process.read_at + 1:
+        _Process.bytes, _Process.read_at, _Process.renderings = _size(resource.getpagesize()), now, 0
+    if not _Process.bytes:
+        return None
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _Process.bytes + MEMORY_BYTES
+    if before[0] != resource.RLIM_INFINITY and before[0] <= limit:
+        return None
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    return before
+
+
+def _restore_memory(before: tuple[int, int] | None) -> None:
+    if before is not None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _size(page_bytes: int) -> int:
+    """Of this process's address space, in bytes; 0 where the system does not say."""
+    with suppress(OSError, ValueError):
+        return int(Path("/proc/self/statm").read_bytes().split()[0]) * page_bytes
+    return 0
