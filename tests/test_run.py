@@ -64,8 +64,11 @@ def test_the_run_folder_and_what_a_new_user_reads(
     assert lines[0].startswith(f"data: {rows} rows, ") and lines[0].endswith(" of them trained")
     assert " rows are longer than data.max_length: " in lines[1] and lines[1].endswith(" tokens are left out")
     assert lines[2] == "evaluation data: 10 samples of these rows are held out"
-    assert lines[3] == "llama with 44,192 parameters on cpu, fp32; 12 steps of 4 x 64 tokens (micro-batches of 2)"
-    assert lines[4].startswith(f"step 1/12 loss {first['loss']:.3f} grad ")
+    assert lines[3].startswith("mfu: divided by the measured peak, ")
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["peak"]["measured_flops"] > 0 and summary["peak"]["mfu_divides_by"] == "measured_flops x processes"
+    assert lines[4] == "llama with 44,192 parameters on cpu, fp32; 12 steps of 4 x 64 tokens (micro-batches of 2)"
+    assert lines[5].startswith(f"step 1/12 loss {first['loss']:.3f} grad ")
     assert f"step 12/12 loss {last['loss']:.3f} grad " in said
     assert f"step 6 sample: {prompt}\n  -> " in said
     assert f"step 6 evaluation: loss {scores[0]['eval_loss']:.3f}, perplexity " in said

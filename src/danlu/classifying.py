@@ -144,6 +144,9 @@ class PlacedClassifier:
     def generate(self) -> Generate | None:
         return None
 
+    def peak(self) -> None:
+        """Without utilisation there is nothing to divide by."""
+
     def least_seconds(self) -> LeastSeconds | None:
         """Its products are too small for the machine's peak to say anything."""
         return None

@@ -40,7 +40,7 @@ from danlu.parallel.spread import Spread
 from danlu.placing import Placed, Subject, check_placing, learner, place, subject_of
 from danlu.plan import memory
 from danlu.plan.flops import Shape, training_flops
-from danlu.plan.gemm import measured_peak
+from danlu.plan.gemm import Peak, peak_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.recipe.rules import language_stage
@@ -248,9 +248,12 @@ class PlacedDecoder:
     def generate(self) -> Generate | None:
         return _sampler(self.recipe, self.placed.subject, self.dtype)
 
+    def peak(self) -> Peak:
+        return peak_of(self.dtype, self.device, self.spread.ranks.world.size)
+
     def least_seconds(self) -> LeastSeconds:
         shape = _shape(self.model.config)
-        peak = measured_peak(self.dtype, self.device) * self.spread.ranks.world.size
+        peak = self.peak().divisor
         frozen = self.placed.subject.adapters is not None
         return lambda lengths, targets: training_flops(shape, lengths, targets, frozen=frozen) / peak
 

@@ -161,7 +161,8 @@ def _train(
         for line in material.lines:
             say(line)
         placed = task.place(ranks, device, start)
-        for line in placed.notes:
+        peak = placed.peak()
+        for line in (*placed.notes, *([] if peak is None else [peak.line()])):
             say(line)
         run = _build(recipe, task, material, placed, device, folder, start, say)
         closing.callback(run.store.close)
@@ -184,7 +185,7 @@ def _train(
         say(memory.line(program, peak_memory_bytes(device)))
     exported = _export(run, placed, recipe, folder, say)
     if ranks.leads:
-        write_summary(run, exported[0], memory)
+        write_summary(run, exported[0], memory, None if peak is None else peak.to_json())
     return Outcome(folder, run.state.step, 0, exported)
 
 

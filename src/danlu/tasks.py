@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from danlu.optim.build import Optimizers
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.spread import Spread
+from danlu.plan.gemm import Peak
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.position import PackSource
 from danlu.train.run_folder import Start
@@ -67,6 +68,8 @@ class PlacedModel(Protocol):
     def learner(self, micro: int) -> Learner: ...
 
     def generate(self) -> Generate | None: ...  # texts, where the recipe asks for samples
+
+    def peak(self) -> Peak | None: ...  # what utilisation is measured against; None where that says nothing
 
     def least_seconds(self) -> LeastSeconds | None: ...
 

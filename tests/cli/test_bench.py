@@ -33,7 +33,9 @@ def test_a_line_for_each_type_and_number_of_threads() -> None:
 def test_json_lines_are_kept_for_training_too(tmp_path) -> None:
     found = CliRunner().invoke(app, ["gemm", "--threads", "1", "--json"])
     first = json.loads(found.stdout.splitlines()[0])
-    assert first == {"dtype": "float32", "device": "cpu", "threads": 1, "flops_per_second": 5e11}
+    assert first == {
+        "dtype": "float32", "device": "cpu", "threads": 1, "flops_per_second": 5e11, "specified_flops_per_second": None,
+    }  # fmt: skip
     assert len(json.loads((tmp_path / ".cache" / "danlu" / "gemm.json").read_text())) == 3
 
 

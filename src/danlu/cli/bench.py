@@ -41,7 +41,7 @@ def gemm(
     import torch
 
     from danlu.errors import ResourceError
-    from danlu.plan.gemm import measured_peak
+    from danlu.plan.gemm import measured_peak, specified_peak
 
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is not auto, cpu or cuda", param_hint="--device")
@@ -52,14 +52,22 @@ def gemm(
         torch.set_num_threads(count)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             peak = measured_peak(dtype, "cpu" if on_cpu else "cuda", seconds, fresh=True)
+            specified = specified_peak(dtype, "cpu" if on_cpu else "cuda")
             name = str(dtype).removeprefix("torch.")
             if as_json:
                 device_name = "cpu" if on_cpu else "cuda"
-                line = {"dtype": name, "device": device_name, "threads": count, "flops_per_second": peak}
+                line = {
+                    "dtype": name,
+                    "device": device_name,
+                    "threads": count,
+                    "flops_per_second": peak,
+                    "specified_flops_per_second": specified,
+                }
                 echo(json.dumps(line))
             else:
                 where = f"{count:3d} thread{'s' if count > 1 else ' '}" if on_cpu else torch.cuda.get_device_name()
-                echo(f"{name:10}{where}  {peak / 1e9:10.1f} GFLOP/s")
+                known = "" if specified is None else f"  (specified: {specified / 1e9:.1f})"
+                echo(f"{name:10}{where}  {peak / 1e9:10.1f} GFLOP/s{known}")
 
 
 def _thread_counts(cores: int) -> list[int]:

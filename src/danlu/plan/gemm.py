@@ -5,13 +5,98 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+# FLOP/s of dense products with 16-bit numbers and float32 sums, from the makers' data sheets, by what torch calls the
+# device; the first that is found counts. Data sheets often print twice as much, for sparse matrices.
+SPECIFIED: tuple[tuple[str, float], ...] = (
+    (r"B200\b", 2250e12),
+    (r"H200 NVL\b", 835.5e12),
+    (r"H200\b", 989.4e12),
+    (r"H100 PCIe\b", 756e12),
+    (r"H100 NVL\b", 835.5e12),
+    (r"H100\b", 989.4e12),
+    (r"A100\b", 312e12),
+    (r"L40S\b", 362e12),
+    (r"L4\b", 121e12),
+    (r"A10\b", 125e12),
+    (r"GeForce RTX 4090$", 165.2e12),
+    (r"GeForce RTX 3090$", 71e12),
+    (r"MI300X\b", 1307.4e12),
+    (r"MI250X\b", 191.5e12),
+)
+# These have no bfloat16.
+SPECIFIED_FLOAT16: tuple[tuple[str, float], ...] = (
+    (r"V100-SXM2\b", 125e12),
+    (r"V100-PCIE\b", 112e12),
+    (r"T4\b", 65e12),
+)
+
 _SIZES_CPU = (512, 1024, 2048)  # larger squares are no faster, and would take a quarter of a second each
 _SIZES_CUDA = (2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What utilisation is measured against: FLOP/s of one process's matrix products."""
+
+    dtype: torch.dtype
+    measured: float
+    specified: float | None
+    """By the maker's data sheet; None where this file does not know the device."""
+    processes: int = 1
+
+    @property
+    def divisor(self) -> float:
+        """FLOP/s at which `mfu` is 1: the measured peak of all processes, which every machine has."""
+        return self.measured * self.processes
+
+    def line(self) -> str:
+        """`mfu: divided by the measured peak, 712 TFLOP/s with bfloat16, and not by ...`: for the console."""
+        each = f" in each of {self.processes} processes" if self.processes > 1 else ""
+        said = f"mfu: divided by the measured peak, {_in_words(self.measured)} with {_name(self.dtype)}{each}"
+        if self.specified is None:
+            return f"{said}; no specification of this device is known"
+        return f"{said}, and not by the device's specification, {_in_words(self.specified)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dtype": _name(self.dtype),
+            "measured_flops": self.measured,
+            "specified_flops": self.specified,
+            "processes": self.processes,
+            "mfu_divides_by": "measured_flops x processes",
+        }
+
+
+def peak_of(dtype: torch.dtype, device: torch.device | str, processes: int = 1) -> Peak:
+    """The peak of each of several processes on devices like this one; measured once per machine."""
+    device = torch.device(device)
+    return Peak(dtype, measured_peak(dtype, device), specified_peak(dtype, device), processes)
+
+
+def specified_peak(dtype: torch.dtype, device: torch.device | str) -> float | None:
+    """FLOP/s of dense products by the data sheet of a GPU; None for others, and for types wider than 16 bits."""
+    device = torch.device(device)
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return None
+    known = (*SPECIFIED, *(SPECIFIED_FLOAT16 if dtype == torch.float16 else ()))
+    name = torch.cuda.get_device_name(device)
+    return next((flops for pattern, flops in known if re.search(rf"\b{pattern}", name)), None)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _in_words(flops: float) -> str:
+    return f"{flops / 1e12:,.0f} TFLOP/s" if flops >= 1e13 else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
 def measured_peak(

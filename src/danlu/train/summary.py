@@ -6,7 +6,9 @@
      "peak_memory_bytes": 912261120, "parameters": 7300000, "trained_parameters": 61440,
      "loss": 1.91, "evaluation": {"last": 2.05, "best": 2.03},                             null without held-out rows
      "result": {"path": "model", "bytes": 14600000},                                       its weights, in this folder
-     "memory": {"weights": 29200000, "adapter": 0, ...}}                        bytes in tensors by part, or null
+     "memory": {"weights": 29200000, "adapter": 0, ...},                        bytes in tensors by part, or null
+     "peak": {"dtype": "bfloat16", "measured_flops": 1.2e11, "specified_flops": null, "processes": 1,
+              "mfu_divides_by": "measured_flops x processes"}}                  null for a classifier
 
 It is written after the result, so a folder that has it holds a whole run.
 """
@@ -38,8 +40,12 @@ SUMMARY = "summary.json"
 Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
-def write_summary(run: Run, result: Path, memory: MemoryParts | None = None) -> Path:
+def write_summary(
+    run: Run, result: Path, memory: MemoryParts | None = None, peak: Mapping[str, Any] | None = None
+) -> Path:
     """Sums up a run that has ended in the folder of its metrics file; `result` is the folder in it with the weights.
+
+    peak: what `mfu` in its lines was measured against.
 
     Numbers that only metrics.jsonl had are null where that file was lost. Raises ResourceError.
     """
@@ -64,6 +70,7 @@ def write_summary(run: Run, result: Path, memory: MemoryParts | None = None) -> 
             "bytes": sum(file.stat().st_size for file in result.glob("*.safetensors")),
         },
         "memory": None if memory is None else vars(memory),
+        "peak": peak,
     }
     path = folder / SUMMARY
     try:
