@@ -56,6 +56,27 @@ def test_a_stack_that_cannot_be(tmp_path: Path) -> None:
         stacked(tmp_path / "one")
 
 
+@pytest.mark.parametrize("held", [{"kind": "nf3"}, {"block": 64}, "nf4", 7])
+def test_a_quantization_that_danlu_does_not_know_is_told(tmp_path: Path, held: Any) -> None:
+    folder = made(tmp_path / "one", [])
+    assert describe(folder).quantization is None
+    (folder / DANLU).write_text(json.dumps({"quantization": {"kind": "fp4", "block": 64}}))
+    assert describe(folder).quantization == {"kind": "fp4", "block": 64}
+    (folder / DANLU).write_text(json.dumps({"quantization": held}))
+    kind = held.get("kind") if isinstance(held, dict) else held
+    with pytest.raises(
+        ModelError, match=f"{folder / DANLU}: quantization is of the unknown kind {kind!r}; danlu knows"
+    ):
+        _ = describe(folder).quantization
+
+
+def test_a_base_that_is_no_text_is_told(tmp_path: Path) -> None:
+    folder = made(tmp_path / "one")
+    (folder / CONFIG).write_text(json.dumps({"base_model_name_or_path": 7}))
+    with pytest.raises(ModelError, match="base_model_name_or_path is 7, not a folder or a hub id"):
+        _ = describe(folder).base
+
+
 def test_it_is_told_without_torch() -> None:
     code = "import sys, danlu.adapters.description, danlu.assembly.base; sys.exit('torch' in sys.modules)"
     assert (

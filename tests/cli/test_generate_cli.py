@@ -447,6 +447,9 @@ def test_adapters_that_cannot_be_used(tiny_world, adapter, chanting, tmp_path, c
     edit_json(copy / "adapter_config.json", base_model_name_or_path=str(tmp_path / "gone"))
     other = Path(shutil.copytree(adapter, tmp_path / "other"))
     edit_json(other / "adapter_config.json", peft_type="LOHA")
+    odd, bits = (Path(shutil.copytree(adapter, tmp_path / name)) for name in ("odd", "bits"))
+    edit_json(odd / "danlu.json", quantization={"kind": "nf3"})
+    edit_json(bits / "danlu.json", quantization={"kind": "nf4", "block": "x"})
     torn = Path(shutil.copytree(adapter, tmp_path / "torn"))
     (torn / "adapter_model.safetensors").write_bytes(b"torn")
     for arguments, code, message in (
@@ -455,6 +458,12 @@ def test_adapters_that_cannot_be_used(tiny_world, adapter, chanting, tmp_path, c
         ([adapter, "--base", chanting], 4, "was trained on another base"),
         ([tiny_world.base, "--base", chanting], 2, "--base: "),
         ([other], 4, "peft_type 'LOHA' is not supported"),
+        (
+            [odd],
+            4,
+            f"{odd / 'danlu.json'}: quantization is of the unknown kind 'nf3'; danlu knows nf4, fp4, int8, int4",
+        ),
+        ([bits], 4, f"{bits / 'danlu.json'}: quantization.block: Input should be"),
         ([torn], 4, "adapter_model.safetensors: cannot be read"),
         ([tiny_world.base, "--quantization", "nf3"], 2, "--quantization: 'nf3' is unknown; use nf4, fp4, int8, int4"),
     ):

@@ -13,6 +13,8 @@ from danlu.errors import ModelError
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 DANLU = "danlu.json"
+QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
+"""Kinds of few bits in which a recipe may hold a base."""
 _RUN_RESULT = "adapter"
 
 
@@ -26,8 +28,28 @@ class AdapterFolder:
 
     @property
     def base(self) -> str | None:
-        """Folder or hub id of the model it was trained on."""
-        return self.values.get("base_model_name_or_path")
+        """Folder or hub id of the model it was trained on. Raises ModelError if it is no text."""
+        named = self.values.get("base_model_name_or_path")
+        if not (named is None or isinstance(named, str)):
+            raise ModelError(f"{self.path / CONFIG}: base_model_name_or_path is {named!r}, not a folder or a hub id")
+        return named
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """How the base was held while the adapter was trained, as a recipe says it; None where it was not packed.
+
+        Raises ModelError for a kind that danlu does not know.
+        """
+        held = self.danlu.get("quantization")
+        if held is None:
+            return None
+        if not isinstance(held, dict) or held.get("kind") not in QUANTIZATIONS:
+            kind = held.get("kind") if isinstance(held, dict) else held
+            raise ModelError(
+                f"{self.path / DANLU}: quantization is of the unknown kind {kind!r}; danlu knows "
+                f"{', '.join(QUANTIZATIONS)}. Say with --quantization how the base is to be held, or none"
+            )
+        return held
 
     @property
     def kind(self) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -187,7 +188,12 @@ def _contents(adapters: AdapterSet, folder: AdapterFolder) -> _Contents:
     tensors: Mapping[str, Tensor] = read_files(folder)
     if folder.kind == "LORA":
         told, tensors = for_original_base(told, tensors, partial(_loaded_weight, adapters, where), where)
-    section, values, used = FORMATS[folder.kind].from_peft(told, tensors, adapters.sites, where)
+    try:
+        section, values, used = FORMATS[folder.kind].from_peft(told, tensors, adapters.sites, where)
+    except ValidationError as error:  # values that no recipe may have either
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ModelError(f"{folder.path / CONFIG}: {key} is {first['input']!r}: {first['msg']}") from None
     rest = {key: tensor for key, tensor in tensors.items() if key not in used}
     of_base = {key: rest.pop(key) for key in list(rest) if key.endswith(".base_layer.weight")}
     more = _saved_modules(folder.values, rest, adapters, where)

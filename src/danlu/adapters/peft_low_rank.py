@@ -122,6 +122,7 @@ def read_factors(
     Raises ModelError for settings that danlu does not compute, and for tensors that are missing.
     """
     check_supported(values, _HARMLESS, where)
+    _check_types(values, where)
     alpha, power = float(values.get("lora_alpha", 8)), 0.5 if values.get("use_rslora") else 1.0
     factors: dict[str, Factors] = {}
     used: set[str] = set()
@@ -172,6 +173,7 @@ def for_original_base(
     init = start_out_of_base(values, where)
     if init is None:
         return values, tensors
+    _check_types(values, where)
     alpha, power = float(values.get("lora_alpha", 8)), 0.5 if values.get("use_rslora") else 1.0
     rest = dict(tensors)
     written: dict[str, Factors] = {}
@@ -217,6 +219,7 @@ def from_peft(
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
     check_supported(values, _HARMLESS, where)
+    _check_types(values, where)
     layers = disk_layers(sites)
     found = _read(tensors, {layer.name for layer in layers}, where)
     by_site: dict[str, dict[str, Tensor]] = {}
@@ -338,6 +341,32 @@ def _check_shapes(layer: DiskLayer, one: Factors, where: str) -> None:
                 f"{where}: {PREFIX}{layer.name}.{key} is {list(found[key].shape)}, this model needs {list(shape)}: "
                 "the adapter is of another base"
             )
+
+
+def _check_types(values: Mapping[str, Any], where: str) -> None:
+    """Raises ModelError for settings that are not of PEFT's types."""
+
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    wrong = {key: "a number" for key in ("lora_alpha", "lora_dropout") if not number(values.get(key) or 0)}
+    if not (isinstance(values.get("r", 8), int) and values.get("r", 8) > 0):
+        wrong["r"] = "a whole number above 0"
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = values.get(key) or {}
+        right = isinstance(patterns, dict) and all(number(one) and one > 0 for one in patterns.values())
+        if not right or any(not _is_pattern(pattern) for pattern in patterns):
+            wrong[key] = "regular expressions with numbers above 0"
+    for key, expected in wrong.items():
+        raise ModelError(f"{where}: {key} of its config is {values[key]!r}; expected {expected}")
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _check_rank(name: str, values: Mapping[str, Any], found: int, where: str) -> None:

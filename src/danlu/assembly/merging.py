@@ -89,6 +89,7 @@ def merge(
     """
     check_free(target)
     stacks = [stacked(source) for source in sources]
+    held = (stacks[-1][-1].quantization or {}).get("kind")
     below = common_below(stacks)
     base = base_of(stacks[0], into, "--into")
     if not force:
@@ -120,7 +121,6 @@ def merge(
         value=lambda name: _measured(name, value(name), written, rounding),
     )
     packed = any(getattr(site.module, "packed", None) is not None for site in adapted.adapters.sites)
-    held = (stacks[-1][-1].danlu.get("quantization") or {}).get("kind")
     return Merged(base.folder, tuple(stack[-1].path for stack in stacks), packed, written, rounding, held)
 
 

@@ -96,6 +96,7 @@ def eval(
     config = read_config(found.folder)
     check_headers(found.folder, config, packed=True)  # before rows are tokenised
     context = config.context_length - found.virtual_tokens
+    held = quantization_section(quantization, found)
     recipe = evaluation_recipe(found.folder, data, overrides or [], context)
     prepared = tokenised(recipe, found.words, chat_template)
     from danlu.rollout.opening import open_model, open_wording
@@ -105,7 +106,7 @@ def eval(
         open_wording(found.words, chat_template, model=found.folder),
         precision=precision,
         device=device,
-        quantization=quantization_section(quantization, found),
+        quantization=held,
     )
     say_notes(opened)
     scores = score(opened, prepared, recipe)

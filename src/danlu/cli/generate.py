@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from danlu.errors import DataError, RecipeError
+from danlu.errors import DataError, ModelError, RecipeError
 from danlu.terminal import echo
 
 if TYPE_CHECKING:
@@ -224,22 +225,29 @@ def check_flags(
 
 def quantization_section(kind: str | None, found: Found | None = None) -> QuantizationSection | None:
     """What --quantization names, as a recipe would say it; without it, how an adapter's base was held in training."""
-    values: dict[str, Any] = {"kind": kind}
+    values: Mapping[str, Any] = {"kind": kind}
     if kind is None:
         from danlu.models.folder import CONFIG, read_json
 
         stored = found is not None and "quantization_config" in read_json(found.folder / CONFIG)
-        own = found.stacks[0][-1].danlu.get("quantization") if found is not None and found.stacks else None
-        if own is None or stored:
+        if stored or found is None or not found.stacks or (own := found.stacks[0][-1].quantization) is None:
             return None
         values = own
     elif kind == "none":
         return None
     # Here: it brings pydantic, half a second that those who do not ask for it need not wait.
+    from pydantic import ValidationError
+
     from danlu.recipe import sections
 
     known = {"nf4": sections.Nf4, "fp4": sections.Fp4, "int8": sections.Int8, "int4": sections.Int4}
-    return known[values["kind"]](**values)
+    try:
+        return known[values["kind"]](**values)
+    except ValidationError as error:  # a kind alone is right: it is an adapter's own danlu.json
+        assert found is not None
+        first = error.errors()[0]
+        key = ".".join(("quantization", *map(str, first["loc"])))
+        raise ModelError(f"{found.stacks[0][-1].path / 'danlu.json'}: {key}: {first['msg']}") from None
 
 
 def sampling_options(found: Found, asked: dict[str, Any], seed: int) -> SamplingOptions:
