@@ -56,6 +56,16 @@ def test_spread_is_as_documented(case: str, tiny_model: Callable[..., Decoder]) 
             assert abs(float(parameter.mean())) < 0.02 * expected + 4 * expected / parameter.numel() ** 0.5
 
 
+def test_an_embedding_that_is_multiplied_starts_as_much_smaller(tiny_model: Callable[..., Decoder]) -> None:
+    """Gemma multiplies it by the root of the width: the stream starts near one all the same."""
+    tokens = torch.randint(0, 1000, (64,), generator=torch.Generator().manual_seed(0))
+    for case, multiplier in (("gemma2", 16.0), ("llama-2", 1.0)):
+        model = tiny_model(case, **BIG, num_attention_heads=4, tie_word_embeddings=False)
+        assert model.config.embedding_multiplier == multiplier
+        assert float(model.embed_tokens.weight.detach().std()) == pytest.approx(1 / multiplier, rel=0.03)
+        assert float(model.embed_tokens(tokens, torch.float32).detach().std()) == pytest.approx(1.0, rel=0.05)
+
+
 def test_the_stream_starts_near_one_and_the_loss_near_uniform(tiny_model: Callable[..., Decoder]) -> None:
     model = tiny_model("llama-2", **BIG)
     tokens = torch.randint(0, 1000, (64,), generator=torch.Generator().manual_seed(0))

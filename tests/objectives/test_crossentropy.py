@@ -115,6 +115,26 @@ def test_upstream_gradient_and_gradient_scale_multiply_the_gradient_only() -> No
     torch.testing.assert_close(torch.autograd.grad(scaled.total * 0.5, hidden)[0], base * 2)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 5.0}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}], ids=["plain", "cap", "smooth", "z"]
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradient_scale_reaches_every_gradient(frozen: bool, options: dict[str, float]) -> None:
+    """fp16 divides by it afterwards: a gradient that it did not reach would be 1 / scale of what it should be."""
+    hidden, head, targets, weights = problem()
+    wanted = (hidden,) if frozen else (hidden, head)
+    one, scaled = (
+        linear_cross_entropy(
+            hidden, head.detach() if frozen else head, targets, weights, gradient_scale=scale, **options
+        ).total
+        for scale in (1.0, 8.0)
+    )
+    assert torch.equal(one, scaled)
+    for plain_, grown in zip(torch.autograd.grad(one, wanted), torch.autograd.grad(scaled, wanted), strict=True):
+        assert plain_.abs().max() > 0
+        torch.testing.assert_close(grown, 8 * plain_, rtol=1e-12, atol=0)
+
+
 def test_only_what_needs_a_gradient_gets_one() -> None:
     hidden, head, targets, weights = problem()
     frozen = linear_cross_entropy(hidden, head.detach(), targets, weights).total
