@@ -26,6 +26,20 @@ def test_pieces_and_strides_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(whole, run(monkeypatch, piece=16, transposed=True))
 
 
+def test_two_steps_by_hand() -> None:
+    """The update goes by beta1, the momentum that is kept by beta2: in the second step they tell signs apart."""
+    parameter = Parameter(torch.tensor([1.0]))
+    optimizer = Lion([parameter], lr=0.1, betas=(0.5, 0.9), weight_decay=0.2)
+    parameter.grad = torch.tensor([1.0])
+    optimizer.step()
+    assert optimizer.state[parameter]["exp_avg"].item() == pytest.approx(0.1)
+    assert parameter.item() == pytest.approx(1 - 0.1 * (1 + 0.2))
+    parameter.grad = torch.tensor([-0.2])  # 0.5 * 0.1 - 0.5 * 0.2 < 0; with a momentum of 0.5 it were above
+    optimizer.step()
+    assert parameter.item() == pytest.approx(0.88 * (1 - 0.1 * 0.2) + 0.1)
+    assert optimizer.state[parameter]["exp_avg"].item() == pytest.approx(0.9 * 0.1 - 0.1 * 0.2)
+
+
 def test_scalars_and_empty_tensors_are_stepped() -> None:
     parameters = [Parameter(torch.tensor(1.0)), Parameter(torch.zeros(0, 3))]
     for parameter in parameters:
