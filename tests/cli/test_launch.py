@@ -25,6 +25,8 @@ from danlu.cli.launching import launch
 from danlu.errors import DataError, InternalError, RecipeError, ResourceError, Stopped
 from danlu.parallel import world as worlds
 
+pytestmark = pytest.mark.distributed
+
 STAND_IN = str(Path(stand_in.__file__))
 
 
