@@ -24,6 +24,8 @@ def test_copies_load(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RecipeError) as caught:
         load(copy)
     missing = [line.partition("no file or folder '")[2].partition("'")[0] for line in caught.value.problems]
+    kinds = {line.split()[1].partition(".")[0] for line in caught.value.problems}
+    assert kinds == ({"data"} if name == "lenet_mnist" else {"model", "data"}), "model and data are told at once"
     for path in missing:
         Path(path).write_text("")
     assert load(copy).recipe.output == f"runs/{name}"

@@ -463,6 +463,10 @@ def language_stage(recipe: Recipe, reader: str) -> Literal["pretrain", "sft"]:
     return recipe.stage
 
 
+SHIPPED_NAMES = ("base-model", "tokenizer")
+"""Of models and tokenizers in the recipes that come with danlu, for a user to replace: they are nobody's on the hub."""
+
+
 def missing_files(recipe: Recipe) -> list[Problem]:
     """Paths that cannot be hub ids and are not there, each with the nearest name in its folder."""
     named = {
@@ -474,6 +478,7 @@ def missing_files(recipe: Recipe) -> list[Problem]:
     paths["model.chat_template"] = recipe.model.chat_template or ""
     paths.update({key: _file_of(source) for key, source in _sources(recipe.data)})
     local_only = {"model.config", "model.chat_template"}
+    local_only |= {key for key in ("model.path", "model.tokenizer") if paths.get(key) in SHIPPED_NAMES}
     if recipe.stage == "classify":
         local_only |= {key for key, _ in _sources(recipe.data)}
     return [
