@@ -141,7 +141,8 @@ def test_a_run_learns_and_its_result_is_judged_alike(
     said = capsys.readouterr().err.splitlines()
     assert said[:2] == ["data: 512 images", "evaluation data: 64 images"]
     assert said[2] == (
-        "LeNet-5 with 61,706 parameters on cpu, fp32; 32 steps of 32 images (micro-batches of 32), 1,024 images"
+        "LeNet-5 with 61,706 parameters, all trained, on cpu, fp32; 32 steps of 32 images (micro-batches of 32), "
+        "1,024 images"
     )
     assert said[-1] == f"  model in {output}/model: try `danlu eval {output}/model --data FOLDER_OF_IMAGES`"
     lines = metrics(output)

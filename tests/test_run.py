@@ -67,7 +67,10 @@ def test_the_run_folder_and_what_a_new_user_reads(
     assert lines[3].startswith("mfu: divided by the measured peak, ")
     summary = json.loads((output / "summary.json").read_text())
     assert summary["peak"]["measured_flops"] > 0 and summary["peak"]["mfu_divides_by"] == "measured_flops x processes"
-    assert lines[4] == "llama with 44,192 parameters on cpu, fp32; 12 steps of 4 x 64 tokens (micro-batches of 2)"
+    assert (
+        lines[4]
+        == "llama with 44,192 parameters, all trained, on cpu, fp32; 12 steps of 4 x 64 tokens (micro-batches of 2)"
+    )
     assert lines[5].startswith(f"step 1/12 loss {first['loss']:.3f} grad ")
     assert f"step 12/12 loss {last['loss']:.3f} grad " in said
     assert f"step 6 sample: {prompt}\n  -> " in said
@@ -173,7 +176,7 @@ def test_precision_auto_is_measured_once_and_kept_in_the_run(
     said = capsys.readouterr().err
     speeds = "matrix products of 163 GFLOP/s with fp32, 122 with bf16"
     assert f"precision: auto takes fp32 on this machine: {speeds}" in said
-    assert "parameters on cpu, fp32; 2 steps" in said
+    assert "parameters, all trained, on cpu, fp32; 2 steps" in said
     assert "precision: fp32\n" in (tmp_path / "run" / "recipe.yaml").read_text()
     assert asked[0] is None
     # On a machine that would choose otherwise the run goes on as it began, and is the same run.

@@ -13,10 +13,11 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TextIO
 
 import torch
@@ -58,14 +59,16 @@ from danlu.train.run_folder import (
     Start,
     finished,
     refuse_strangers,
+    require_writable,
     result_names,
     resumed_run,
     run_recipe,
     starting_point,
 )
 from danlu.train.state import Cadence, Run, pieces, restore
-from danlu.train.summary import clear_summary, parameters_of, seconds_in, write_summary
+from danlu.train.summary import clear_summary, parameters_of, seconds_in, trained_parameters_of, write_summary
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
+from danlu.train.units import format_count
 from danlu.train.watch import Watch
 
 Say = Callable[[str], None]
@@ -80,6 +83,7 @@ class Outcome:
     exit_code: int  # 0, or 128 + the number of the signal that stopped it
     exported: tuple[Path, ...]  # model folders; empty when stopped before the end
     already: bool = False  # it had ended before, and nothing was done now
+    rehearsed: bool = False  # all but the steps was done, and nothing was kept
 
     @property
     def stopped(self) -> str:
@@ -89,12 +93,16 @@ class Outcome:
         return f"stopped after step {self.steps}, saved in {self.folder}; the same command goes on from there"
 
 
-def train(loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO | None = None) -> Outcome:
+def train(
+    loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO | None = None, dry_run: bool = False
+) -> Outcome:
     """Trains the recipe in its output folder, going on where an earlier run of it stopped.
 
     resume: auto (go on when the folder holds a run of this recipe), never (refuse such a folder), or the path of one of
     its checkpoints.
     stream: where progress is shown; stderr by default.
+    dry_run: do all up to the first step (rows, weights, optimizer, a checkpoint taken up), and then stop. The output
+    folder is only looked at; tokens stay in their cache.
     Raises DanluError of the kind that fits, and Stopped for a signal when there is nothing to be saved (or a second
     one); whatever was saved before stays.
     """
@@ -107,11 +115,20 @@ def train(loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO | No
         refuse_strangers(folder)  # before the lock leaves a file there
     else:
         say, stream = _silence, io.StringIO()
-    with RunLock(folder) if ranks.leads else nullcontext(), _stop_request(ranks) as faults:
+    with ExitStack() as closing:
+        into = folder
+        if dry_run:
+            into = Path(closing.enter_context(TemporaryDirectory(prefix="danlu-dry-run-")))
+            require_writable(folder)
+        elif ranks.leads:
+            closing.enter_context(RunLock(folder))
+        faults = closing.enter_context(_stop_request(ranks))
         faults.at_once = True
         try:
-            return _train(loaded, folder, resume, faults, say, stream, device, ranks)
+            return _train(loaded, folder, into, resume, faults, say, stream, device, ranks)
         except Stopped as stop:
+            if dry_run:
+                raise
             latest = CheckpointStore(folder / CHECKPOINTS).latest()
             kept = "nothing was saved" if latest is None else f"the checkpoint of step {latest.step} stays"
             raise Stopped(stop.number, f"stopped at once; {kept}, and the same command goes on from there") from None
@@ -128,6 +145,7 @@ def _silence(line: str) -> None:
 def _train(
     loaded: Loaded,
     folder: Path,
+    into: Path,
     resume: str,
     faults: StopRequest,
     say: Say,
@@ -135,23 +153,24 @@ def _train(
     device: torch.device,
     ranks: Ranks,
 ) -> Outcome:
+    """into: what is written to; of a dry run not the run's folder, but one that goes away."""
     if loaded.recipe.threads is not None:
         torch.set_num_threads(loaded.recipe.threads)
     # Before recipes are compared: the run's own holds what auto chose when it began.
     recipe = ranks.world.from_first(lambda: _with_precision(loaded.recipe, folder, resume, device, say))
     recipe = ranks.world.from_first(lambda: _with_date(recipe, folder, resume, say))
-    start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, say))
+    start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, say, into=into))
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)
     if ranks.leads:
-        clear_summary(folder)
+        clear_summary(into)
     if recipe.log.wandb is not None and (problem := wandb_problem()):
         raise RecipeError(problem)
     for note in loaded.notes:
         say(note)
     if ranks.leads and (remark := slower(recipe.precision, product_speeds(device, also=recipe.precision))):
         say(remark)
-    ranks.world.from_first(lambda: _describe(folder, recipe, device, start, say))
+    ranks.world.from_first(lambda: _describe(folder, into, recipe, device, start, say))
     task = _task(recipe)
     task.check(start)
     material = ranks.world.from_first(lambda: task.read(stream), again=True, assemble=lambda: assemble("data"))
@@ -164,9 +183,13 @@ def _train(
         peak = placed.peak()
         for line in (*placed.notes, *([] if peak is None else [peak.line()])):
             say(line)
-        run = _build(recipe, task, material, placed, device, folder, start, say)
+        run = _build(recipe, task, material, placed, device, into, start, say)
         closing.callback(run.store.close)
         run.faults = faults
+        if into != folder:
+            if run.metrics is not None:
+                closing.callback(run.metrics.close)
+            return Outcome(folder, run.state.step, 0, (), rehearsed=True)
         if run.metrics is not None:
             run.recorders = (run.metrics, *_shows(recipe, task, folder, run, stream))
         for recorder in run.recorders:
@@ -224,7 +247,7 @@ def _task(recipe: Recipe) -> Task:
     return Classifying(recipe) if recipe.stage == "classify" else Language(recipe)
 
 
-def _describe(folder: Path, recipe: Recipe, device: torch.device, start: Start | None, say: Say) -> None:
+def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, start: Start | None, say: Say) -> None:
     """Writes what the run is and where it runs; says what of that could make a resumed run differ."""
     environment = describe_environment(device)
     file = folder / ENVIRONMENT
@@ -236,12 +259,11 @@ def _describe(folder: Path, recipe: Recipe, device: torch.device, start: Start |
             for line in changes_that_matter(json.loads(file.read_text()), environment):
                 say(f"the last bits of numbers may differ from an uninterrupted run: {line}")
     try:
-        write_durably(folder / RECIPE, resolved_yaml(recipe).encode())
-        write_environment(file, environment)
+        write_durably(into / RECIPE, resolved_yaml(recipe).encode())
+        write_environment(into / ENVIRONMENT, environment)
     except OSError as error:
         raise ResourceError(
-            f"{folder}: the run folder cannot be written: {error.strerror}. "
-            "Free some space, or choose another `output`."
+            f"{into}: the run folder cannot be written: {error.strerror}. Free some space, or choose another `output`."
         ) from error
 
 
@@ -356,10 +378,16 @@ def _shows(recipe: Recipe, task: Task, folder: Path, run: Run, stream: TextIO) -
 
 def _summary(recipe: Recipe, task: Task, placed: PlacedModel, run: Run) -> str:
     parameters = parameters_of(run.compute.model, run.compute.spread.held)
+    trained = trained_parameters_of(run.compute.model, run.compute.spread.held)
     packs = "" if run.feed.total is None else f", {run.feed.total:,} {task.items}"
-    size = f"{parameters:,}" if parameters < 10**6 else f"{parameters / 1e6:,.1f}M"
+    share = (
+        "all trained"
+        if trained == parameters
+        else f"{format_count(trained)} of them trained ({trained / parameters:.2%})"
+    )
     return (
-        f"{placed.name} with {size} parameters on {run.compute.device}, {recipe.precision}; "
+        f"{placed.name} with {format_count(parameters)} parameters, {share}, on {run.compute.device}, "
+        f"{recipe.precision}; "
         f"{run.cadence.total:,} steps of {task.amount(run.feed.per_step)} (micro-batches of {run.compute.micro}){packs}"
     )
 

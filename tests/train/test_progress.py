@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_fast_steps_do_not_flood_and_the_last_is_always_shown() -> None:
     clock, stream = Clock(), io.StringIO()
     lines = LineProgress(stream, total=100, clock=clock)
     for step in range(1, 101):
-        clock.now += 0.1
+        clock.now += 0.5
         lines.step(metrics(step))
     shown = [int(line.split()[1].split("/")[0]) for line in stream.getvalue().splitlines()]
     assert shown[0] == 1
@@ -110,6 +111,19 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines() -> None:
     bar.close()
     assert "step 3: spike: loss 9.5 is high; watch.policy: warn" in stream.getvalue()
     assert "3/5" in stream.getvalue()
+
+
+def test_a_bar_leaves_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    clock, stream = Clock(), Terminal()
+    bar = BarProgress(stream, total=100, clock=clock)
+    for step in range(1, 101):
+        clock.now += 1
+        bar.step(metrics(step))
+    bar.close()
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stream.getvalue())
+    left = [int(number) for number in re.findall(r"step (\d+)/100 loss 3.214", plain)]
+    assert left == [30, 60, 90]
 
 
 def test_on_80_columns_the_count_and_the_numbers_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:

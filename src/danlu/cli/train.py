@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Sequence
@@ -35,6 +36,13 @@ def train(
             min=1, help="Train in so many processes on this machine, laid out as the recipe's `parallel` says."
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Do all up to the first step, then stop: rows, weights, memory. Keeps nothing."),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print errors only; metrics.jsonl has the rest.")
+    ] = False,
 ) -> None:
     """Train a recipe. The output folder holds everything; the same command goes on after an interruption.
 
@@ -47,18 +55,19 @@ def train(
             "already. Leave --processes out there"
         )
     if world is not None:
-        work(world, lambda: _share(world, recipe, overrides or [], resume))
+        work(world, lambda: _share(world, recipe, overrides or [], resume, dry_run, quiet))
     loaded = recipes.load(recipe, overrides or [])
     if processes is None or processes == 1:
-        code = _train(loaded, resume)
+        code = _train(loaded, resume, dry_run, quiet)
     else:
         layout_of(loaded.recipe.parallel, processes)  # a layout that does not fit is told before any process starts
-        code = _launch(loaded.recipe, [str(recipe), *(overrides or [])], resume, processes)
+        flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
+        code = _launch(loaded.recipe, [str(recipe), *(overrides or []), *flags], resume, processes)
     if code:
         raise typer.Exit(code)
 
 
-def _share(world: World, recipe: Path, overrides: list[str], resume: str) -> int:
+def _share(world: World, recipe: Path, overrides: list[str], resume: str, dry_run: bool, quiet: bool) -> int:
     """What one process of several does."""
     loaded = recipes.load(recipe, overrides)
     tell = print_into(world, Path(loaded.recipe.output).expanduser())
@@ -66,7 +75,7 @@ def _share(world: World, recipe: Path, overrides: list[str], resume: str) -> int
     from danlu.parallel.joining import join, leave
 
     join(loaded.recipe.device, loaded.recipe.parallel.timeout_s, tell)
-    code = _train(loaded, resume)
+    code = _train(loaded, resume, dry_run, quiet)
     leave()
     return code
 
@@ -107,19 +116,26 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
     )
 
 
-def _train(loaded: Loaded, resume: str) -> int:
+def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
     """Returns the exit code."""
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu import run
 
-    outcome = run.train(loaded, resume=resume, say=_say)
+    say, stream = (_silent, io.StringIO()) if quiet else (_say, None)
+    outcome = run.train(loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
     if outcome.exit_code:
         _say(outcome.stopped)
         return outcome.exit_code
+    if outcome.rehearsed:
+        say(
+            f"dry run: all is ready for step {outcome.steps + 1}; nothing was trained, and {outcome.folder} is as it "
+            "was"
+        )
+        return 0
     already = "was finished already, " if outcome.already else "finished "
-    _say(f"{already}after step {outcome.steps}: {outcome.folder}")
+    say(f"{already}after step {outcome.steps}: {outcome.folder}")
     for folder in outcome.exported:
-        _say(f"  {'adapter' if is_adapter(folder) else 'model'} in {folder}: {what_to_try(folder)}")
+        say(f"  {'adapter' if is_adapter(folder) else 'model'} in {folder}: {what_to_try(folder)}")
     return 0
 
 
@@ -134,3 +150,7 @@ def what_to_try(folder: Path) -> str:
 
 def _say(text: str) -> None:
     tell(text)
+
+
+def _silent(text: str) -> None:
+    """What --quiet says."""

@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # it imports torch, which showing the progress of rows does w
     from danlu.train.metrics import Recorder, Value
 
 TOKENS = "tokens"
-_LINE_INTERVAL_S = 1.0
+_LINE_INTERVAL_S = 5.0
+_KEPT_INTERVAL_S = 30.0  # between the lines that a bar leaves above it
 _REFRESH_INTERVAL_S = 0.2
 _ROWS_INTERVAL_S = 5.0
 _HORIZON_STEPS = 20  # of the average that the remaining time is reckoned from
@@ -85,7 +86,7 @@ class _StepProgress:
 
 
 class LineProgress(_StepProgress):
-    """One line a step, but not more often than once a second; the first and the last step always."""
+    """One line a step, but not more often than every few seconds; the first and the last step always."""
 
     _interval_s = _LINE_INTERVAL_S
 
@@ -109,7 +110,7 @@ class LineProgress(_StepProgress):
 
 
 class BarProgress(_StepProgress):
-    """A bar that stays at the bottom of the terminal, with events above it.
+    """A bar that stays at the bottom of the terminal, with events above it, and now and then a line of the steps.
 
     Drawn from `step` itself, five times a second at most: a refresh thread would take time from the steps.
     """
@@ -133,10 +134,15 @@ class BarProgress(_StepProgress):
             expand=True,
         )
         self._task = self._bar.add_task("", total=total, completed=done, numbers="")
+        self._kept_at = self._clock()
         self._bar.start()
 
     def step(self, metrics: StepMetrics) -> None:
-        self._bar.update(self._task, completed=metrics.step, numbers=self._numbers(metrics))
+        shown = self._numbers(metrics)
+        self._bar.update(self._task, completed=metrics.step, numbers=shown)
+        if self._clock() - self._kept_at >= _KEPT_INTERVAL_S:
+            self._kept_at = self._clock()
+            self._above(f"step {metrics.step}/{self._total} {shown}")
         if self._due(metrics.step):
             self._bar.refresh()
 

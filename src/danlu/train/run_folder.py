@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +43,23 @@ class Start:
     changes: Sequence[Change]
 
 
-def starting_point(folder: Path, recipe: Recipe, resume: str, say: Callable[[str], None]) -> Start | None:
-    """The checkpoint to go on from, None to start afresh. Raises CheckpointError if the folder is not this run's."""
+def starting_point(
+    folder: Path, recipe: Recipe, resume: str, say: Callable[[str], None], *, into: Path | None = None
+) -> Start | None:
+    """The checkpoint to go on from, None to start afresh. Raises CheckpointError if the folder is not this run's.
+
+    into: the folder that will be written to, where it is another, as in a dry run. It gets the metrics that belong to
+    the checkpoint.
+    """
+    start = _starting_point(folder, recipe, resume, say)
+    into = into or folder
+    if start is not None and into.resolve() != (run := start.path.resolve().parent.parent):
+        with suppress(FileNotFoundError):
+            shutil.copyfile(run / METRICS, into / METRICS)
+    return start
+
+
+def _starting_point(folder: Path, recipe: Recipe, resume: str, say: Callable[[str], None]) -> Start | None:
     store = CheckpointStore(folder / CHECKPOINTS)
     latest = store.latest()
     if resume not in ("auto", "never"):
@@ -82,8 +99,6 @@ def _given_point(path: Path, folder: Path, recipe: Recipe, latest: CheckpointInf
         raise CheckpointError(
             f"{folder}: holds a run of its own (step {latest.step}), and {path} is of another. Choose a new `output`."
         )
-    if (run / METRICS).is_file():
-        shutil.copyfile(run / METRICS, folder / METRICS)
     return start
 
 
@@ -104,6 +119,16 @@ def refuse_strangers(folder: Path) -> None:
             f"{folder}: the output folder holds a trained {results[0]} but no checkpoint to go on from, and a new run "
             "would replace it. Choose another `output`, or move the folder away."
         )
+
+
+def require_writable(folder: Path) -> None:
+    """Raises ResourceError where a run could not write its folder, or make it; nothing is written."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "Permission denied" if there.is_dir() else "Not a directory"
+        raise ResourceError(f"{folder}: the run folder cannot be written: {why}. Choose another `output`.")
 
 
 def run_recipe(run: Path) -> Recipe:

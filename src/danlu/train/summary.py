@@ -62,7 +62,7 @@ def write_summary(
         # A part of the run that another process trained may have needed more than this one.
         "peak_memory_bytes": max([peak_memory_bytes(run.compute.device), *(line["memory_bytes"] for line in steps)]),
         "parameters": parameters_of(run.compute.model, run.compute.spread.held),
-        "trained_parameters": sum(_numbers(run.compute.model, run.compute.spread.held, trained=True).values()),
+        "trained_parameters": trained_parameters_of(run.compute.model, run.compute.spread.held),
         "loss": steps[-1]["loss"] if steps else None,
         "evaluation": {"last": _number(losses[-1]), "best": _number(_lowest(losses))} if losses else None,
         "result": {
@@ -111,6 +111,11 @@ def parameters_of(model: nn.Module, held: Mapping[str, Held] = MappingProxyType(
     if isinstance(model, Decoder):  # a packed or cut matrix does not say how large it was
         found |= {name: one.numel() for name, one in skeleton(model.config).named_parameters()}
     return sum(found.values())
+
+
+def trained_parameters_of(model: nn.Module, held: Mapping[str, Held] = MappingProxyType({})) -> int:
+    """Of `parameters_of`, those that training changes."""
+    return sum(_numbers(model, held, trained=True).values())
 
 
 def _numbers(model: nn.Module, held: Mapping[str, Held], *, trained: bool = False) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them, for messages and progress lines."""
+"""Bytes, counts and seconds as people read them, for messages and progress lines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def format_bytes(count: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
         size /= 1024
     return f"{_three_digits(size)} TiB"
+
+
+def format_count(count: int) -> str:
+    """`61706` -> "61,706"; from a million on `7300000` -> "7.3M"."""
+    return f"{count:,}" if count < 10**6 else f"{count / 1e6:,.1f}M"
 
 
 def format_duration(seconds: float) -> str:
