@@ -11,9 +11,12 @@ import torch
 from made.group import run_group
 from made.remade import ADAPTERS, BOUNDARIES, FAMILIES, LAYERS, Made, adapted, full, made_again, same, step
 from made.remade_group import sharded_steps
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from danlu.memory.recompute import KINDS, Kind, LayerPlan, describe, plan_of, unwrap_layer, wrap
-from danlu.models.decoder import Decoder
+from danlu.models.attend import PackedAttention
+from danlu.models.decoder import MLP, Decoder
 from danlu.numerics.packed import FourBitWeight
 from danlu.recipe.sections import Recompute
 
@@ -95,6 +98,32 @@ def test_what_is_kept_is_what_the_table_says(kind: Kind) -> None:
     statistics = {"none": 2 * LAYERS * BOUNDARIES[-1], "elementwise": 0, "selective": 0, "full": 0}[kind]
     attention = scores(made) if kind in ("none", "elementwise") else 0
     assert step(made).kept_bytes == 4 * (numbers(made, kind) + statistics + attention) + around(made)
+
+
+@pytest.mark.parametrize("kind", ["lora-dropout", "dora-dropout", "vera", "mora", "ia3", "bottleneck"])
+def test_no_adapter_holds_what_its_layer_drops(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not what autograd keeps, which other tests count, but what is alive: a Function may hold tensors of its own.
+    made = adapted(kind)
+    seen: list[StorageWeakRef] = []
+    inner = MLP.inner
+
+    def watched(mlp: MLP, gate: Tensor, up: Tensor) -> Tensor:
+        seen.extend(StorageWeakRef(one.untyped_storage()) for one in (gate, up))
+        return inner(mlp, gate, up)
+
+    monkeypatch.setattr(MLP, "inner", watched)
+    tokens, dropped = torch.arange(8), {}
+    for recompute in ("none", "full"):
+        seen.clear()
+        made.noise.begin(1, [(0, 8)])
+        if recompute == "full":
+            wrap(made.model, [LayerPlan(layer, "full") for layer in range(LAYERS)])
+        hidden = made.model(tokens, tokens, PackedAttention((0, 8)))
+        dropped[recompute] = sum(one.expired() for one in seen)
+        assert len(seen) == 2 * LAYERS
+        hidden.sum().backward()
+        made.noise.end()
+    assert dropped == {"none": 0, "full": 2 * LAYERS}
 
 
 def test_every_kth_layer_keeps_inputs_of_segments_alone_and_makes_layers_one_by_one(

@@ -75,7 +75,7 @@ class _Scaled(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             kept = (x,) if remade is None else remade.of
         ctx.save_for_backward(vector, *kept)
-        ctx.remade = remade
+        ctx.make = None if remade is None else remade.make  # not its tensors: see `low_rank._Products`
         return (x * vector).to(x.dtype)
 
     @staticmethod
@@ -84,7 +84,7 @@ class _Scaled(torch.autograd.Function):
         grad_x = (grad * vector).to(grad.dtype) if ctx.needs_input_grad[0] else None
         grad_vector = None
         if ctx.needs_input_grad[1]:
-            x = kept[0] if ctx.remade is None else ctx.remade.make(*kept)
+            x = kept[0] if ctx.make is None else ctx.make(*kept)
             grad_vector = (grad * x).sum(0, dtype=vector.dtype)
         return grad_x, grad_vector, None
 

@@ -14,7 +14,7 @@ T tokens · O, I outputs and inputs of a layer · r its rank · R sum of ranks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,7 +154,8 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, call: _Call, *flat: Tensor | None) -> tuple[Tensor, ...]:
         u, made = _forward(x, call)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        # Without the tensors: what is kept outside of `save_for_backward`, recomputation and offload cannot let go of.
+        ctx.call = replace(call, remade=None if call.remade is None else call.remade._replace(of=()))
         ctx.rows = None if call.dropout is None else call.dropout.noise.rows(x)
         ctx.directions = [one.direction for one in made]
         kept: tuple[Tensor, ...] = ()

@@ -175,7 +175,8 @@ class _Path(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             kept = (x,) if remade is None else remade.of
         ctx.save_for_backward(m, cos, sin, *kept)
-        ctx.folding, ctx.dropout, ctx.remade = folding, dropout, remade
+        ctx.folding, ctx.dropout = folding, dropout
+        ctx.make = None if remade is None else remade.make  # not its tensors: see `low_rank._Products`
         ctx.rows = None if dropout is None else dropout.noise.rows(x)
         z = folding.compress(x if dropout is None else dropout(x), _angles(cos, sin, x.dtype))  # [T, G, w]
         return folding.decompress(z @ m.to(x.dtype).t())
@@ -189,7 +190,7 @@ class _Path(torch.autograd.Function):
         grad_z = folding.decompress_transposed(grad)  # [T, G, w]
         grad_x = grad_m = None
         if ctx.needs_input_grad[1]:
-            x = kept[0] if ctx.remade is None else ctx.remade.make(*kept)
+            x = kept[0] if ctx.make is None else ctx.make(*kept)
             z = folding.compress(x if dropout is None else dropout(x, ctx.rows), angles)
             grad_m = (grad_z.flatten(0, 1).t() @ z.flatten(0, 1)).to(m.dtype)
         if ctx.needs_input_grad[0]:
