@@ -39,6 +39,7 @@ LAYERS: dict[str, int] = {
     "cli": 4,
     "demo": 4,
     "language": 4,
+    "memory_estimate": 4,
     "placing": 4,
     "run": 4,
     "study": 4,

@@ -71,7 +71,10 @@ def test_the_run_folder_and_what_a_new_user_reads(
         lines[4]
         == "llama with 44,192 parameters, all trained, on cpu, fp32; 12 steps of 4 x 64 tokens (micro-batches of 2)"
     )
-    assert lines[5].startswith(f"step 1/12 loss {first['loss']:.3f} grad ")
+    assert lines[5].startswith(
+        "memory expected: weights 173 KiB + gradients 173 KiB + optimizer 345 KiB + activations "
+    )
+    assert lines[6].startswith(f"step 1/12 loss {first['loss']:.3f} grad ")
     assert f"step 12/12 loss {last['loss']:.3f} grad " in said
     assert f"step 6 sample: {prompt}\n  -> " in said
     assert f"step 6 evaluation: loss {scores[0]['eval_loss']:.3f}, perplexity " in said

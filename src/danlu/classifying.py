@@ -151,6 +151,10 @@ class PlacedClassifier:
         """Its products are too small for the machine's peak to say anything."""
         return None
 
+    def expected(self, run: Run) -> Sequence[str]:
+        """It is too small for its memory to be a question."""
+        return ()
+
     def memory(self, run: Run) -> MemoryParts:
         counted = run.compute.activations
         assert counted is not None, "a classifier counts them"

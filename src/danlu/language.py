@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import leave_slots_uncompiled
 from danlu.assembly.frozen import check_frozen, model_bytes
 from danlu.assembly.positions import positions_of_samples
@@ -23,7 +24,14 @@ from danlu.data.stream import Stream
 from danlu.data.tokenizer import Tokenizer, load_tokenizer, template_date, tokenizer_folder
 from danlu.data.tokenizing import TokenizerFacts, facts_of
 from danlu.errors import CheckpointError, DataError, RecipeError
-from danlu.machine import free_memory_bytes
+from danlu.memory_estimate import (
+    MemoryEstimate,
+    expected_activations,
+    expected_logits,
+    gathered_of,
+    largest_micro,
+    shape_of,
+)
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.folder import check_vocabulary, read_config, resolve_folder
@@ -32,14 +40,13 @@ from danlu.models.presets import from_scratch
 from danlu.models.saving import save
 from danlu.numerics.packed import unpacking
 from danlu.numerics.product import PackedWeight, leave_products_uncompiled, shared_bytes
-from danlu.objectives.crossentropy import slice_bytes, workspace_bytes
+from danlu.objectives.crossentropy import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.parallel.layout import Sizes, problems
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.spread import Spread
-from danlu.placing import Placed, Subject, check_placing, learner, place, subject_of
-from danlu.plan import memory
-from danlu.plan.flops import Shape, training_flops
+from danlu.placing import Placed, Subject, check_placing, learner, place, shards_on_host, subject_of
+from danlu.plan.flops import training_flops
 from danlu.plan.gemm import Peak, peak_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
@@ -55,9 +62,6 @@ from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
 from danlu.train.step import Compute, trained_weights
 from danlu.types import Pack
-
-# More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
-MOST_CPU_TOKENS = 4096
 
 
 class Language:
@@ -232,8 +236,17 @@ class PlacedDecoder:
     def weights(self) -> dict[str, Tensor]:
         return trained_weights(self.model, self.placed.subject.adapters)
 
+    def _trained(self) -> dict[str, Tensor]:
+        """The same, as much of each as is here."""
+        held = self.spread.held
+        return {name: held[name].local.detach() if held else one for name, one in self.weights().items()}
+
     def micro(self, optimizer: Optimizers, most: int) -> int:
-        return _micro(self.recipe, self.model, optimizer, most, self.device)
+        one = self.estimate(optimizer, 1)
+        return largest_micro(one, most, held=one.parts.weights + one.parts.adapter)
+
+    def estimate(self, optimizer: Optimizers, micro: int) -> MemoryEstimate:
+        return _estimate(self.recipe, self.placed, self._trained(), optimizer, self.device, micro)
 
     def learner(self, micro: int) -> Compute:
         model, compiled = self.model, self.recipe.compile
@@ -252,10 +265,14 @@ class PlacedDecoder:
         return peak_of(self.dtype, self.device, self.spread.ranks.world.size)
 
     def least_seconds(self) -> LeastSeconds:
-        shape = _shape(self.model.config)
+        shape = shape_of(self.model.config)
         peak = self.peak().divisor
         frozen = self.placed.subject.adapters is not None
         return lambda lengths, targets: training_flops(shape, lengths, targets, frozen=frozen) / peak
+
+    def expected(self, run: Run) -> Sequence[str]:
+        found = self.estimate(run.optimizer, run.compute.micro)
+        return found.lines(found.available(found.parts.weights + found.parts.adapter))
 
     def memory(self, run: Run) -> MemoryParts:
         return _memory(run)
@@ -310,31 +327,14 @@ def _sizes(config: ModelConfig) -> Sizes:
     return Sizes(config.heads, config.kv_heads, config.intermediate_size, config.vocab_size)
 
 
-def _shape(config: ModelConfig) -> Shape:
-    return Shape(
-        hidden_size=config.hidden_size,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        windows=config.windows,
-    )
-
-
 def _memory(run: Run) -> MemoryParts:
     """The parts of the run's memory, as they were in training."""
-    compute, optimizer = run.compute, run.optimizer
+    compute = run.compute
     assert isinstance(compute, Compute), "these are the parts of a language model's memory"
-    adapter = 0 if compute.adapters is None else sum(one.nbytes for one in compute.weights().values())
     assert compute.activations is not None
-    return MemoryParts(
-        weights=model_bytes(compute.model) - adapter,
-        adapter=adapter,
-        gradients=optimizer.gradient_bytes(),
-        optimizer=optimizer.held_state_bytes(),
-        average=0 if run.ema is None else sum(one.nbytes for one in run.ema.state_tensors().values()),
+    average = 0 if run.ema is None else sum(one.nbytes for one in run.ema.state_tensors().values())
+    return replace(
+        _held(compute.model, compute.adapters, compute.weights(), run.optimizer, average),
         activations=compute.activations.most,
         logits=workspace_bytes(
             compute.activations.targets,
@@ -348,33 +348,55 @@ def _memory(run: Run) -> MemoryParts:
     )
 
 
-def _micro(recipe: Recipe, model: Decoder, optimizer: Optimizers, per_step: int, device: torch.device) -> int:
-    """Packs in a micro-batch: as given, or the most whose activations fit into what memory the rest leaves."""
-    if recipe.batch.micro != "auto":
-        return min(recipe.batch.micro, per_step)
-    shape, width, length = _shape(model.config), DTYPES[recipe.precision].itemsize, recipe.data.max_length
-    held = model_bytes(model)
-    fixed = held + optimizer.gradient_bytes() + optimizer.held_state_bytes() + slice_bytes(device.type)
-    if recipe.ema is not None:
-        fixed += sum(parameter.nbytes for parameter in optimizer.parameters.values())
-    if recipe.batch.memory is not None:
-        budget = recipe.batch.memory * 2**30 - fixed
-        if budget < memory.activation_bytes(shape, [length], width):
-            need = (fixed + memory.activation_bytes(shape, [length], width)) / 2**30
-            raise RecipeError(
-                f"batch.memory: {recipe.batch.memory} GiB do not hold one pack: weights, gradients, optimizer and a "
-                f"pack of {length} tokens need about {need:.2f} GiB. Give more, or lower data.max_length."
-            )
-    else:
-        budget = 0.8 * (_free_memory(device) - (fixed - held))  # the weights are in memory already
-    most = per_step if device.type == "cuda" else min(per_step, max(1, MOST_CPU_TOKENS // length))
-    return memory.largest_micro(shape, [length], width, budget, most)
+def _held(
+    model: Decoder, adapters: AdapterSet | None, weights: Mapping[str, Tensor], optimizer: Optimizers, average: int
+) -> MemoryParts:
+    """What is there in every step, whatever goes through the model. weights: what is trained, as much as is here."""
+    adapter = 0 if adapters is None else sum(one.nbytes for one in weights.values())
+    return MemoryParts(
+        weights=model_bytes(model) + _aside_bytes(adapters) - adapter,
+        adapter=adapter,
+        gradients=optimizer.gradient_bytes(),
+        optimizer=optimizer.held_state_bytes(),
+        average=average,
+        activations=0,
+        logits=0,
+    )
 
 
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return free_memory_bytes()
+def _aside_bytes(adapters: AdapterSet | None) -> int:
+    """Of parameters that have stepped aside for copies of theirs which are trained."""
+    added = () if adapters is None else adapters.added.values()
+    return sum(copy.original.nbytes for one in added for copy in one.copies)
+
+
+def _estimate(
+    recipe: Recipe,
+    placed: Placed,
+    weights: Mapping[str, Tensor],
+    optimizer: Optimizers,
+    device: torch.device,
+    micro: int,
+) -> MemoryEstimate:
+    """What a step of this process is expected to hold: counted, but for activations and logits."""
+    model, ranks = placed.subject.model, placed.spread.ranks
+    average = sum(one.nbytes for one in optimizer.parameters.values()) if recipe.ema is not None else 0
+    held = _held(model, placed.subject.adapters, weights, optimizer, average)
+    elsewhere = optimizer.state_bytes() - optimizer.held_state_bytes()
+    if ranks.data.size > 1 and shards_on_host(recipe, device):
+        elsewhere += held.total
+        held = replace(held, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
+    gathered, gradients = gathered_of(model, recipe)
+    packed = (one.shape for one in model.modules() if isinstance(one, PackedWeight))
+    parts = replace(
+        held,
+        gradients=held.gradients + gradients,
+        activations=expected_activations(recipe, model.config, micro, plan=placed.plan, device_type=device.type),
+        logits=expected_logits(recipe, model.config, micro, device_type=device.type),
+        packed=max((rows * columns for rows, columns in packed), default=0) * DTYPES[recipe.precision].itemsize,
+        gathered=gathered,
+    )
+    return MemoryEstimate(recipe, model.config, parts, elsewhere, micro, ranks.world.size, device.type)
 
 
 def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate | None:

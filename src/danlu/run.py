@@ -338,6 +338,9 @@ def _build(
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))
     say(_summary(recipe, task, placed, run))
+    if ranks.leads:
+        for line in placed.expected(run):
+            say(line)
     return run
 
 

@@ -73,6 +73,8 @@ class PlacedModel(Protocol):
 
     def least_seconds(self) -> LeastSeconds | None: ...
 
+    def expected(self, run: Run) -> Sequence[str]: ...  # for the console: what a step will hold in memory
+
     def memory(self, run: Run) -> MemoryParts: ...  # of a run that has counted its activations
 
     def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:

@@ -53,6 +53,6 @@ def test_predicted_activations_hold_what_is_kept_and_not_much_more(dtype: torch.
 def test_micro_batches_fill_the_budget_and_are_never_empty() -> None:
     _, shape = saved_bytes([8], torch.bfloat16)
     each = activation_bytes(shape, [64], 2)
-    assert largest_micro(shape, [64], 2, budget_bytes=3.5 * each, most=8) == 3
-    assert largest_micro(shape, [64], 2, budget_bytes=100 * each, most=8) == 8
-    assert largest_micro(shape, [64], 2, budget_bytes=0, most=8) == 1
+    assert largest_micro(each, budget_bytes=3.5 * each, most=8) == 3
+    assert largest_micro(each, budget_bytes=100 * each, most=8) == 8
+    assert largest_micro(each, budget_bytes=0, most=8) == 1

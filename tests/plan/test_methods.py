@@ -11,9 +11,11 @@ import torch
 from made.tiny_run import tiny_config
 from made.tiny_world import World, danlu
 
+from danlu.assembly.frozen import pack
 from danlu.models.folder import read_config
 from danlu.numerics.packed import FourBitWeight
-from danlu.plan.methods import Method, nf4_bytes, parameter_bytes
+from danlu.plan.methods import Method, nf4_bytes, packed_bytes, parameter_bytes
+from danlu.recipe import sections
 
 METHODS: dict[Method, dict[str, Any]] = {
     "full": {},
@@ -45,3 +47,19 @@ def test_a_large_model_in_the_usual_words() -> None:
     tensors = parameter_bytes(config, "full").optimizer - 8 * count
     assert parameter_bytes(config, "full").total == 16 * count + tensors
     assert nf4_bytes(65 * 10**9) / 65e9 == pytest.approx(4.127 / 8, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        sections.Nf4(),
+        sections.Fp4(block=128, double=False),
+        sections.Nf4(block=32),
+        sections.Int8(group=48),
+        sections.Int4(),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("shape", [(3, 21), (100, 1000)])
+def test_packed_matrices_of_every_kind(section: Any, shape: tuple[int, int]) -> None:
+    assert pack(torch.randn(shape), section).stored_bytes() == packed_bytes(shape, section)

@@ -7,30 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from made.peaks import peak_in
 from made.tiny_world import World, danlu
-from torch.profiler import ProfilerActivity, profile
 
 from danlu.train import loop
 from danlu.train.memory_parts import Activations, MemoryParts
 
 # Wide enough that the parts are large against what every product allocates for a moment.
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6}
-
-
-def peak_in(step: Any) -> int:
-    """The most bytes that were allocated at once within a call, beside what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in profiled.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    most = now = 0
-    for _, change in sorted(changes):
-        now += change
-        most = max(most, now)
-    return most
 
 
 @pytest.mark.usefixtures("tokenising_here")

@@ -84,6 +84,14 @@ def preview(
         out.heading("a run refuses this data: what follows counts all rows, as far as they can be read")
     show_overview(out, overview, chosen)
     said = None if refused is None else str(refused)
+    if refused is None and not as_json:
+        sys.stdout.flush()
+        # Here: it loads torch, seconds in which all the rest can be read.
+        from danlu.memory_estimate import preview_lines
+
+        out.heading("memory")
+        for line in preview_lines(chosen, overview.tokenizer):
+            out.line(line.removeprefix("memory "))
     if as_json:
         echo(preview_json.as_json(chosen, shown, overview, said))
     if html is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from danlu.models.config import ModelConfig, parameter_shapes
+from danlu.recipe.sections.quantizations import Fp4, Int4, Int8, Nf4, QuantizationSection
 
 Method = Literal["full", "lora", "qlora"]
 BLOCK, NESTED_BLOCK = 64, 256
@@ -54,5 +55,22 @@ def parameter_bytes(config: ModelConfig, method: Method, *, rank: int = 8) -> Pa
 def nf4_bytes(count: int) -> int:
     """`count` numbers in NF4 with double quantization: two codes a byte, a byte for each block of 64, and for each 256
     of those a float32; with one float32 offset (arXiv:2305.14314, section 3)."""
-    blocks = -(-count // BLOCK)
-    return -(-count // 2) + blocks + 4 * -(-blocks // NESTED_BLOCK) + 4
+    return _four_bit_bytes(count, BLOCK, double=True)
+
+
+def packed_bytes(shape: tuple[int, int], section: QuantizationSection) -> int:
+    """Bytes of a matrix [O, I] that a section of the recipe packs: codes, and the scales of blocks or groups."""
+    outputs, inputs = shape
+    match section:
+        case Nf4() | Fp4():
+            return _four_bit_bytes(outputs * inputs, section.block, double=section.double)
+        case Int8() | Int4():
+            codes = inputs if section.kind == "int8" else -(-inputs // 2)
+            return outputs * (codes + 4 * -(-inputs // section.group))
+    raise AssertionError(f"no packing is known for {type(section).__name__}")
+
+
+def _four_bit_bytes(count: int, block: int, *, double: bool) -> int:
+    blocks = -(-count // block)
+    scales = blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 if double else 4 * blocks
+    return -(-count // 2) + scales

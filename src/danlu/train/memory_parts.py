@@ -37,6 +37,7 @@ class MemoryParts:
     activations: int
     logits: int
     packed: int = 0  # one matrix of a packed base at a time, made dense
+    gathered: int = 0  # parameters that are whole for a while, of shards
 
     @property
     def total(self) -> int:

@@ -1,0 +1,64 @@
+"""How much memory a process may still take: of its device, or of the host within the limits of its container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from danlu.machine import free_memory_bytes
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that are free on a CUDA device, or that the host can give without swapping; None where nothing tells.
+
+    On Linux that is MemAvailable (free memory, and caches that can be dropped), or what the control group leaves, if
+    that is less: a process that takes more is killed.
+    """
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        # What torch keeps of freed memory is free for tensors too.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    known = [found for found in (_of_the_host(_MEMINFO), _of_the_group(_CGROUPS)) if found is not None]
+    return min(known) if known else None
+
+
+def _of_the_host(meminfo: Path) -> int | None:
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    try:
+        return free_memory_bytes()
+    except (AttributeError, OSError, ValueError):  # systems that tell nothing
+        return None
+
+
+def _of_the_group(root: Path) -> int | None:
+    """What this process's control group (version 2, as containers see it, or version 1) may still take."""
+    for limit, used, files, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        try:
+            most, held = (root / limit).read_text().strip(), int((root / used).read_text())
+            stat = dict(line.split() for line in (root / files).read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if most.isdigit():
+            return max(0, int(most) - held + int(stat.get(cached, "0")))
+    return None
+
+
+def kills() -> int | None:
+    """How often the system has killed a process of this control group because memory ran out; None: nothing tells."""
+    try:
+        events = dict(line.split() for line in (_CGROUPS / "memory.events").read_text().splitlines())
+        return int(events["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None
