@@ -142,6 +142,23 @@ def test_a_finished_run_is_a_model_to_start_from(tiny_world: World, tmp_path: Pa
     assert read_config(tmp_path / "second" / "model") == read_config(tmp_path / "first" / "model")
 
 
+@pytest.mark.slow
+def test_a_tokenizer_that_is_only_a_tokenizer_model_is_exported_for_other_tools(
+    shared_data: Path, tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers reads such a file by itself, but to other ids than those that were trained."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr("danlu.data.tokenizer.CONVERTED", str(tmp_path / "converted"))
+    source = shared_data / "tokenizers" / "llama2-sp"
+    model = {"tokenizer": str(source), "config": {**CONFIG, "hidden_size": 8, "num_hidden_layers": 1}}
+    data = {"train": str(tiny_world.text), "cache": str(tmp_path / "cache")}
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", stage="pretrain", model=model, data=data, steps=2)) == 0
+    exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert exported("Hello  world").input_ids == [1, 15043, 29871, 3186], "as sentencepiece has it"
+    assert AutoTokenizer.from_pretrained(source)("Hello  world").input_ids != [1, 15043, 29871, 3186]
+
+
 # -- ways to train ----------------------------------------------------------------------------------------------------
 
 

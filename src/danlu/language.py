@@ -21,7 +21,7 @@ from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import Stream
-from danlu.data.tokenizer import Tokenizer, load_tokenizer, template_date, tokenizer_folder
+from danlu.data.tokenizer import Tokenizer, load_tokenizer, readable_folder, template_date
 from danlu.data.tokenizing import TokenizerFacts, facts_of
 from danlu.errors import CheckpointError, DataError, RecipeError
 from danlu.memory_estimate import (
@@ -458,7 +458,7 @@ def _write(
     subject: Subject, recipe: Recipe, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool
 ) -> None:
     given = recipe.model.chat_template
-    words = tokenizer_folder(_tokenizer_path(recipe))
+    words = readable_folder(_tokenizer_path(recipe))
     template = None if given is None else Path(given).expanduser().read_text(encoding="utf-8")
     if subject.adapters is not None and subject.base is not None:
         write_result(

@@ -17,7 +17,7 @@ from danlu.adapters.description import AdapterFolder, stacked
 from danlu.assembly.base import Base, base_of, check_base
 from danlu.assembly.frozen import load_frozen
 from danlu.assembly.stacks import Stacks
-from danlu.data.tokenizer import tokenizer_folder
+from danlu.data.tokenizer import readable_folder
 from danlu.errors import DataError, ModelError, ResourceError
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import named_generator
@@ -146,7 +146,7 @@ def words_of(folders: Sequence[Path]) -> Path | None:
     """The first of the folders that has a tokenizer; None where none has."""
     for folder in folders:
         try:
-            return tokenizer_folder(str(folder))
+            return readable_folder(str(folder))
         except DataError:
             continue
     return None

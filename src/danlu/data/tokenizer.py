@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import re
+import shutil
+import tempfile
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ import numpy as np
 
 from danlu.data.byte_level import PRINTABLE, Encoder, encoder_of
 from danlu.data.templates import ChatTemplate, Turn
+from danlu.data.tokenizer_model import convert
 from danlu.errors import DataError
 from danlu.types import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
@@ -258,7 +262,7 @@ def load_tokenizer(path: str, chat_template: str | None = None, date: str | None
     Raises:
         DataError: there is no tokenizer, it cannot be read, or the Jinja file is missing.
     """
-    folder = tokenizer_folder(path)
+    folder = readable_folder(path)
     template = _read_template(chat_template)
     # Imported here: a second and 70 MiB that a run on cached tokens does not need.
     from transformers import AutoTokenizer
@@ -321,10 +325,10 @@ def _plain_config(folder: Path) -> Any:
 
 
 def _advice(folder: Path) -> str:
-    """What to do about a SentencePiece model that cannot be read; transformers then asks for another package."""
-    if (folder / "tokenizer.json").is_file() or not (folder / "tokenizer.model").is_file():
+    """What to do about a SentencePiece model that is not BPE; transformers then asks for another package."""
+    if (folder / "tokenizer.json").is_file() or not any(folder.glob("*.model")):
         return ""
-    return ". To read tokenizer.model, install the sentencepiece package, or put a tokenizer.json beside it"
+    return ". To read a SentencePiece model, install the sentencepiece package, or put a tokenizer.json beside it"
 
 
 def template_date(path: str, chat_template: str | None = None, date: str | None = None) -> str | None:
@@ -381,6 +385,65 @@ def tokenizer_folder(path: str) -> Path:
         f"{path}: no tokenizer in this folder (one of {', '.join(VOCABULARY_FILES)}). Name a folder or hub id that has "
         "one in model.tokenizer"
     )
+
+
+CONVERTED = "~/.cache/danlu/tokenizers"
+"""Where tokenizers that have only a `tokenizer.model` are kept as other tools can read them."""
+
+
+def readable_folder(path: str) -> Path:
+    """`tokenizer_folder`, with a tokenizer.json: a bare `tokenizer.model` is converted into a folder of the cache.
+
+    Other tools read such a file to other ids, or not at all, so what is written beside a result comes from there too.
+
+    Raises:
+        DataError: there is no tokenizer, or the file is damaged.
+    """
+    folder = tokenizer_folder(path)
+    model = folder / "tokenizer.model"
+    others = ("tokenizer.json", "vocab.json", "tekken.json")
+    if not model.is_file() or any((folder / name).is_file() for name in others):
+        return folder
+    config = _json_object(folder / "tokenizer_config.json")
+    if "fast_tokenizer_files" in config:
+        return folder
+    parent = Path(CONVERTED).expanduser()
+    target = parent / fingerprint_of(str(folder))
+    if (target / "tokenizer.json").is_file():
+        return target
+    converted = convert(model, adds_bos=config.get("add_bos_token") is not False)
+    if converted is None:
+        return folder
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(dir=parent))
+    except OSError:  # a home that cannot be written
+        fresh = target = Path(tempfile.mkdtemp(prefix="danlu-tokenizer-"))
+        atexit.register(shutil.rmtree, fresh, ignore_errors=True)
+    for file in {file for pattern in (*TOKENIZER_FILES, "generation_config.json") for file in folder.glob(pattern)}:
+        if file.is_file():
+            copy = fresh / file.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+    own = {name: value for name, value in config.items() if name != "auto_map"}
+    written = converted.specials | own | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (fresh / "tokenizer_config.json").write_text(json.dumps(written, ensure_ascii=False, indent=2), encoding="utf-8")
+    converted.fast.save(str(fresh / "tokenizer.json"))
+    if fresh != target:
+        try:
+            fresh.rename(target)
+        except OSError:  # another process was first
+            shutil.rmtree(fresh, ignore_errors=True)
+    return target
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where it is missing or something else, of which the library says so itself."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _snapshot(path: str) -> Path:
