@@ -25,6 +25,7 @@ from danlu.machine import pid_is_alive, started_at
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 _RELEASED = "released"
 _POLL_S = 0.05
+_TRIES, _BETWEEN_TRIES_S = 3, 0.01  # whoever only looks (`holder_of`) has it for some microseconds
 _WRITING_S = 2.0  # an empty file for so long: its process ended between creating it and writing its name
 
 
@@ -65,11 +66,11 @@ class FileLock:
         """Raises Taken if another process holds it and this is not to wait; OSError if the file cannot be written."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._flock(fd, wait)
         except BlockingIOError:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            holder = _named_in(fd)
             os.close(fd)
-            raise Taken(Holder(int(holder) if holder.isdecimal() else None, socket.gethostname())) from None
+            raise Taken(holder) from None
         except OSError as error:
             os.close(fd)
             if error.errno not in _NO_LOCKS:
@@ -97,14 +98,49 @@ class FileLock:
                     self._own.write_text(_RELEASED)
             self._own = None
 
+    def _flock(self, fd: int, wait: bool) -> None:
+        if wait:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            return
+        for _ in range(_TRIES):
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(_BETWEEN_TRIES_S)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
     def _forget(self) -> None:
         # Closing a copy of the descriptor keeps the parent's lock; unlocking it would not.
         self.release()
 
 
+def holder_of(path: Path) -> Holder | None:
+    """Who holds `path` at this moment, None where nobody does; nothing is written, and nobody is kept waiting."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        # A shared lock for an instant: `acquire` tries again before it gives up.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _named_in(fd)
+    except OSError:
+        newest = _newest(path)[1]
+        return None if newest is None else _holder(newest)
+    finally:
+        os.close(fd)
+    return None
+
+
 def is_lock_of(name: str, lock: str) -> bool:
     """Whether a file of this name is the lock `lock`, or stands in for it."""
     return re.fullmatch(rf"{re.escape(lock)}(\.\d+)?", name) is not None
+
+
+def _named_in(fd: int) -> Holder:
+    holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+    return Holder(int(holder) if holder.isdecimal() else None, socket.gethostname())
 
 
 def _take(path: Path, wait: bool) -> Path:

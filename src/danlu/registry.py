@@ -30,6 +30,7 @@ VERBS: dict[str, Verb] = {
     "preview": Verb("danlu.cli.preview:preview", "Train", "see every token with its reason, the packs and the totals"),
     "quantize": Verb("danlu.cli.quantize:quantize", "Use", "write a model in 4 bits, a quarter of its size"),
     "recipes": Verb("danlu.cli.recipes:app", "Begin", "list and copy the recipes that come with danlu; the schema"),
+    "runs": Verb("danlu.cli.runs:app", "Look", "list runs: running, finished or stopped, steps, losses and time"),
     "study": Verb("danlu.cli.study:study", "Train", "vary keys of a recipe, train every combination, and compare"),
     "train": Verb("danlu.cli.train:train", "Train", "train from a recipe, or go on where a run stopped"),
     "verify": Verb("danlu.cli.verify:verify", "Train", "prove that many processes compute what one does"),

@@ -1,0 +1,80 @@
+"""`danlu runs list`: which runs there are, how far they came and what became of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from danlu.errors import CheckpointError
+from danlu.terminal import echo, printable
+from danlu.train.runs import RunInfo, find_runs
+from danlu.train.units import format_duration
+
+ABOUT = "List the runs below a folder."
+app = typer.Typer(name="runs", help=ABOUT, no_args_is_help=True)
+
+HERE = Path("runs")
+_HEADINGS = ("state", "step", "loss", "eval", "time", "last change", "run")
+_TO_THE_LEFT = ("state", "run")
+
+
+@app.callback()
+def runs() -> None:
+    """List the runs below a folder."""
+
+
+@app.command("list")
+def list_command(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A run, or a folder with runs below it.")] = HERE,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each run, in a list.")] = False,
+) -> None:
+    """Show each run: running, finished or stopped, its steps, losses and time; the last one changed comes last."""
+    if not folder.is_dir() and folder != HERE:
+        raise CheckpointError(f"{folder}: there is no such folder.")
+    found = find_runs(folder)
+    if as_json:
+        echo(json.dumps([_fields(info) for info in found], indent=2, ensure_ascii=False))
+    elif found:
+        _show([_HEADINGS, *map(_row, found)])
+    else:
+        echo(f"no runs in {folder}: `danlu train RECIPE` writes them where the recipe's `output` says")
+
+
+def _fields(info: RunInfo) -> dict[str, Any]:
+    values: dict[str, Any] = asdict(info) | {
+        "folder": str(info.folder),
+        "changed": datetime.fromtimestamp(info.changed, UTC).isoformat(timespec="seconds"),
+    }
+    # JSON has no NaN and no infinity: as metrics.jsonl has them.
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def _row(info: RunInfo) -> tuple[str, ...]:
+    return (
+        info.state,
+        f"{info.step:,}" if info.steps is None else f"{info.step:,}/{info.steps:,}",
+        "" if info.loss is None else f"{info.loss:.4f}",
+        "" if info.evaluation_loss is None else f"{info.evaluation_loss:.4f}",
+        "" if info.seconds is None else format_duration(info.seconds),
+        f"{datetime.fromtimestamp(info.changed):%m-%d %H:%M}",
+        printable(str(info.folder)),
+    )
+
+
+def _show(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if heading in _TO_THE_LEFT else cell.rjust(width)
+            for heading, cell, width in zip(_HEADINGS, row, widths, strict=True)
+        ]
+        echo("  ".join(cells).rstrip())
