@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from danlu.models import attend
+from danlu.models import attend, attention_kernels
 from danlu.models.attend import PackedAttention, ReferenceAttention, document_attention, masked_attention, visible
 
 BOUNDARIES = (0, 5, 6, 23, 40)
@@ -32,7 +32,7 @@ def results(strategy: object, tensors: list[Tensor], window: int | None, softcap
 def test_packed_equals_a_dense_mask(
     short: int, kv_heads: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attend, "SHORT_DOCUMENT", short)
+    monkeypatch.setattr(attention_kernels, "SHORT_DOCUMENT", short)
     monkeypatch.setattr(attend, "BLOCK_ROWS", 6)  # several blocks a document
     monkeypatch.setattr(attend, "ROW_MULTIPLE", 4)  # some of them filled up
     tensors = inputs(kv_heads)

@@ -6,40 +6,38 @@ S tokens of one document · B rows of a query block, filled up · L keys such a 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# On CPU, documents up to this length are done by `_BlockAttention`: the backward pass of torch's flash kernel is slow
-# for short rows (161 tokens, 8 heads of 32, bf16, two threads: 2.8 ms against 1.1 ms; equal near 800 tokens).
-SHORT_DOCUMENT = 768
+from danlu.models.attention_kernels import Kernels, documents_mask, kernels_of, sent
+
 BLOCK_ROWS = 256
-# Blocks of query rows, and documents for torch's kernel, are filled up to multiples of these. Every new shape of
-# product makes oneDNN generate code and keep it, which with documents of any length takes time and memory in every step
-# (a 7M model in bf16, packs of 2048: 820 MiB after 100 steps instead of 1660, and a tenth faster).
+# Blocks of query rows are filled up to a multiple of this: see `attention_kernels.DOCUMENT_MULTIPLE`.
 ROW_MULTIPLE = 32
-DOCUMENT_MULTIPLE = 64
 
 
 class PackedAttention:
     """Causal attention inside each document of a pack; satisfies `danlu.types.Attend`.
 
-    Documents are attended one by one (on CUDA by one variable-length kernel), so the cost is the sum of squared lengths
-    and no mask over the pack is built. A dense block mask measured 3-6 times slower on CPU.
+    Documents are attended one by one (where the device has one, by a kernel that takes all of them), so the cost is the
+    sum of squared lengths and no mask over the pack is built. A dense block mask measured 3-6 times slower on CPU.
 
-    boundaries: offsets of the documents in the pack, from 0 to T.
+    boundaries: offsets of the documents in the pack, from 0 to T. kernels: what may be used; by default whatever the
+    device has.
     """
 
-    def __init__(self, boundaries: tuple[int, ...]) -> None:
+    def __init__(self, boundaries: tuple[int, ...], kernels: Kernels | None = None) -> None:
         self.boundaries = boundaries
+        self._kernels = kernels
         self._offsets: Tensor | None = None  # int32 copy on the device, for the variable-length kernel
+        self._masks: dict[int | None, Any] = {}  # by window, for flex attention
 
     def __call__(
         self,
@@ -52,41 +50,33 @@ class PackedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:  # [T, H, C]
-        if q.is_cuda and q.dtype != torch.float32 and window is None and softcap is None:
-            kernel = _variable_length_kernel()
-            if kernel is not None:
-                return self._variable_length(kernel, q, k, v, scale)
-        runs = _runs(self.boundaries, _takes_blocks(q, window, softcap))
+        kernels = self._kernels or kernels_of(q.device)
+        if kernels.varlen is not None and kernels.varlen.takes(q, window, softcap):
+            longest = max(end - start for start, end in itertools.pairwise(self.boundaries))
+            return kernels.varlen(q, k, v, self._offsets_on(q.device), longest, scale=scale, window=window)
+        if softcap is not None and kernels.flex is not None and kernels.flex.takes(q, softcap):
+            return kernels.flex(q, k, v, self._mask_on(q.device, window), scale=scale, softcap=softcap)
+        blocks = _takes_blocks(kernels, window, softcap)
+        runs = _runs(self.boundaries, blocks)
         lengths = [run[-1] - run[0] for run in runs]
-        pieces = [
-            _attend(one_q, one_k, one_v, tuple(place - run[0] for place in run), scale, window, softcap)
-            for run, one_q, one_k, one_v in zip(runs, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-        ]
+        pieces: list[Tensor] = []
+        for run, own_q, own_k, own_v in zip(runs, q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+            if blocks(run[-1] - run[-2]):
+                settings = _Settings(tuple(place - run[0] for place in run), scale, window, softcap)
+                pieces.append(_BlockAttention.apply(own_q, own_k, own_v, settings))
+            else:
+                pieces.append(_whole_document(own_q, own_k, own_v, scale, kernels))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _variable_length(self, kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        if self._offsets is None or self._offsets.device != q.device:
-            self._offsets = torch.tensor(self.boundaries, dtype=torch.int32, device=q.device)
-        longest = max(end - start for start, end in zip(self.boundaries[:-1], self.boundaries[1:], strict=True))
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:  # the kernel takes grouped heads only from torch 2.13 on
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return kernel(q, k, v, self._offsets, self._offsets, longest, longest, scale=scale)
+    def _offsets_on(self, device: torch.device) -> Tensor:
+        if self._offsets is None or self._offsets.device != device:
+            self._offsets = sent(torch.tensor(self.boundaries, dtype=torch.int32), device)
+        return self._offsets
 
-
-@lru_cache(maxsize=1)
-def _variable_length_kernel() -> Callable[..., Tensor] | None:
-    """Causal flash attention over packed documents, in torch itself since 2.10; None where this torch has none."""
-    # Imported here: it brings torch._dynamo along, a second at the start of every process, and only GPUs use it.
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    # `is_causal` became `window_size` in 2.11.
-    names = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
-    kernel: Callable[..., Any] = partial(varlen_attn, **causal)
-    return kernel
+    def _mask_on(self, device: torch.device, window: int | None) -> Any:
+        if window not in self._masks:
+            self._masks[window] = documents_mask(self.boundaries, window, device)
+        return self._masks[window]
 
 
 def document_attention(
@@ -99,33 +89,26 @@ def document_attention(
     softcap: float | None,
 ) -> Tensor:  # [S, H, C]
     """Causal attention of one document."""
-    return _attend(q, k, v, (0, q.shape[0]), scale, window, softcap)
+    return PackedAttention((0, q.shape[0]))(0, q, k, v, scale=scale, window=window, softcap=softcap)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    boundaries: tuple[int, ...],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """Several documents that all take blocks, or one: by whichever of two exact methods is faster or can do it."""
-    if _takes_blocks(q, window, softcap)(boundaries[-1] - boundaries[-2]):
-        out: Tensor = _BlockAttention.apply(q, k, v, _Settings(boundaries, scale, window, softcap))
-        return out
+def _whole_document(q: Tensor, k: Tensor, v: Tensor, scale: float, kernels: Kernels) -> Tensor:
+    """A document [S, heads, C] by the kernel that torch picks."""
     length = q.shape[0]
-    if q.device.type == "cpu":  # what is added comes after every real query, which does not see it
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -length % DOCUMENT_MULTIPLE)) for x in (q, k, v))
+    if more := -length % kernels.document_multiple:  # what comes after every real query, which does not see it
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, S, C]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.dtype not in kernels.grouped_heads:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        groups = 1
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=groups > 1)
     return out.squeeze(0).transpose(0, 1)[:length]
 
 
-def _takes_blocks(q: Tensor, window: int | None, softcap: float | None) -> Callable[[int], bool]:
+def _takes_blocks(kernels: Kernels, window: int | None, softcap: float | None) -> Callable[[int], bool]:
     """Whether documents of a length are done by `_BlockAttention`: torch's kernels know no windows and no softcaps."""
-    short = SHORT_DOCUMENT if q.device.type == "cpu" else -1
+    short = kernels.short_document
     return lambda length: length <= short or softcap is not None or (window is not None and window < length)
 
 

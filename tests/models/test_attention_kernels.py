@@ -1,0 +1,249 @@
+"""Kernels that only a GPU has: stand-ins on the CPU, which compute what the kernel promises, against a dense mask."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from danlu.models import attend, attention_kernels
+from danlu.models.attend import PackedAttention, ReferenceAttention, masked_attention
+from danlu.models.attention_kernels import EVERY, Flex, Kernels, Varlen, documents_mask, kernels_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:.torch.jit.script_method")
+
+BOUNDARIES = (0, 5, 6, 23, 40)
+Kernel = Callable[..., Tensor]
+
+
+def inputs(kv_heads: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(kv_heads)
+    shapes = [(40, 4, 8), (40, kv_heads, 8), (40, kv_heads, 8)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+def results(strategy: Any, tensors: list[Tensor], window: int | None, softcap: float | None) -> list[Tensor]:
+    out = strategy(0, *tensors, scale=0.3, window=window, softcap=softcap)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, scale: float, left: int, right: int) -> Tensor:
+    """What flash attention computes: each query sees `left` tokens before it and `right` after it, -1 for all."""
+    assert cu.dtype == torch.int32 and cu[0] == 0 and cu[-1] == len(q)
+    place = torch.arange(len(q))
+    document = torch.bucketize(place, cu[1:].long(), right=True)
+    ahead = place[None, :] - place[:, None]
+    mask = document[:, None] == document[None, :]
+    mask &= (ahead <= right) if right >= 0 else True
+    mask &= (ahead >= -left) if left >= 0 else True
+    return masked_attention(q, k, v, mask, scale=scale, softcap=None)
+
+
+def equal_heads(q: Tensor, k: Tensor) -> None:
+    assert q.shape[1] == k.shape[1], "this version knows no grouped heads"
+
+
+class Versions:
+    """`varlen_attn` as torch's versions have it, and how often each was called."""
+
+    calls = 0
+
+    def torch_2_10(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+        is_causal: bool = False, return_aux: Any = None, scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        equal_heads(query, key)
+        assert is_causal and scale is not None
+        return self._count(query, key, value, cu_seq_q, max_q, scale, (-1, 0))
+
+    def torch_2_11(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+        *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:  # fmt: skip
+        equal_heads(query, key)
+        assert scale is not None
+        return self._count(query, key, value, cu_seq_q, max_q, scale, window_size)
+
+    def torch_2_13(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+        *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if not enable_gqa:
+            equal_heads(query, key)
+        assert scale is not None
+        return self._count(query, key, value, cu_seq_q, max_q, scale, window_size)
+
+    def _count(
+        self, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: tuple[int, int]
+    ) -> Tensor:
+        self.calls += 1
+        assert longest == 17, "the longest document"
+        return flash(q, k, v, cu, scale, *window)
+
+
+@pytest.mark.parametrize("version", ["torch_2_10", "torch_2_11", "torch_2_13"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (3, None), (100, None), (None, 2.0)])
+def test_the_variable_length_kernel_is_called_as_it_wants(
+    version: str, kv_heads: int, window: int | None, softcap: float | None
+) -> None:
+    versions, tensors = Versions(), inputs(kv_heads)
+    packed = PackedAttention(BOUNDARIES, Kernels(varlen=Varlen(getattr(versions, version), EVERY)))
+    want = results(ReferenceAttention(BOUNDARIES), tensors, window, softcap)
+    for got, expected in zip(results(packed, tensors, window, softcap), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
+    takes = softcap is None and (window is None or version != "torch_2_10")
+    assert versions.calls == int(takes), "what it cannot do is done in blocks"
+    # Negative control: another window.
+    other = results(packed, tensors, 2, softcap)
+    assert not torch.allclose(other[0], want[0])
+
+
+def test_the_variable_length_kernel_gets_what_it_takes_only() -> None:
+    varlen = Varlen(Versions().torch_2_13)
+    shapes = {(torch.bfloat16, 64): True, (torch.float16, 256): True, (torch.float32, 64): False}
+    shapes |= {(torch.bfloat16, 20): False, (torch.bfloat16, 264): False}
+    for (dtype, width), takes in shapes.items():
+        assert varlen.takes(torch.zeros(1, 1, width, dtype=dtype), None, None) == takes
+    assert not varlen.takes(torch.zeros(1, 1, 64, dtype=torch.bfloat16), None, 30.0)
+
+
+def test_the_installed_kernel_has_a_signature_that_is_known() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    varlen = Varlen(varlen_attn)
+    assert varlen.windows or not varlen.grouped_heads
+    assert {"scale", "cu_seq_q"} <= attention_kernels._parameters(varlen_attn)
+
+
+def dense_flex(
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Kernel, block_mask: Any, scale: float, enable_gqa: bool
+) -> Tensor:
+    """What flex attention computes, over whole scores, with the blocks of its mask and what the mask says in them."""
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    groups, total = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    zero, i, j = torch.tensor(0), torch.arange(total)[:, None], torch.arange(total)[None, :]
+    scores = score_mod(q @ k.transpose(-1, -2) * scale, zero, zero, i, j)
+    hidden = ~(block_mask.mask_mod(zero, zero, i, j) & by_blocks(block_mask, total))
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def by_blocks(mask: Any, total: int) -> Tensor:
+    """[T, T]: in which blocks a flex kernel looks."""
+    dense = mask.to_dense()[0, 0].bool()
+    size = attention_kernels.FLEX_BLOCK
+    return dense.repeat_interleave(size, 0).repeat_interleave(size, 1)[:total, :total]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 2.0), (3, 0.5), (100, 1.0), (None, None)])
+def test_softcaps_go_through_flex_attention(
+    kv_heads: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_kernels, "FLEX_BLOCK", 4)
+    calls: list[int] = []
+
+    def flex(*args: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        return dense_flex(*args, **options)
+
+    tensors = inputs(kv_heads)
+    packed = PackedAttention(BOUNDARIES, Kernels(flex=Flex(flex, EVERY)))
+    want = results(ReferenceAttention(BOUNDARIES), tensors, window, softcap)
+    for got, expected in zip(results(packed, tensors, window, softcap), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
+    assert len(calls) == (softcap is not None)
+    assert not torch.allclose(results(packed, tensors, 2, 3.0)[0], want[0])  # negative control
+
+
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_torchs_own_flex_attention_gives_the_same_values(window: int | None) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    tensors = [x.detach().float() for x in inputs(2)]  # it has no backward pass on CPU
+    packed = PackedAttention(BOUNDARIES, Kernels(flex=Flex(flex_attention, EVERY)))
+    options = {"scale": 0.3, "window": window, "softcap": 2.0}
+    want = ReferenceAttention(BOUNDARIES)(0, *tensors, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(packed(0, *tensors, **options), want, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [None, 1, 130, 300, 2000])
+@pytest.mark.parametrize(
+    "boundaries", [(0, 1), (0, 128, 256), (0, 5, 6, 300, 700, 1000), (0, 1000), (0, 129, 130, 900)]
+)
+def test_the_blocks_of_a_mask_are_those_that_torch_finds(boundaries: tuple[int, ...], window: int | None) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    cpu, total = torch.device("cpu"), boundaries[-1]
+    mine = documents_mask(boundaries, window, cpu)
+    document = torch.bucketize(torch.arange(total), torch.tensor(boundaries[1:]), right=True)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = (query - key < window) if window is not None else (query >= 0)
+        return (document[query] == document[key]) & (key <= query) & near
+
+    theirs = create_block_mask(sees, None, None, total, total, device="cpu")
+    assert torch.equal(mine.to_dense(), theirs.to_dense())
+    for counts in ("kv_num_blocks", "full_kv_num_blocks"):
+        assert torch.equal(getattr(mine, counts).flatten(), getattr(theirs, counts).flatten())
+    i, j = torch.arange(total)[:, None], torch.arange(total)[None, :]
+    assert torch.equal(mine.mask_mod(i, i, i, j), sees(i, i, i, j))
+
+
+def test_grouped_heads_are_repeated_where_no_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    real = attend.F.scaled_dot_product_attention
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        seen.append(options["enable_gqa"])
+        assert options["enable_gqa"] or q.shape[1] == k.shape[1]
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(attend.F, "scaled_dot_product_attention", watched)
+    tensors = inputs(2)
+    want = results(ReferenceAttention(BOUNDARIES), tensors, None, None)
+    for kernels, grouped in ((Kernels(), True), (Kernels(grouped_heads=()), False)):
+        seen.clear()
+        for got, expected in zip(results(PackedAttention(BOUNDARIES, kernels), tensors, None, None), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
+        assert seen == [grouped] * 4  # documents
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "triton", "varlen", "flex"),
+    [
+        ((7, 5), None, True, False, False),
+        ((8, 0), None, True, True, True),
+        ((9, 0), None, False, True, False),
+        ((9, 4), "6.4", True, False, False),
+    ],
+)
+def test_what_a_gpu_can_do_follows_from_its_generation(
+    capability: tuple[int, int],
+    hip: str | None,
+    triton: bool,
+    varlen: bool,
+    flex: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if triton else None)
+    attention_kernels._cuda_kernels.cache_clear()
+    found = kernels_of(torch.device("cuda", 0))
+    attention_kernels._cuda_kernels.cache_clear()
+    assert ((found.varlen is not None), (found.flex is not None)) == (varlen, flex)
+    assert found.short_document < 0 and found.document_multiple == 1
+    assert (torch.bfloat16 in found.grouped_heads) == varlen and torch.float32 not in found.grouped_heads
+
+
+def test_other_devices_have_torchs_choice_alone() -> None:
+    assert kernels_of(torch.device("meta")) == Kernels()
+    cpu = kernels_of(torch.device("cpu"))
+    assert cpu.varlen is None and cpu.flex is None and cpu.short_document == attention_kernels.SHORT_DOCUMENT
