@@ -25,7 +25,7 @@ from danlu.data.tokenizing import TokenizerFacts
 from danlu.errors import ModelError, RecipeError
 from danlu.memory.available import available_bytes
 from danlu.memory.recompute import Kind, LayerPlan, plan_of
-from danlu.models.attend import SHORT_DOCUMENT
+from danlu.models.attention_kernels import SHORT_DOCUMENT
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.folder import CONFIG, read_config, read_json, resolve_folder
