@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 import torch
 from made.adapted import logits
+from made.adapter_folders import adapter_folder
 from made.tiny_world import World, danlu, differences, last_state, metrics, write_rows
 from safetensors.torch import load_file
 from torch import Tensor
 
 from danlu import run
-from danlu.adapters.folder import WEIGHTS, add_adapter, open_adapter
+from danlu.adapters.description import open_adapter
+from danlu.adapters.folder import WEIGHTS, add_adapter
 from danlu.assembly.frozen import adapters_of
 from danlu.models.decoder import Decoder
 from danlu.models.folder import fingerprint
 from danlu.models.loading import load
 from danlu.numerics import native
+from danlu.recipe import sections
 from danlu.train import loop
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
@@ -303,6 +306,26 @@ def test_a_checkpoint_holds_the_adapter_alone_and_can_be_exported(tiny_world: Wo
         assert (out / WEIGHTS).read_bytes() == (tmp_path / "run" / own / WEIGHTS).read_bytes()
 
 
+@pytest.mark.parametrize("verb", ["train", "preview"])
+def test_folders_that_cannot_be_used_are_told_before_rows_are_read(
+    tiny_world: World, tmp_path: Path, first: Path, capfd: pytest.CaptureFixture[str], verb: str
+) -> None:
+    odd, upper = shutil.copytree(first, tmp_path / "odd"), tmp_path / "upper"
+    config = odd / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"init_lora_weights": "corda"}))
+    adapter_folder(tiny_world.base, upper / "adapter", sections.Lora(), below=(first / "adapter",))
+    data = {"train": str(write_rows(tmp_path / "broken.jsonl", ["{"]))}
+    for named, said in (
+        ([odd], f"{config}: init_lora_weights is 'corda': the start was taken out of the base and cannot be found"),
+        ([upper, first], f"lies below {upper / 'adapter'}, which was trained upon it"),
+        ([tmp_path / "gone"], f"{tmp_path / 'gone'}: no such folder; an adapter is a folder with adapter_config.json"),
+    ):
+        section = model_section(tiny_world, *named)
+        run_ = recipe(tiny_world, tmp_path / "run", model=section, adapter="continue", data=data)
+        assert danlu(verb, run_) == 4
+        assert said in capfd.readouterr().err
+
+
 def test_an_adapter_of_another_base_is_refused(
     tiny_world: World, tmp_path: Path, first: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,15 +373,37 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"quantization": "nf4"}, 2, "a quantized model cannot be trained itself: add adapter: lora"),
     ({"adapter": "continue"}, 2, "continue trains the last of model.adapters on, and there is none"),
     ({"adapter": {"kind": "lora", "svd_iterations": 3}}, 2, "adapter.svd_iterations: only read with init: pissa"),
+    ({"adapter": {"kind": "lora", "targets": ["q_prjo"]}}, 2, "adapter.targets: 'q_prjo' matches no layer of this mod"),
+    (
+        {"adapter": {"kind": "lora", "rank_pattern": {"k_prjo": 2}}},
+        2,
+        "adapter.rank_pattern: 'k_prjo' matches no layer",
+    ),
+    ({"adapter": {"kind": "dora", "targets": ["embed_tokens"]}}, 2, "dora cannot sit on an embedding (model.embed_tok"),
+    (
+        {"adapter": {"kind": "lora", "init": "pissa", "targets": ["embed_tokens"]}},
+        2,
+        "init: pissa cannot sit on an emb",
+    ),
+    ({"adapter": {"kind": "vera", "targets": ["embed_tokens"]}}, 2, "vera cannot sit on an embedding"),
+    (
+        {"adapter": {"kind": "lora", "targets": ["lm_head"], "dropout": 0.1}},
+        2,
+        "adapter.dropout: the head is multiplied",
+    ),
+    ({"adapter": {"kind": "mora", "rank": 30}}, 2, "adapter.rank: 30 makes a square of width"),
+    ({"adapter": {"kind": "ia3", "feedforward": ["down_prjo"]}}, 2, "adapter.feedforward: 'down_prjo' matches no lay"),
 ]
 
 
+@pytest.mark.parametrize("verb", ["train", "preview"])
 @pytest.mark.parametrize(("changes", "code", "said"), BAD)
-def test_what_cannot_be_is_said_before_the_first_step(
-    tiny_world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any], code: int, said: str
-) -> None:
+def test_what_cannot_be_is_said_before_rows_are_read(
+    tiny_world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any], code: int, said: str,
+    verb: str,
+) -> None:  # fmt: skip
     changes = {**changes, "data": {"train": str(write_rows(tmp_path / "broken.jsonl", ["{"]))}}  # is not even read
-    assert danlu("train", recipe(tiny_world, tmp_path / "run", **changes)) == code
+    assert danlu(verb, recipe(tiny_world, tmp_path / "run", **changes)) == code
     assert said in capfd.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists() or not any((tmp_path / "run" / "checkpoints").iterdir())
 

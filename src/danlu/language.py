@@ -15,8 +15,9 @@ from torch.nn import Parameter
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import leave_slots_uncompiled
 from danlu.assembly.frozen import check_frozen, model_bytes
+from danlu.assembly.named_adapters import base_changes, base_identity, check_adapters, doubts
 from danlu.assembly.positions import positions_of_samples
-from danlu.assembly.trained import base_changes, base_identity, check_adapters, doubts, write_result
+from danlu.assembly.trained import write_result
 from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.statistics import Statistics, beyond_positions

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from danlu.adapters.description import CONFIG, DANLU, describe, is_adapter, resolve_adapter, stacked
+from danlu.adapters.description import CONFIG, DANLU, PEFT_TYPES, describe, is_adapter, resolve_adapter, stacked
+from danlu.adapters.peft_kinds import FORMATS
 from danlu.errors import ModelError
 
 
@@ -77,8 +78,12 @@ def test_a_base_that_is_no_text_is_told(tmp_path: Path) -> None:
         _ = describe(folder).base
 
 
+def test_the_kinds_are_those_that_can_be_read_and_written() -> None:
+    assert tuple(FORMATS) == PEFT_TYPES
+
+
 def test_it_is_told_without_torch() -> None:
-    code = "import sys, danlu.adapters.description, danlu.assembly.base; sys.exit('torch' in sys.modules)"
+    code = "import sys, danlu.adapters.description, danlu.assembly.named_adapters; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=False).returncode
         == 0

@@ -19,8 +19,9 @@ from made.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, open_adapter, write_adapter
-from danlu.adapters.peft_low_rank import PREFIX, start_out_of_base
+from danlu.adapters.description import open_adapter, start_out_of_base
+from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, write_adapter
+from danlu.adapters.peft_low_rank import PREFIX
 from danlu.assembly.frozen import load_frozen
 from danlu.errors import ModelError
 from danlu.models.loading import load
@@ -181,7 +182,7 @@ def test_a_start_is_taken_out_of_the_base_as_it_is_stored(bases: dict[str, Path]
 @pytest.mark.parametrize("init", ["pissa_niter_4", "corda", "loftq"])
 def test_a_start_that_cannot_be_found_again_is_refused(bases: dict[str, Path], tmp_path: Path, init: str) -> None:
     folder = changed(written(bases, tmp_path), CONFIG, init_lora_weights=init)
-    said = f"{WEIGHTS}: init_lora_weights is '{init}': the start was taken out .*path_initial_model_for_weight_conv"
+    said = f"{CONFIG}: init_lora_weights is '{init}': the start was taken out .*path_initial_model_for_weight_conv"
     with pytest.raises(ModelError, match=said):
         add_adapter(adapter_set(load(bases["llama"])), "one", open_adapter(folder))
 

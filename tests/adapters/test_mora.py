@@ -10,7 +10,8 @@ from torch import Tensor
 
 from danlu.adapters.adapter import Dense
 from danlu.adapters.dropout import Dropout, Noise
-from danlu.adapters.mora import Folding, Form, Mora, square_width
+from danlu.adapters.mora import Folding, Mora
+from danlu.adapters.targets import Form, square_width
 from danlu.models import ops
 from danlu.models.decoder import Linear
 from danlu.types import Remade

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, open_adapter, write_adapter
+from danlu.adapters.description import open_adapter
+from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, write_adapter
 from danlu.adapters.peft_kinds import FORMATS, format_of
 from danlu.errors import ModelError
 from danlu.models.decoder import Decoder

@@ -14,7 +14,8 @@ from made.tiny_world import World
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.base import Base
-from danlu.assembly.trained import adapted_model, base_changes, base_identity, merged_model, write_result
+from danlu.assembly.named_adapters import base_changes, base_identity
+from danlu.assembly.trained import adapted_model, merged_model, write_result
 from danlu.errors import ModelError
 from danlu.models.decoder import Decoder
 from danlu.recipe import sections

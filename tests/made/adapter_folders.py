@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from danlu.adapters.folder import DANLU, WEIGHTS, open_adapter, write_adapter
+from danlu.adapters.description import open_adapter
+from danlu.adapters.folder import DANLU, WEIGHTS, write_adapter
 from danlu.assembly.base import find_base
 from danlu.assembly.frozen import adapters_of
 from danlu.assembly.stacks import Stacks

@@ -14,13 +14,12 @@ from torch.nn import Parameter
 from danlu.adapters import initial
 from danlu.adapters.adapter import Dense
 from danlu.adapters.lora import LowRank
-from danlu.adapters.making import Making, check_rank, make, targets_of
+from danlu.adapters.making import Making, make
 from danlu.adapters.prompt import Prompt
 from danlu.adapters.slot import EmbeddingSlot, LinearSlot, Slot, new_slot
-from danlu.adapters.targets import select, unmatched
+from danlu.adapters.targets import choose
 from danlu.adapters.virtual import VirtualTokens
 from danlu.errors import ModelError, RecipeError
-from danlu.recipe import sections
 from danlu.types import Site
 
 CHANGES_BASE = ("pissa", "olora", "loftq")
@@ -105,7 +104,7 @@ class AdapterSet:
         """
         if name in self.added:
             raise ModelError(f"an adapter named {name!r} is there already")
-        sites = [self._opened(site) for site in self.chosen(section, given=given)]
+        sites = [self._opened(site) for site in choose(self.sites, section, given=given)]
         taken = [one.ids.stop for other in self.added.values() for one in other.virtual()]
         (words,) = (site.shape[0] for site in self.sites if site.group == "embedding")
         modules = make(sites, section, name, self.making, every=self.sites, first_virtual=max([words, *taken]))
@@ -122,15 +121,6 @@ class AdapterSet:
         except ModelError:
             self.remove(name)
             raise
-
-    def chosen(self, section: Any, *, given: bool = False) -> list[Site]:
-        """Where an adapter would sit. Raises RecipeError for what no layer matches, and for ranks that none has."""
-        self._check_patterns(section)
-        sites = select(self.sites, targets_of(section))
-        if isinstance(section, sections.LowRank) and not given:
-            for site in sites:
-                check_rank(site, section)
-        return sites
 
     def remove(self, name: str) -> None:
         """Takes an adapter out, and puts back what its initialisation took from the base.
@@ -260,11 +250,6 @@ class AdapterSet:
 
     def _opened(self, site: Site) -> Site:
         return site if site.module is not None else replace(site, module=self.open_head())
-
-    def _check_patterns(self, section: Any) -> None:
-        for key in ("rank_pattern", "alpha_pattern"):
-            if lost := unmatched(self.sites, getattr(section, key, {})):
-                raise RecipeError(f"adapter.{key}: {lost[0]!r} matches no layer of this model")
 
     def _fully_trained(self, added: Added) -> Iterator[str]:
         """Names of the base's parameters that this adapter trains as well."""

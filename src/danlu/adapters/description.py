@@ -15,7 +15,12 @@ WEIGHTS = "adapter_model.safetensors"
 DANLU = "danlu.json"
 QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
 """Kinds of few bits in which a recipe may hold a base."""
+PEFT_TYPES = ("DANLU_BOTTLENECK", "DANLU_MORA", "IA3", "LORA", "PREFIX_TUNING", "PROMPT_TUNING", "VERA")
+"""Kinds of adapter folders that are read: the keys of `peft_kinds.FORMATS`."""
 _RUN_RESULT = "adapter"
+# Values of PEFT's init_lora_weights (0.21.2) with which loading an adapter leaves the base as it is.
+_LEAVES_BASE = (True, False, None, "eva", "gaussian", "lora_ga", "mica", "orthogonal")
+_TAKES_START = ("olora", "pissa")
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,43 @@ def describe(path: Path) -> AdapterFolder:
     if not (path / CONFIG).is_file():
         raise ModelError(f"{path}: no adapter here ({CONFIG} is missing)")
     return AdapterFolder(path, _json(path / CONFIG), _json(path / DANLU) if (path / DANLU).is_file() else {})
+
+
+def open_adapter(path: Path) -> AdapterFolder:
+    """Reads the config of an adapter folder. Raises ModelError if it is none, or one that danlu cannot compute."""
+    folder = describe(path)
+    if folder.kind not in PEFT_TYPES:
+        known = ", ".join(PEFT_TYPES)
+        raise ModelError(f"{path / CONFIG}: peft_type {folder.kind!r} is not supported; supported: {known}")
+    if not (path / WEIGHTS).is_file():
+        pickled = " There is adapter_model.bin, a pickle, which could run any code" if any(path.glob("*.bin")) else ""
+        raise ModelError(f"{path}: {WEIGHTS} is missing.{pickled}")
+    if folder.kind == "LORA":
+        start_out_of_base(folder.values, str(path / CONFIG))
+    return folder
+
+
+def start_out_of_base(values: Mapping[str, Any], where: str) -> str | None:
+    """Which start PEFT takes out of the base as it loads an adapter with these values: "pissa", "olora", or None.
+
+    Raises ModelError for starts that PEFT does not find again (drawn at random, made of data, dependent on a
+    quantization), so that nobody can tell which base the adapter belongs to.
+    """
+    init = values.get("init_lora_weights", True)
+    word = init.lower() if isinstance(init, str) else init
+    if init == "pissa" or word == "olora":
+        return str(word)
+    if init in _LEAVES_BASE or word in ("gaussian", "mica"):  # PEFT folds the case of these and of olora alone
+        return None
+    if isinstance(init, str) and init.startswith(("pissa_niter_", "corda", "loftq")):
+        raise ModelError(
+            f"{where}: init_lora_weights is {init!r}: the start was taken out of the base and cannot be found again "
+            "from this folder, so the base that the adapter belongs to is not known. Where it was trained, write it "
+            "for the original base: model.save_pretrained(FOLDER, path_initial_model_for_weight_conversion=FOLDER OF "
+            "THE ADAPTER BEFORE TRAINING)"
+        )
+    known = ", ".join(sorted(str(one) for one in (*_LEAVES_BASE[:2], *_LEAVES_BASE[3:], *_TAKES_START)))
+    raise ModelError(f"{where}: init_lora_weights is {init!r}, which PEFT does not know; danlu reads: {known}")
 
 
 def stacked(path: str | Path) -> list[AdapterFolder]:

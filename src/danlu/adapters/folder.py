@@ -23,22 +23,10 @@ from torch.nn import Parameter
 
 from danlu import __version__
 from danlu.adapters.adapter_set import CHANGES_BASE, AdapterSet, Added
-from danlu.adapters.description import CONFIG, DANLU, WEIGHTS, AdapterFolder, describe
+from danlu.adapters.description import CONFIG, DANLU, WEIGHTS, AdapterFolder
 from danlu.adapters.peft_kinds import FORMATS, format_of
 from danlu.adapters.peft_low_rank import PREFIX, for_original_base
 from danlu.errors import ModelError
-
-
-def open_adapter(path: Path) -> AdapterFolder:
-    """Reads the config of an adapter folder. Raises ModelError if it is none, or one of a kind we do not know."""
-    folder = describe(path)
-    if folder.kind not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise ModelError(f"{path / CONFIG}: peft_type {folder.kind!r} is not supported; supported: {known}")
-    if not (path / WEIGHTS).is_file():
-        pickled = " There is adapter_model.bin, a pickle, which could run any code" if any(path.glob("*.bin")) else ""
-        raise ModelError(f"{path}: {WEIGHTS} is missing.{pickled}")
-    return folder
 
 
 def write_adapter(

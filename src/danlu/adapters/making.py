@@ -1,4 +1,4 @@
-"""From an adapter's section of the recipe to its modules."""
+"""From an adapter's section of the recipe to its modules, at sites that `targets.choose` found to fit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from danlu.adapters.disk import DiskLayer, disk_layers
 from danlu.adapters.dropout import Dropout, Noise
 from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
-from danlu.adapters.mora import Mora, square_width
-from danlu.adapters.targets import by_pattern, select
+from danlu.adapters.mora import Mora
+from danlu.adapters.targets import by_pattern, select, square_width
 from danlu.adapters.vera import Projection, Vera, widest
 from danlu.errors import RecipeError
 from danlu.recipe import sections
@@ -31,17 +31,6 @@ class Making:
     noise: Noise
     device: torch.device
     encode: Callable[[str], Sequence[int]] | None = None  # text to tokens, where there is a tokenizer
-
-
-def targets_of(section: Any) -> list[str]:
-    """What a section says of the sites it sits on; prompts and prefixes sit on the embedding, bottlenecks on none."""
-    match section:
-        case sections.Prompt() | sections.Prefix():
-            return ["embed_tokens"]
-        case sections.Bottleneck():
-            return []
-    targets: list[str] = section.targets
-    return targets
 
 
 def make(
@@ -59,16 +48,16 @@ def make(
         case sections.LowRank():
             return {site.name: low_rank(site, section, name, making) for site in chosen}
         case sections.Vera():
-            return vera(_chosen_layers(chosen, section, every), section, name, making)
+            return vera(_chosen_layers(chosen, every), section, name, making)
         case sections.Mora():
             return {
                 site.name: mora(site, section, name, making)
-                for layer, parts in _chosen_layers(chosen, section, every)
+                for layer, parts in _chosen_layers(chosen, every)
                 for site in parts
             }
         case sections.Ia3():
             of_inputs = {site.name for site in select(every, section.feedforward, key="adapter.feedforward")}
-            return ia3(_chosen_layers(chosen, section, every), of_inputs, making)
+            return ia3(_chosen_layers(chosen, every), of_inputs, making)
         case sections.Bottleneck():
             return bottlenecks(section, name, making, every)
         case sections.Prompt():
@@ -85,14 +74,9 @@ def low_rank(site: Site, section: sections.LowRank, name: str, making: Making) -
     generator = making.draw(f"{site.name}.{name}.lora_A")
     dora = section.kind == "dora"
     if site.group == "embedding":
-        if dora or section.init not in ("default", "gaussian"):
-            what = "dora" if dora else f"init: {section.init}"
-            raise RecipeError(f"adapter.targets: {what} cannot sit on an embedding ({site.disk_name}). Use kind: lora")
         embedding = EmbeddingLowRank(site.shape, rank, scale, device=making.device)
         embedding.draw(generator)
         return embedding
-    if site.group == "head" and section.dropout:
-        raise _no_dropout_on_the_head()
     module = LowRank(
         site.shape,
         rank,
@@ -107,16 +91,6 @@ def low_rank(site: Site, section: sections.LowRank, name: str, making: Making) -
     return module
 
 
-def check_rank(site: Site, section: sections.LowRank) -> None:
-    """Raises RecipeError for a rank that no matrix of the site's shape has."""
-    rank = by_pattern(site, section.rank_pattern, section.rank)
-    if rank > min(site.shape):
-        raise RecipeError(
-            f"adapter.rank: {rank} is above {min(site.shape)}, the smaller side of {site.disk_name} "
-            f"[{site.shape[0]}, {site.shape[1]}]: no matrix has a higher rank. Use at most {min(site.shape)}"
-        )
-
-
 def scale_of(site: Site, section: sections.LowRank, rank: int) -> float:
     """alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
     alpha = by_pattern(site, section.alpha_pattern, section.alpha)
@@ -127,25 +101,11 @@ ChosenLayers = list[tuple[DiskLayer, list[Site]]]
 """Layers as Hugging Face folders have them, each with those of its parts that are chosen."""
 
 
-def _chosen_layers(chosen: Sequence[Site], section: Any, every: Sequence[Site]) -> ChosenLayers:
-    """The layers of chosen sites. Raises RecipeError for sites that only low-rank adapters can sit on."""
-    for site in chosen:
-        if site.group == "embedding":
-            raise RecipeError(
-                f"adapter.targets: {section.kind} cannot sit on an embedding ({site.disk_name}). Use kind: lora"
-            )
-        if site.group == "head" and getattr(section, "dropout", 0.0) > 0:
-            raise _no_dropout_on_the_head()
+def _chosen_layers(chosen: Sequence[Site], every: Sequence[Site]) -> ChosenLayers:
+    """The layers of chosen sites."""
     names = {site.name for site in chosen}
     layers = [(layer, [site for site in layer.parts if site.name in names]) for layer in disk_layers(every)]
     return [(layer, parts) for layer, parts in layers if parts]
-
-
-def _no_dropout_on_the_head() -> RecipeError:
-    return RecipeError(
-        "adapter.dropout: the head is multiplied together with its loss and has no dropout. "
-        "Leave lm_head out of adapter.targets (adapter.modules_to_save trains it in full), or set dropout: 0"
-    )
 
 
 def vera(layers: ChosenLayers, section: sections.Vera, name: str, making: Making) -> dict[str, nn.Module]:
@@ -167,12 +127,6 @@ def vera(layers: ChosenLayers, section: sections.Vera, name: str, making: Making
 def mora(site: Site, section: sections.Mora, name: str, making: Making) -> nn.Module:
     """MoRA for one site."""
     width = square_width(site.shape, section.rank, section.form)
-    inputs = site.shape[1]
-    if not 1 <= width <= inputs:
-        raise RecipeError(
-            f"adapter.rank: {section.rank} makes a square of width {width} of {site.disk_name} "
-            f"[{site.shape[0]}, {inputs}], which has {inputs} inputs. Use at most {inputs**2 // sum(site.shape)}"
-        )
     dropout = Dropout(section.dropout, f"{site.name}.{name}", making.noise)
     return Mora(site.shape, width, section.form, dropout, device=making.device)
 
@@ -182,12 +136,7 @@ def ia3(layers: ChosenLayers, of_inputs: set[str], making: Making) -> dict[str, 
     modules: dict[str, nn.Module] = {}
     for layer, parts in layers:
         inside = [site for site in parts if site.name in of_inputs]
-        if inside and len(inside) < len(layer.parts):
-            raise RecipeError(
-                f"adapter.feedforward: {layer.name} is one layer in Hugging Face folders, so its parts have the same "
-                f"inputs: name {' and '.join(site.name for site in layer.parts)} in adapter.targets and in "
-                "adapter.feedforward, or none of them in adapter.feedforward"
-            )
+        assert not inside or len(inside) == len(layer.parts), "`targets.choose` has looked"
         vector: nn.Parameter | None = None
         for site in parts:
             module = Ia3(site.shape, of_inputs=bool(inside), vector=vector, device=making.device)

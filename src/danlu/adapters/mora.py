@@ -14,10 +14,9 @@ T tokens · O, I outputs and inputs of a layer · w width of the square · G gro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,23 +26,17 @@ from danlu.adapters.adapter import Adapter, Dense
 from danlu.adapters.disk import DiskLayer, disk_layers, one_of, take, whole
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.peft_low_rank import PREFIX, target_modules
+from danlu.adapters.targets import Form, square_width
 from danlu.errors import ModelError
 from danlu.recipe import sections
 from danlu.types import LinearLayer, Remade, Share, Site
 
-Form = Literal["rotation", "sharing"]
 Angles = tuple[Tensor, Tensor] | None
 """cos and sin [G, w/2] of every pair of every group, in the type of activations; None for sharing."""
 KIND = "DANLU_MORA"
 ROTARY_BASE = 10000.0
 # Inputs whose column of the dense matrix is made at once: the identity is never held whole.
 TILE = 1024
-
-
-def square_width(shape: tuple[int, int], rank: int, form: Form) -> int:
-    """w: rounded to nearest, for rotation down to an even number, as the authors' code has it."""
-    width = int(math.sqrt(sum(shape) * rank) + 0.5)
-    return width // 2 * 2 if form == "rotation" else width
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters import initial
+from danlu.adapters.description import start_out_of_base
 from danlu.adapters.disk import DiskLayer, check_supported, disk_layers
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
 from danlu.errors import ModelError
@@ -47,9 +48,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "velora_config": (None,),
 }
-# Values of PEFT's init_lora_weights (0.21.2) with which loading an adapter leaves the base as it is.
-_LEAVES_BASE = (True, False, None, "eva", "gaussian", "lora_ga", "mica", "orthogonal")
-_TAKES_START = ("olora", "pissa")
 _BASE_LAYER = ".base_layer.weight"
 
 
@@ -132,29 +130,6 @@ def read_factors(
         factors[name] = replace(one, scale=scale)
         used |= keys
     return factors, used
-
-
-def start_out_of_base(values: Mapping[str, Any], where: str) -> str | None:
-    """Which start PEFT takes out of the base as it loads an adapter with these values: "pissa", "olora", or None.
-
-    Raises ModelError for starts that PEFT does not find again (drawn at random, made of data, dependent on a
-    quantization), so that nobody can tell which base the adapter belongs to.
-    """
-    init = values.get("init_lora_weights", True)
-    word = init.lower() if isinstance(init, str) else init
-    if init == "pissa" or word == "olora":
-        return str(word)
-    if init in _LEAVES_BASE or word in ("gaussian", "mica"):  # PEFT folds the case of these and of olora alone
-        return None
-    if isinstance(init, str) and init.startswith(("pissa_niter_", "corda", "loftq")):
-        raise ModelError(
-            f"{where}: init_lora_weights is {init!r}: the start was taken out of the base and cannot be found again "
-            "from this folder, so the base that the adapter belongs to is not known. Where it was trained, write it "
-            "for the original base: model.save_pretrained(FOLDER, path_initial_model_for_weight_conversion=FOLDER OF "
-            "THE ADAPTER BEFORE TRAINING)"
-        )
-    known = ", ".join(sorted(str(one) for one in (*_LEAVES_BASE[:2], *_LEAVES_BASE[3:], *_TAKES_START)))
-    raise ModelError(f"{where}: init_lora_weights is {init!r}, which PEFT does not know; danlu reads: {known}")
 
 
 @torch.no_grad()

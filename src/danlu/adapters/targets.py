@@ -1,17 +1,56 @@
-"""Which layers of a model an adapter is put on."""
+"""Which layers of a model an adapter is put on, and whether it can be there. No torch here."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
+from danlu.adapters.disk import disk_layers
 from danlu.errors import RecipeError
+from danlu.recipe import sections
 from danlu.types import Site
+
+Form = Literal["rotation", "sharing"]
+"""How MoRA folds inputs into its square."""
 
 GROUPS = {"all-linear": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",)}
 _Value = TypeVar("_Value")
+
+
+def choose(sites: Sequence[Site], section: Any, *, given: bool = False) -> list[Site]:
+    """Where an adapter would sit, of all sites of a model.
+
+    given: the section was read off an adapter that exists, so its ranks are not judged.
+    Raises RecipeError for names that match no layer, for ranks that no layer has, and for layers on which an adapter of
+    this kind cannot be.
+    """
+    for key in ("rank_pattern", "alpha_pattern"):
+        if lost := unmatched(sites, getattr(section, key, {})):
+            raise RecipeError(f"adapter.{key}: {lost[0]!r} matches no layer of this model")
+    chosen = select(sites, targets_of(section))
+    for site in chosen:
+        _check_kind(site, section)
+        if isinstance(section, sections.LowRank) and not given:
+            check_rank(site, section)
+        if isinstance(section, sections.Mora):
+            _check_square(site, section)
+    if isinstance(section, sections.Ia3):
+        _check_feedforward(chosen, section, sites)
+    return chosen
+
+
+def targets_of(section: Any) -> list[str]:
+    """What a section says of the sites it sits on; prompts and prefixes sit on the embedding, bottlenecks on none."""
+    match section:
+        case sections.Prompt() | sections.Prefix():
+            return ["embed_tokens"]
+        case sections.Bottleneck():
+            return []
+    targets: list[str] = section.targets
+    return targets
 
 
 def select(sites: Sequence[Site], targets: Iterable[str], *, key: str = "adapter.targets") -> list[Site]:
@@ -67,3 +106,60 @@ def by_pattern(site: Site, patterns: Mapping[str, _Value], default: _Value) -> _
 def unmatched(sites: Sequence[Site], patterns: Mapping[str, object]) -> list[str]:
     """Patterns that no site matches: most likely misspelt."""
     return [one for one in patterns if not any(by_pattern(site, {one: True}, False) for site in sites)]
+
+
+def check_rank(site: Site, section: sections.LowRank) -> None:
+    """Raises RecipeError for a rank that no matrix of the site's shape has."""
+    rank = by_pattern(site, section.rank_pattern, section.rank)
+    if rank > min(site.shape):
+        raise RecipeError(
+            f"adapter.rank: {rank} is above {min(site.shape)}, the smaller side of {site.disk_name} "
+            f"[{site.shape[0]}, {site.shape[1]}]: no matrix has a higher rank. Use at most {min(site.shape)}"
+        )
+
+
+def square_width(shape: tuple[int, int], rank: int, form: Form) -> int:
+    """w: rounded to nearest, for rotation down to an even number, as the authors' code has it."""
+    width = int(math.sqrt(sum(shape) * rank) + 0.5)
+    return width // 2 * 2 if form == "rotation" else width
+
+
+def _check_kind(site: Site, section: Any) -> None:
+    """Raises RecipeError for an embedding that only plain LoRA can be on, and for dropout before the head."""
+    if isinstance(section, sections.Prompt | sections.Prefix):
+        return
+    if site.group == "embedding":
+        low_rank = isinstance(section, sections.LowRank)
+        if not low_rank or section.kind == "dora" or section.init not in ("default", "gaussian"):
+            what = f"init: {section.init}" if low_rank and section.kind != "dora" else section.kind
+            raise RecipeError(f"adapter.targets: {what} cannot sit on an embedding ({site.disk_name}). Use kind: lora")
+    if site.group == "head" and getattr(section, "dropout", 0.0) > 0:
+        raise RecipeError(
+            "adapter.dropout: the head is multiplied together with its loss and has no dropout. "
+            "Leave lm_head out of adapter.targets (adapter.modules_to_save trains it in full), or set dropout: 0"
+        )
+
+
+def _check_square(site: Site, section: sections.Mora) -> None:
+    """Raises RecipeError for a MoRA square that is wider than a layer has inputs."""
+    inputs = site.shape[1]
+    width = square_width(site.shape, section.rank, section.form)
+    if not 1 <= width <= inputs:
+        raise RecipeError(
+            f"adapter.rank: {section.rank} makes a square of width {width} of {site.disk_name} "
+            f"[{site.shape[0]}, {inputs}], which has {inputs} inputs. Use at most {inputs**2 // sum(site.shape)}"
+        )
+
+
+def _check_feedforward(chosen: Sequence[Site], section: sections.Ia3, sites: Sequence[Site]) -> None:
+    """Raises RecipeError where (IA)^3 would rescale the inputs of some parts of one layer on disk and not of others."""
+    names = {site.name for site in chosen}
+    of_inputs = {site.name for site in select(sites, section.feedforward, key="adapter.feedforward")}
+    for layer in disk_layers(sites):
+        inside = [site for site in layer.parts if site.name in names & of_inputs]
+        if inside and len(inside) < len(layer.parts):
+            raise RecipeError(
+                f"adapter.feedforward: {layer.name} is one layer in Hugging Face folders, so its parts have the same "
+                f"inputs: name {' and '.join(site.name for site in layer.parts)} in adapter.targets and in "
+                "adapter.feedforward, or none of them in adapter.feedforward"
+            )

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from danlu import __version__
 from danlu.adapters.combine import Combination, weighted_sum
-from danlu.adapters.description import CONFIG, AdapterFolder, stacked
-from danlu.adapters.folder import open_adapter, read_files, write_files
+from danlu.adapters.description import CONFIG, AdapterFolder, open_adapter, stacked, start_out_of_base
+from danlu.adapters.folder import read_files, write_files
 from danlu.adapters.initial import pissa
 from danlu.adapters.peft_low_rank import (
     PREFIX,
@@ -30,7 +30,6 @@ from danlu.adapters.peft_low_rank import (
     described,
     for_original_base,
     read_factors,
-    start_out_of_base,
 )
 from danlu.assembly.base import Base, base_of, check_base, find_base
 from danlu.assembly.merging import check_free, common_below, words_of

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.description import AdapterFolder
-from danlu.adapters.folder import add_adapter, open_adapter
+from danlu.adapters.description import AdapterFolder, open_adapter
+from danlu.adapters.folder import add_adapter
 
 
 class Stacks:

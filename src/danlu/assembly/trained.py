@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.description import CONFIG, WEIGHTS, AdapterFolder, resolve_adapter, stacked
-from danlu.adapters.folder import add_adapter, open_adapter, write_adapter
-from danlu.assembly.base import Base, check_base, find_base
+from danlu.adapters.description import CONFIG
+from danlu.adapters.folder import add_adapter, write_adapter
+from danlu.assembly.base import Base, find_base
 from danlu.assembly.frozen import Adapted, Arriving, adapters_of, load_frozen
+from danlu.assembly.named_adapters import named_stack, open_named, take_last
 from danlu.assembly.stacks import Stacks
-from danlu.errors import ModelError
 from danlu.models.decoder import Decoder
-from danlu.models.folder import read_config, tensors_fingerprint
-from danlu.models.loading import load, skeleton
+from danlu.models.loading import load
 from danlu.models.saving import copy_words, fresh_folder, write_template
-from danlu.models.tensor_file import read_header
 from danlu.recipe import sections
 
 TRAINED = "default"
@@ -51,8 +45,8 @@ def adapted_model(
     """
     assert model.path is not None, "the recipe's rules ask for a base"
     base = find_base(model.path)
-    below = _open(model.adapters, base)
-    continued = _last(below, model.adapters) if isinstance(adapter, sections.Continue) else None
+    below = open_named(model.adapters, base)
+    continued = take_last(below, model.adapters) if isinstance(adapter, sections.Continue) else None
 
     def take_up(adapters: AdapterSet) -> None:
         if taken_up is not None and continued is None:
@@ -80,88 +74,11 @@ def adapted_model(
     return adapted, base
 
 
-def base_identity(model: sections.Model) -> dict[str, Any]:
-    """What a trained adapter lies upon, as JSON for its checkpoints: the base's fingerprint, the revision of a hub id,
-    what its config.json computes, and the adapters below.
-
-    The first and last bytes of each tensor are looked at, not all of them.
-    """
-    assert model.path is not None, "the recipe's rules ask for a base"
-    base = find_base(model.path)
-    config = json.loads(json.dumps(asdict(read_config(base.folder)), default=str))
-    below = {}
-    for folder in _stack(model.adapters):
-        digest = blake2b((folder.path / CONFIG).read_bytes(), digest_size=16)
-        digest.update(tensors_fingerprint(read_header(folder.path / WEIGHTS)).encode())
-        below[str(folder.path.resolve())] = digest.hexdigest()
-    named = {"path": base.named, "fingerprint": base.fingerprint, "revision": base.revision}
-    return {"model": named, "config": config, "adapters": below}
-
-
-def base_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """How what lies under an adapter differs between two `base_identity`, each as "there -> here"; none if it is the
-    same. Keys of the config that only one of them has are of another version of danlu and are not judged.
-    """
-    found = []
-    if then["model"]["fingerprint"] != now["model"]["fingerprint"]:
-        found.append(f"weights of model.path: {_named(then['model'])} -> {_named(now['model'])}")
-    found += [
-        f"{key} in the config.json of {now['model']['path']}: {then['config'][key]!r} -> {value!r}"
-        for key, value in now["config"].items()
-        if key in then["config"] and then["config"][key] != value
-    ]
-    known = list(then["adapters"].values())
-    if len(known) != len(now["adapters"]):
-        found.append(
-            f"model.adapters: {', '.join(then['adapters']) or 'none'} -> {', '.join(now['adapters']) or 'none'}"
-        )
-    else:
-        found += [
-            f"the adapter {path}: {before} -> {digest}"
-            for before, (path, digest) in zip(known, now["adapters"].items(), strict=True)
-            if before != digest
-        ]
-    return found
-
-
-def _named(model: Mapping[str, Any]) -> str:
-    revision = f"revision {model['revision']}, " if model["revision"] else ""
-    return f"{model['path']} ({revision}fingerprint {model['fingerprint']})"
-
-
-def check_adapters(model: sections.Model, adapter: sections.AdapterSection | None) -> None:
-    """What can be told of a recipe's adapters before its data is read: folders, their base, targets, ranks.
-
-    Raises ModelError and RecipeError as `adapted_model` would.
-    """
-    if model.path is None or (adapter is None and not model.adapters):
-        return
-    base = find_base(model.path)
-    _open(model.adapters, base)
-    if adapter is not None and not isinstance(adapter, sections.Continue):
-        adapters_of(skeleton(read_config(base.folder))).chosen(adapter)
-
-
-def doubts(model: sections.Model) -> list[str]:
-    """For the console: adapters of other tools that name a base of another name than the recipe does."""
-    if not model.adapters or model.path is None:
-        return []
-    base = find_base(model.path)
-    return [
-        f"{folder.path}: was trained on {folder.base}, and here it is put on {base.named}: the shapes fit, but if they "
-        "are two models its result makes no sense"
-        for folder in _stack(model.adapters)
-        if folder.danlu.get("base_fingerprint") is None
-        and folder.base
-        and Path(folder.base).name.lower() != Path(base.named).name.lower()
-    ]
-
-
 def merged_model(model: sections.Model, *, device: torch.device) -> Decoder:
     """A base in float32 with the adapters of `model.adapters` merged into it, to be trained as a whole."""
     assert model.path is not None, "the recipe's rules ask for a base"
     base = find_base(model.path)
-    folders = _open(model.adapters, base)
+    folders = open_named(model.adapters, base)
     decoder = load(base.folder, device=device)
     adapters = adapters_of(decoder, device=device)
     stacks = Stacks(adapters)
@@ -194,9 +111,9 @@ def write_result(
             assert value is not None, "processes that write nothing help with values"
             value(name)
         return
-    below = _stack(started_from)
+    below = named_stack(started_from)
     if continued:
-        _last(below, started_from)
+        take_last(below, started_from)
     needed = sum(4 * tensor.numel() for tensor in adapters.tensors(TRAINED).values())
     with fresh_folder(target, 3 * needed, holds=CONFIG) as fresh:
         paths = [str(folder.path.resolve()) for folder in below]
@@ -213,28 +130,3 @@ def write_result(
         copy_words(tokenizer_from, fresh)
         if chat_template is not None:
             write_template(fresh, chat_template)
-
-
-def _open(paths: Sequence[str], base: Base) -> list[AdapterFolder]:
-    folders = [open_adapter(folder.path) for folder in _stack(paths)]
-    for folder in folders:
-        check_base(folder, base)
-        read_header(folder.path / WEIGHTS)  # truncated or broken: told before data is tokenised
-    return folders
-
-
-def _stack(paths: Sequence[str]) -> list[AdapterFolder]:
-    """The adapters named, each with those that it was trained upon below it and none twice."""
-    found = {folder.path.resolve(): folder for path in paths for folder in stacked(path)}
-    return list(found.values())
-
-
-def _last(stack: list[AdapterFolder], paths: Sequence[str]) -> AdapterFolder:
-    """Takes the adapter named last off the stack. Raises ModelError if another named one was trained upon it."""
-    last = resolve_adapter(paths[-1])
-    if stack[-1].path.resolve() != last.resolve():
-        raise ModelError(
-            f"{last}: lies below {stack[-1].path}, which was trained upon it, and so cannot be trained on above it. "
-            "Name it alone in model.adapters"
-        )
-    return stack.pop()

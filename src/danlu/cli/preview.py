@@ -41,6 +41,7 @@ def preview(
     """See every token with its reason, the packs and the totals, of what `danlu train` would train on."""
     loaded = recipes.load(recipe, overrides or [])
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
+    from danlu.assembly.named_adapters import check_without_weights
     from danlu.assembly.positions import positions_of_samples
     from danlu.data.preview import Ingredients, look, measure, survey
     from danlu.report import preview_json
@@ -54,6 +55,7 @@ def preview(
     for note in loaded.notes:
         tell(note)
     chosen, most = loaded.recipe, tokens or None
+    check_without_weights(chosen.model, chosen.adapter)
     ingredients = Ingredients(
         data=chosen.data,
         stage=language_stage(chosen, "danlu preview"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.families import FAMILIES
+from danlu.types import Site
 
 _TOP_LEVEL = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head", "norm": "model.norm"}
 
@@ -36,6 +38,22 @@ def disk_tensors(config: ModelConfig) -> list[DiskTensor]:
         DiskTensor(name, (sum(shapes[one][0] for one in ones), *shapes[ones[0]][1:]), tuple(ones))
         for name, ones in parts.items()
     ]
+
+
+def config_sites(config: ModelConfig) -> list[Site]:
+    """The places of a decoder where adapters may sit, in the order of its forward pass, without its modules: every
+    linear layer, the embedding and the head.
+    """
+    modules = FAMILIES[config.family].modules
+    shape = (config.vocab_size, config.hidden_size)
+    sites = [Site("embed_tokens", "model.embed_tokens", "embedding", None, shape, None)]
+    for parameter, sides in parameter_shapes(config).items():
+        name, _, kind = parameter.rpartition(".")
+        first, *rest = name.split(".")
+        if first == "layers" and kind == "weight" and len(sides) == 2:
+            group: Literal["attention", "mlp"] = "attention" if rest[1] == "attention" else "mlp"
+            sites.append(Site(name, disk_name(name, modules), group, int(rest[0]), (sides[0], sides[1]), None))
+    return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
 
 
 def disk_name(parameter: str, modules: Mapping[str, str]) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
 
-from danlu.models.decoder import MLP, Attention, Decoder, Linear
-from danlu.models.families import FAMILIES
-from danlu.models.layout import disk_name
+from danlu.models.decoder import Decoder, Linear
+from danlu.models.layout import config_sites
 from danlu.types import Site
 
 
@@ -15,16 +14,13 @@ def adapter_sites(model: Decoder) -> list[Site]:
 
     The site of a tied head has no module yet: `Decoder.open_head` makes it.
     """
-    modules = FAMILIES[model.config.family].modules
-    shape = (model.config.vocab_size, model.config.hidden_size)
-    sites = [Site("embed_tokens", "model.embed_tokens", "embedding", None, shape, model.embed_tokens)]
-    halves: tuple[tuple[Literal["attention", "mlp"], type[Attention] | type[MLP]], ...]
-    halves = (("attention", Attention), ("mlp", MLP))
-    for index, layer in model.layers.items():
-        for group, half in halves:
-            for part in half.tensor_roles:
-                linear = layer.get_submodule(f"{group}.{part}")
-                assert isinstance(linear, Linear)
-                name = f"layers.{index}.{group}.{part}"
-                sites.append(Site(name, disk_name(name, modules), group, int(index), linear.shape, linear))
-    return [*sites, Site("lm_head", "lm_head", "head", None, shape, model.lm_head)]
+    sites = []
+    for site in config_sites(model.config):
+        if site.layer is None:
+            module = model.lm_head if site.group == "head" else model.embed_tokens
+            sites.append(replace(site, module=module))
+        else:
+            linear = model.get_submodule(site.name)
+            assert isinstance(linear, Linear)
+            sites.append(replace(site, shape=linear.shape, module=linear))
+    return sites

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from danlu.assembly.trained import check_adapters
+from danlu.assembly.named_adapters import check_adapters
 from danlu.errors import RecipeError
 from danlu.language import PlacedDecoder
 from danlu.models.config import ModelConfig

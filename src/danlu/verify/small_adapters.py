@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from danlu.adapters.description import AdapterFolder, resolve_adapter, stacked
-from danlu.adapters.folder import open_adapter, section_of, write_adapter
+from danlu.adapters.description import AdapterFolder, open_adapter, resolve_adapter, stacked
+from danlu.adapters.folder import section_of, write_adapter
 from danlu.adapters.targets import by_pattern, select, unmatched
 from danlu.assembly.base import Base, find_base
 from danlu.assembly.frozen import adapters_of

@@ -1,0 +1,134 @@
+"""The base and the adapters that a recipe names: found, checked before data is read, told from others. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from danlu.adapters.description import CONFIG, WEIGHTS, AdapterFolder, open_adapter, resolve_adapter, stacked
+from danlu.adapters.targets import choose
+from danlu.assembly.base import Base, check_base, find_base
+from danlu.errors import ModelError
+from danlu.models.folder import find_config, read_config, tensors_fingerprint
+from danlu.models.layout import config_sites
+from danlu.models.tensor_file import read_header
+from danlu.recipe import sections
+
+
+def check_adapters(model: sections.Model, adapter: sections.AdapterSection | None) -> None:
+    """What can be told of a recipe's adapters before its data is read: folders, their base, targets, ranks.
+
+    Raises ModelError and RecipeError as `trained.adapted_model` would.
+    """
+    if model.path is None or (adapter is None and not model.adapters):
+        return
+    base = find_base(model.path)
+    below = open_named(model.adapters, base)
+    if isinstance(adapter, sections.Continue):
+        take_last(below, model.adapters)
+    elif adapter is not None:
+        choose(config_sites(read_config(base.folder)), adapter)
+
+
+def check_without_weights(model: sections.Model, adapter: sections.AdapterSection | None) -> None:
+    """`check_adapters` for what does not need the base's weights: those of a hub id are not downloaded for it."""
+    if model.path is None or Path(model.path).expanduser().is_dir():
+        check_adapters(model, adapter)
+        return
+    for folder in named_stack(model.adapters):
+        open_adapter(folder.path)
+    if adapter is not None and not isinstance(adapter, sections.Continue):
+        choose(config_sites(find_config(model.path)), adapter)
+
+
+def base_identity(model: sections.Model) -> dict[str, Any]:
+    """What a trained adapter lies upon, as JSON for its checkpoints: the base's fingerprint, the revision of a hub id,
+    what its config.json computes, and the adapters below.
+
+    The first and last bytes of each tensor are looked at, not all of them.
+    """
+    assert model.path is not None, "the recipe's rules ask for a base"
+    base = find_base(model.path)
+    config = json.loads(json.dumps(asdict(read_config(base.folder)), default=str))
+    below = {}
+    for folder in named_stack(model.adapters):
+        digest = blake2b((folder.path / CONFIG).read_bytes(), digest_size=16)
+        digest.update(tensors_fingerprint(read_header(folder.path / WEIGHTS)).encode())
+        below[str(folder.path.resolve())] = digest.hexdigest()
+    named = {"path": base.named, "fingerprint": base.fingerprint, "revision": base.revision}
+    return {"model": named, "config": config, "adapters": below}
+
+
+def base_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """How what lies under an adapter differs between two `base_identity`, each as "there -> here"; none if it is the
+    same. Keys of the config that only one of them has are of another version of danlu and are not judged.
+    """
+    found = []
+    if then["model"]["fingerprint"] != now["model"]["fingerprint"]:
+        found.append(f"weights of model.path: {_named(then['model'])} -> {_named(now['model'])}")
+    found += [
+        f"{key} in the config.json of {now['model']['path']}: {then['config'][key]!r} -> {value!r}"
+        for key, value in now["config"].items()
+        if key in then["config"] and then["config"][key] != value
+    ]
+    known = list(then["adapters"].values())
+    if len(known) != len(now["adapters"]):
+        found.append(
+            f"model.adapters: {', '.join(then['adapters']) or 'none'} -> {', '.join(now['adapters']) or 'none'}"
+        )
+    else:
+        found += [
+            f"the adapter {path}: {before} -> {digest}"
+            for before, (path, digest) in zip(known, now["adapters"].items(), strict=True)
+            if before != digest
+        ]
+    return found
+
+
+def _named(model: Mapping[str, Any]) -> str:
+    revision = f"revision {model['revision']}, " if model["revision"] else ""
+    return f"{model['path']} ({revision}fingerprint {model['fingerprint']})"
+
+
+def doubts(model: sections.Model) -> list[str]:
+    """For the console: adapters of other tools that name a base of another name than the recipe does."""
+    if not model.adapters or model.path is None:
+        return []
+    base = find_base(model.path)
+    return [
+        f"{folder.path}: was trained on {folder.base}, and here it is put on {base.named}: the shapes fit, but if they "
+        "are two models its result makes no sense"
+        for folder in named_stack(model.adapters)
+        if folder.danlu.get("base_fingerprint") is None
+        and folder.base
+        and Path(folder.base).name.lower() != Path(base.named).name.lower()
+    ]
+
+
+def open_named(paths: Sequence[str], base: Base) -> list[AdapterFolder]:
+    folders = [open_adapter(folder.path) for folder in named_stack(paths)]
+    for folder in folders:
+        check_base(folder, base)
+        read_header(folder.path / WEIGHTS)  # truncated or broken: told before data is tokenised
+    return folders
+
+
+def named_stack(paths: Sequence[str]) -> list[AdapterFolder]:
+    """The adapters named, each with those that it was trained upon below it and none twice."""
+    found = {folder.path.resolve(): folder for path in paths for folder in stacked(path)}
+    return list(found.values())
+
+
+def take_last(stack: list[AdapterFolder], paths: Sequence[str]) -> AdapterFolder:
+    """Takes the adapter named last off the stack. Raises ModelError if another named one was trained upon it."""
+    last = resolve_adapter(paths[-1])
+    if stack[-1].path.resolve() != last.resolve():
+        raise ModelError(
+            f"{last}: lies below {stack[-1].path}, which was trained upon it, and so cannot be trained on above it. "
+            "Name it alone in model.adapters"
+        )
+    return stack.pop()
