@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ def check_regular(path: Path) -> None:
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
         raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
+
+
+def check_entries(folder: Path) -> None:
+    """`check_regular` for all that lies in a folder; a link that leads nowhere is left for whoever needs its file."""
+    for entry in folder.iterdir():
+        with suppress(FileNotFoundError):
+            check_regular(entry)
 
 
 def read_small_text(path: Path, most_bytes: int = MOST_BYTES) -> str:

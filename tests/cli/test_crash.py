@@ -84,7 +84,7 @@ BUG = "This is a bug of danlu, not a mistake of yours."
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/b"),
             6,
-            "error: /a/b: No space left on device. Make room or change its permissions, then start again.\n",
+            "error: /a/b: No space left on device. Free some space, or name another place.\n",
         ),
         (OSError(errno.EBADF, os.strerror(errno.EBADF)), 70, f"error: OSError: [Errno 9] Bad file descriptor. {BUG}"),
         (
@@ -92,8 +92,17 @@ BUG = "This is a bug of danlu, not a mistake of yours."
             6,
             "error: the package pandas cannot be imported: No module named 'pandas'. Install danlu again",
         ),
+        (
+            OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "xxx"),
+            6,
+            "error: xxx: File name too long. Give a path that can be.\n",
+        ),
         (ModuleNotFoundError("No module named 'danlu.x'", name="danlu.x"), 70, "ModuleNotFoundError: No module named"),
-        (InternalError(f"rank 0: KeyError: 'a'\n{TRACE}\n  x"), 70, "error: rank 0: KeyError: 'a'.\n"),
+        (
+            InternalError(f"rank 0: KeyError: 'a'. {BUG[:-1]}\n{TRACE}\n  x"),
+            70,
+            f"error: rank 0: KeyError: 'a'. {BUG}\n",
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
@@ -102,7 +111,8 @@ def test_the_message_the_code_and_the_file(
 ) -> None:
     got, told = crashing(error)
     assert (got, said in told) == (code, True), told
-    reported = re.search(r"Report it with (\S+), which holds the traceback, the command and the versions\n$", told)
+    words = "Report it with" if "bug of danlu" in said or code == 70 else "More is in"
+    reported = re.search(rf"\n{words} (\S+), which holds the traceback, the command and the versions\n$", told)
     assert reported, told
     file = Path(reported[1])
     assert file.parent == tmp_path / ".cache/danlu/crashes"
@@ -112,6 +122,13 @@ def test_the_message_the_code_and_the_file(
     assert "Traceback (most recent call last):" in text
     if not isinstance(error, InternalError):
         assert f"{type(error).__name__}" in text.splitlines()[-1] or "second" in text or "KeyError: 'w'" in text
+
+
+def test_a_mistake_of_the_user_writes_no_file(crashing: Crash, tmp_path: Path) -> None:
+    code, told = crashing(RuntimeError("Could not determine home directory."))
+    assert code == 2
+    assert told == "error: a path begins with '~' and the name of no user of this machine. Write it in full\n"
+    assert not (tmp_path / ".cache").exists()
 
 
 def test_the_place_in_danlu_is_named(crashing: Crash, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from danlu.errors import ModelError
+from danlu.small_files import check_entries, parse_json, read_small_text
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -89,6 +89,10 @@ def describe(path: Path) -> AdapterFolder:
     """Reads what a folder says of itself. Raises ModelError if it is no adapter, or its files cannot be read."""
     if not (path / CONFIG).is_file():
         raise ModelError(f"{path}: no adapter here ({CONFIG} is missing)")
+    try:
+        check_entries(path)
+    except OSError as error:
+        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}. Take it out of the folder") from None
     return AdapterFolder(path, _json(path / CONFIG), _json(path / DANLU) if (path / DANLU).is_file() else {})
 
 
@@ -153,8 +157,10 @@ def _with_below(path: Path, above: tuple[Path, ...]) -> Iterator[AdapterFolder]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = parse_json(read_small_text(file))
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise ModelError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise ModelError(f"{file}: expected a JSON object")

@@ -62,7 +62,7 @@ def verify_command(path: Where) -> None:
     for info in checkpoints:
         problems = verify(info.path)
         if problems and info.complete and not is_complete(info.path):
-            typer.echo(f"step {info.step}: gone, the run has deleted it meanwhile")
+            echo(f"step {info.step}: gone, the run has deleted it meanwhile")
             continue
         damaged += bool(problems)
         echo(f"step {info.step}: {'DAMAGED' if problems else 'intact'} ({format_bytes(info.bytes)})")

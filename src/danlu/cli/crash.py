@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from danlu import __version__
-from danlu.errors import DanluError, InternalError, ResourceError
+from danlu.errors import DanluError, InternalError, RecipeError, ResourceError
 
 FOLDERS = (Path("~/.cache/danlu/crashes"), Path(tempfile.gettempdir()))
 """Where a report is written: the first that can be. A cluster's home is seen from everywhere, its /tmp is not."""
@@ -27,6 +27,7 @@ _REFUSALS = frozenset(
     if name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "EMFILE", "ENFILE", "ENOMEM", "ESTALE", "EFBIG")
     or name in ("ENAMETOOLONG", "ELOOP", "ETIMEDOUT", "EAGAIN")
 )
+BUG = "This is a bug of danlu, not a mistake of yours"
 TRACEBACK = "Traceback (most recent call last):"
 _MOST_CHARACTERS = 500  # of the exception's own text in the message; the file has all of it
 
@@ -44,7 +45,9 @@ def sense(error: BaseException, doing: str = "") -> DanluError:
         )
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         file = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        return ResourceError(f"{file}{error.strerror}. Make room or change its permissions, then start again")
+        return ResourceError(f"{file}{error.strerror}. {_advice(error.errno)}")
+    if isinstance(error, RuntimeError) and str(error) == "Could not determine home directory.":  # pathlib's own text
+        return RecipeError("a path begins with '~' and the name of no user of this machine. Write it in full")
     if isinstance(error, ImportError) and not (error.name or "").startswith("danlu"):
         return ResourceError(
             f"the package {error.name or '?'} cannot be imported: {_first_line(error)}. "
@@ -55,7 +58,17 @@ def sense(error: BaseException, doing: str = "") -> DanluError:
             f"{said}{_place(error)}. Something is nested too deeply to be read: look for brackets in brackets in a "
             "row, a JSON file or a chat template. If there are none, this is a bug of danlu"
         )
-    return InternalError(f"{said}{_place(error)}. This is a bug of danlu, not a mistake of yours")
+    return InternalError(f"{said}{_place(error)}. {BUG}")
+
+
+def _advice(number: int | None) -> str:
+    if number in (errno.ENAMETOOLONG, errno.ELOOP):
+        return "Give a path that can be"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "Change its permissions, or name another place"
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "Free some space, or name another place"
+    return "Try again; if it stays so, ask whoever looks after this machine"
 
 
 def told(error: BaseException, arguments: Sequence[str]) -> tuple[str, int]:
@@ -64,17 +77,23 @@ def told(error: BaseException, arguments: Sequence[str]) -> tuple[str, int]:
     arguments: of the command line, which the file repeats.
     """
     shown = sense(error)
-    return f"{shown}.\n{keep(''.join(traceback.format_exception(error)), arguments)}", shown.exit_code
+    if isinstance(shown, RecipeError):
+        return str(shown), shown.exit_code
+    kept = keep("".join(traceback.format_exception(error)), arguments, report=isinstance(shown, InternalError))
+    return f"{shown}.\n{kept}", shown.exit_code
 
 
 def without_traceback(text: str, arguments: Sequence[str]) -> str:
     """An error of another process as the terminal is told it: a traceback in it goes to a file, which is named."""
     said, mark, rest = text.partition(f"\n{TRACEBACK}")
-    return f"{said}.\n{keep(TRACEBACK + rest, arguments)}" if mark else text
+    return f"{said}.\n{keep(TRACEBACK + rest, arguments, report=BUG in said)}" if mark else text
 
 
-def keep(text: str, arguments: Sequence[str]) -> str:
-    """Writes a traceback to a file. Returns the words that name it, or the text itself where nothing can be written."""
+def keep(text: str, arguments: Sequence[str], *, report: bool) -> str:
+    """Writes a traceback to a file. Returns the words that name it, or the text itself where nothing can be written.
+
+    report: whether the words ask the user to report it.
+    """
     content = f"{_surroundings(arguments)}\n{text}"
     name = f"danlu-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for place in FOLDERS:
@@ -87,8 +106,10 @@ def keep(text: str, arguments: Sequence[str]) -> str:
                 handle.write(content.encode(errors="backslashreplace"))
         except (OSError, RuntimeError):
             continue
-        return f"Report it with {file}, which holds the traceback, the command and the versions"
-    return f"Report it with what follows (no file could be written):\n{content.rstrip()}"
+        holds = f"{file}, which holds the traceback, the command and the versions"
+        return f"Report it with {holds}" if report else f"More is in {holds}"
+    begin = "Report it with what follows" if report else "What happened follows"
+    return f"{begin} (no file could be written):\n{content.rstrip()}"
 
 
 def _surroundings(arguments: Sequence[str]) -> str:

@@ -508,7 +508,8 @@ def _parsed(value: Any, what: str, where: str) -> Any:
             f"{where}: {what} must be JSON: {error.msg} at character {error.pos} of {value[:80]!r}"
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        raise DataError(f"{where}: {what} must be JSON: {error} in {value[:80]!r}") from error
+        said = "is nested too deeply" if isinstance(error, RecursionError) else "holds a number of too many digits"
+        raise DataError(f"{where}: {what} must be JSON that can be read; {value[:80]!r} {said}") from error
 
 
 def _string(value: Any, column: str, where: str) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from danlu.errors import DataError
+from danlu.small_files import check_regular
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
     from danlu.recipe.sections import Source
@@ -164,6 +165,11 @@ def _files(path: Path) -> list[Path]:
         if path.suffix.lower() not in _READERS:
             raise DataError(f"{path}: cannot read a '{path.suffix}' file; the kinds are {_kinds()}")
         return [path]
+    if not path.is_dir():
+        try:
+            check_regular(path)
+        except OSError as error:
+            raise DataError(f"{path}: rows cannot be read from it: {error.strerror}") from error
     # The folder of `Dataset.save_to_disk` keeps its rows in arrow files; the json beside them is about them.
     kinds = {".arrow"} if (path / "dataset_info.json").is_file() and (path / "state.json").is_file() else set(_READERS)
     found = sorted(
@@ -237,7 +243,7 @@ def _json_row(line: bytes, where: str) -> dict[str, Any] | BadRow:
     except json.JSONDecodeError as error:
         return BadRow(f"{where}:{error.colno}: broken JSON: {error.msg}; each line must be one whole JSON object")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        return BadRow(f"{where}: unreadable JSON: {error}")
+        return BadRow(f"{where}: unreadable JSON: {_unreadable(error)}")
     except DataError as error:
         return BadRow(str(error))
     return _as_row(value, where)
@@ -308,7 +314,11 @@ def _json_values(text: str, name: str) -> Iterator[Placed]:
         # Where the next row of a broken array begins is a guess, so this cannot be one bad row.
         raise DataError(f"{name}:{error.lineno}:{error.colno}: broken JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        raise DataError(f"{name}:{line}: unreadable JSON in the row that begins here: {error}") from error
+        raise DataError(f"{name}:{line}: unreadable JSON in the row that begins here: {_unreadable(error)}") from error
+
+
+def _unreadable(error: Exception) -> str:
+    return "brackets are nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 # -- csv and text -----------------------------------------------------------------------------------------------------

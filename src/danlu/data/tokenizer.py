@@ -23,8 +23,12 @@ from danlu.data.byte_level import PRINTABLE, Encoder, encoder_of
 from danlu.data.templates import ChatTemplate, Turn
 from danlu.data.tokenizer_model import convert
 from danlu.errors import DataError
+from danlu.small_files import check_regular, parse_json, read_small_text
 from danlu.types import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
+MOST_FILE_BYTES = 512 << 20
+"""Of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""
+MOST_TEMPLATE_BYTES = 4 << 20
 _READ_FILES = (*TOKENIZER_FILES, "config.json")  # which names the tokenizer's class in old folders
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -271,9 +275,8 @@ def load_tokenizer(path: str, chat_template: str | None = None, date: str | None
         pretrained: Any = AutoTokenizer.from_pretrained(folder, config=_plain_config(folder), trust_remote_code=False)
     except Exception as error:  # whatever the library raises on a damaged folder
         said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        raise DataError(
-            f"{path}: the tokenizer cannot be read: {type(error).__name__}: {said}{_advice(folder)}"
-        ) from error
+        said = _broken_json(folder) or f"{type(error).__name__}: {said}{_advice(folder)}"
+        raise DataError(f"{path}: the tokenizer cannot be read: {said}") from error
     if not getattr(pretrained, "is_fast", False):
         kind = type(pretrained).__name__
         raise DataError(
@@ -313,7 +316,7 @@ def _plain_config(folder: Path) -> Any:
     try:
         named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing, or broken: the library says so itself
+    except (OSError, ValueError, RecursionError):  # missing, or broken: the library says so itself
         return None
     if not isinstance(named, dict) or not isinstance(values, dict) or "auto_map" in named | values:
         return None
@@ -322,6 +325,20 @@ def _plain_config(folder: Path) -> Any:
     # No more than what is asked for: a config without a class cannot read what only that class knows (rope_scaling).
     asked = {name: values[name] for name in ("model_type", "tokenizer_class", "model_name") if name in values}
     return PreTrainedConfig.from_dict(asked, name_or_path=str(folder))
+
+
+def _broken_json(folder: Path) -> str:
+    """Which file is no JSON, and where; the libraries name only the place in it."""
+    for file in (file for pattern in _READ_FILES for file in sorted(folder.glob(pattern)) if file.suffix == ".json"):
+        try:
+            values = parse_json(file.read_bytes())
+        except json.JSONDecodeError as error:
+            return f"{file.name}:{error.lineno}:{error.colno}: broken JSON: {error.msg}"
+        except (OSError, ValueError) as error:
+            return f"{file.name}: {error}"
+        if not isinstance(values, dict):
+            return f"{file.name}: expected a JSON object, found {type(values).__name__}"
+    return ""
 
 
 def _advice(folder: Path) -> str:
@@ -379,12 +396,24 @@ def tokenizer_folder(path: str) -> Path:
     if not folder.is_dir():
         folder = _snapshot(path)
     for candidate in (folder, folder / "model"):
+        _check_files(candidate)
         if any((candidate / name).is_file() for name in VOCABULARY_FILES):
             return candidate
     raise DataError(
         f"{path}: no tokenizer in this folder (one of {', '.join(VOCABULARY_FILES)}). Name a folder or hub id that has "
         "one in model.tokenizer"
     )
+
+
+def _check_files(folder: Path) -> None:
+    """Raises DataError for what would be waited for, or would fill memory: nobody's tokenizer."""
+    for file in (file for pattern in _READ_FILES for file in folder.glob(pattern)):
+        try:
+            check_regular(file)
+            if file.stat().st_size > MOST_FILE_BYTES:
+                raise DataError(f"{file}: larger than {MOST_FILE_BYTES >> 20} MiB, as no file of a tokenizer is")
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 CONVERTED = "~/.cache/danlu/tokenizers"
@@ -468,8 +497,10 @@ def _read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_small_text(Path(path).expanduser(), MOST_TEMPLATE_BYTES)
+    except OSError as error:
+        raise DataError(f"model.chat_template: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise DataError(f"model.chat_template: {path} cannot be read: {error}") from error
 
 

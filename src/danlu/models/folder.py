@@ -15,6 +15,7 @@ from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
 from danlu.models.tensor_file import Stored, read_header
+from danlu.small_files import check_entries, parse_json, read_small_text
 from danlu.types import TOKENIZER_FILES
 
 CONFIG = "config.json"
@@ -36,6 +37,8 @@ def resolve_folder(path_or_id: str | Path) -> Path:
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         for folder in (path, path / _RUN_RESULT):
+            if folder.is_dir():
+                _check_entries(folder)
             if (folder / CONFIG).is_file():
                 return folder
         raise ModelError(
@@ -59,6 +62,14 @@ def find_config(path_or_id: str | Path) -> ModelConfig:
     if Path(name).expanduser().exists() or not _HUB_ID.fullmatch(name):
         return read_config(resolve_folder(path_or_id))
     return read_config(_download(name, [CONFIG]))
+
+
+def _check_entries(folder: Path) -> None:
+    """Raises ModelError for a pipe or a device among a model's files, which would be waited for or passed over."""
+    try:
+        check_entries(folder)
+    except OSError as error:
+        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}. Take it out of the folder") from None
 
 
 def _hub_snapshot(name: str) -> Path:
@@ -110,12 +121,14 @@ def read_config(folder: str | Path) -> ModelConfig:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file; ModelError with line and column when it is not one."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(read_small_text(file))
     except FileNotFoundError:
         raise ModelError(f"{file}: no such file") from None
     except json.JSONDecodeError as error:
         raise ModelError(f"{file}:{error.lineno}:{error.colno}: broken JSON: {error.msg}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise ModelError(f"{file}: cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ModelError(f"{file}: expected a JSON object, found {type(values).__name__}")

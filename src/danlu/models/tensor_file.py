@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from danlu.errors import ModelError
+from danlu.small_files import check_regular, parse_json
 
 # Widths of the types that are floating-point weights; the rest are known so that a message can name them.
 FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
@@ -36,6 +37,10 @@ class Stored:
 
 def read_header(file: Path) -> dict[str, Stored]:
     """Name -> place of every tensor in a safetensors file. Raises ModelError if it is truncated or malformed."""
+    try:
+        check_regular(file)
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from None
     size = file.stat().st_size
     with file.open("rb") as handle:
         prefix = handle.read(8)
@@ -46,7 +51,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             raise ModelError(f"{file}: truncated: the header alone is {8 + length} bytes, the file has {size}")
         text = handle.read(length)
     try:
-        entries = json.loads(text)
+        entries = parse_json(text)
     except ValueError as error:
         raise ModelError(f"{file}: broken safetensors header: {error}") from None
     if not isinstance(entries, dict):

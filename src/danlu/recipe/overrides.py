@@ -14,13 +14,16 @@ from danlu.recipe.forms import Hint, fields, full, item, kinds, sections, varian
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.tree import Node, Origin, Problem, parse
 
+MOST_SHOWN = 120
+"""Characters of an override in a message."""
+
 
 def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> None:
     """Write overrides into a tree that is in full form; what is wrong with one is added to `problems`."""
     for index, text in enumerate(overrides):
         key, equals, written = text.partition("=")
         parts = key.strip().split(".")
-        name = f"override {text!r}"
+        name = f"override {text if len(text) <= MOST_SHOWN else f'{text[:MOST_SHOWN]}...'!r}"
         origin = Origin(name, (1, index, 0))
         if not equals or not all(parts):
             problems.append(Problem("", "write it as section.key=value, for example steps=100", origin))
