@@ -70,7 +70,9 @@ class ChatTemplate:
             self._parsed = environment.parse(source)
             with template_limits.limited():
                 self._template = environment.from_string(_counting(environment.parse(source)))
-        except (MemoryError, RecursionError, TookTooLong) as error:
+        except RecursionError:
+            raise DataError(f"{name}: the chat template does not compile: it is nested too deeply") from None
+        except (MemoryError, TookTooLong) as error:
             raise DataError(f"{name}: the chat template does not compile: {_used_up(error)}") from None
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
