@@ -336,8 +336,8 @@ LINES: list[tuple[str, str]] = [
     ('"x"', r"a\.jsonl:2: a row must be an object with named columns, this is of type str"),
     ("null", r"a\.jsonl:2: a row must be an object with named columns, this is of type NoneType"),
     ("text", r"a\.jsonl:2:1: broken JSON: Expecting value"),
-    ('{"n": ' + "9" * 5000 + "}", r"a\.jsonl:2: unreadable JSON: Exceeds the limit"),
-    ('{"n": ' + "[" * 100_000, r"a\.jsonl:2: unreadable JSON: .*recursion"),
+    ('{"n": ' + "9" * 5000 + "}", r"a\.jsonl:2: unreadable JSON: a number has too many digits"),
+    ('{"n": ' + "[" * 100_000, r"a\.jsonl:2: unreadable JSON: brackets are nested too deeply"),
 ]
 
 
@@ -358,8 +358,14 @@ ARRAYS: list[tuple[str, str]] = [
     ('[{"a": 1},\n]', r"a\.json:2:1: broken JSON: a comma before the end of the array"),
     ('[{"a": 1}]\nx', r"a\.json:2:1: broken JSON: more text after the end"),
     ('{\n"a": 1', r"a\.json:2:7: broken JSON: Expecting ',' delimiter"),
-    ('[{"a": 1},\n{"a": ' + "9" * 5000 + "}]", r"a\.json:2: unreadable JSON in the row that begins here: Exceeds"),
-    ('[{"a": 1},\n{"a": ' + "[" * 100_000, r"a\.json:2: unreadable JSON in the row that begins here: .*recursion"),
+    (
+        '[{"a": 1},\n{"a": ' + "9" * 5000 + "}]",
+        r"a\.json:2: unreadable JSON in the row that begins here: a number has too many",
+    ),
+    (
+        '[{"a": 1},\n{"a": ' + "[" * 100_000,
+        r"a\.json:2: unreadable JSON in the row that begins here: brackets are nested too",
+    ),
 ]
 
 

@@ -168,7 +168,7 @@ def test_what_is_long_but_comes_to_an_end() -> None:
 
 
 def test_a_template_that_is_too_large_when_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="chat.jinja: the chat template does not compile: it calls itself without end"):
+    with pytest.raises(DataError, match="chat.jinja: the chat template does not compile: it is nested too deeply"):
         template("{{ " + "(" * 5000 + ")" * 5000 + " }}", "chat.jinja")
 
 

@@ -509,7 +509,7 @@ def _parsed(value: Any, what: str, where: str) -> Any:
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
         said = "is nested too deeply" if isinstance(error, RecursionError) else "holds a number of too many digits"
-        raise DataError(f"{where}: {what} must be JSON that can be read; {value[:80]!r} {said}") from error
+        raise DataError(f"{where}: {what} must be JSON: {value[:80]!r} {said}") from error
 
 
 def _string(value: Any, column: str, where: str) -> str:

@@ -470,7 +470,7 @@ def _json_object(file: Path) -> dict[str, Any]:
     """What a JSON file holds; nothing where it is missing or something else, of which the library says so itself."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 
