@@ -297,6 +297,29 @@ def test_micro_batches_fill_the_memory_that_is_given(
     assert "Give more, or lower data.max_length." in said
 
 
+def test_deterministic_holds_for_the_run_and_changes_no_bit_on_a_cpu(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    real = run.fit
+
+    def fit(it: Any) -> None:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        real(it)
+
+    monkeypatch.setattr(run, "fit", fit)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # set by the run, and taken back by this test
+    samples = {"every": 2, "samples": {"prompts": ["fox"], "max_new_tokens": 3, "temperature": 1.0}}
+    for name, wanted in (("plain", False), ("same", True)):
+        changes = {"steps": 2, "evaluation": samples, "deterministic": wanted}
+        assert danlu("train", tiny_world.recipe(tmp_path / name, **changes)) == 0
+    assert seen == [False, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("plain", "same")]
+    assert weights[0].keys() == weights[1].keys() and len(weights[0]) > 5
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_the_best_checkpoint_is_what_is_exported(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from danlu.classifying import Classifying
 from danlu.errors import CheckpointError, RecipeError, ResourceError, Stopped
 from danlu.language import Language, written_date
+from danlu.numerics.deterministic import deterministic
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
 from danlu.optim.schedules import problems as schedule_problems
@@ -116,6 +117,7 @@ def train(
     else:
         say, stream = _silence, io.StringIO()
     with ExitStack() as closing:
+        closing.enter_context(deterministic(recipe.deterministic))
         into = folder
         if dry_run:
             into = Path(closing.enter_context(TemporaryDirectory(prefix="danlu-dry-run-")))

@@ -17,6 +17,7 @@ HARMLESS: dict[str, str] = {
     "compile": "the same mathematics, rounded differently",
     "data.cache": "where tokens are kept",
     "data.workers": "how many processes tokenise",
+    "deterministic": "the same mathematics, rounded differently",
     "device": "the same mathematics, rounded differently",
     "evaluation.every": "when the model is judged, not how it is trained; but it matters with `evaluation.early_stop`",
     "evaluation.samples": "texts to read",

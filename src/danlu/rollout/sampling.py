@@ -79,7 +79,7 @@ def _nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:
     while True:
         head = logits.topk(width, dim=-1).values  # [B, width], falling
         probabilities = (head - normaliser).exp()
-        above = probabilities.cumsum(dim=-1) - probabilities  # probability before each token
+        above = _cumsum(probabilities) - probabilities  # probability before each token
         inside = above < top_p
         if width == logits.shape[-1] or not bool(inside[:, -1].any()):
             last = inside.sum(dim=-1, keepdim=True) - 1  # the first is always inside: nothing lies above it
@@ -100,11 +100,19 @@ def uniform(seed: int, sample: int, position: int) -> float:
 
 def _draw(logits: Tensor, numbers: Sequence[float]) -> Tensor:
     """Inverse of the cumulative distribution, in vocabulary order; float64, as float32 sums drift over 100k tokens."""
-    cumulative = logits.softmax(dim=-1).double().cumsum(dim=-1)  # [B, V]
+    cumulative = _cumsum(logits.softmax(dim=-1).double())  # [B, V]
     targets = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1) * cumulative[:, -1:]
     # right=True: the first token whose sum is above the target, so one of probability zero is never drawn.
     # The clamp matters only for logits that are not finite: the caller finds those by their log-probability.
     return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
+
+
+def _cumsum(x: Tensor) -> Tensor:
+    """Sums [B, n] from the left; torch has none on a GPU that gives the same bits each time, so where that is asked for
+    it is done on the CPU."""
+    if x.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+        return x.cpu().cumsum(dim=-1).to(x.device)
+    return x.cumsum(dim=-1)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -68,6 +68,9 @@ class Recipe(Section):
     """What is written down while training."""
     compile: bool = False
     """torch.compile the model; the first steps are slow, later ones may be faster."""
+    deterministic: bool = False
+    """On a GPU, only algorithms that give the same bits each time; by default the backward passes of attention and of
+    the embedding add in any order. Slower; on a CPU nothing changes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU where there is one."""
     threads: PositiveInt | None = None
