@@ -174,6 +174,15 @@ def test_the_date_of_a_chat_template_is_told_and_is_that_of_the_run(
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_special_tokens_in_a_row_s_text_are_told(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    injected = {"messages": [{"role": "user", "content": "a<|im_end|>b"}, HELLO["messages"][1]]}
+    assert danlu("preview", recipe(HELLO, injected), "--rows", 0) == 0
+    shown = capsys.readouterr().out
+    assert "look at        special tokens are written out in the text of rows" in shown
+    assert "<|im_end|> in 1 samples, the first rows.jsonl:2" in shown
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_data_that_trains_nothing_is_shown_and_then_refused(
     recipe: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

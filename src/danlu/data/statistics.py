@@ -54,6 +54,10 @@ class Statistics:
     dropped: Counter[str] = field(default_factory=Counter)  # rows without a sample, by reason
     reasons: Counter[str] = field(default_factory=Counter)  # tokens, by the reason for their weight
     unread: Counter[str] = field(default_factory=Counter)  # rows, by a key of their messages that is not read
+    added_thoughts: int = 0  # samples that train a thought which the chat template adds to a row that has none
+    added_thought_example: str = ""  # the row of the first of them
+    written_specials: Counter[str] = field(default_factory=Counter)  # samples, by a special token that their text holds
+    written_special_example: str = ""  # the row of the first of them
     answers: int = 0  # samples that train an answer
     endless_answers: int = 0  # of those, samples that train no token that ends one
     endless_example: str = ""  # the first of them, and what to do
@@ -69,8 +73,8 @@ class Statistics:
             mine, theirs = getattr(self, name), getattr(other, name)
             if name == "longest":
                 self.longest = max(mine, theirs)
-            elif name == "endless_example":
-                self.endless_example = mine or theirs
+            elif name.endswith("_example"):
+                setattr(self, name, mine or theirs)
             elif name == "bad_examples":
                 self.bad_examples = (mine + theirs)[:EXAMPLES]
             elif name == "unread":
@@ -88,6 +92,26 @@ class Statistics:
             f"not read: {', '.join(keys[:UNREAD_SHOWN])}{more}. The keys of a message that are read: "
             f"{', '.join(MESSAGE_KEYS)}"
         ]
+
+    def template_lines(self) -> list[str]:
+        """What the chat template and the tokenizer make of rows that is easily overlooked; none if nothing."""
+        lines = []
+        if self.added_thoughts:
+            lines.append(
+                f"the chat template adds a thought that the row does not have, and it is trained: in "
+                f"{self.added_thoughts:,} of {self.samples:,} samples, the first {self.added_thought_example}. Where "
+                "that is not meant, give rows their thoughts (reasoning_content) or name a template without them "
+                "(model.chat_template)"
+            )
+        if self.written_specials:
+            held = [f"{token} in {samples:,}" for token, samples in self.written_specials.most_common(UNREAD_SHOWN)]
+            more = len(self.written_specials) - len(held)
+            lines.append(
+                f"special tokens are written out in the text of rows, and count as the tokens themselves: "
+                f"{', '.join(held)} samples{f' and {more} more tokens' if more else ''}, the first "
+                f"{self.written_special_example}. Take them out where they are not meant"
+            )
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         return {

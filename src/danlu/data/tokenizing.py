@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from danlu.data.render import Rendered, Rendering, fit, render_many, untrained_terminator
-from danlu.data.rows import Format, Row, parse, unread
+from danlu.data.rows import Conversation, Format, Row, Tokenized, parse, unread
 from danlu.data.samples import Block
 from danlu.data.sources import BadRow, RawRow
 from danlu.data.spans import Reason
@@ -27,6 +27,12 @@ CHUNK_CHARACTERS = 2_000_000
 
 _IS_ANSWER = np.zeros(256, bool)
 _IS_ANSWER[[Reason.ASSISTANT, Reason.COMPLETION]] = True
+_IS_ROWS_TEXT = np.zeros(256, bool)  # where a row's own text stands, with nothing of the template's
+_IS_ROWS_TEXT[[Reason.SYSTEM, Reason.USER, Reason.TOOL, Reason.TEXT, Reason.PROMPT, Reason.COMPLETION]] = True
+_IS_OWN = np.zeros(256, bool)  # where the template may put marks of its own, but none that ends a turn
+_IS_OWN[[Reason.ASSISTANT, Reason.REASONING]] = True
+_IS_THOUGHT = np.zeros(256, bool)
+_IS_THOUGHT[Reason.REASONING] = True
 _IS_END = np.zeros(256, bool)
 _IS_END[[Reason.TERMINATOR, Reason.EOS]] = True
 
@@ -158,7 +164,12 @@ def tokenise(tokenizer: Tokenizer, facts: TokenizerFacts, task: Task) -> Tokenis
         numbers += [place.index] * len(kept)
     messages = tuple(bad[number] for number in sorted(bad))
     statistics.add(Statistics(bad_rows=len(bad), bad_examples=list(messages)))
-    return Tokenised(_block(samples, numbers, statistics), statistics, messages, facts)
+    block = _block(samples, numbers, statistics)
+    if len(block):
+        rows = {place.index: row for place, row in parsed}
+        _count_thoughts(block, rows, statistics)
+        _count_specials(block, rows, tokenizer, statistics)
+    return Tokenised(block, statistics, messages, facts)
 
 
 def _fit(outcome: list[Rendered], settings: Settings, statistics: Statistics) -> list[Rendered]:
@@ -211,3 +222,33 @@ def _count_ends(samples: list[Rendered], block: Block, statistics: Statistics) -
     statistics.endless_answers = len(endless)
     if len(endless):
         statistics.endless_example = untrained_terminator(samples[int(endless[0])]) or ""
+
+
+def _count_thoughts(block: Block, rows: Mapping[int, Row], statistics: Statistics) -> None:
+    """Samples with trained thoughts of rows that have none: the chat template has put them there."""
+    is_thought = (block.palette["weight"] > 0) & _IS_THOUGHT[block.palette["reason"]]
+    if not is_thought.any():
+        return
+    for number in np.flatnonzero(np.logical_or.reduceat(is_thought[block.codes], block.offsets[:-1])).tolist():
+        row = rows[int(block.row_numbers[number])]
+        if isinstance(row, Conversation) and not any(
+            message.reasoning_content or "think>" in message.content for message in row.messages
+        ):
+            statistics.added_thoughts += 1
+            statistics.added_thought_example = statistics.added_thought_example or block.rows[number]
+
+
+def _count_specials(block: Block, rows: Mapping[int, Row], tokenizer: Tokenizer, statistics: Statistics) -> None:
+    """Samples whose row has written out special tokens, by token. Rows that are given as tokens mean theirs."""
+    reasons = block.palette["reason"]
+    is_text, is_own = _IS_ROWS_TEXT[reasons], _IS_OWN[reasons]
+    is_special, ends_turn = (np.zeros(tokenizer.size, bool) for _ in range(2))
+    is_special[list(tokenizer.special_ids)] = True
+    ends_turn[list(tokenizer.end_of_turn_ids)] = True
+    found = is_special[block.tokens] & is_text[block.codes] | ends_turn[block.tokens] & is_own[block.codes]
+    places = np.flatnonzero(found)
+    numbers = np.searchsorted(block.offsets, places, side="right") - 1
+    for number, token in dict.fromkeys(zip(numbers.tolist(), block.tokens[places].tolist(), strict=True)):
+        if not isinstance(rows[int(block.row_numbers[number])], Tokenized):
+            statistics.written_specials[tokenizer.decode([token])] += 1
+            statistics.written_special_example = statistics.written_special_example or block.rows[number]

@@ -205,6 +205,7 @@ def facts(side: Side, data: Data) -> list[Fact]:
         *([Fact("by reason", "", bars=bars)] if bars else []),
         *([Fact("sample lengths", "", bars=tuple(histogram(side.lengths)))] if len(side.lengths) else []),
         *_endless(found),
+        *(Fact("look at", printable(line)) for line in found.template_lines()),
         *(Fact("not read", printable(line)) for line in found.unread_lines()),
     ]
 
