@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made.tiny_world import World, danlu, differences, metrics
+
+from danlu.memory_estimate import preview_parameters
+from danlu.recipe import load
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 
@@ -52,6 +57,44 @@ def test_what_an_adapter_trains_is_told_with_its_share(
         f"llama with {whole:,} parameters, {trained:,} of them trained ({trained / whole:.2%}), on cpu, fp32; 12 steps"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        None,
+        "lora",
+        {"kind": "dora", "targets": ["attention", "lm_head"]},
+        {"kind": "lora", "modules_to_save": ["embed_tokens"]},
+        "vera",
+        {"kind": "prompt", "tokens": 5},
+    ],
+)
+def test_preview_tells_the_parameters_that_a_run_does(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: Any
+) -> None:
+    model = {"path": str(tiny_world.base), "config": None, "tokenizer": None}
+    recipe = tiny_world.recipe(tmp_path / "run", model=model, adapter=adapter)
+    assert danlu("train", recipe, "--dry-run") == 0
+    (told,) = re.findall(r"llama with ([\d,]+ parameters, .*?), on cpu", capsys.readouterr().err)
+    assert ("all trained" in told) == (adapter is None)
+    assert preview_parameters(load(recipe).recipe, None) == told
+
+
+def test_preview_tells_the_parameters_of_an_adapter_that_is_trained_on(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"path": str(tiny_world.base), "config": None, "tokenizer": None}
+    first = tiny_world.recipe(tmp_path / "first", model=model, adapter="lora", steps=2)
+    assert danlu("train", first) == 0
+    again = tiny_world.recipe(
+        tmp_path / "again", model={**model, "adapters": [str(tmp_path / "first" / "adapter")]}, adapter="continue"
+    )
+    capsys.readouterr()
+    assert danlu("train", again, "--dry-run") == 0
+    (told,) = re.findall(r"llama with ([\d,]+ parameters, .*?), on cpu", capsys.readouterr().err)
+    assert danlu("preview", again) == 0
+    assert told in capsys.readouterr().out
 
 
 def test_a_dry_run_of_a_run_that_would_go_on_changes_none_of_its_bytes(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from danlu.adapters.adapter_set import CHANGES_BASE, AdapterSet
+from danlu.adapters.description import WEIGHTS, resolve_adapter
 from danlu.adapters.lora import LowRank
 from danlu.assembly.base import find_base
 from danlu.assembly.frozen import adapters_of
@@ -31,6 +32,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.folder import CONFIG, read_config, read_json, resolve_folder
 from danlu.models.loading import skeleton
 from danlu.models.presets import from_scratch
+from danlu.models.tensor_file import read_header
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.objectives.crossentropy import slice_bytes, workspace_bytes
 from danlu.optim.build import build as build_optimizer
@@ -42,7 +44,8 @@ from danlu.plan.methods import packed_bytes
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.train.memory_parts import MemoryParts
-from danlu.train.units import format_bytes
+from danlu.train.summary import parameters_of
+from danlu.train.units import format_bytes, parameters_and_trained
 
 # More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
 MOST_CPU_TOKENS = 4096
@@ -242,6 +245,35 @@ def _gathered(sharded: Mapping[str, tuple[int, int]], recipe: Recipe) -> tuple[i
 # ── a model of shapes ──
 
 
+def preview_parameters(recipe: Recipe, tokenizer: TokenizerFacts | None) -> str | None:
+    """How many parameters a run would have, and train, for `danlu preview`: `44,192 parameters, all trained`.
+
+    None where the model cannot be read, or its vocabulary is not known. Raises RecipeError as a run would.
+    """
+    try:
+        config = _config(recipe, tokenizer)
+        if config is None:
+            return None
+        model, _, _, trained, _ = _shapes(recipe, config)
+        own = sum(one.numel() for _, one in trained)
+        if isinstance(recipe.adapter, sections.Continue):  # its files say more than the recipe
+            header = read_header(resolve_adapter(recipe.model.adapters[-1]) / WEIGHTS)
+            own = sum(math.prod(one.shape) for one in header.values())
+            return parameters_and_trained(parameters_of(model) + own, own)
+        return parameters_and_trained(parameters_of(model), own)
+    except ModelError:  # the estimate of memory says so
+        return None
+
+
+def _config(recipe: Recipe, tokenizer: TokenizerFacts | None) -> ModelConfig | None:
+    """Of the model that is trained; None where it hangs on a tokenizer that is not known."""
+    if recipe.model.path is not None:
+        return read_config(resolve_folder(recipe.model.path))
+    if tokenizer is None:
+        return None
+    return from_scratch(recipe.model, tokenizer.size, tokenizer.bos_id, tokenizer.eos_id)
+
+
 def preview_lines(recipe: Recipe, tokenizer: TokenizerFacts | None) -> list[str]:
     """What a run of a recipe would hold in memory, for `danlu preview`: nothing is loaded but configs.
 
@@ -249,11 +281,8 @@ def preview_lines(recipe: Recipe, tokenizer: TokenizerFacts | None) -> list[str]
     """
     section, batch = recipe.parallel, recipe.batch
     try:
-        if recipe.model.path is not None:
-            config = read_config(resolve_folder(recipe.model.path))
-        elif tokenizer is not None:
-            config = from_scratch(recipe.model, tokenizer.size, tokenizer.bos_id, tokenizer.eos_id)
-        else:
+        config = _config(recipe, tokenizer)
+        if config is None:
             return []
         data = 1 if section.data == "auto" or section.workers == "threads" else section.data
         layout = layout_of(section, data * section.tensor)

@@ -69,7 +69,7 @@ from danlu.train.run_folder import (
 from danlu.train.state import Cadence, Run, pieces, restore
 from danlu.train.summary import clear_summary, parameters_of, seconds_in, trained_parameters_of, write_summary
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
-from danlu.train.units import format_count
+from danlu.train.units import parameters_and_trained
 from danlu.train.watch import Watch
 
 Say = Callable[[str], None]
@@ -385,14 +385,9 @@ def _summary(recipe: Recipe, task: Task, placed: PlacedModel, run: Run) -> str:
     parameters = parameters_of(run.compute.model, run.compute.spread.held)
     trained = trained_parameters_of(run.compute.model, run.compute.spread.held)
     packs = "" if run.feed.total is None else f", {run.feed.total:,} {task.items}"
-    share = (
-        "all trained"
-        if trained == parameters
-        else f"{format_count(trained)} of them trained ({trained / parameters:.2%})"
-    )
+    counted = parameters_and_trained(parameters, trained)
     return (
-        f"{placed.name} with {format_count(parameters)} parameters, {share}, on {run.compute.device}, "
-        f"{recipe.precision}; "
+        f"{placed.name} with {counted}, on {run.compute.device}, {recipe.precision}; "
         f"{run.cadence.total:,} steps of {task.amount(run.feed.per_step)} (micro-batches of {run.compute.micro}){packs}"
     )
 

@@ -19,6 +19,16 @@ def format_count(count: int) -> str:
     return f"{count:,}" if count < 10**6 else f"{count / 1e6:,.1f}M"
 
 
+def parameters_and_trained(parameters: int, trained: int) -> str:
+    """`44,192 parameters, 5,760 of them trained (13.03%)`."""
+    share = (
+        "all trained"
+        if trained == parameters
+        else f"{format_count(trained)} of them trained ({trained / parameters:.2%})"
+    )
+    return f"{format_count(parameters)} parameters, {share}"
+
+
 def format_duration(seconds: float) -> str:
     """`3725.4` -> "1:02:05"; a day and more -> "2d 03:04:05"."""
     minutes, second = divmod(max(0, round(seconds)), 60)
