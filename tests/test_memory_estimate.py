@@ -12,6 +12,7 @@ import torch
 from made.peaks import peak_in
 from made.tiny_world import CONFIG, World, danlu
 
+from danlu import run
 from danlu.errors import RecipeError
 from danlu.language import PlacedDecoder
 from danlu.memory_estimate import MemoryEstimate, estimate, keeps_scores, largest_micro
@@ -25,6 +26,7 @@ from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks
 from danlu.placing import optimizer_of, place, subject_of
 from danlu.recipe import Recipe, load
+from danlu.train import loop
 from danlu.train.step import accumulate
 from danlu.types import Pack, Sample
 
@@ -183,6 +185,42 @@ def test_more_than_there_is_is_told_with_what_to_set(tiny_world: World, tmp_path
     assert first.startswith("memory expected: weights ") and "activations" in first
     assert "are more than the 1.00 MiB that are free. Set " in second
     assert "batch.micro: 2 (is 4; the result is the same)" in second or "adamw8bit" in second
+
+
+@pytest.mark.usefixtures("tokenising_here")
+@pytest.mark.parametrize("where", ["the third step", "the optimizer"])
+def test_memory_that_runs_out_is_told_with_what_took_it_and_what_to_set(
+    tiny_world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+) -> None:
+    if where == "the optimizer":
+        monkeypatch.setattr(run, "optimizer_of", lambda *arguments: torch.empty(2**50, dtype=torch.uint8))
+    else:
+        accumulate = loop.accumulate
+
+        def lacking(*arguments: Any, **options: Any) -> Any:
+            if options["step"] == 3:
+                torch.empty(2**50, dtype=torch.uint8)
+            return accumulate(*arguments, **options)
+
+        monkeypatch.setattr(loop, "accumulate", lacking)
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", batch={"sequences": 4, "micro": 4})) == 6
+    said = capsys.readouterr().err
+    error = said[said.index("error: ") :]
+    assert "out of memory when 1024 TiB more were asked for. This process holds " in error
+    assert "Traceback" not in error and "Set " in error and "memory: {recompute: selective}" in error
+    if where == "the optimizer":
+        assert "nothing was saved yet" in error
+        return
+    assert "a step takes weights 173 KiB + " in error and "activations " in error
+    assert "batch.micro: 2 (is 4; the result is the same)" in error
+    assert "step 2 is saved; the same command, with the change, goes on from there" in error
+    monkeypatch.undo()
+    again = tiny_world.recipe(tmp_path / "run", batch={"sequences": 4, "micro": 2})
+    assert danlu("train", again) == 0
 
 
 @pytest.mark.slow

@@ -151,9 +151,8 @@ class PlacedClassifier:
         """Its products are too small for the machine's peak to say anything."""
         return None
 
-    def expected(self, run: Run) -> Sequence[str]:
+    def expected(self, run: Run) -> None:
         """It is too small for its memory to be a question."""
-        return ()
 
     def memory(self, run: Run) -> MemoryParts:
         counted = run.compute.activations

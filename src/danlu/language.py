@@ -271,9 +271,8 @@ class PlacedDecoder:
         frozen = self.placed.subject.adapters is not None
         return lambda lengths, targets: training_flops(shape, lengths, targets, frozen=frozen) / peak
 
-    def expected(self, run: Run) -> Sequence[str]:
-        found = self.estimate(run.optimizer, run.compute.micro)
-        return found.lines(found.available(found.parts.weights + found.parts.adapter))
+    def expected(self, run: Run) -> MemoryEstimate:
+        return self.estimate(run.optimizer, run.compute.micro)
 
     def memory(self, run: Run) -> MemoryParts:
         return _memory(run)

@@ -26,6 +26,7 @@ from torch import Tensor
 from danlu.classifying import Classifying
 from danlu.errors import CheckpointError, RecipeError, ResourceError, Stopped
 from danlu.language import Language, written_date
+from danlu.memory_told import MemoryTold
 from danlu.numerics.deterministic import deterministic
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
@@ -181,12 +182,16 @@ def _train(
         closing.callback(material.close)
         for line in material.lines:
             say(line)
+        memory_told = closing.enter_context(MemoryTold(recipe, device))
         placed = task.place(ranks, device, start)
         peak = placed.peak()
         for line in (*placed.notes, *([] if peak is None else [peak.line()])):
             say(line)
         run = _build(recipe, task, material, placed, device, into, start, say)
         closing.callback(run.store.close)
+        memory_told.began(run, placed)
+        for line in memory_told.expected():
+            say(line)
         run.faults = faults
         if into != folder:
             if run.metrics is not None:
@@ -340,9 +345,6 @@ def _build(
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))
     say(_summary(recipe, task, placed, run))
-    if ranks.leads:
-        for line in placed.expected(run):
-            say(line)
     return run
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from danlu.memory_estimate import MemoryEstimate
 from danlu.optim.build import Optimizers
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.spread import Spread
@@ -73,7 +74,7 @@ class PlacedModel(Protocol):
 
     def least_seconds(self) -> LeastSeconds | None: ...
 
-    def expected(self, run: Run) -> Sequence[str]: ...  # for the console: what a step will hold in memory
+    def expected(self, run: Run) -> MemoryEstimate | None: ...  # what a step will hold in memory
 
     def memory(self, run: Run) -> MemoryParts: ...  # of a run that has counted its activations
 

@@ -19,6 +19,7 @@ from danlu.train import loop
 from danlu.train.loop import fit, take_step
 from danlu.train.manifest import verify
 from danlu.train.metrics import deterministic, read_metrics
+from danlu.train.out_of_memory import OutOfMemory
 from danlu.train.state import Run, restore
 from danlu.types import Pack, Sample
 
@@ -39,6 +40,54 @@ def differences(one: Run, other: Run) -> list[str]:
 
 def lines(folder: Path) -> list[Mapping[str, Any]]:
     return [deterministic(line) for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_a_step_that_runs_out_of_memory_is_put_back_saved_before_and_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tiny_run(tmp_path / "whole", ema=True)
+    fit(whole)
+    first = tiny_run(tmp_path / "parts", ema=True)
+    accumulate, calls = loop.accumulate, 0
+
+    def lacking(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        gradients = accumulate(*arguments, **options)
+        if calls == 4:
+            torch.empty(2**50, dtype=torch.uint8)  # gradients are there already
+        return gradients
+
+    monkeypatch.setattr(loop, "accumulate", lacking)
+    with pytest.raises(OutOfMemory, match=r"step 4, .*out of memory when 1024 TiB more were asked for"):
+        fit(first)
+    latest = first.store.latest()
+    assert latest is not None and latest.step == 3
+    second = tiny_run(tmp_path / "parts", ema=True)
+    restore(second, latest.path)
+    fit(second)
+    assert differences(whole, second) == []
+    assert differences(whole, first) != []  # control
+
+
+def test_an_update_that_runs_out_of_memory_half_way_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run(tmp_path)
+    step, steps = run.optimizer.step, 0
+
+    def lacking(free_gradients: bool = False) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise MemoryError
+        step(free_gradients)
+
+    monkeypatch.setattr(run.optimizer, "step", lacking)
+    with pytest.raises(MemoryError):
+        fit(run)
+    latest = run.store.latest()
+    assert latest is not None and latest.step == 2  # the ordinary one
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

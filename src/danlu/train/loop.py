@@ -12,6 +12,7 @@ from danlu.parallel.hangs import WHERE
 from danlu.train.diagnosis import explain_gradient, explain_weights, some
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.metrics import Value, peak_memory_bytes
+from danlu.train.out_of_memory import OutOfMemory, in_short, is_out_of_memory
 from danlu.train.state import Run, pieces, restore, snapshot
 from danlu.train.step import Gradients, accumulate
 from danlu.types import Item, StepMetrics
@@ -49,17 +50,31 @@ def fit(run: Run) -> None:
 def take_step(run: Run) -> None:
     """One optimizer step; or back to the last checkpoint, when the watch wants that.
 
-    Raises TrainingError, or the DataError of a stream, having put back everything that a checkpoint would keep of the
-    step.
+    Raises TrainingError, the DataError of a stream, or OutOfMemory, having put back everything that a checkpoint would
+    keep of the step. Where memory runs out in the update itself, which changes parameters one by one, the allocator's
+    own error passes: that state must not be saved.
     """
     before = run.state.step
     try:
         _step(run)
     except DanluError:
-        run.optimizer.zero_grad()
-        run.feed.give_back()
-        run.state.step = before
+        _put_back(run, before)
         raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error) or run.state.step != before:
+            raise
+        lacking = OutOfMemory(in_short(error))
+    else:
+        return
+    # Out here the error is gone, and with it the frames that hold what took the memory.
+    _put_back(run, before)
+    raise lacking
+
+
+def _put_back(run: Run, before: int) -> None:
+    run.optimizer.zero_grad()
+    run.feed.give_back()
+    run.state.step = before
 
 
 def _step(run: Run) -> None:

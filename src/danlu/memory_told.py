@@ -1,0 +1,88 @@
+"""What a run says of memory: what its steps will hold, and where it went when it ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from danlu.errors import ResourceError
+from danlu.memory_estimate import MemoryEstimate, advice
+from danlu.recipe import Recipe
+from danlu.tasks import PlacedModel
+from danlu.train.memory_parts import MemoryParts, resident_bytes
+from danlu.train.metrics import peak_memory_bytes
+from danlu.train.out_of_memory import in_short, is_out_of_memory
+from danlu.train.state import Run
+from danlu.train.units import format_bytes
+
+
+class MemoryTold:
+    """A context in which an allocator's error becomes a ResourceError: what took the memory, and what to set.
+
+    Enter it before the model is placed; `began` tells it of the run as soon as there is one.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe, self.device = recipe, device
+        self._run: Run | None = None
+        self._placed: PlacedModel | None = None
+        self._estimate: MemoryEstimate | None = None
+
+    def began(self, run: Run, placed: PlacedModel) -> None:
+        """From here on parts are known."""
+        self._run, self._placed, self._estimate = run, placed, placed.expected(run)
+
+    def expected(self) -> Sequence[str]:
+        """What a step will hold, for the console; with what to set where that is more than there is."""
+        found = self._estimate
+        return () if found is None else found.lines(found.available(found.parts.weights + found.parts.adapter))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and is_out_of_memory(error):
+            raise ResourceError(self._told(error)) from error
+
+    def _told(self, error: BaseException) -> str:
+        run, lines = self._run, [f"{in_short(error)}. {self._room()}"]
+        if (parts := self._parts()) is not None:
+            named = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(parts).items() if value)
+            lines.append(f"a step takes {named} = {format_bytes(parts.total)} in tensors")
+        micro = 1 if run is None else run.compute.micro
+        lines.append(advice(self.recipe, parts, device_type=self.device.type, micro=micro))
+        latest = None if run is None else run.store.latest()
+        if latest is None:
+            lines.append("nothing was saved yet")
+        else:
+            lines.append(
+                f"the state of step {latest.step} is saved; the same command, with the change, goes on from there"
+            )
+        return "\n  ".join(lines)
+
+    def _parts(self) -> MemoryParts | None:
+        """As they were measured, once there was a step; else as they are expected."""
+        run, placed = self._run, self._placed
+        counted = None if run is None else run.compute.activations
+        if run is not None and placed is not None and counted is not None and counted.most:
+            return placed.memory(run)
+        return None if self._estimate is None else self._estimate.parts
+
+    def _room(self) -> str:
+        """What is taken and free now, as far as the system tells."""
+        if self.device.type != "cuda":
+            held, most = format_bytes(resident_bytes(self.device)), format_bytes(peak_memory_bytes(self.device))
+            return f"This process holds {held}, and held {most} at most"
+        free, whole = torch.cuda.mem_get_info(self.device)
+        ours = torch.cuda.memory_reserved(self.device)
+        others = max(0, whole - free - ours)
+        return (
+            f"Of {format_bytes(whole)} on {torch.cuda.get_device_name(self.device)} this process has "
+            f"{format_bytes(ours)} (at most {format_bytes(peak_memory_bytes(self.device))} in tensors), other programs "
+            f"and CUDA itself {format_bytes(others)}"
+        )
