@@ -63,3 +63,10 @@ def test_windows_is_told_at_once() -> None:
     assert done.returncode == 6
     assert done.stderr.startswith("error: danlu runs on Linux and macOS: it needs their file locks")
     assert "WSL 2" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_kills_for_want_of_memory_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_MEMORY_EVENTS", tmp_path / "memory.events")
+    assert machine.kills_for_memory() is None
+    (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    assert machine.kills_for_memory() == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
+
 
 def usable_cores() -> int:
     """The cores this process may use, where the system says so (Linux): in a container fewer than the machine has."""
@@ -21,6 +23,15 @@ def free_memory_bytes() -> int:
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return memory_bytes() // 2
+
+
+def kills_for_memory() -> int | None:
+    """How often the system has killed a process of this control group because memory ran out; None: nothing tells."""
+    try:
+        events = dict(line.split() for line in _MEMORY_EVENTS.read_text(encoding="utf-8").splitlines())
+        return int(events["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def pid_is_alive(pid: int) -> bool:

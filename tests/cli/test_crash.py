@@ -77,6 +77,11 @@ BUG = "This is a bug of danlu, not a mistake of yours."
         (recursion(), 70, "Something is nested too deeply to be read: look for brackets in brackets in a row, a JSON"),
         (MemoryError(), 6, "error: memory ran out (MemoryError). Lower batch.micro or data.max_length"),
         (
+            type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2 GiB"),
+            6,
+            "error: memory ran out (OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB)",
+        ),
+        (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
             6,
             "error: memory ran out (RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate",

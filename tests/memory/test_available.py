@@ -57,9 +57,3 @@ def test_a_system_that_tells_nothing_is_no_error(system: Path, monkeypatch: pyte
 
     monkeypatch.setattr(available, "free_memory_bytes", unknown)
     assert on_cpu() is None
-    assert available.kills() is None
-
-
-def test_kills_for_want_of_memory_are_counted(system: Path) -> None:
-    (system / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
-    assert available.kills() == 2

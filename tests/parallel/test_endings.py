@@ -68,6 +68,9 @@ def test_killed_from_outside() -> None:
         assert isinstance(found.error, ResourceError)
         assert found.short == "rank 1 was killed (SIGKILL), as the system does where memory runs out"
         assert found.again
+        assert str(found.error).endswith("what a step is expected to hold")
+    known = cause({0: None, 1: None}, {0: None, 1: -9}, {}, memory_kills=1)  # the system has counted it
+    assert known.short == "rank 1 was killed (SIGKILL), because memory ran out"
     # A DanluError is a reason of its own.
     assert type(judged(ending(0, "error", 1.0, "bad", code=3), begun, exits=[3, -9]).error) is DataError
     # And one that was ended because it still ran when the first had failed is not mentioned.

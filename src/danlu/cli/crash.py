@@ -38,7 +38,10 @@ def sense(error: BaseException, doing: str = "") -> DanluError:
     doing: what the process was at, in words (``layers.3 (forward, step 2)``), where it is known.
     """
     said = f"{type(error).__name__}{f' at {doing}' if doing else ''}: {_first_line(error)}".rstrip(": ")
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+    # CUDA's error by its name: torch need not be loaded.
+    of_cuda = type(error).__name__ == "OutOfMemoryError"
+    of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if isinstance(error, MemoryError) or of_cpu or of_cuda:
         return ResourceError(
             f"memory ran out ({said}). Lower batch.micro or data.max_length, set memory.recompute: full, train an "
             "adapter on a quantized model, or take a machine with more of it"

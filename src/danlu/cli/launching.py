@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from danlu.cli.working import LOGS, ending_file, log_file
 from danlu.errors import ResourceError, Stopped
-from danlu.machine import usable_cores
+from danlu.machine import kills_for_memory, usable_cores
 from danlu.parallel import endings
 from danlu.parallel.endings import Cause, Ending
 from danlu.parallel.joining import LAUNCHER
@@ -172,6 +172,7 @@ class Agent(LocalElasticAgent):
         self._folder, self._arguments, self._from_where = folder, arguments, from_where
         self._say, self._grace_s = say, grace_s
         self._processes = spec.local_world_size
+        self._memory_kills = kills_for_memory()
         self._patient_until: float | None = None  # with processes that were asked twice to stop
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._obeyed = [number for number in _ASKS_TO_STOP if not (nohup and number == signal.SIGHUP)]
@@ -250,7 +251,10 @@ class Agent(LocalElasticAgent):
         if self.stopping is None and (alone := endings.stopped_alone(left, exits)) is not None:
             self.stopping = alone.exit_code - 128
         self.cause = endings.cause(
-            left, exits, {rank: log_file(self._folder, rank) for rank in range(1, self._processes)}
+            left,
+            exits,
+            {rank: log_file(self._folder, rank) for rank in range(1, self._processes)},
+            memory_kills=(kills_for_memory() or 0) - (self._memory_kills or 0),
         )
         allowed = self._worker_group.spec.max_restarts
         if self.stopping is not None or not self.cause.again:

@@ -53,12 +53,3 @@ def _of_the_group(root: Path) -> int | None:
         if most.isdigit():
             return max(0, int(most) - held + int(stat.get(cached, "0")))
     return None
-
-
-def kills() -> int | None:
-    """How often the system has killed a process of this control group because memory ran out; None: nothing tells."""
-    try:
-        events = dict(line.split() for line in (_CGROUPS / "memory.events").read_text().splitlines())
-        return int(events["oom_kill"])
-    except (OSError, ValueError, KeyError):
-        return None

@@ -49,6 +49,10 @@ _ERRORS: dict[int, type[DanluError]] = {
     )
 }
 
+_LESS_MEMORY = (
+    "To need less memory set batch.micro lower, memory: {recompute: full}, or parallel: zero3; the start of the run "
+    "says what a step is expected to hold"
+)
 _ROOM_BYTES = 64 << 10  # a text and a traceback
 
 # What torch and its libraries say in a process whose peer is gone.
@@ -125,11 +129,18 @@ class Cause:
     again: bool  # whether another attempt may end otherwise
 
 
-def cause(endings: Mapping[int, Ending | None], exits: Mapping[int, int | None], logs: Mapping[int, Path]) -> Cause:
+def cause(
+    endings: Mapping[int, Ending | None],
+    exits: Mapping[int, int | None],
+    logs: Mapping[int, Path],
+    *,
+    memory_kills: int = 0,
+) -> Cause:
     """What is told of processes of which at least one failed.
 
     endings: what each left, by rank. exits: exit code, negative for a signal; None for one that was still running when
-    the first failed. logs: where each wrote, for those that died without a word.
+    the first failed. logs: where each wrote, for those that died without a word. memory_kills: processes that the
+    system has counted as killed because memory ran out, since the group began.
     """
     died = {rank: code for rank, code in exits.items() if code is not None and _silent(endings[rank])}
     told = sorted(
@@ -142,7 +153,7 @@ def cause(endings: Mapping[int, Ending | None], exits: Mapping[int, int | None],
         first = [ending for ending in told if _same(ending, told[0])]
         return _told(first, told, endings)
     if died:
-        return _died(died, logs, endings)
+        return _died(died, logs, endings, memory_kills)
     waited = [ending for ending in endings.values() if ending is not None and ending.kind == "consequence"]
     assert waited, "a group fails of at least one process"
     first = [min(waited, key=lambda ending: ending.at)]
@@ -181,7 +192,9 @@ def _told(first: Sequence[Ending], told: Sequence[Ending], endings: Mapping[int,
     return Cause(error, f"{whose}{_headline(reason)}", again=reason.kind != "error")
 
 
-def _died(died: Mapping[int, int], logs: Mapping[int, Path], endings: Mapping[int, Ending | None]) -> Cause:
+def _died(
+    died: Mapping[int, int], logs: Mapping[int, Path], endings: Mapping[int, Ending | None], memory_kills: int
+) -> Cause:
     lines = []
     for code in sorted(set(died.values())):
         ranks = [rank for rank, its in died.items() if its == code]
@@ -189,11 +202,14 @@ def _died(died: Mapping[int, int], logs: Mapping[int, Path], endings: Mapping[in
         if code >= 0:
             lines.append(f"{named(ranks)} ended with exit code {code} and without a word")
         elif -code == signal.SIGKILL:
-            lines.append(f"{named(ranks)} {verb} killed (SIGKILL), as the system does where memory runs out")
+            why = "because memory ran out" if memory_kills else "as the system does where memory runs out"
+            lines.append(f"{named(ranks)} {verb} killed (SIGKILL), {why}")
         else:
             lines.append(f"{named(ranks)} {verb} ended by {_signal(-code)}")
     short = "; ".join(lines)
     folded = _folded(set(endings) - set(died), endings)
+    if -signal.SIGKILL in died.values():
+        folded.append(_LESS_MEMORY)
     return Cause(ResourceError("\n".join([short + _where(logs, died), *folded])), short, again=True)
 
 
