@@ -26,7 +26,7 @@ from danlu.data.tokenizing import TokenizerFacts
 from danlu.errors import ModelError, RecipeError
 from danlu.memory.available import available_bytes
 from danlu.memory.recompute import Kind, LayerPlan, plan_of
-from danlu.models.attention_kernels import SHORT_DOCUMENT
+from danlu.models.attention_kernels import kernels_of
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.folder import CONFIG, read_config, read_json, resolve_folder
@@ -181,12 +181,17 @@ def expected_activations(
 
 
 def keeps_scores(device_type: str, softcap: float | None) -> Callable[[int, int | None], bool]:
-    """For which documents `models.attend` keeps attention's probabilities: those that no flash kernel attends."""
-    if device_type != "cpu":
-        return lambda length, window: False
-    return lambda length, window: (
-        length <= SHORT_DOCUMENT or softcap is not None or (window is not None and window < length)
-    )
+    """For which documents `models.attend` keeps attention's probabilities: those that no flash kernel attends.
+
+    Of a GPU that is not here the usual kernels are taken for granted.
+    """
+    if device_type == "cpu":
+        short = kernels_of(torch.device("cpu")).short_document
+        return lambda length, window: length <= short or softcap is not None or (window is not None and window < length)
+    kernels = kernels_of(torch.device(device_type)) if torch.cuda.is_available() else None
+    windows = kernels is not None and kernels.varlen is None
+    capped = kernels is not None and softcap is not None and kernels.flex is None
+    return lambda length, window: capped or (windows and window is not None and window < length)
 
 
 def expected_logits(recipe: Recipe, config: ModelConfig, micro: int, *, device_type: str) -> int:
