@@ -5,6 +5,7 @@ q, k and v (or gate and up) may be one layer there; its parts then lie one under
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -69,8 +70,18 @@ def whole(values: Mapping[str, Any], key: str, where: str) -> int:
     return found
 
 
+def number(values: Mapping[str, Any], key: str, default: float, where: str) -> float:
+    """A setting that is a finite number; `default` where it is not there or null. Raises ModelError if it is none."""
+    found = values.get(key)
+    if found is None:
+        return default
+    if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found):
+        raise ModelError(f"{where}: {key} is {found!r}; expected a number")
+    return float(found)
+
+
 def one_of(values: Mapping[str, Any], key: str, known: Collection[str], where: str) -> Any:
     """A setting that is one of a few words. Raises ModelError if it is none of them."""
-    if values.get(key) not in known:
+    if not isinstance(values.get(key), str) or values[key] not in known:
         raise ModelError(f"{where}: {key} is {values.get(key)!r}, which is none of {', '.join(known)}")
     return values[key]

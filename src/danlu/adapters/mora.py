@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, Dense
-from danlu.adapters.disk import DiskLayer, disk_layers, one_of, take, whole
+from danlu.adapters.disk import DiskLayer, disk_layers, number, one_of, take, whole
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.peft_low_rank import PREFIX, target_modules
 from danlu.adapters.targets import Form, square_width
@@ -241,7 +241,7 @@ def from_peft(
                 used.add(key)
     if not by_site:
         raise ModelError(f"{where}: holds no tensor of a MoRA adapter of this model")
-    dropout = float(values.get("mora_dropout") or 0.0)
+    dropout = number(values, "mora_dropout", 0.0, where)
     return sections.Mora(rank=rank, form=form, dropout=dropout, targets=list(by_site)), by_site, used
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from danlu.adapters import initial
 from danlu.adapters.description import start_out_of_base
-from danlu.adapters.disk import DiskLayer, check_supported, disk_layers
+from danlu.adapters.disk import DiskLayer, check_supported, disk_layers, number, whole
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
 from danlu.errors import ModelError
 from danlu.recipe import sections
@@ -121,7 +121,7 @@ def read_factors(
     """
     check_supported(values, _HARMLESS, where)
     _check_types(values, where)
-    alpha, power = float(values.get("lora_alpha", 8)), 0.5 if values.get("use_rslora") else 1.0
+    alpha, power = number(values, "lora_alpha", 8.0, where), 0.5 if values.get("use_rslora") else 1.0
     factors: dict[str, Factors] = {}
     used: set[str] = set()
     for name, (keys, one) in _read(tensors, None, where).items():
@@ -149,7 +149,7 @@ def for_original_base(
     if init is None:
         return values, tensors
     _check_types(values, where)
-    alpha, power = float(values.get("lora_alpha", 8)), 0.5 if values.get("use_rslora") else 1.0
+    alpha, power = number(values, "lora_alpha", 8.0, where), 0.5 if values.get("use_rslora") else 1.0
     rest = dict(tensors)
     written: dict[str, Factors] = {}
     for name, (keys, one) in _read(tensors, None, where).items():
@@ -206,6 +206,9 @@ def from_peft(
         keys, one = found[layer.name]
         used |= keys
         _check_shapes(layer, one, where)
+        if not one.embedding and (one.magnitude is None) == bool(values.get("use_dora")):
+            what = "is missing" if one.magnitude is None else "is there, though use_dora is not set"
+            raise ModelError(f"{where}: {PREFIX}{layer.name}.{_MAGNITUDE} {what}: the two files are not of one adapter")
         _check_rank(layer.name, values, one.rank, where)
         for site, rows in layer.rows():
             ranks[site.name] = one.rank
@@ -215,12 +218,12 @@ def from_peft(
             by_site[site.name] = {"lora_A": one.a, "lora_B": one.b[rows]}
             if one.magnitude is not None:
                 by_site[site.name][_MAGNITUDE] = one.magnitude[rows]
-    rank, alpha = int(values.get("r", 8)), float(values.get("lora_alpha", 8))
+    rank, alpha = int(values.get("r", 8)), number(values, "lora_alpha", 8.0, where)
     alphas = {site.name: _alpha(site.disk_name, values, alpha) for site in sites if site.name in by_site}
     common: dict[str, Any] = {
         "rank": rank,
         "alpha": alpha,
-        "dropout": float(values.get("lora_dropout") or 0.0),
+        "dropout": number(values, "lora_dropout", 0.0, where),
         "scaling": "rslora" if values.get("use_rslora") else "standard",
         "targets": list(by_site),
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
@@ -321,19 +324,18 @@ def _check_shapes(layer: DiskLayer, one: Factors, where: str) -> None:
 def _check_types(values: Mapping[str, Any], where: str) -> None:
     """Raises ModelError for settings that are not of PEFT's types."""
 
-    def number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-    wrong = {key: "a number" for key in ("lora_alpha", "lora_dropout") if not number(values.get(key) or 0)}
-    if not (isinstance(values.get("r", 8), int) and values.get("r", 8) > 0):
-        wrong["r"] = "a whole number above 0"
+    for key, default in (("lora_alpha", 8.0), ("lora_dropout", 0.0)):
+        number(values, key, default, where)
+    whole({"r": 8, **values}, "r", where)
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = values.get(key) or {}
-        right = isinstance(patterns, dict) and all(number(one) and one > 0 for one in patterns.values())
-        if not right or any(not _is_pattern(pattern) for pattern in patterns):
-            wrong[key] = "regular expressions with numbers above 0"
-    for key, expected in wrong.items():
-        raise ModelError(f"{where}: {key} of its config is {values[key]!r}; expected {expected}")
+        if not isinstance(patterns, dict) or any(not _is_pattern(pattern) for pattern in patterns):
+            raise ModelError(f"{where}: {key} is {patterns!r}; expected regular expressions with numbers")
+        for pattern in patterns:
+            if key == "rank_pattern":
+                whole(patterns, pattern, f"{where}: {key}")
+            else:
+                number(patterns, pattern, 0.0, f"{where}: {key}")
 
 
 def _is_pattern(text: str) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, Dense, TensorAxes
-from danlu.adapters.disk import DiskLayer, check_supported, disk_layers, take, whole
+from danlu.adapters.disk import DiskLayer, check_supported, disk_layers, number, take, whole
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.peft_low_rank import PREFIX, target_modules
 from danlu.errors import ModelError
@@ -204,9 +204,9 @@ def from_peft(
         }
     section = sections.Vera(
         rank=rank,
-        dropout=float(values.get("vera_dropout") or 0.0),
-        initial_d=float(values.get("d_initial", 0.1)),
-        projection_seed=int(values.get("projection_prng_key") or 0),
+        dropout=number(values, "vera_dropout", 0.0, where),
+        initial_d=number(values, "d_initial", 0.1, where),
+        projection_seed=int(number(values, "projection_prng_key", 0, where)),
         save_projection=saved,
         targets=list(by_site),
     )
