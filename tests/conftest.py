@@ -7,6 +7,7 @@ from pathlib import Path
 
 import made.tiny_world
 import pytest
+import torch  # noqa: F401  # verbs say what they are about to do only where it is still to be loaded: the same in each test
 from hypothesis import settings
 from made.tiny_world import InThisProcess, World
 

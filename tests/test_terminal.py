@@ -7,13 +7,15 @@ import io
 import json
 import os
 import pty
+import subprocess
 import sys
 import unicodedata
 from pathlib import Path
 
 import pytest
+from made.tiny_world import World
 
-from danlu.terminal import echo, printable, tell
+from danlu.terminal import echo, printable, tell, tell_early
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "danlu"
 
@@ -70,6 +72,28 @@ def test_through_a_real_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         echo("\x1b]0;title\x07 丹")
         assert os.read(master, 100).decode() == "\\x1b]0;title\\x07 丹\r\n"
     os.close(master)
+
+
+def test_a_verb_says_what_it_does_only_where_libraries_are_still_to_be_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    tell_early("reading a")
+    monkeypatch.delitem(sys.modules, "torch")
+    tell_early("reading \x1b")
+    out = capsys.readouterr()
+    assert (out.out, out.err) == ("", "reading \\x1b\n")
+
+
+@pytest.mark.slow
+def test_generate_says_what_it_reads_before_it_reads_it(tiny_world: World) -> None:
+    """In a process of its own, to which a pipe is no terminal: the line comes first, and stdout has the text alone."""
+    watch = "import sys; from danlu.cli import main; import danlu.cli.generate as g; real = g.tell_early\n"
+    watch += "g.tell_early = lambda text: (real(text), print('torch' in sys.modules))\n"
+    watch += f"sys.exit(main.main(['generate', {str(tiny_world.base)!r}, '--prompt', 'a', '--max-new-tokens', '1']))"
+    done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.splitlines()[0] == f"reading {tiny_world.base}", done.stderr
+    assert done.stdout.startswith("False\n")
 
 
 OWN_COLOURS = {("cli/demo.py", "print")}

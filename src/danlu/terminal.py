@@ -35,6 +35,12 @@ def tell(text: str, *, end: str = "\n") -> None:
     _write(sys.stderr, printable(text) + end)
 
 
+def tell_early(text: str) -> None:
+    """What a verb is about to do, told only where torch is not imported yet: that may take seconds of silence."""
+    if "torch" not in sys.modules:
+        tell(text)
+
+
 def echo(text: str, *, end: str = "\n") -> None:
     """A result, on stdout: byte for byte in a pipe or a file, printable on a terminal."""
     _write(sys.stdout, (printable(text) if sys.stdout.isatty() else text) + end)

@@ -33,7 +33,7 @@ from danlu.cli.generate import (
     write_any_character,
 )
 from danlu.errors import DanluError, DataError
-from danlu.terminal import echo, tell
+from danlu.terminal import echo, tell, tell_early
 
 if TYPE_CHECKING:
     from danlu.rollout.chat import Conversation
@@ -83,6 +83,7 @@ def chat(
     from danlu.rollout.finding import find
 
     found = find(model, base, adapter or [])
+    tell_early(f"reading {found.named}")
     context = read_config(found.folder).context_length
     options = sampling_options(found, asked, seed)
     from danlu.rollout.chat import Conversation

@@ -26,7 +26,7 @@ from danlu.cli.generate import (
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.recipe.composing import compose
 from danlu.recipe.rules import language_stage
-from danlu.terminal import echo, tell
+from danlu.terminal import echo, tell, tell_early
 
 if TYPE_CHECKING:
     from danlu.data.packs import Packs
@@ -93,6 +93,7 @@ def eval(
     from danlu.rollout.finding import find
 
     found = find(model, base)
+    tell_early(f"reading {found.named} and {data}")
     config = read_config(found.folder)
     check_headers(found.folder, config, packed=True)  # before rows are tokenised
     context = config.context_length - found.virtual_tokens

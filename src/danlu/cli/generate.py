@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from danlu.errors import DataError, ModelError, RecipeError
-from danlu.terminal import echo
+from danlu.terminal import echo, tell, tell_early
 
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
@@ -87,6 +87,7 @@ def generate(
     from danlu.rollout.finding import find
 
     found = find(model, base)
+    tell_early(f"reading {found.named}")
     options = sampling_options(found, asked, seed)
     from danlu.models.folder import read_config
     from danlu.rollout.generate import check_prompts
@@ -170,7 +171,7 @@ def whole_characters(text: str, where: str) -> str:
 def say_notes(opened: OpenModel) -> None:
     """On stderr, what there is to know of how a model was opened."""
     for note in opened.notes:
-        print(note, file=sys.stderr)
+        tell(note)
 
 
 def write_any_character() -> None:

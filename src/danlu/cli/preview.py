@@ -14,7 +14,7 @@ from danlu import recipe as recipes
 from danlu.errors import DataError, RecipeError, ResourceError
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
-from danlu.terminal import echo, tell
+from danlu.terminal import echo, tell, tell_early
 
 
 def preview(
@@ -40,6 +40,7 @@ def preview(
 ) -> None:
     """See every token with its reason, the packs and the totals, of what `danlu train` would train on."""
     loaded = recipes.load(recipe, overrides or [])
+    tell_early(f"reading the rows of {recipe}")
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
     from danlu.assembly.named_adapters import check_without_weights
     from danlu.assembly.positions import positions_of_samples

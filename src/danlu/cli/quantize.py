@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from danlu.errors import RecipeError
-from danlu.terminal import tell
+from danlu.terminal import tell, tell_early
 
 KINDS = ("nf4", "fp4")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -40,6 +40,7 @@ def quantize(
 
     folder = resolve_folder(model)
     read_config(folder)
+    tell_early(f"reading {folder}")
     import torch
 
     from danlu.assembly import quantizing

@@ -19,7 +19,7 @@ from danlu.models.folder import LENET, model_type
 from danlu.parallel.layout import layout_of
 from danlu.parallel.world import World, found
 from danlu.recipe import Loaded, Recipe
-from danlu.terminal import tell
+from danlu.terminal import tell, tell_early
 
 
 def train(
@@ -118,6 +118,8 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
 
 def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
     """Returns the exit code."""
+    if not quiet:
+        tell_early(f"training in {loaded.recipe.output}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu import run
 

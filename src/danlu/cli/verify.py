@@ -11,7 +11,7 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.errors import DanluError, RecipeError, ResourceError
-from danlu.terminal import echo, tell
+from danlu.terminal import echo, tell, tell_early
 
 if TYPE_CHECKING:
     from danlu.parallel.sent import Row
@@ -56,6 +56,7 @@ def verify(
         raise RecipeError(
             f"--precision {precision}: use fp32, or recipe for the recipe's own ({loaded.recipe.precision})"
         )
+    tell_early(f"verifying {recipe}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu.report.verification_page import OWN, page
     from danlu.train.durable import write_durably
