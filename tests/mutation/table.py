@@ -103,7 +103,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/attend.py",
         "mask.triu(keys - queries + 1 - window)",
         "mask.triu(keys - queries - window)",
-        "models/test_attend.py models/test_families.py",
+        "models/test_attend.py",
     ),
     Mutation("models/attend.py", "grad_scores.mul_(slope)", "grad_scores.mul_(1)", "models/test_attend.py"),
     Mutation("models/rope.py", "keep = 1 - ramp", "keep = ramp", "models/test_rope.py"),
@@ -125,19 +125,26 @@ MUTATIONS: tuple[Mutation, ...] = (
         "adapters/lora.py",
         "gain = one.magnitude / (norm if self.exact_norm else norm.detach())",
         "gain = one.magnitude / norm",
-        "adapters/test_low_rank.py adapters/test_adapter_set.py",
+        "adapters/test_lora.py",
     ),
     Mutation(
         "adapters/lora.py",
         "return None if self.asleep else self._dropout",
         "return self._dropout",
-        "adapters/test_low_rank.py adapters/test_adapter_set.py adapters/test_dropout.py",
+        "adapters/test_lora.py",
+    ),
+    Mutation(
+        "adapters/lora.py",
+        "return 0.0 if self.asleep else self._dropout.share",
+        "return self._dropout.share",
+        "adapters/test_lora.py",
     ),
     Mutation(
         "adapters/lora.py",
         "bound = 1 / math.sqrt(values.shape[1])",
         "bound = 1 / math.sqrt(values.shape[0])",
-        "adapters/test_low_rank.py adapters/test_folder.py",
+        "adapters/test_folder.py",
+        "initial_values",
     ),
     Mutation(
         "adapters/low_rank.py",
@@ -173,7 +180,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "adapters/ia3.py",
         "None if dense.bias is None else dense.bias * vector)",
         "dense.bias)",
-        "adapters/test_ia3.py adapters/test_adapter_set.py",
+        "adapters/test_ia3.py",
     ),
     # -- data
     Mutation(
@@ -181,12 +188,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         '"settings": asdict(Settings.of(self._data, source.format)),',
         '"settings": asdict(Settings.of(self._data, "auto")),',
         "data/test_prepare.py",
+        "format",
     ),
     Mutation(
         "data/prepare.py",
         'starts = np.searchsorted(store.row_numbers, row_numbers, side="left")',
         'starts = np.searchsorted(store.row_numbers, row_numbers, side="right") - 1',
         "data/test_prepare.py",
+        "pieces_of_a_split_row",
     ),
     Mutation("data/batch.py", "[tokens, positions, trained - 1,", "[tokens, positions, trained,", "data/test_batch.py"),
     Mutation(
@@ -238,6 +247,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self.longest = max(mine, theirs)",
         "self.longest = mine",
         "data/test_prepare.py",
+        "statistics_count",
     ),
     # -- objectives
     Mutation(
