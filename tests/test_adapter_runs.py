@@ -317,7 +317,7 @@ def test_folders_that_cannot_be_used_are_told_before_rows_are_read(
     data = {"train": str(write_rows(tmp_path / "broken.jsonl", ["{"]))}
     for named, said in (
         ([odd], f"{config}: init_lora_weights is 'corda': the start was taken out of the base and cannot be found"),
-        ([upper, first], f"lies below {upper / 'adapter'}, which was trained upon it"),
+        ([upper, first], f"is stacked below {upper / 'adapter'}, which was trained on top of it"),
         ([tmp_path / "gone"], f"{tmp_path / 'gone'}: no such folder; an adapter is a folder with adapter_config.json"),
     ):
         section = model_section(tiny_world, *named)

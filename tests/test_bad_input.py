@@ -426,7 +426,7 @@ def test_a_half_written_checkpoint_is_passed_over_aloud(
     (output / "checkpoints" / "step-00000012" / "COMPLETE").unlink()
     capsys.readouterr()
     assert danlu("train", recipe, "--resume", output / "checkpoints" / "step-00000012") == 5
-    assert "step-00000012: half-written, it has no COMPLETE mark: the run was stopped" in capsys.readouterr().err
+    assert "step-00000012: half-written, it has no COMPLETE marker: the run was stopped" in capsys.readouterr().err
     assert danlu("train", recipe) == 0
     said = capsys.readouterr().err
     assert "step-00000012 is half-written (the run was stopped while saving it) and is not used\n" in said

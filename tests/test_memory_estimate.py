@@ -164,7 +164,7 @@ def test_a_budget_that_holds_no_pack_is_told_with_the_recompute_that_would(tiny_
         return sum(needs) / len(needs) / 2**30
 
     short = budget("none", "selective")
-    with pytest.raises(RecipeError, match=r"do not hold one pack: .* need about [\d.]+ GiB") as told:
+    with pytest.raises(RecipeError, match=r"do not hold one packed sequence: .* need about [\d.]+ GiB") as told:
         largest_micro(one_pack(short), 4)
     assert f"batch.memory: {short} GiB" in str(told.value)
     assert "With memory: {recompute: selective} they need about" in str(told.value)

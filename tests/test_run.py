@@ -292,7 +292,8 @@ def test_micro_batches_fill_the_memory_that_is_given(
     assert danlu("train", recipe) == 2
     said = capsys.readouterr().err
     assert (
-        "batch.memory: 0.0001 GiB do not hold one pack: weights, gradients, optimizer and a pack of 64 tokens" in said
+        "batch.memory: 0.0001 GiB do not hold one packed sequence: weights, gradients, optimizer and one of 64 tokens"
+        in said
     )
     assert "Give more, or lower data.max_length." in said
 
@@ -383,7 +384,7 @@ def test_an_fp16_overflow_is_survived_and_shown(
     monkeypatch.setattr(run, "_scaler", lambda tokens: LossScaler(initial=64.0))
     assert danlu("train", tiny_world.recipe(tmp_path / "run", precision="fp16")) == 0
     assert events(tmp_path / "run") == [{"step": 3, "event": "overflow", "before": 64.0, "after": 32.0}]
-    assert "step 3: fp16 overflow, update left out, loss scale 64 -> 32\n" in capsys.readouterr().err
+    assert "step 3: fp16 overflow, update skipped, loss scale 64 -> 32\n" in capsys.readouterr().err
     assert metrics(tmp_path / "run")[3]["grad_norm"] == "inf"
     assert fell(tmp_path / "run")
 
@@ -491,7 +492,7 @@ def test_what_the_watch_does_about_a_spike(
     assert f"is above watch.gradient_norm 100; watch.policy: {policy}\n" in said
     if policy == "rewind":
         assert code == 7
-        assert "step 4: back to the checkpoint of step 2; packs left out so far: 4\n" in said
+        assert "step 4: back to the checkpoint of step 2; packed sequences skipped so far: 4\n" in said
         assert "error: step 7: a spike after going back 1 times (watch.rewinds)." in said
         assert last_state(output)[2]["run"]["step"] == 6
         return

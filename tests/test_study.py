@@ -131,7 +131,11 @@ def test_each_run_has_the_recipe_with_its_values(tiny_world: World, tmp_path: Pa
             "--vary 'batch.micro=1,x,0' batch.micro: expected a whole number, 1 or more, or auto, not 'x'.",
             "--vary 'batch.micro=1,x,0' batch.micro: expected a whole number, 1 or more, or auto, not 0",
         ]),
-        (["batch.micro=3,2"], None, ["--vary 'batch.micro=3,2' batch.micro: 3 does not divide the 4 packs of a step."]),
+        (
+            ["batch.micro=3,2"],
+            None,
+            ["--vary 'batch.micro=3,2' batch.micro: 3 does not divide the 4 sequences of a step."],
+        ),
         (["seed=1", "data.train=none.json,nil.json"], None, ["'none.json'", "'nil.json'"]),
         ([], "0,-1", ["--seeds '0,-1' seed: expected a whole number from 0 to below 2^63, not -1"]),
         (["a.b=[1,2"], None, ["--vary 'a.b=[1,2': not valid YAML"]),
@@ -337,7 +341,7 @@ def test_a_run_that_fails_does_not_stop_the_others(
     outcome = study.run(wanted, heard)
     assert (outcome.finished, outcome.of, outcome.failed, outcome.stopped) == (1, 2, (first,), False)
     assert list(heard.failures) == [first] and heard.begins == [first, second]
-    assert heard.failures[first].startswith("error: batch.memory: 1e-06 GiB do not hold one pack")
+    assert heard.failures[first].startswith("error: batch.memory: 1e-06 GiB do not hold one packed sequence")
     assert "finished after step 2" in heard.said and "of another time" not in heard.said
     again = Heard()
     assert study.run(planned(recipe, "batch.memory=1e-6,8"), again).failed == (first,)

@@ -68,7 +68,7 @@ from danlu.types import Pack
 class Language:
     """A `Task`: a language model on packs of tokens."""
 
-    items = "packs"
+    items = "packed sequences"
     counted = "tokens"
 
     def __init__(self, recipe: Recipe) -> None:
@@ -103,7 +103,7 @@ class Language:
             return
         if found := base_changes(then, base_identity(self.recipe.model)):
             raise CheckpointError(
-                f"{checkpoint}: its adapter was trained upon another base than the one that is there now (there -> "
+                f"{checkpoint}: its adapter was trained on another base than the one that is there now (there -> "
                 "here):\n  " + "\n  ".join(found) + "\nPut back what was there; or, to train upon the new base, start "
                 "anew in another `output`."
             )
@@ -318,8 +318,8 @@ def _check_targets(packs: Iterable[Pack], key: str, use: str) -> None:
     """
     if not any(sample.weights.any() for pack in packs for sample in pack.samples):
         raise DataError(
-            f"{key}: cut into packs, its rows have no trained token to {use}. Raise data.max_length, or look at the "
-            "rows' own labels and weights with `danlu preview`"
+            f"{key}: cut into packed sequences, its rows have no trained token to {use}. Raise data.max_length, or "
+            "look at the rows' own labels and weights with `danlu preview`"
         )
 
 

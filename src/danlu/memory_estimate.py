@@ -125,8 +125,8 @@ def largest_micro(one: MemoryEstimate, per_step: int, *, held: int = 0) -> int:
         budget: float = batch.memory * 2**30 - fixed
         if budget < each:
             raise RecipeError(
-                f"batch.memory: {batch.memory} GiB do not hold one pack: weights, gradients, optimizer and a pack of "
-                f"{length} tokens need about {(fixed + each) / 2**30:.2f} GiB. {_smaller(one, budget)}"
+                f"batch.memory: {batch.memory} GiB do not hold one packed sequence: weights, gradients, optimizer and "
+                f"one of {length} tokens need about {(fixed + each) / 2**30:.2f} GiB. {_smaller(one, budget)}"
             )
     else:
         free = one.available(held)

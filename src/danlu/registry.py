@@ -19,7 +19,9 @@ class Verb(NamedTuple):
 
 
 VERBS: dict[str, Verb] = {
-    "bench": Verb("danlu.cli.bench:app", "Look", "measure this machine's GEMM peak, or what few bits lose of a model"),
+    "bench": Verb(
+        "danlu.cli.bench:app", "Look", "measure this machine's GEMM peak, or what quantization loses of a model"
+    ),
     "chat": Verb("danlu.cli.chat:chat", "Use", "talk with a model or a finished run, and switch its adapters"),
     "checkpoint": Verb("danlu.cli.checkpoint:app", "Look", "list, verify, prune and export the checkpoints of a run"),
     "demo": Verb("danlu.cli.demo:demo", "Begin", "from nothing to a model that answers, in minutes, on built-in data"),
@@ -27,7 +29,11 @@ VERBS: dict[str, Verb] = {
     "explain": Verb("danlu.cli.explain:explain", "Look", "what a key of the recipe means, takes and defaults to"),
     "generate": Verb("danlu.cli.generate:generate", "Use", "continue a prompt; the text alone goes to stdout"),
     "merge": Verb("danlu.cli.merge:merge", "Use", "put adapters into their base, or make one of several"),
-    "preview": Verb("danlu.cli.preview:preview", "Train", "see every token with its reason, the packs and the totals"),
+    "preview": Verb(
+        "danlu.cli.preview:preview",
+        "Train",
+        "see every token with its label mask and reason, the packed sequences and the totals",
+    ),
     "quantize": Verb("danlu.cli.quantize:quantize", "Use", "write a model in 4 bits, a quarter of its size"),
     "recipes": Verb("danlu.cli.recipes:app", "Begin", "list and copy the recipes that come with danlu; the schema"),
     "runs": Verb("danlu.cli.runs:app", "Look", "list runs: running, finished or stopped, steps, losses and time"),

@@ -44,11 +44,13 @@ def test_what_lies_below_comes_along_once_and_lowest_first(tmp_path: Path) -> No
 
 def test_a_stack_that_cannot_be(tmp_path: Path) -> None:
     lost = made(tmp_path / "lost", [str(tmp_path / "gone")])
-    with pytest.raises(ModelError, match=f"{lost}: was trained upon the adapter {tmp_path / 'gone'}, which is not the"):
+    with pytest.raises(
+        ModelError, match=f"{lost}: was trained on top of the adapter {tmp_path / 'gone'}, which is not the"
+    ):
         stacked(lost)
     made(tmp_path / "one", [str(tmp_path / "two")])
     made(tmp_path / "two", [str(tmp_path / "one")])
-    with pytest.raises(ModelError, match="danlu.json: the adapter is said to lie below itself"):
+    with pytest.raises(ModelError, match="danlu.json: the adapter is said to be stacked on itself"):
         stacked(tmp_path / "one")
     with pytest.raises(ModelError, match="danlu.json: below is 'gone', not a list of adapter folders"):
         stacked(made(tmp_path / "odd", "gone"))

@@ -249,7 +249,7 @@ def test_a_config_that_is_not_of_these_tensors_is_refused(
 def test_a_start_out_of_what_is_not_there_as_stored_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     packed = load_frozen(bases["llama"], dtype=torch.float32, quantization=sections.Int8())
     folder = changed(written(bases, tmp_path), CONFIG, init_lora_weights="pissa")
-    with pytest.raises(ModelError, match="is a part of model.layers.0.self_attn.q_proj, which is held in few bits"):
+    with pytest.raises(ModelError, match="is a part of model.layers.0.self_attn.q_proj, which is quantized"):
         add_adapter(packed.adapters, "one", open_adapter(folder))
     tied = adapter_set(load(bases["tied"]))
     tied.add("one", sections.Lora(targets=["lm_head"]))

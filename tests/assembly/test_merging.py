@@ -240,7 +240,9 @@ def test_what_both_were_trained_upon_counts_once(bases: dict[str, Path], tmp_pat
     expected = adapted_logits(bases["llama"], lower, *uppers)
     torch.testing.assert_close(logits(load(tmp_path / "out")), expected, rtol=1e-5, atol=1e-5)
     alone = adapter_folder(bases["llama"], tmp_path / "alone", sections.Lora())
-    with pytest.raises(ModelError, match="alone was trained upon other adapters than .*upper-2: they change different"):
+    with pytest.raises(
+        ModelError, match="alone was trained on top of other adapters than .*upper-2: they change different"
+    ):
         merge([uppers[0], alone], tmp_path / "never")
 
 

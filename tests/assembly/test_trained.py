@@ -84,6 +84,6 @@ def test_an_adapter_that_is_trained_on_keeps_what_lies_below(
 
 def test_what_lies_below_cannot_be_trained_on_above(tiny_world: World, stack: tuple[Path, Path]) -> None:
     with pytest.raises(
-        ModelError, match="lower: lies below .*upper, which was trained upon it, and so cannot be train"
+        ModelError, match="lower: is stacked below .*upper, which was trained on top of it, and so cannot be train"
     ):
         started(tiny_world.base, sections.Continue(), stack[1], stack[0])

@@ -57,7 +57,7 @@ def test_a_base_in_4_bits_and_rounding(
 ) -> None:
     quantize(tiny_world.base, tmp_path / "nf4", sections.Nf4())
     told = said(folders[0], tmp_path / "one", "--into", tmp_path / "nf4", "--dtype", "bf16")
-    assert "the base is in few bits: merged into what they stand for, and written in full\n" in told
+    assert "the base is quantized: merged into its dequantized weights, and written unquantized\n" in told
     assert "written in bfloat16: against base and adapters unmerged, the matrices differ by 0.1" in told
     assert "% on average, at most by 0.1" in told and "||difference|| / ||matrix||, Frobenius norms" in told
     assert json.loads((tmp_path / "one" / "config.json").read_text())["torch_dtype"] == "bfloat16"

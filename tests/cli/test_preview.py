@@ -68,12 +68,12 @@ def test_everything_is_printed(recipe: Any, capsys: pytest.CaptureFixture[str], 
         "    context     [template]    <|im_end|>│↵",
         "    context     [template]    <|im_start|>│a│s│s│i│s│t│a│n│t│↵",
         "    trained x2  [assistant]   o│k│␣│<│b│>",
-        "    trained x2  [terminator]  <|im_end|>",
+        "    trained x2  [end-of-turn] <|im_end|>",
         "    context     [template]    ↵",
         "",
-        "== 1 pack of 128 tokens (best-fit), 48.4% full: 2 samples, 62 tokens",
-        "  pack 0         ██████████▓▓▓▓▓▓▓▓▓░░░░░░░░░░░░░░░░░░░░░  48.4%  31 rows.jsonl:2 · 31 rows.jsonl:1",
-        "  4 packs a step: 1 step an epoch; this run has 12, 48 epochs",
+        "== 1 packed sequence of 128 tokens (best-fit), 48.4% full: 2 samples, 62 tokens",
+        "  sequence 0     ██████████▓▓▓▓▓▓▓▓▓░░░░░░░░░░░░░░░░░░░░░  48.4%  31 rows.jsonl:2 · 31 rows.jsonl:1",
+        "  4 packed sequences a step: 1 step an epoch; this run has 12, 48 epochs",
         "",
         "== training rows",
         "  rows           2",
@@ -92,7 +92,7 @@ def test_a_precision_that_is_still_to_be_measured_hinders_no_preview(
     recipe: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert danlu("preview", recipe(HELLO), "precision=auto") == 0
-    assert "== 1 pack of 128 tokens" in capsys.readouterr().out
+    assert "== 1 packed sequence of 128 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -123,7 +123,7 @@ def test_json_is_one_object_with_the_ids_that_are_trained(
     trained = [(text, reason) for text, reason, weight in zip(
         sample["texts"], sample["reasons"], sample["weights"], strict=True) if weight == 2.0
     ]  # fmt: skip
-    assert trained == [*((letter, "assistant") for letter in "ok <b>"), ("<|im_end|>", "terminator")]
+    assert trained == [*((letter, "assistant") for letter in "ok <b>"), ("<|im_end|>", "end-of-turn")]
     assert sum(sample["weights"]) == 14 and [sample["special"][0], sample["special"][1]] == [True, False]
     documents = {one["row"]: one for one in found["packs"][0]["documents"]}
     assert documents["rows.jsonl:1"] == {"row": "rows.jsonl:1", "ids": sample["ids"], "weights": sample["weights"]}
@@ -131,7 +131,7 @@ def test_json_is_one_object_with_the_ids_that_are_trained(
     counted = found["train"]["statistics"]
     total = sum(len(one["ids"]) for one in documents.values())
     assert (counted["rows"], counted["tokens"], counted["trained_tokens"]) == (2, total, 14)
-    assert counted["trained_share"] == 14 / total and counted["reasons"]["terminator"] == 2
+    assert counted["trained_share"] == 14 / total and counted["reasons"]["end-of-turn"] == 2
     assert found["train"]["packed"] == {"packs": 1, "samples": 2, "tokens": total, "efficiency": total / 128}
     assert sum(one["samples"] for one in found["train"]["lengths"]) == 2
     assert found["steps"] == {"packs": 4, "epoch": 1, "run": 12} and found["eval"] is None
@@ -210,7 +210,7 @@ def test_answers_without_an_end_are_shown_and_then_refused(recipe: Any, capsys: 
     assert danlu("preview", path) == 3
     out = capsys.readouterr()
     assert "    trained  [completion]  4" in out.out
-    assert "  without end    1 of 1 samples train an answer but not the token that ends it" in out.out
+    assert "  without end    1 of 1 samples train an answer but not its end-of-turn token" in out.out
     assert out.err.startswith("error: rows.jsonl:1: answers are trained, but not the token that ends them")
     assert danlu("preview", path, "data.append_eos=true") == 0
     assert "    trained  [eos]         <|im_end|>" in capsys.readouterr().out
@@ -239,11 +239,11 @@ def test_plain_text_and_streams(recipe: Any, capsys: pytest.CaptureFixture[str])
     assert (
         "    context  [text]        a\n    trained  [text]        b│c\n    trained  [eos]         <|im_end|>\n" in out
     )
-    assert "== 3 packs of 4 tokens (concatenate), 91.7% full: 2 documents, 11 tokens" in out
+    assert "== 3 packed sequences of 4 tokens (concatenate), 91.7% full: 2 documents, 11 tokens" in out
     assert danlu("preview", path, *words, "data.streaming=true", "--rows", 0, "--packs", 0) == 0
     out = capsys.readouterr().out
     assert "== training rows: the first block of the stream\n  rows           2\n" in out
-    assert "4 packs a step, 12 steps in this run; these are the packs of the stream's first block" in out
+    assert "4 packed sequences a step, 12 steps in this run; these are the sequences of the stream's first block" in out
 
 
 def test_samples_beyond_the_models_positions_are_told(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,7 +311,7 @@ def test_real_rows(shared_data: Path, tiny_world: World, tmp_path: Path, capsys:
         "\nalpaca_zh_demo.json:2\n",
         "识别│并│解释",
         "[tool] ",
-        "    trained  [terminator]  <|im_end|>",
+        "    trained  [end-of-turn] <|im_end|>",
         "== training rows, with those held out\n  rows           80\n",
         "== evaluation rows",
     ):

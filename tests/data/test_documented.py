@@ -30,8 +30,8 @@ def test_there_is_an_example_of_every_format() -> None:
 
 def test_every_reason_is_explained_and_no_other() -> None:
     table = PAGE.split("| reason |")[1].split("\n\n")[0]
-    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z]+)`", row.split("|")[1])}
-    assert named == {reason.name.lower() for reason in Reason}
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z-]+)`", row.split("|")[1])}
+    assert named == {reason.label for reason in Reason}
 
 
 def test_every_key_of_the_section_is_mentioned() -> None:

@@ -47,7 +47,9 @@ def test_a_wider_window_packs_tighter() -> None:
 
 @pytest.mark.parametrize("pack", [lambda lengths: best_fit(lengths, 64, 8), lambda lengths: one_by_one(lengths, 64)])
 def test_a_sample_longer_than_a_pack_is_an_error(pack) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(DataError, match=r"sample 1 has 65 tokens and does not fit a pack of 64 \(2 such samples\)"):
+    with pytest.raises(
+        DataError, match=r"sample 1 has 65 tokens and does not fit a packed sequence of 64 \(2 such samples\)"
+    ):
         pack(np.array([3, 65, 64, 70]))
 
 

@@ -146,6 +146,7 @@ def test_all_pieces_of_a_split_row_are_on_one_side(tokenizer: Path, cache: Path,
     assert prepared.statistics.samples > 60
     rows = [np.unique(samples.row_numbers).tolist() for samples in (prepared.train, prepared.eval)]
     assert sorted(rows[0] + rows[1]) == list(range(30)) and len(rows[1]) == 9
+    assert len(prepared.train) + len(prepared.eval) == prepared.statistics.samples  # none of them is left out
 
 
 def test_evaluation_sources_of_their_own(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path) -> None:

@@ -404,14 +404,14 @@ CASES = [
         "micro does not divide",
         TRAIN,
         2,
-        ("error: r.yaml:2:10 batch.micro: 7 does not divide the 1000000000000 packs of a step. Use 8, or auto",),
+        ("error: r.yaml:2:10 batch.micro: 7 does not divide the 1000000000000 sequences of a step. Use 8, or auto",),
         recipe(batch={"sequences": 10**12, "micro": 7}),
     ),
     Case(
         "micro beyond the step",
         TRAIN,
         2,
-        ("error: r.yaml:2:10 batch.micro: 1000000000000000 does not divide the 4 packs of a step. Use 4, or auto",),
+        ("error: r.yaml:2:10 batch.micro: 1000000000000000 does not divide the 4 sequences of a step. Use 4, or auto",),
         recipe(batch={"sequences": 4, "micro": 10**15}),
     ),
     Case(

@@ -270,5 +270,5 @@ def test_another_course_the_second_time_is_an_error(change: str) -> None:
     framed = Framed(fickle, "layers.3.mlp")
     framed.within = whole = Dropping(lambda x, weight: framed(x) @ weight)
     loss = whole(x, weight).sum()
-    with pytest.raises(TrainingError, match=r"layers\.3\.mlp: made again .*recompute: none"):
+    with pytest.raises(TrainingError, match=r"layers\.3\.mlp: recomputed .*recompute: none"):
         loss.backward()

@@ -77,7 +77,7 @@ def test_fewer_partial_plans_give_a_plan_that_fits(monkeypatch: pytest.MonkeyPat
 def test_a_budget_that_nothing_fits_says_what_would() -> None:
     options = (Option("none", 3 * GIB, 0.0), Option("full", GIB, 1.0))
     costs = [LayerCosts(layer, 3 * GIB, options) for layer in range(2)]
-    with pytest.raises(RecipeError, match=r"budget: 3\.5 GiB is less than .* however much is made again: 4 GiB"):
+    with pytest.raises(RecipeError, match=r"budget: 3\.5 GiB is less than .* however much is recomputed: 4 GiB"):
         cheapest(costs, 7 * GIB // 2)
     assert [one.kind for one in cheapest(costs, 4 * GIB)] == ["full", "none"]  # the last is in use anyway
     assert [one.kind for one in cheapest(costs, 6 * GIB)] == ["none", "none"]

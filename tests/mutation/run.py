@@ -34,7 +34,7 @@ from mutation.table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 WANTED = 0.95
-LIMIT_S = 600.0  # for one mutation: tests that do not come to an end have noticed it as well
+LIMIT_S = 240.0  # for one mutation: tests that do not come to an end have noticed it as well
 PASSED, FAILED = 0, 1  # pytest's exit codes; every other one says that tests could not be run
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist")
 SERVER = multiprocessing.get_context("forkserver")

@@ -200,8 +200,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("data/batch.py", "[tokens, positions, trained - 1,", "[tokens, positions, trained,", "data/test_batch.py"),
     Mutation(
         "data/order.py",
-        "low_bits, high_bits = high_bits, low_bits",
-        "low_bits, high_bits = low_bits, high_bits",
+        "round_key = (self.key ^ (number * 0xD1B54A32D192ED03)) & 0xFFFFFFFFFFFFFFFF",
+        "round_key = self.key & 0xFFFFFFFFFFFFFFFF",
         "data/test_order.py",
     ),
     Mutation(

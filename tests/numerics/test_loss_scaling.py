@@ -28,7 +28,7 @@ def test_an_overflow_starts_the_good_stretch_again() -> None:
 
 def test_messages_say_what_happened() -> None:
     assert str(ScaleChange(7, 65536.0, 32768.0, True)) == (
-        "step 7: loss scale 65536 -> 32768 (float16 overflow, update left out)"
+        "step 7: loss scale 65536 -> 32768 (float16 overflow, update skipped)"
     )
     assert str(ScaleChange(7, 1024.0, 2048.0, False)) == "step 7: loss scale 1024 -> 2048 (no overflow for a while)"
 

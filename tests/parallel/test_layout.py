@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_told_with_what_would(section: Parallel, world: int
         (5, SIZES, "5 does not divide the model's 32 attention heads. Use 4 or 8"),
         (16, Sizes(48, 6, 4096, 1000), "16 neither divides the model's 6 key/value heads nor is a multiple of them"),
         (8, Sizes(32, 8, 1004, 1000), "8 does not divide the MLP's width of 1004. Use 4"),
-        (8, Sizes(32, 8, 1024, 4), "8 is more than the 4 words of the vocabulary. Use 4 or 16"),
+        (8, Sizes(32, 8, 1024, 4), "8 is more than the 4 tokens of the vocabulary. Use 4 or 16"),
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_told_with_what_it_can(degree: int, sizes: Sizes, message: str) -> None:

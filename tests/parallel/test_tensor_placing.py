@@ -148,7 +148,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "head_dim": 4,
     },
     "4 does not divide the 82 parts of layers.0.mlp.gate_proj. Use a divisor of 82": {"intermediate_size": 82},
-    "4 is more than the 3 words of the vocabulary. Use at most 3": {"vocab_size": 3},
+    "4 is more than the 3 tokens of the vocabulary. Use at most 3": {"vocab_size": 3},
 }
 
 

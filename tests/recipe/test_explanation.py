@@ -18,7 +18,7 @@ Write = Callable[..., str]
 def test_a_key() -> None:
     found = explain("data.max_length")
     assert (found.takes, found.defaults) == ("a whole number, 1 or more", {"": "1024"})
-    assert found.about == "Longest sample, and length of a pack, in tokens."
+    assert found.about == "Longest sample, and length of a packed sequence, in tokens."
     assert explain("data.overlong").allowed == ("truncate", "split", "drop")
     assert explain("output").defaults == {"": "required"}
     assert explain("data.train.0.path").takes == explain("data.train.path").takes == "a text"
@@ -27,7 +27,7 @@ def test_a_key() -> None:
 def test_a_section() -> None:
     found = explain("data")
     assert found.short == "train"
-    assert ("max_length", "Longest sample, and length of a pack, in tokens") in found.below
+    assert ("max_length", "Longest sample, and length of a packed sequence, in tokens") in found.below
     assert [name for name, _ in explain("optimizer").below] == [
         "adafactor",
         "adamw",

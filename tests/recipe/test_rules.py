@@ -59,18 +59,19 @@ BROKEN = [
     ({"batch": "{micro: 1}"}, "batch: tokens and sequences are both missing: give one of them"),
     (
         {"batch": "{tokens: 3000}"},
-        "batch.tokens: 3000 is not a multiple of data.max_length 1024, the length of a pack. Use 2048 or 3072",
+        "batch.tokens: 3000 is not a multiple of data.max_length 1024, the length of a packed sequence. "
+        "Use 2048 or 3072",
     ),
-    ({"batch": "{tokens: 100}"}, "the length of a pack. Use 1024"),
+    ({"batch": "{tokens: 100}"}, "the length of a packed sequence. Use 1024"),
     (
         {"batch": "{tokens: 2048}", "data": "{train: rows.json, packing: none}"},
         "batch.tokens: without packing a step is counted in rows. Give batch.sequences instead",
     ),
     (
         {"batch": "{sequences: 12, micro: 5}"},
-        "batch.micro: 5 does not divide the 12 packs of a step. Use 4, or auto",
+        "batch.micro: 5 does not divide the 12 sequences of a step. Use 4, or auto",
     ),
-    ({"batch": "{tokens: 4096, micro: 3}"}, "batch.micro: 3 does not divide the 4 packs of a step. Use 2, or auto"),
+    ({"batch": "{tokens: 4096, micro: 3}"}, "batch.micro: 3 does not divide the 4 sequences of a step. Use 2, or auto"),
     (
         {"steps": "10", "schedule": "{warmup: 11}"},
         "schedule.warmup: a warm-up of 11 steps is longer than the run of 10",

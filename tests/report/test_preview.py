@@ -133,7 +133,7 @@ def test_facts_count_what_was_lost(recipe: Any) -> None:
         "lost tokens": "50 cut off or dropped with their row (12.5% of all)",
         "samples": "7, the longest of 50 tokens",
         "tokens": "350, 70 trained (20.0%)",
-        "without end": "2 of 7 samples train an answer but not the token that ends it, the first:",
+        "without end": "2 of 7 samples train an answer but not its end-of-turn token, the first:",
     }
     assert facts["bad rows"].examples == ("chat.jsonl:2:1: broken ‹001B›[31m",)
     assert facts["by reason"].bars == (("user", 280, 0.8), ("assistant", 70, 0.2))
@@ -154,10 +154,10 @@ def test_lengths_fall_into_ranges_of_one_width() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"steps": None}, "4 packs a step: 3 steps an epoch; this run has 3 (epochs: 1)"),
-        ({"steps": None, "epochs": 2.5}, "4 packs a step: 3 steps an epoch; this run has 7 (epochs: 2.5)"),
-        ({"steps": 5}, "4 packs a step: 3 steps an epoch; this run has 5, 2 epochs"),
-        ({"batch": {"sequences": None, "tokens": 64, "micro": 1}}, "1 pack a step: 10 steps an epoch"),
+        ({"steps": None}, "4 packed sequences a step: 3 steps an epoch; this run has 3 (epochs: 1)"),
+        ({"steps": None, "epochs": 2.5}, "4 packed sequences a step: 3 steps an epoch; this run has 7 (epochs: 2.5)"),
+        ({"steps": 5}, "4 packed sequences a step: 3 steps an epoch; this run has 5, 2 epochs"),
+        ({"batch": {"sequences": None, "tokens": 64, "micro": 1}}, "1 packed sequence a step: 10 steps an epoch"),
         ({"data": {"packing": False}}, "4 samples a step: 3 steps an epoch"),
     ],
 )
@@ -191,10 +191,14 @@ def test_plain_lines_name_the_reason_of_every_token(recipe: Any) -> None:
         "    context       [template]    ↵",
         "    trained       [assistant]   <script>│ a\\│b│&│↵↵",
         "    trained x0.5  [assistant]   half│␣",
-        "    trained       [terminator]  <|end|>",
+        "    trained       [end-of-turn] <|end|>",
     ]
     legend = "\n".join(lines[: lines.index("chat.jsonl:1")])
-    for said in ("[terminator]  ends the assistant's turn", "trained: carries loss", "‥ rest of a character"):
+    for said in (
+        "[end-of-turn] end-of-turn token",
+        "label mask: trained: its target carries loss",
+        "‥ rest of a character",
+    ):
         assert said in legend
     assert "[tool]" not in legend
 
@@ -224,11 +228,11 @@ def test_packs_show_their_documents_and_how_full_they_are(recipe: Any) -> None:
     stream = io.StringIO()
     preview_text.show_overview(preview_text.screen(stream), overview_of(COUNTS, (PACK,)), recipe(steps=None))
     lines = stream.getvalue().splitlines()
-    assert lines[1] == "== 10 packs of 64 tokens (best-fit), 87.5% full: 7 samples, 350 tokens"
+    assert lines[1] == "== 10 packed sequences of 64 tokens (best-fit), 87.5% full: 7 samples, 350 tokens"
     shades = "█" * 20 + "▓" * 5 + "█" * 5 + "▓▓" + "█" * 1 + "▓" * 1 + "█" * 0 + "▓" * 1 + "░" * 5
-    assert lines[2].startswith(f"  pack 0         {shades}  87.5%  32 chat.jsonl:0 · 8 chat.jsonl:1 · ")
+    assert lines[2].startswith(f"  sequence 0     {shades}  87.5%  32 chat.jsonl:0 · 8 chat.jsonl:1 · ")
     assert lines[2].endswith(" · 2 more")
-    assert lines[3] == "  4 packs a step: 3 steps an epoch; this run has 3 (epochs: 1)"
+    assert lines[3] == "  4 packed sequences a step: 3 steps an epoch; this run has 3 (epochs: 1)"
     assert "  by reason           user        280  80.0%  ████████████████████████████████████████" in lines
     assert "                 assistant         70  20.0%  ██████████" in lines
 
@@ -331,9 +335,9 @@ def test_every_token_is_on_the_page_once_with_its_reason(recipe: Any) -> None:
         "run r-template",
         "run r-assistant trained",
         "run r-assistant trained",
-        "run r-terminator trained",
+        "run r-end-of-turn trained",
     ]
-    assert "assistant x0.5 · trained" in page.text and "terminator · trained" in page.text
+    assert "assistant x0.5 · trained" in page.text and "end-of-turn · trained" in page.text
 
 
 def test_text_is_escaped_and_nothing_comes_from_outside(recipe: Any) -> None:
@@ -357,8 +361,8 @@ def test_the_page_says_what_the_terminal_says(recipe: Any) -> None:
     for said in (
         "A run refuses this data",
         "nothing is trained",
-        "10 packs of 64 tokens (best-fit), 87.5% full",
-        "4 packs a step: 3 steps an epoch",
+        "10 packed sequences of 64 tokens (best-fit), 87.5% full",
+        "4 packed sequences a step: 3 steps an epoch",
         "2 rows longer than max_length 64: truncated",
         "350, 70 trained (20.0%)",
         "49-56",

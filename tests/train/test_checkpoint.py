@@ -154,11 +154,11 @@ def test_missing_short_and_unmarked_files_are_found(tmp_path: Path) -> None:
 
     path = damaged("unmarked")
     (path / "COMPLETE").unlink()
-    assert "half-written, it has no COMPLETE mark" in verify(path)[0]
+    assert "half-written, it has no COMPLETE marker" in verify(path)[0]
 
     path = damaged("mark")
     (path / "COMPLETE").write_text("{")
-    assert "COMPLETE: the mark is damaged" in verify(path)[0]
+    assert "COMPLETE: the marker is damaged" in verify(path)[0]
     assert CheckpointStore(path.parent).latest() is not None  # loading it must fail aloud, not pass over it
 
     (path / "manifest.json").unlink()

@@ -58,10 +58,11 @@ def test_images_are_not_told_as_tokens() -> None:
     ("event", "values", "line"),
     [
         ("overflow", {"before": 65536.0, "after": 32768.0},
-         "fp16 overflow, update left out, loss scale 65,536 -> 32,768"),
+         "fp16 overflow, update skipped, loss scale 65,536 -> 32,768"),
         ("loss_scale", {"before": 0.5, "after": 1.0}, "no fp16 overflow for a while, loss scale 0.5 -> 1"),
         ("spike", {"policy": "skip", "reason": "loss 9 is high"}, "spike: loss 9 is high; watch.policy: skip"),
-        ("rewind", {"back_to": 4, "packs_left_out": 8}, "back to the checkpoint of step 4; packs left out so far: 8"),
+        ("rewind", {"back_to": 4, "packs_left_out": 8},
+         "back to the checkpoint of step 4; packed sequences skipped so far: 8"),
         ("early_stop", {"best_loss": 3.25, "evaluations": 3},
          "early stop: 3 evaluations in a row were no better than 3.2500"),
     ],

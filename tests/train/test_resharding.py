@@ -336,7 +336,7 @@ def test_moments_in_blocks(tmp_path: Path) -> None:
         lines = str(caught.value).splitlines()
         assert lines[1] == (
             f"  optimizer.exp_avg_absmax.w: the checkpoint has [0:3, 0:{shape[1]}] of {list(shape)} in blocks, which "
-            "cannot be cut into other boxes; this run needs all of it"
+            "cannot be resharded; this run needs all of it"
         )
         assert lines[-1].startswith("State that is kept in blocks of a box (as 8-bit moments are) loads at the layout ")
         assert not any(bool(one.any()) for one in into["optimizer"].values())

@@ -132,12 +132,12 @@ def test_micro_batches_that_count_alike_are_told(tmp_path: Path) -> None:
 
 def test_rows_that_count_twice_or_not_at_all_are_counted(tmp_path: Path) -> None:
     ratio, cause = told(case(tmp_path, [1, 2, 1, 1, 0]))[2:]
-    assert ratio == "1 packs are not counted, 1 more than once" and "repeats or drops rows" in cause
+    assert ratio == "1 packed sequences are not counted, 1 more than once" and "repeats or drops rows" in cause
 
 
 def test_ranks_whose_rows_are_not_summed_are_told(tmp_path: Path) -> None:
     ratio, cause = told(case(tmp_path, [1, 1, 0, 0, 0]))[2:]
-    assert ratio == "3 packs are not counted, 0 more than once" and "not summed over data ranks" in cause
+    assert ratio == "3 packed sequences are not counted, 0 more than once" and "not summed over data ranks" in cause
 
 
 def test_a_part_on_each_rank_that_would_add_up_is_a_sum_left_out(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_part_on_each_rank_that_would_add_up_is_a_sum_left_out(tmp_path: Path)
         seen.steps[0].gradients[name] = piece, value * (0.3, 0.7)[rank]  # type: ignore[index]
     stage, parameter, ratio, cause = told(of)
     assert (stage, parameter) == ("gradients of step 1", name)
-    assert ratio.startswith("/tensor, a part on each rank") and "over tensor ranks was left out" in cause
+    assert ratio.startswith("/tensor, a part on each rank") and "over tensor ranks is missing" in cause
     of.observed.many[1].steps[0].gradients[name][1].mul_(2)
     assert "was left out" not in told(of)[3]
 

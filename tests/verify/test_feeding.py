@@ -34,14 +34,14 @@ def test_rows_that_would_have_to_be_fetched_are_made_up(tmp_path: Path) -> None:
     source = given.data.train[0].model_copy(update={"path": "someone/rows"})
     given = given.model_copy(update={"data": given.data.model_copy(update={"train": [source]})})
     found = fed(given, 3)
-    assert found.words is None and "made data, for rows of someone/rows" in found.source and len(found.packs) == 3
+    assert found.words is None and "synthetic data, for rows of someone/rows" in found.source and len(found.packs) == 3
 
 
 def test_rows_that_cannot_be_used_are_made_up_and_it_is_told(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{nothing\n")
     found = fed(recipe(tmp_path, data={"train": str(bad)}), 3)
-    assert found.words is None and "made data" in found.source and "bad.jsonl" in found.source
+    assert found.words is None and "synthetic data" in found.source and "bad.jsonl" in found.source
 
 
 def test_made_packs_are_a_function_of_the_seed(tmp_path: Path) -> None:

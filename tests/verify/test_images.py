@@ -36,7 +36,7 @@ def test_its_own_images_come_first_and_only_eps_is_changed(tmp_path: Path) -> No
 def test_images_that_cannot_be_read_are_made_and_it_is_told(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     small = prepared(recipe(tmp_path, tmp_path / "empty"), Layout(shard=2), 3, tmp_path, full=False)
-    assert small.data.startswith("made data, for the recipe's cannot be used (") and "no images" in small.data
+    assert small.data.startswith("synthetic data, for the recipe's cannot be used (") and "no images" in small.data
     assert [item.rows for item in small.items] == [(f"made images image {number}",) for number in (1, 2, 3)]
 
 

@@ -311,8 +311,8 @@ class AdapterSet:
                 for below in (*asleep, *names[: names.index(name)])
             ):
                 raise ModelError(
-                    f"adapter {name!r} is DoRA, which scales the weight itself: no other adapter can lie below it. "
-                    "Put it first, or merge the others into the base"
+                    f"adapter {name!r} is DoRA, which scales the weight itself: no other adapter can be stacked below "
+                    "it. Put it first, or merge the others into the base"
                 )
         assert not self._merged, "adapters are switched while they are merged"
         self.active = names

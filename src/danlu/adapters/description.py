@@ -147,10 +147,10 @@ def stacked(path: str | Path) -> list[AdapterFolder]:
 def _with_below(path: Path, above: tuple[Path, ...]) -> Iterator[AdapterFolder]:
     folder = describe(path)
     if path.resolve() in above:
-        raise ModelError(f"{path / DANLU}: the adapter is said to lie below itself")
+        raise ModelError(f"{path / DANLU}: the adapter is said to be stacked on itself")
     for one in folder.below:
         if not is_adapter(one):
-            raise ModelError(f"{path}: was trained upon the adapter {one}, which is not there. Put it back")
+            raise ModelError(f"{path}: was trained on top of the adapter {one}, which is not there. Put it back")
         yield from _with_below(resolve_adapter(one), (*above, path.resolve()))
     yield folder
 

@@ -206,8 +206,8 @@ def _loaded_weight(adapters: AdapterSet, where: str, module: str) -> Tensor | No
     parts = [adapters.loaded_weight(site) for site in sites]
     if (lost := next((one for one, part in zip(sites, parts, strict=True) if part is None), None)) is not None:
         raise ModelError(
-            f"{where}: the start of this adapter (init_lora_weights) is a part of {lost.disk_name}, which is held in "
-            "few bits here, where its value is another. Leave out `quantization`, or merge the adapter into the base "
+            f"{where}: the start of this adapter (init_lora_weights) is a part of {lost.disk_name}, which is "
+            "quantized here, so its value is another. Leave out `quantization`, or merge the adapter into the base "
             "(`danlu merge`) and quantize the result"
         )
     return torch.cat([part for part in parts if part is not None])

@@ -163,7 +163,7 @@ def soft_prompt(site: Site, section: sections.Prompt, name: str, making: Making,
     elif making.encode is None:
         raise RecipeError("adapter.text: this run has no tokenizer to read it with. Leave adapter.text out")
     elif not (chosen := making.encode(section.text)):
-        raise RecipeError(f"adapter.text: {section.text!r} is not a single token. Give words, or leave it out")
+        raise RecipeError(f"adapter.text: {section.text!r} is not a single token. Give text, or leave it out")
     return prompt.Prompt(first, section.tokens, width, site.module.multiplier, chosen, making.device)
 
 

@@ -136,8 +136,8 @@ def common_below(stacks: Sequence[Sequence[AdapterFolder]]) -> list[AdapterFolde
     for stack, other in zip(stacks, under, strict=True):
         if other != under[0]:
             raise ModelError(
-                f"{stack[-1].path} was trained upon other adapters than {stacks[0][-1].path}: they change different "
-                "models. Merge each with those below it first"
+                f"{stack[-1].path} was trained on top of other adapters than {stacks[0][-1].path}: they change "
+                "different models. Merge each with those below it first"
             )
     return list(stacks[0][:-1])
 

@@ -128,7 +128,7 @@ def take_last(stack: list[AdapterFolder], paths: Sequence[str]) -> AdapterFolder
     last = resolve_adapter(paths[-1])
     if stack[-1].path.resolve() != last.resolve():
         raise ModelError(
-            f"{last}: lies below {stack[-1].path}, which was trained upon it, and so cannot be trained on above it. "
-            "Name it alone in model.adapters"
+            f"{last}: is stacked below {stack[-1].path}, which was trained on top of it, and so cannot be trained "
+            "on above it. Name it alone in model.adapters"
         )
     return stack.pop()

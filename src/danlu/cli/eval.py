@@ -220,7 +220,7 @@ def watched(packs: Packs) -> Iterator[Pack]:
     """Every pack, with what is done so far on a terminal."""
     from danlu.train.progress import RowProgress
 
-    with closing(RowProgress(sys.stderr, doing="scoring", units="packs")) as progress:
+    with closing(RowProgress(sys.stderr, doing="scoring", units="packed sequences")) as progress:
         for number in range(packs.packs_per_epoch):
             yield packs.at(number)
             if sys.stderr.isatty():

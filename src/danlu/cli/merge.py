@@ -31,7 +31,7 @@ def merge(
     force: Annotated[bool, typer.Option("--force", help="Also into another base than it was trained on.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the weights: auto (as the base), fp32, bf16 or fp16.")] = "auto",
     quantization: Annotated[
-        str | None, typer.Option(help="Merge into the base as it is in few bits (nf4, ...), as it was trained over.")
+        str | None, typer.Option(help="Merge into the base quantized so (nf4, ...), as it was trained over.")
     ] = None,
     as_adapter: Annotated[
         bool, typer.Option("--as-adapter", help="Write one LoRA folder from several instead of a whole model.")
@@ -114,7 +114,7 @@ def rounding_lines(merged: Merged) -> list[str]:
     name = str(merged.dtype).removeprefix("torch.")
     lines = []
     if merged.packed:
-        lines.append("the base is in few bits: merged into what they stand for, and written in full")
+        lines.append("the base is quantized: merged into its dequantized weights, and written unquantized")
     if not merged.rounding.by_name:
         return [*lines, f"written in {name}, as it was computed: nothing was rounded"]
     worst, most = merged.rounding.worst

@@ -27,7 +27,7 @@ def preview(
         list[str] | None,
         typer.Option(help="Show this row instead: alpaca.json:17 as in messages, or 17 for its number. Repeatable."),
     ] = None,
-    packs: Annotated[int, typer.Option(min=0, help="Packs to show, from where training begins.")] = 3,
+    packs: Annotated[int, typer.Option(min=0, help="Packed sequences to show, from where training begins.")] = 3,
     tokens: Annotated[
         int, typer.Option(min=0, help="Tokens to show of a sample, beginning and end; 0 for all, as --json has.")
     ] = 512,
@@ -38,7 +38,7 @@ def preview(
         bool, typer.Option("--json", help="One JSON object with ids, texts, weights and reasons, for scripts.")
     ] = False,
 ) -> None:
-    """See every token with its reason, the packs and the totals, of what `danlu train` would train on."""
+    """See every token with its reason, the packed sequences and the totals, of what `danlu train` would train on."""
     loaded = recipes.load(recipe, overrides or [])
     tell_early(f"reading the rows of {recipe}")
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.

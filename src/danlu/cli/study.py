@@ -31,7 +31,8 @@ def study(
         typer.Option(metavar="KEY=VALUE,VALUE", help="A key and its values. Repeatable: every combination is run."),
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="0,1,2", help="Run everything with each seed; the table has mean and spread.")
+        str | None,
+        typer.Option(metavar="0,1,2", help="Run everything with each seed; the table has mean and standard deviation."),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show what each run says, not only its last line.")

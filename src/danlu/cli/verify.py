@@ -40,7 +40,7 @@ def verify(
         bool, typer.Option("--traffic", help="Also count what a process sends, beside formulas.")
     ] = False,
     pretend: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Only --traffic, as one of so many pretended processes.")
+        int | None, typer.Option(min=2, metavar="N", help="Only --traffic, as one of a simulated world of this size.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which processes that wait have failed.")] = 300,
     inject: Annotated[
@@ -77,7 +77,10 @@ def verify(
     )
     if pretend is not None:
         layout, rows = proving.pretend(loaded.recipe, pretend, options)
-        _show(f"one of {pretend} pretended processes ({layout}) sends in a step with two micro-batches:", rows)
+        _show(
+            f"one process of a simulated world size of {pretend} ({layout}) sends in a step with two micro-batches:",
+            rows,
+        )
         return
     found, rows = proving.prove(recipe.name, loaded.recipe, options)
     _print(found)

@@ -137,6 +137,6 @@ def _check_capacity(lengths: np.ndarray, capacity: int) -> None:
     if too_long.size:
         first = int(too_long[0])
         raise DataError(
-            f"sample {first} has {int(lengths[first])} tokens and does not fit a pack of {capacity} "
+            f"sample {first} has {int(lengths[first])} tokens and does not fit a packed sequence of {capacity} "
             f"({too_long.size} such samples): raise data.max_length or let data.overlong shorten them"
         )

@@ -48,6 +48,11 @@ class Reason(IntEnum):
     PROMPT = 10
     COMPLETION = 11
 
+    @property
+    def label(self) -> str:
+        """What users read."""
+        return "end-of-turn" if self is Reason.TERMINATOR else self.name.lower()
+
 
 _CONTENT = {"system": Reason.SYSTEM, "user": Reason.USER, "tool": Reason.TOOL, "assistant": Reason.ASSISTANT}
 _THOUGHT_END = "</think>"

@@ -252,13 +252,13 @@ class _Frame:
 
     def _another(self) -> TrainingError:
         return TrainingError(
-            f"{self._where}: made again in the backward pass, it did not do what it did in the forward pass. Something "
+            f"{self._where}: recomputed in the backward pass, it did not do what it did in the forward pass. Something "
             "in it depends on what has changed since; train with `memory: {recompute: none}`, and please report this"
         )
 
 
 def _never(_: Any) -> Tensor:
-    raise AssertionError("what is made again for a backward pass has none of its own")
+    raise AssertionError("what is recomputed for a backward pass has none of its own")
 
 
 def _part_of_input(tensor: Tensor, number: int, whole: Tensor) -> tuple[int, _Place | None] | None:

@@ -72,7 +72,7 @@ def cheapest(costs: Sequence[LayerCosts], budget_bytes: int) -> list[LayerPlan]:
         if not frontier:
             raise RecipeError(
                 f"memory.recompute.budget: {_gib(budget_bytes)} GiB is less than the activations of a micro-batch need "
-                f"however much is made again: {_gib(least_bytes(costs))} GiB. Raise it, or lower batch.micro or "
+                f"however much is recomputed: {_gib(least_bytes(costs))} GiB. Raise it, or lower batch.micro or "
                 "data.max_length"
             )
     kinds: list[Kind] = []

@@ -19,7 +19,7 @@ class ScaleChange:
     overflow: bool
 
     def __str__(self) -> str:
-        why = "float16 overflow, update left out" if self.overflow else "no overflow for a while"
+        why = "float16 overflow, update skipped" if self.overflow else "no overflow for a while"
         return f"step {self.step}: loss scale {self.before:g} -> {self.after:g} ({why})"
 
 

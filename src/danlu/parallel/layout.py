@@ -116,7 +116,7 @@ def problems(section: Parallel, sizes: Sizes) -> Iterator[str]:
     elif sizes.intermediate % degree:
         yield f"parallel.tensor: {degree} does not divide the MLP's width of {sizes.intermediate}. Use {near}"
     elif sizes.vocabulary < degree:
-        yield f"parallel.tensor: {degree} is more than the {sizes.vocabulary} words of the vocabulary. Use {near}"
+        yield f"parallel.tensor: {degree} is more than the {sizes.vocabulary} tokens of the vocabulary. Use {near}"
 
 
 def divisors(number: int) -> list[int]:

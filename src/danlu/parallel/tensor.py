@@ -96,7 +96,7 @@ class Cutter:
         size, words = group.size, model.config.vocab_size
         if words < size:
             raise RecipeError(
-                f"parallel.tensor: {size} is more than the {words} words of the vocabulary. Use at most {words}"
+                f"parallel.tensor: {size} is more than the {words} tokens of the vocabulary. Use at most {words}"
             )
         bounds = [words * index // size for index in range(size + 1)]
         self._words = slice(bounds[group.index], bounds[group.index + 1])

@@ -12,7 +12,7 @@ from danlu.recipe.sections import Recipe, Section
 # Every other key matters. A key stands for everything below it.
 HARMLESS: dict[str, str] = {
     "batch.memory": "decides the micro-batch only",
-    "batch.micro": "the sum over a step's packs is the same up to rounding",
+    "batch.micro": "the sum over a step's packed sequences is the same up to rounding",
     "checkpoint": "when the run is saved, not what is computed; but `every` matters with `watch: rewind`",
     "compile": "the same mathematics, rounded differently",
     "data.cache": "where tokens are kept",
@@ -22,7 +22,7 @@ HARMLESS: dict[str, str] = {
     "evaluation.every": "when the model is judged, not how it is trained; but it matters with `evaluation.early_stop`",
     "evaluation.samples": "texts to read",
     "log": "what is written down",
-    "memory": "what is kept where and made again; the numbers are the same",
+    "memory": "what is kept where, and what is recomputed; the numbers are the same",
     "output": "where the run writes; a run folder may be moved",
     "parallel": "the same sums, in another order; but `reduce` matters",
     "threads": "the same mathematics, rounded differently",

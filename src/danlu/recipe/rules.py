@@ -137,7 +137,9 @@ def batch_size(recipe: Recipe) -> Iterator[Problem]:
     if batch.tokens is not None and packed and batch.tokens % data.max_length:
         below = batch.tokens // data.max_length * data.max_length
         nearby = f"{below} or {below + data.max_length}" if below else f"{data.max_length}"
-        message = f"{batch.tokens} is not a multiple of data.max_length {data.max_length}, the length of a pack. "
+        message = (
+            f"{batch.tokens} is not a multiple of data.max_length {data.max_length}, the length of a packed sequence. "
+        )
         yield Problem("batch.tokens", f"{message}Use {nearby}", reads=("data.max_length", "data.packing"))
         return
     if batch.tokens is not None and not packed:
@@ -149,7 +151,7 @@ def batch_size(recipe: Recipe) -> Iterator[Problem]:
         begin = min(batch.micro, packs)
         around = (n for distance in range(begin) for n in (begin - distance, begin + distance) if n <= packs)
         near = next((n for n in islice(around, MOST_TRIED) if packs % n == 0), 1)
-        message = f"{batch.micro} does not divide the {packs} packs of a step. Use {near}, or auto"
+        message = f"{batch.micro} does not divide the {packs} sequences of a step. Use {near}, or auto"
         yield Problem("batch.micro", message, reads=(*both, "data.max_length"))
 
 
@@ -325,7 +327,7 @@ def adapter_has_base(recipe: Recipe) -> Iterator[Problem]:
         message = "continue trains the last of model.adapters on, and there is none. Name one, or choose a kind"
         yield Problem("adapter.kind", message, reads=("model.adapters",))
     if isinstance(adapter, Dora) and model.adapters:
-        message = "dora scales the weights themselves, so nothing can lie below it; model.adapters does. Use kind: lora"
+        message = "dora scales the weights themselves, so it cannot be stacked on model.adapters. Use kind: lora"
         yield Problem("adapter.kind", message, reads=("model.adapters",))
     if isinstance(adapter, LowRank):
         if adapter.init == "loftq" and recipe.quantization is None:
@@ -353,7 +355,9 @@ def layout_suits(recipe: Recipe) -> Iterator[Problem]:
             message = "gradients are not sharded. Add shard: zero2 or zero3, or leave it out"
             yield Problem("parallel.accumulate", message, reads=("parallel.shard",))
     if parallel.sequence and parallel.tensor == 1:
-        message = "tokens are cut among tensor ranks, and parallel.tensor is 1. Raise it, or leave this out"
+        message = (
+            "tokens are sharded among tensor-parallel ranks, and parallel.tensor is 1. Raise it, or leave this out"
+        )
         yield Problem("parallel.sequence", message, reads=("parallel.tensor",))
     if parallel.workers == "threads":
         others = ("shard", "tensor", "pipeline", "context", "expert")
@@ -367,7 +371,7 @@ def layout_suits(recipe: Recipe) -> Iterator[Problem]:
         away = "activations" in recipe.memory.offload
         if away or recipe.memory.recompute.kind != "none":
             key = "memory.offload" if away else "memory.recompute.kind"
-            message = "threads run copies of the model at the same time, of which nothing is made again or put away"
+            message = "threads run copies of the model at the same time, of which nothing is recomputed or offloaded"
             yield Problem(key, f"{message}. Leave it out, or use workers: processes", reads=("parallel.workers",))
     if isinstance(optimizer, WHOLE_MATRICES) and (parallel.shard != "none" or parallel.tensor > 1):
         whole = "parallel.shard: none" if parallel.tensor == 1 else "parallel: {}, which keeps them whole"
@@ -377,7 +381,7 @@ def layout_suits(recipe: Recipe) -> Iterator[Problem]:
         )
         yield Problem("optimizer.kind", message, reads=("parallel.shard", "parallel.tensor"))
     if recipe.compile and parallel.tensor > 1:
-        message = "torch.compile does not follow what tensor ranks send each other. Leave it out"
+        message = "torch.compile does not follow the collectives of tensor parallelism. Leave it out"
         yield Problem("compile", message, reads=("parallel.tensor",))
 
 
@@ -392,7 +396,7 @@ def memory_suits(recipe: Recipe) -> Iterator[Problem]:
             message = "missing: a plan needs to know how many GiB activations may take"
             yield Problem("memory.recompute.budget", message, reads=("memory.recompute.kind",))
         if recipe.batch.micro == "auto":
-            message = "auto, but a plan of recomputation needs to know how many packs there are. Give a number"
+            message = "auto, but a plan of recomputation needs to know the size of a micro-batch. Give a number"
             yield Problem("batch.micro", message, reads=("memory.recompute.kind",))
     if recipe.compile and (recompute.kind != "none" or "activations" in memory.offload):
         message = (

@@ -82,9 +82,10 @@ def _steps(recipe: Recipe, packed: Packed, block: bool) -> dict[str, Any]:
 
 
 def _side(side: Side) -> dict[str, Any]:
-    packed = side.packed
+    packed, counted = side.packed, side.statistics
+    reasons = {Reason[reason.upper()].label: number for reason, number in counted.reasons.items()}
     return {
-        "statistics": {**side.statistics.to_json(), "trained_share": side.statistics.trained_share},
+        "statistics": {**counted.to_json(), "reasons": reasons, "trained_share": counted.trained_share},
         "lengths": [
             {"from": first, "to": last, "samples": number} for first, last, number in words.length_bins(side.lengths)
         ],

@@ -60,8 +60,9 @@ def _rows(rows: Sequence[ShownRow], data: Data, most: int | None) -> Iterator[st
     if not rows:
         return
     yield "<section><h2>Rows</h2>"
-    yield '<ul class="legend"><li><span class="run trained"><span>trained</span></span> carries loss</li>'
-    yield '<li><span class="run"><span>context</span></span> only read</li>'
+    trained, context = (text.partition(":")[2] for text in (words.TRAINED, words.CONTEXT))
+    yield f'<ul class="legend"><li><span class="run trained"><span>trained</span></span>{trained}</li>'
+    yield f'<li><span class="run"><span>context</span></span>{context}</li>'
     for reason in words.reasons_in(rows):
         tag = words.name(reason)
         yield f'<li><b class="tag r-{tag}">{tag}</b> {escape(words.ABOUT[reason])}</li>'
@@ -104,9 +105,9 @@ def _packs(overview: Overview, recipe: Recipe) -> Iterator[str]:
     packed = overview.train.packed
     if packed is None:
         return
-    yield f"<section><h2>Packs</h2><p>{escape(words.packs_title(packed, recipe.data))}</p>"
+    yield f"<section><h2>Packed sequences</h2><p>{escape(words.packs_title(packed, recipe.data))}</p>"
     if packed.first:
-        yield "<table><thead><tr><th>pack</th><th>filled</th><th>documents (tokens, row)</th></tr></thead><tbody>"
+        yield "<table><thead><tr><th>sequence</th><th>filled</th><th>documents (tokens, row)</th></tr></thead><tbody>"
         for number, pack in enumerate(packed.first):
             yield f"<tr><th>{number}</th><td>{_bar(pack, recipe.data)}</td><td>{_documents(pack)}</td></tr>"
         yield "</tbody></table>"
@@ -168,7 +169,7 @@ _COLOURS = {  # on a light ground, on a dark one; each with a contrast of 4.5 or
     "assistant": ("#15803d", "#4ade80"),
     "reasoning": ("#a16207", "#facc15"),
     "tool": ("#1d4ed8", "#60a5fa"),
-    "terminator": ("#b91c1c", "#f87171"),
+    "end-of-turn": ("#b91c1c", "#f87171"),
     "bos": ("#be185d", "#f472b6"),
     "eos": ("#b91c1c", "#f87171"),
     "text": ("#15803d", "#4ade80"),

@@ -119,8 +119,8 @@ def _pack(pack: Pack, data: Data, number: int) -> tuple[str, str]:
         named.append(f"{more} more")
     listed = " · ".join(named)
     if data.packing.kind == "none":
-        return listed, f"pack {number}"
-    return f"{bar(pack, data.max_length)} {pack.tokens / data.max_length:>6.1%}  {listed}", f"pack {number}"
+        return listed, f"sequence {number}"
+    return f"{bar(pack, data.max_length)} {pack.tokens / data.max_length:>6.1%}  {listed}", f"sequence {number}"
 
 
 def bar(pack: Pack, capacity: int) -> str:
@@ -149,7 +149,7 @@ class Plain:
         self._write(f"  {label:<15}{text}" if label else f"  {text}")
 
     def legend(self, reasons: Iterable[Reason]) -> None:
-        self._write("  trained: carries loss; context: only read")
+        self._write(f"  label mask: {words.TRAINED}; {words.CONTEXT}")
         for reason in reasons:
             self._write(f"  {f'[{words.name(reason)}]':<13} {words.ABOUT[reason]}")
         signs = ", ".join(f"{sign} {meaning}" for sign, meaning in words.SIGNS.items())
@@ -192,7 +192,7 @@ class Coloured:
         self._write((f"  {label:<15}" if label else "  ", "cyan"), (text, ""))
 
     def legend(self, reasons: Iterable[Reason]) -> None:
-        self._write(("  ", ""), ("trained, carries loss", "reverse"), ("  context, only read", ""))
+        self._write(("  label mask: ", ""), (words.TRAINED, "reverse"), (f"; {words.CONTEXT}", ""))
         for reason in reasons:
             self._write((f"  {words.name(reason):<11}", COLOURS[reason]), (f" {words.ABOUT[reason]}", ""))
         signs = ", ".join(f"{sign} {meaning}" for sign, meaning in words.SIGNS.items())

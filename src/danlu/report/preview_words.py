@@ -23,13 +23,16 @@ ABOUT = {
     Reason.ASSISTANT: "assistant's answer, with its tool calls",
     Reason.REASONING: "assistant's thoughts",
     Reason.TOOL: "result of a tool call",
-    Reason.TERMINATOR: "ends the assistant's turn",
+    Reason.TERMINATOR: "end-of-turn token",
     Reason.BOS: "beginning-of-text token",
     Reason.EOS: "end-of-text token",
     Reason.TEXT: "plain text",
     Reason.PROMPT: "prompt, given as a string",
     Reason.COMPLETION: "completion, given as a string",
 }
+
+TRAINED = "trained: its target carries loss"
+CONTEXT = "context: masked out (label -100), only read"
 
 INSIDE = "‥"
 SIGNS = {"↵": "newline", "⇥": "tab", "␣": "space", INSIDE: "rest of a character that the token before began"}
@@ -119,7 +122,7 @@ def reasons_in(rows: Iterable[ShownRow]) -> list[Reason]:
 
 
 def name(reason: Reason) -> str:
-    return reason.name.lower()
+    return reason.label
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -165,9 +168,10 @@ def measure_of(sample: ShownSample, number: int, of: int) -> str:
 def packs_title(packed: Packed, data: Data) -> str:
     kind = data.packing.kind
     if kind == "none":
-        return f"{many(packed.packs, 'sample')}, each a pack of its own (packing: none)"
+        return f"{many(packed.packs, 'sample')}, each a sequence of its own (packing: none)"
     return (
-        f"{many(packed.packs, 'pack')} of {count(data.max_length)} tokens ({kind}), {packed.efficiency:.1%} full: "
+        f"{many(packed.packs, 'packed sequence')} of {count(data.max_length)} tokens ({kind}), "
+        f"{packed.efficiency:.1%} full: "
         f"{many(packed.samples, 'sample' if kind == 'best-fit' else 'document')}, {tokens(packed.tokens)}"
     )
 
@@ -196,7 +200,11 @@ def facts(side: Side, data: Data) -> list[Fact]:
     rows = Fact("rows", count(found.rows))
     longest = f", the longest of {tokens(found.longest)}" if found.samples else ""
     trained = f"{count(found.tokens)}, {count(found.trained_tokens)} trained ({found.trained_share:.1%})"
-    bars = tuple((reason, number, number / found.tokens) for reason, number in found.reasons.most_common() if number)
+    bars = tuple(
+        (Reason[reason.upper()].label, number, number / found.tokens)
+        for reason, number in found.reasons.most_common()
+        if number
+    )
     return [
         rows,
         *_losses(found, data),
@@ -226,8 +234,8 @@ def _losses(found: Statistics, data: Data) -> Iterator[Fact]:
 def _endless(found: Statistics) -> Iterator[Fact]:
     if found.endless_answers:
         value = (
-            f"{count(found.endless_answers)} of {count(found.answers)} samples train an answer but not the token that "
-            "ends it, the first:"
+            f"{count(found.endless_answers)} of {count(found.answers)} samples train an answer but not its "
+            "end-of-turn token, the first:"
         )
         yield Fact("without end", value, (found.endless_example,))
 
@@ -251,16 +259,17 @@ def length_bins(lengths: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def steps(recipe: Recipe, overview: Overview) -> str | None:
-    """`8 packs a step: 21 steps an epoch, 42 in this run`; None where no run would begin."""
+    """`8 packed sequences a step: 21 steps an epoch, 42 in this run`; None where no run would begin."""
     packed = overview.train.packed
     if packed is None:
         return None
     per_step = recipe.batch.packs(recipe.data.max_length)
-    unit = "sample" if recipe.data.packing.kind == "none" else "pack"
+    unit = "sample" if recipe.data.packing.kind == "none" else "packed sequence"
     begin = f"{many(per_step, unit)} a step"
     if overview.block:
         return (
-            f"{begin}, {many(recipe.steps or 0, 'step')} in this run; these are the packs of the stream's first block"
+            f"{begin}, {many(recipe.steps or 0, 'step')} in this run; these are the sequences "
+            "of the stream's first block"
         )
     epoch = many(math.ceil(packed.packs / per_step), "step")
     if recipe.steps is not None:

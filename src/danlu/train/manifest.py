@@ -235,12 +235,12 @@ def read_manifest(path: Path) -> Manifest:
         mark = (path / MARK).read_bytes()
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path}: half-written, it has no {MARK} mark: the run was stopped while saving it. It cannot be used."
+            f"{path}: half-written, it has no {MARK} marker: the run was stopped while saving it. It cannot be used."
         ) from None
     try:
         expected = json.loads(mark)["manifest_sha256"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / MARK}: the mark is damaged ({error}).") from error
+        raise CheckpointError(f"{path / MARK}: the marker is damaged ({error}).") from error
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError as error:
@@ -248,7 +248,7 @@ def read_manifest(path: Path) -> Manifest:
     found = hashlib.sha256(text).hexdigest()
     if found != expected:
         raise CheckpointError(
-            f"{path / MANIFEST}: altered since it was written (SHA-256 {found[:12]}, the mark says {expected[:12]})."
+            f"{path / MANIFEST}: altered since it was written (SHA-256 {found[:12]}, the marker says {expected[:12]})."
         )
     try:
         return Manifest.from_json(text)

@@ -23,10 +23,11 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 Pieces = Mapping[str, Mapping[str, Piece]]
 """By group and name, the box of the whole that a tensor of this process is; what is left out is whole."""
 
-_IN_BLOCKS = "in blocks, which cannot be cut into other boxes"
+_IN_BLOCKS = "in blocks, which cannot be resharded"
 _ADVICE_FOR_BLOCKS = (
-    "State that is kept in blocks of a box (as 8-bit moments are) loads at the layout that saved it alone. Resume with "
-    "that `parallel:` section, or start a new run from the weights with optimizer adamw, whose state can be cut."
+    "State that is kept in blocks of a shard (as 8-bit moments are) loads with the strategy and world size that saved "
+    "it alone. Resume with that `parallel:` section, or start a new run from the weights with optimizer adamw, whose "
+    "state can be resharded."
 )
 _MOST_SHOWN = 10
 

@@ -127,7 +127,10 @@ def _of_gradient(first: Compared, comparison: Comparison, case: Case) -> tuple[s
         axis = _missing_sum(first, case)
         where = f"ranks {first.ranks[0]} and {first.ranks[1]} hold it with other numbers" if first.ranks else ""
         if axis is not None:
-            return f"/{axis}, a part on each rank ({where})", f"the sum of this gradient over {axis} ranks was left out"
+            return (
+                f"/{axis}, a part on each rank ({where})",
+                f"the all-reduce of this gradient over {axis} ranks is missing",
+            )
         return where, "processes that hold one parameter do not sum its gradient to the same"
     if case.task.likeness.tied and [one.name for one in wrong] == ["embed_tokens.weight"] and len(all_of) > 1:
         return _ratio_of(first, case), (
@@ -144,7 +147,7 @@ def _of_some_gradients(wrong: Sequence[Compared], case: Case) -> str:
     if wrong and all("norm" in (one.name or "") for one in wrong):
         return (
             "only norms are wrong: their gradients are parts of a sum (over tokens under sequence parallelism, over "
-            "rows under sharding), and one sum was left out or made twice"
+            "rows under sharding), and one all-reduce is missing or done twice"
         )
     if getattr(case.recipe.adapter, "dropout", 0.0):
         return "dropout masks of backward and forward pass that differ, or masks that are the same on every shard"
@@ -282,7 +285,7 @@ def _of_weights(first: Compared, case: Case) -> str:
 
 def _of_checkpoint(first: Compared) -> str:
     if first.stage.startswith("weights"):
-        return "weights do not come back as they were saved: boxes written or read at the wrong place"
+        return "weights do not come back as they were saved: shards written or read at the wrong offset"
     return (
         "weights come back as they were saved, and the next step differs: the optimizer's state was loaded for "
         "another shard or not at all, or the counter of steps or the place in the data"

@@ -49,12 +49,12 @@ def fed(recipe: Recipe, count: int) -> Fed:
     """So many packs: the recipe's first ones, or made ones with a reason where its data is not at hand."""
     remote = next((source.path for source in recipe.data.train if not is_local(source.path)), None)
     if remote is not None:
-        return Fed(made_packs(recipe, count), None, f"made data, for rows of {remote} would have to be fetched")
+        return Fed(made_packs(recipe, count), None, f"synthetic data, for rows of {remote} would have to be fetched")
     try:
         return _own(recipe, count)
     except DanluError as error:
         reason = str(error).splitlines()[0]
-        return Fed(made_packs(recipe, count), None, f"made data, for the recipe's cannot be used ({reason})")
+        return Fed(made_packs(recipe, count), None, f"synthetic data, for the recipe's cannot be used ({reason})")
 
 
 def _own(recipe: Recipe, count: int) -> Fed:

@@ -43,7 +43,7 @@ def prepared(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: 
         items, source = [pictures.at(number) for number in range(count)], "the recipe's own data"
     except DataError as error:
         items = made_images(recipe.seed, count)
-        source = f"made data, for the recipe's cannot be used ({str(error).splitlines()[0]})"
+        source = f"synthetic data, for the recipe's cannot be used ({str(error).splitlines()[0]})"
     optimizer, notes = (recipe.optimizer, []) if full else small_optimizer(recipe.optimizer)
     parameters = sum(parameter.numel() for parameter in lenet.LeNet5().parameters())
     return Prepared(

@@ -89,7 +89,7 @@ def prepared(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: 
         likeness=SmallDecoder(small.config, None if full else words),
         items=packs.packs if full and packs.words is not None else mapped(packs.packs, words),
         parameters=small.config.parameter_count(),
-        counted_in="packs",
+        counted_in="packed sequences",
         model=_said(small.config, config),
         data=packs.source,
         notes=small.notes,

@@ -57,7 +57,7 @@ class Prepared:
     likeness: Likeness
     items: Sequence[Item]
     parameters: int
-    counted_in: str  # "packs", "images"
+    counted_in: str  # "packed sequences", "images"
     model: str  # in words
     data: str  # where items are from, in words
     notes: Sequence[str] = ()  # what is not as the recipe says, beside sizes

@@ -65,7 +65,7 @@ class Task:
     traffic: bool = False
     reshards: bool = True  # whether each side takes up the other's checkpoint; or its own, where state cannot be cut
     fault: str | None = None  # of `faults.FAULTS`, injected into the processes of the layout
-    counted_in: str = "packs"  # what items are called
+    counted_in: str = "packed sequences"  # what items are called
     timeout_s: float = 300.0
 
 

@@ -80,7 +80,7 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     recipe, layout = _layout(recipe, options, about)
     recipe = _comparable(recipe, layout, options, about)
     if _in_blocks(recipe):
-        about.append("8-bit optimizer state is resumed at the layout that saved it: its blocks cannot be cut otherwise")
+        about.append("8-bit optimizer state is resumed at the layout that saved it: its blocks cannot be resharded")
     per_step = 2 * layout.data + 1  # so that data ranks have other numbers of items
     held_out = layout.data + 2
     count = per_step * (options.steps + 1) + held_out

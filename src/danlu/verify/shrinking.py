@@ -164,7 +164,7 @@ def _stored_in_bits(path: str) -> sections.QuantizationSection | None:
         return None
     kinds = {"nf4": sections.Nf4, "fp4": sections.Fp4}
     if stored.kind not in kinds:
-        raise ModelError(f"{file}: weights stored as {stored.kind} have no small likeness. Use --full")
+        raise ModelError(f"{file}: weights stored as {stored.kind} have no small proxy. Use --full")
     return kinds[stored.kind](double=stored.double)
 
 

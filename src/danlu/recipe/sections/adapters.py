@@ -191,7 +191,7 @@ class Prompt(Section):
     tokens: PositiveInt = 20
     """Length of the soft prompt."""
     text: str | None = None
-    """Start from the embeddings of this text, cut or repeated to length; by default from random words."""
+    """Start from the embeddings of this text, cut or repeated to length; by default from random tokens."""
 
 
 class Continue(Section):

@@ -1,4 +1,4 @@
-"""A frozen base in few bits."""
+"""A quantized frozen base."""
 
 from __future__ import annotations
 

@@ -29,16 +29,16 @@ class Source(Section):
 
 
 class Packing(Section):
-    """How samples are laid into packs. Attention never crosses samples, whatever the kind."""
+    """How samples are packed into sequences. Attention never crosses samples, whatever the kind."""
 
     short = "kind"
     switch = ("best-fit", "none")
 
     kind: Literal["best-fit", "concatenate", "none"] = "best-fit"
-    """best-fit fills packs of max_length with whole samples; concatenate (text only) joins documents with an
-    end-of-text token and cuts every max_length tokens; none makes each sample a pack of its own (still no padding)."""
+    """best-fit fills packed sequences of max_length with whole samples; concatenate (text only) joins documents with an
+    end-of-text token and cuts every max_length tokens; none makes each sample a sequence of its own (no padding)."""
     window: PositiveInt = 4096
-    """Samples looked at together when filling packs; larger packs tighter, smaller keeps the shuffled order closer."""
+    """Samples looked at together when packing; larger packs tighter, smaller keeps the shuffled order closer."""
 
 
 class Data(Section):
@@ -51,13 +51,14 @@ class Data(Section):
     eval: list[Source] | Annotated[float, Field(gt=0, lt=1)] | PositiveInt | None = None
     """Held-out rows: a share (0.02), a number of rows (200), or sources of its own."""
     max_length: PositiveInt = 1024
-    """Longest sample, and length of a pack, in tokens."""
+    """Longest sample, and length of a packed sequence, in tokens."""
     packing: Packing = Packing()
-    """How samples are laid into packs: true or best-fit, false or none, or concatenate."""
+    """How samples are packed into sequences: true or best-fit, false or none, or concatenate."""
     overlong: Literal["truncate", "split", "drop"] = "truncate"
     """What happens to a row longer than max_length; counted and shown in every case."""
     train_on: Literal["all", "assistant", "last"] = "assistant"
-    """Which messages of a conversation carry loss: every one, every assistant turn, or only the last assistant turn."""
+    """The label mask of conversations: which messages carry loss, every one, every assistant turn, or only the last
+    assistant turn."""
     system: str | None = None
     """System prompt for conversations that have none."""
     on_bad_row: Literal["error", "skip"] = "error"

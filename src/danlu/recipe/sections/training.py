@@ -24,7 +24,7 @@ class Schedule(Section):
 
 
 class BatchSize(Section):
-    """What one optimizer step sees, whatever the machine: never changed by micro-batching or layout."""
+    """The global batch: what one optimizer step sees, whatever the world size, strategy or micro-batch size."""
 
     short = "sequences"
     one_of = ("tokens", "sequences")
@@ -32,9 +32,10 @@ class BatchSize(Section):
     tokens: PositiveInt | None = None
     """Tokens in a step; a multiple of data.max_length when packing."""
     sequences: PositiveInt | None = None
-    """Packs in a step (rows, without packing; images, with stage classify)."""
+    """Packed sequences in a step (rows, without packing; images, with stage classify)."""
     micro: PositiveInt | Literal["auto"] = "auto"
-    """Packs that go through the model at once; auto finds the most that fit in `memory`."""
+    """Micro-batch size: packed sequences that go through the model at once; auto finds the most that fit in
+    `memory`."""
     memory: Annotated[float, Field(gt=0)] | None = None
     """Budget in GiB for auto; by default most of what is free."""
 
@@ -61,8 +62,8 @@ class Watch(Section):
     short = "policy"
 
     policy: Literal["warn", "skip", "rewind"] = "warn"
-    """warn reports it; skip leaves the update out; rewind goes back to the last checkpoint and leaves those rows
-    out."""
+    """warn reports it; skip skips the update; rewind goes back to the last checkpoint and skips those rows
+    from then on."""
     loss_spike: Annotated[float, Field(gt=0)] | None = 6.0
     """A loss this many robust standard deviations above the recent median is a spike."""
     gradient_norm: Annotated[float, Field(gt=0)] | None = None

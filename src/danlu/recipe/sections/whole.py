@@ -32,7 +32,7 @@ class Recipe(Section):
     """Train few parameters beside a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, vera,
     mora, ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on."""
     quantization: Quantization | None = None
-    """Hold the frozen base in few bits: nf4, fp4, int8, int4."""
+    """Quantize the frozen base: nf4, fp4, int8, int4."""
     optimizer: Optimizer = AdamW()
     """How gradients become updates: adamw, adamw8bit, paged-adamw, galore, sgd, adafactor, lion or muon."""
     schedule: Schedule = Schedule()
@@ -49,7 +49,7 @@ class Recipe(Section):
     bf16 multiplies faster on this machine (CPUs without AMX: fp32) and writes it into the run's recipe.yaml; a run that
     is resumed keeps it."""
     parallel: Parallel = Parallel()
-    """How the run is spread over processes: none (DDP), zero1, zero2, zero3, tensor, sequence."""
+    """The parallelism strategy: none (DDP), zero1, zero2, zero3 (FSDP), tensor, sequence."""
     memory: Memory = Memory()
     """Recompute and offload."""
     loss: LossOptions = LossOptions()
