@@ -43,6 +43,48 @@ VERBS: dict[str, Verb] = {
 }
 
 
+# What people ask for by another tool's word, or by a word that stands below a verb: what to type here.
+INSTEAD = {
+    "api": "`danlu generate` for one prompt; a server such as vLLM reads the model folder of a run as it is",
+    "convert": "`danlu checkpoint export` (a checkpoint as a model), `danlu merge` or `danlu quantize`",
+    "copy": "`danlu recipes copy`",
+    "download": "`danlu train` with a hub id in model.path downloads what it needs",
+    "dpo": "stage: sft or pretrain; preferences are not trained yet",
+    "evaluate": "`danlu eval`",
+    "export": "`danlu checkpoint export`",
+    "finetune": "`danlu train`",
+    "fine-tune": "`danlu train`",
+    "fit": "`danlu train`",
+    "help": "`danlu --help`",
+    "infer": "`danlu generate`",
+    "inference": "`danlu generate`",
+    "init": "`danlu recipes copy sft`",
+    "launch": "`danlu train RECIPE --processes N`",
+    "list": "`danlu recipes list` or `danlu checkpoint list RUN`",
+    "new": "`danlu recipes copy sft`",
+    "perplexity": "`danlu eval`",
+    "predict": "`danlu generate`",
+    "pretrain": "`danlu recipes copy pretrain`, then `danlu train`; stage: pretrain in a recipe",
+    "prune": "`danlu checkpoint prune`",
+    "resume": "`danlu train` with the same recipe goes on where it stopped (--resume)",
+    "run": "`danlu train`",
+    "schema": "`danlu recipes schema`",
+    "serve": "`danlu chat` or `danlu generate`; a server such as vLLM reads the model folder of a run as it is",
+    "sft": "`danlu recipes copy sft`, then `danlu train`; stage: sft in a recipe",
+    "sweep": "`danlu study`",
+    "test": "`danlu eval`",
+    "tokenize": "`danlu preview`",
+    "tune": "`danlu train`",
+    "webui": "`danlu chat`, in the terminal",
+}
+
+
+def instead_of(word: str) -> str | None:
+    """What to type for a verb of another name; of a verb itself, its help. None for a word that is neither."""
+    word = word.lower()
+    return f"`danlu {word} --help`" if word in VERBS else INSTEAD.get(word)
+
+
 def resolve(target: str) -> Any:
     """The object that `package.module:Name` stands for; importing it is the caller's cost."""
     module, _, name = target.partition(":")

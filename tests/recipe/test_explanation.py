@@ -11,6 +11,8 @@ from danlu.recipe import explain, load
 from danlu.recipe.explanation import keys
 from danlu.recipe.forms import fields, item, sections
 from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.words import ELSEWHERE
+from danlu.registry import INSTEAD, VERBS
 
 Write = Callable[..., str]
 
@@ -80,6 +82,45 @@ def test_unknown_keys(key: str, guess: str) -> None:
     with pytest.raises(RecipeError) as caught:
         explain(key)
     assert str(caught.value).startswith(f"no recipe has the key {key!r}. Did you mean {guess}?")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("lora", "'lora' is a value of adapter: set adapter to lora. It has targets, modules_to_save, rank, alpha,"),
+        ("LoRA", "'LoRA' is a value of adapter: set adapter to lora"),
+        ("nf4", "set quantization to nf4. It has block, double: `danlu explain quantization.block`"),
+        ("zero3", "'zero3' is a value of parallel.shard: set parallel.shard to zero3. `danlu explain parallel.shard`"),
+        ("cosine", "'cosine' is a value of schedule: set schedule to cosine"),
+        (
+            "serve",
+            "'serve' is no key of a recipe but a thing to do: `danlu chat` or `danlu generate`; a server such as",
+        ),
+        ("export", "'export' is no key of a recipe but a thing to do: `danlu checkpoint export`"),
+        ("train", "'train' is no key of a recipe but a thing to do: `danlu train --help`"),
+        ("bf16", "Did you mean 'precision'?"),
+        ("lora_rank", "Did you mean 'adapter.rank'?"),
+        ("lora-rank", "Did you mean 'adapter.rank'?"),
+        ("per_device_train_batch_size", "Did you mean 'batch.micro'?"),
+    ],
+)
+def test_words_that_people_try(word: str, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        explain(word)
+    assert said in str(caught.value)
+
+
+def test_every_word_that_people_try_leads_somewhere() -> None:
+    """Each verb, each kind of a section, and each key of another tool."""
+    known = set(keys())
+    assert len(ELSEWHERE) > 100
+    assert {word: key for word, key in ELSEWHERE.items() if key not in known} == {}
+    kinds = {kind for key in known for kind in explain(key).allowed}
+    assert {"lora", "muon", "nf4"} <= kinds
+    for word in {*VERBS, *INSTEAD, *kinds, *ELSEWHERE} - known:
+        with pytest.raises(RecipeError) as caught:
+            explain(word)
+        assert "set " in str(caught.value) or "thing to do" in str(caught.value) or "Did you mean" in str(caught.value)
 
 
 def test_every_key_can_be_explained_and_says_what_it_is() -> None:

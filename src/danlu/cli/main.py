@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from danlu import __version__
 from danlu.errors import DanluError, InternalError, RecipeError, ResourceError, Stopped
-from danlu.registry import VERBS, Verb, resolve
+from danlu.registry import INSTEAD, VERBS, Verb, resolve
 from danlu.terminal import echo, printable, tell
 
 BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
@@ -147,6 +148,9 @@ def _usage(error: Any) -> list[str]:
     """``No such option: --stpes. See `danlu train --help` ``; nothing when the help itself has just been shown."""
     said = error.format_message()
     context = getattr(error, "ctx", None)
+    unknown = re.match(r"No such command '([^']*)'\.", said)
+    if unknown is not None and context is not None and context.parent is None and unknown[1] in INSTEAD:
+        said = f"{unknown[0]} Use {INSTEAD[unknown[1]]}"
     end = "" if said.endswith((".", "?")) else "."
     return [f"{said}{end} See `{context.command_path if context is not None else 'danlu'} --help`"] if said else []
 

@@ -13,6 +13,7 @@ from danlu.recipe.forms import Hint, choices, fields, item, kinds, sections
 from danlu.recipe.loading import Loaded
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.words import ELSEWHERE, describe, nearest
+from danlu.registry import instead_of
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,37 @@ def _first_line(section: type[Section]) -> str:
     return (section.__doc__ or "").partition("\n")[0]
 
 
+def _as_verb(word: str) -> str | None:
+    instead = instead_of(word)
+    return None if instead is None else f"is no key of a recipe but a thing to do: {instead}"
+
+
+def _as_value(word: str) -> str | None:
+    """Which keys take a word as their value, and what else such a section has."""
+    found = {}
+    for key in keys():
+        for section, name, _ in _owners(key):
+            hint = fields(section)[name]
+            if word in (*kinds(hint), *choices(hint)):
+                found.setdefault(key.removesuffix(".kind"), kinds(hint).get(word))
+    if not found:
+        return None
+    key, variant = next(iter(found.items()))
+    others = [name for name in fields(variant) if name != "kind"] if variant is not None else []
+    more = f" It has {', '.join(others)}: `danlu explain {key}.{others[0]}`" if others else f" `danlu explain {key}`"
+    return f"is a value of {' and of '.join(found)}: set {key} to {word}.{more}"
+
+
 def _unknown(key: str) -> str:
     known = keys()
+    what = _as_value(key.lower()) or _as_verb(key)
+    if what is not None:
+        return f"{key!r} {what}"
     last = key.rpartition(".")[2]
     same_name = [other for other in known if other.rpartition(".")[2] == last]
-    guess = ELSEWHERE.get(key) or (same_name[0] if same_name else nearest(key, known)) or nearest(last, known)
+    guess = (
+        ELSEWHERE.get(key.lower().replace("-", "_"))
+        or (same_name[0] if same_name else nearest(key, known))
+        or nearest(last, known)
+    )
     return f"no recipe has the key {key!r}.{f' Did you mean {guess!r}?' if guess else ''} `danlu explain` lists them"
