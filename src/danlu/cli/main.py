@@ -22,8 +22,27 @@ INTERRUPTED = 128 + 2
 # The base of every "wrong option" error. It has no public name that old typer (with click) and new (without) share.
 UsageProblem: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
+COMPLETE = "_DANLU_COMPLETE"
+"""The environment variable with which a shell's script asks for completions: the name of the shell."""
+
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 HEADINGS = ("Begin", "Train", "Use", "Look")  # of the help page, in order; each verb names its own
+
+
+def show_script(shell: str | None) -> None:
+    if shell is not None:
+        from danlu.cli.completing import script
+
+        echo(script(shell), end="")
+        raise typer.Exit
+
+
+def install_script(shell: str | None) -> None:
+    if shell is not None:
+        from danlu.cli.completing import install
+
+        echo(install(shell))
+        raise typer.Exit
 
 
 def show_version(wanted: bool) -> None:
@@ -51,7 +70,11 @@ class Verbs(TyperGroup):
             for row, (name, about) in enumerate(verbs):
                 table.add_row("" if row else heading, name, about)
         console.print(table)
-        console.print("\n--version, --install-completion and --show-completion are the only options without a verb.")
+        console.print(
+            "\nOptions without a verb: [cyan]--version[/cyan]; [cyan]--install-completion SHELL[/cyan], so that"
+        )
+        console.print("Tab completes verbs, options and keys of a recipe in bash, zsh or fish;")
+        console.print("[cyan]--show-completion SHELL[/cyan] prints what that would install.\n")
         console.print("Begin with [cyan]danlu demo[/cyan], or [cyan]danlu recipes copy sft[/cyan].")
 
 
@@ -61,6 +84,16 @@ app = typer.Typer(name="danlu", cls=Verbs, context_settings=HELP_OPTIONS)
 @app.callback()
 def danlu(
     version: Annotated[bool, typer.Option("--version", "-V", is_eager=True, callback=show_version)] = False,
+    show_completion: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHELL", is_eager=True, callback=show_script, help="Print the script that completes danlu's words."
+        ),
+    ] = None,
+    install_completion: Annotated[
+        str | None,
+        typer.Option(metavar="SHELL", is_eager=True, callback=install_script, help="Write it where SHELL reads it."),
+    ] = None,
 ) -> None:
     """丹炉 trains large language models from one recipe, on a laptop CPU or a cluster."""
 
@@ -107,9 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
+        if COMPLETE in os.environ:  # the shell asks what could be typed next
+            from danlu.cli.completing import answer
+
+            echo(answer(os.environ), end="")
+            return 0
         whole = group()
-        if "_DANLU_COMPLETE" in os.environ:  # the shell asks what could be typed next; typer answers and exits
-            whole.main(given, prog_name="danlu")
         with whole.make_context("danlu", given) as context:
             whole.invoke(context)
         sys.stdout.flush()

@@ -142,7 +142,7 @@ def _as_verb(word: str) -> str | None:
 
 def _as_value(word: str) -> str | None:
     """Which keys take a word as their value, and what else such a section has."""
-    found = {}
+    found: dict[str, type[Section] | None] = {}
     for key in keys():
         for section, name, _ in _owners(key):
             hint = fields(section)[name]
