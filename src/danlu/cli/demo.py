@@ -36,7 +36,7 @@ def demo(
         raise typer.Exit(result.exit_code)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for line in (*answer_lines(result, colour), "", *next_lines(result.place, program())):
-        print(line)  # with its own colours; the rest is printable already
+        print(line)  # noqa: T201  with its own colours; the rest is printable already
 
 
 def _say(text: str) -> None:
