@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,20 @@ def test_a_dry_run_of_a_run_that_would_go_on_changes_none_of_its_bytes(
     assert "all is ready for step 9" in capsys.readouterr().err and not (tmp_path / "branch").exists()
     assert danlu("train", recipe, "--resume", run / "checkpoints" / "step-00000004") == 0
     assert everything(run) != before, "the same without --dry-run"
+
+
+@pytest.mark.distributed
+def test_a_dry_run_of_two_processes_leaves_nothing_either(
+    tiny_world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    recipe = tiny_world.recipe(tmp_path / "run")
+    assert danlu("train", recipe, "--dry-run", "--processes", "2") == 0
+    assert capfd.readouterr().err.splitlines()[-1].startswith("dry run: all is ready for step 1")
+    left = {path.name for path in tmp_path.iterdir()} - {"tmp"}
+    assert left == {"run.yaml"} and not list((tmp_path / "tmp").glob("danlu-*"))
 
 
 def test_a_dry_run_finds_what_a_run_would(

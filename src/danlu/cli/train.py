@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -16,6 +19,7 @@ from danlu.adapters.description import is_adapter
 from danlu.cli.working import print_into, work
 from danlu.errors import RecipeError
 from danlu.models.folder import LENET, model_type
+from danlu.parallel.endings import ENDING
 from danlu.parallel.layout import layout_of
 from danlu.parallel.world import World, found
 from danlu.recipe import Loaded, Recipe
@@ -62,7 +66,14 @@ def train(
     else:
         layout_of(loaded.recipe.parallel, processes)  # a layout that does not fit is told before any process starts
         flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
-        code = _launch(loaded.recipe, [str(recipe), *(overrides or []), *flags], resume, processes)
+        with TemporaryDirectory(prefix="danlu-dry-run-") if dry_run else nullcontext() as logs:
+            code = _launch(
+                loaded.recipe,
+                [str(recipe), *(overrides or []), *flags],
+                resume,
+                processes,
+                Path(logs) if logs else None,
+            )
     if code:
         raise typer.Exit(code)
 
@@ -70,7 +81,7 @@ def train(
 def _share(world: World, recipe: Path, overrides: list[str], resume: str, dry_run: bool, quiet: bool) -> int:
     """What one process of several does."""
     loaded = recipes.load(recipe, overrides)
-    tell = print_into(world, Path(loaded.recipe.output).expanduser())
+    tell = print_into(world, _folder_of_a_dry_run() if dry_run else Path(loaded.recipe.output).expanduser())
     # Here: see `_train`.
     from danlu.parallel.joining import join, leave
 
@@ -80,8 +91,17 @@ def _share(world: World, recipe: Path, overrides: list[str], resume: str, dry_ru
     return code
 
 
-def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: int) -> int:
-    """Runs the verb with the same arguments in so many processes."""
+def _folder_of_a_dry_run() -> Path:
+    """For what processes print: the launcher's folder, or one of this process's own."""
+    told = os.environ.get(ENDING)
+    return Path(tempfile.mkdtemp(prefix="danlu-dry-run-")) if told is None else Path(told).parent.parent
+
+
+def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: int, logs: Path | None) -> int:
+    """Runs the verb with the same arguments in so many processes.
+
+    logs: of a dry run, the folder that they print into; None where that is the run's.
+    """
     # Here: see `_train`.
     from danlu.cli.launching import launch
     from danlu.train.checkpoint import CheckpointStore
@@ -91,8 +111,9 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
 
     folder = Path(recipe.output).expanduser()
     refuse_strangers(folder)
-    with RunLock(folder):  # let go again for rank 0 of the processes: only a run that is going on should hinder them
-        pass
+    if logs is None:
+        with RunLock(folder):  # let go again for rank 0: only a run that is going on should hinder the processes
+            pass
     began = time.time()
 
     def command(attempt: int) -> list[str]:
@@ -108,7 +129,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
     return launch(
         command,
         processes,
-        folder,
+        logs or folder,
         restarts=recipe.parallel.restarts,
         threads=recipe.threads,
         from_where=from_where,
