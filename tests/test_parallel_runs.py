@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from made import assess_side
 from made.group import run_group
 from made.parallel_runs import interrupted, train
-from made.tiny_world import World, write_rows
+from made.tiny_world import World, last_state, write_rows
 from safetensors.torch import load_file
 from torch import Tensor
 
 from danlu.numerics.difference import worst_relative_error
+from danlu.train.manifest import verify
 
 pytestmark = pytest.mark.distributed
 
@@ -159,6 +161,21 @@ def test_a_run_goes_on_at_another_number_of_processes_and_layout(
     start(recipe(tiny_world, folder, place.name, kind, layout), layout)
     assert distance(weights(place, kind), weights(undisturbed[kind, "one"], kind)) < 2e-5
     assert [line["step"] for line in lines(place) if "loss" in line] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_samples_that_fail_are_an_error_of_all_processes_and_lose_no_step(
+    tiny_world: World, folder: Path, everywhere: bool
+) -> None:
+    samples = {"every": 3, "samples": {"prompts": ["Who?"], "max_new_tokens": 4}}
+    name = f"failing-{everywhere}"
+    file = recipe(tiny_world, folder, name, "full", "zero3", evaluation=samples, checkpoint={"every": 100})
+    found = run_group(assess_side.ended, 2, file, 1, not everywhere)
+    assert found == [("ModelError", "step 3, while evaluating: not finite at position 9")] * 2
+    path, _, state = last_state(folder / name)
+    assert path.name == "step-00000003" and verify(path) == []
+    assert state["run"]["assessed_step"] == 0, "a resumed run evaluates this step again"
 
 
 def test_at_the_end_of_uneven_data_no_row_is_dropped_and_nobody_waits(tiny_world: World, folder: Path) -> None:

@@ -1,0 +1,41 @@
+"""Runs of several processes whose samples fail on one of them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from danlu import run
+from danlu.errors import DanluError, ModelError
+from danlu.language import PlacedDecoder
+from danlu.parallel.comm import world_size
+from danlu.recipe import load
+from danlu.train.state import Generate
+
+
+def ended(file: str, failing: int, rank_only: bool) -> tuple[str, str]:
+    """Trains a recipe; what it ended with on this process: the kind of error, and its text.
+
+    failing: rank on which samples fail; without rank_only on all of them.
+    """
+    torch.set_num_threads(1)
+    rank = torch.distributed.get_rank()
+
+    def generate(placed: PlacedDecoder) -> Generate:
+        def write(prompts: Sequence[str]) -> list[str]:
+            if rank == failing or not rank_only:
+                raise ModelError("not finite at position 9")
+            return [""] * len(prompts)
+
+        return write
+
+    PlacedDecoder.generate = generate  # type: ignore[method-assign]
+    assert world_size() == 2
+    try:
+        run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
+    except DanluError as error:
+        return type(error).__name__, str(error)
+    return "", "finished"
