@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from danlu.models import attend, attention_kernels
-from danlu.models.attend import PackedAttention, ReferenceAttention, document_attention, masked_attention, visible
+from danlu.models.attend import PackedAttention, ReferenceAttention, masked_attention, visible
 
 BOUNDARIES = (0, 5, 6, 23, 40)
 
@@ -89,7 +89,8 @@ def test_packed_equals_one_document_at_a_time() -> None:
     tensors = inputs(2)
     together = PackedAttention(BOUNDARIES)(0, *tensors, scale=0.3, window=None, softcap=None)
     for start, end in itertools.pairwise(BOUNDARIES):
-        alone = document_attention(*(x[start:end] for x in tensors), scale=0.3, window=None, softcap=None)
+        document = PackedAttention((0, end - start))
+        alone = document(0, *(x[start:end] for x in tensors), scale=0.3, window=None, softcap=None)
         torch.testing.assert_close(together[start:end], alone, rtol=0, atol=0)
 
 

@@ -79,19 +79,6 @@ class PackedAttention:
         return self._masks[window]
 
 
-def document_attention(
-    q: Tensor,  # [S, H, C]
-    k: Tensor,  # [S, K, C]
-    v: Tensor,  # [S, K, C]
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:  # [S, H, C]
-    """Causal attention of one document."""
-    return PackedAttention((0, q.shape[0]))(0, q, k, v, scale=scale, window=window, softcap=softcap)
-
-
 def _whole_document(q: Tensor, k: Tensor, v: Tensor, scale: float, kernels: Kernels) -> Tensor:
     """A document [S, heads, C] by the kernel that torch picks."""
     length = q.shape[0]

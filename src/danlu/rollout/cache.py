@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.models.attend import attention_scores, document_attention, visible
+from danlu.models.attend import PackedAttention, attention_scores, visible
 
 # Rows are added this many tokens at a time, and at least half of what is there: copying stays a small, constant
 # share of the work however long the text gets.
@@ -117,6 +117,7 @@ class CachedAttention:
         self._one_each = all(count == 1 for count in counts)
         self._level = self._one_each and len(set(past)) == 1  # every sequence is equally long: no masks
         self._masks: dict[int | None, Tensor] = {}
+        self._documents: dict[int, PackedAttention] = {}  # by length: prompts, kept for what all layers share
 
     def __call__(
         self,
@@ -140,11 +141,9 @@ class CachedAttention:
             keys[row, :, past:total] = k[start:end].transpose(0, 1)
             values[row, :, past:total] = v[start:end].transpose(0, 1)
             if past == 0:  # nothing cached: the prompt is a document like any other
-                pieces.append(
-                    document_attention(
-                        q[start:end], k[start:end], v[start:end], scale=scale, window=window, softcap=softcap
-                    )
-                )
+                document = self._documents.setdefault(count, PackedAttention((0, count)))
+                own = q[start:end], k[start:end], v[start:end]
+                pieces.append(document(layer, *own, scale=scale, window=window, softcap=softcap))
             else:
                 first = 0 if window is None else max(0, past - window + 1)
                 seen = keys[row, :, first:total], values[row, :, first:total]
