@@ -129,6 +129,22 @@ def test_a_changed_setting_or_file_is_tokenised_anew(tokenizer: Path, tmp_path: 
     assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.name not in NOT_STORES]) == 3
 
 
+def test_another_format_of_the_same_file_is_tokenised_anew(tokenizer: Path, tmp_path: Path) -> None:
+    rows = [{**row, "text": "Once upon a time."} for row in conversations(0, 3)]
+    path = write(tmp_path / "both.jsonl", rows)
+
+    def as_format(format: Any) -> list[tuple[list[int], list[float], str]]:
+        data = Data(train=[Source(path=str(path), format=format)], cache=str(tmp_path / "cache"), workers=1)
+        found = prepare(data, stage="sft", tokenizer_path=str(tokenizer), chat_template=None, seed=0)
+        assert found.train is not None
+        return contents(found.train)
+
+    messages = as_format("messages")
+    text = as_format("text")
+    assert messages != text and len({tuple(tokens) for tokens, _, _ in text}) == 1
+    assert as_format("auto") == messages and as_format("text") == text
+
+
 def test_held_out_rows_are_never_trained_on(tokenizer: Path, cache: Path, chat: Path) -> None:
     for wanted, expected in ((0.2, 12), (7, 7)):
         prepared = ready(tokenizer, cache, chat, eval=wanted)
