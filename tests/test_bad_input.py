@@ -16,8 +16,11 @@ import torch
 from made.tiny_world import CONFIG, World, danlu, differences, last_state, write_rows
 from safetensors.torch import load_file, save_file
 
-from danlu import run
+from danlu import memory_estimate, run
+from danlu.errors import ModelError
 from danlu.models import saving
+from danlu.models.families import read_config_values
+from danlu.recipe import load
 from danlu.train.lock import RunLock
 from danlu.train.manifest import verify
 
@@ -352,6 +355,51 @@ def test_a_resumed_run_does_not_need_the_weights_it_began_from(tiny_world: World
 def test_a_model_with_fewer_tokens_than_its_tokenizer(refused: Train) -> None:
     said = refused(4, model={"config": {**CONFIG, "vocab_size": 300}})
     assert "the tokenizer has 400 tokens, the model embeds only 300: ids from 300 on would have no embedding" in said
+
+
+@pytest.mark.parametrize(
+    ("sizes", "code", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, 4, "model.config: num_hidden_layers: 1,000,000 layers; at most 10,000 can be"),
+        ({"intermediate_size": 10**9}, 4, "model.config: a model of 192,000,006,368 parameters, whose weights alone"),
+        ({"hidden_size": 2**30, "head_dim": 8}, 4, "(the largest of its sizes is hidden_size, 1,073,741,824)"),
+        (
+            {"vocab_size": 10**12},
+            4,
+            "model.config: vocab_size is 1,000,000,000,000: at most 2,147,483,647 can be built",
+        ),
+        ({"num_attention_heads": 10**9}, 4, "heads is 1,000,000,000: at most 1,048,576 can be built"),
+    ],
+)
+def test_a_model_of_absurd_size_is_refused_before_rows_are_read(
+    tmp_path: Path, refused: Train, sizes: dict[str, int], code: int, message: str
+) -> None:
+    heads = {} if "num_attention_heads" not in sizes else {"head_dim": 8}
+    said = refused(code, model={"config": {**CONFIG, **heads, **sizes}})
+    assert message in said
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_model_that_only_several_processes_can_hold(
+    monkeypatch: pytest.MonkeyPatch, tiny_world: World, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory_estimate, "host_bytes", lambda: 100_000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = read_config_values({**CONFIG, "vocab_size": 400, "tie_word_embeddings": False})
+    assert config.parameter_count() == 44_192
+    adapted = {"adapter": "lora", "model": {"path": str(tiny_world.base), "config": None, "tokenizer": None}}
+
+    def check(processes: int, **changes: Any) -> None:
+        memory_estimate.check_size(
+            load(tiny_world.recipe(tmp_path / "run", **changes)).recipe, config, "base", processes
+        )
+
+    check(2, parallel={"shard": "zero3"})
+    check(1, **adapted, precision="bf16")
+    check(1, **adapted, quantization="nf4")
+    for changes in ({}, {"parallel": {"shard": "zero3"}}, adapted):
+        with pytest.raises(ModelError, match=r"base: a model of 44,192 parameters, .* 0\.0 GiB here; this machine has"):
+            check(1, **changes)
 
 
 def test_a_folder_that_is_no_model(refused: Train, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from danlu.data.tokenizing import TokenizerFacts, facts_of
 from danlu.errors import CheckpointError, DataError, RecipeError
 from danlu.memory_estimate import (
     MemoryEstimate,
+    check_size,
     expected_activations,
     expected_logits,
     gathered_of,
@@ -43,6 +44,7 @@ from danlu.numerics.packed import unpacking
 from danlu.numerics.product import PackedWeight, leave_products_uncompiled, shared_bytes
 from danlu.objectives.crossentropy import workspace_bytes
 from danlu.optim.build import Optimizers
+from danlu.parallel.comm import world_size
 from danlu.parallel.layout import Sizes, problems
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.spread import Spread
@@ -81,13 +83,16 @@ class Language:
         if start is not None:
             self._check_base(start.path)
         if recipe.model.path is not None:
-            folder = resolve_folder(recipe.model.path)
+            folder, where = resolve_folder(recipe.model.path), recipe.model.path
             config = read_config(folder)
             self._check_layout(config)
             if recipe.adapter is not None:
                 check_frozen(folder, recipe.quantization)
             elif start is None:  # weights of a checkpoint will take the place of these
                 check_headers(folder, config, packed=False)
+        else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
+            config, where = from_scratch(recipe.model, 1), recipe.model.preset or "model.config"
+        check_size(recipe, config, where, world_size())
         if recipe.evaluation.samples is not None:
             words = _tokenizer(recipe)
             _sample_prompts(recipe, Wording(words), self._config(facts_of(words)))

@@ -24,7 +24,7 @@ from danlu.assembly.frozen import adapters_of
 from danlu.assembly.trained import TRAINED
 from danlu.data.tokenizing import TokenizerFacts
 from danlu.errors import ModelError, RecipeError
-from danlu.memory.available import available_bytes
+from danlu.memory.available import available_bytes, host_bytes
 from danlu.memory.recompute import Kind, LayerPlan, plan_of
 from danlu.models.attention_kernels import kernels_of
 from danlu.models.config import ModelConfig
@@ -50,6 +50,31 @@ from danlu.train.units import format_bytes, parameters_and_trained
 # More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
 MOST_CPU_TOKENS = 4096
 _FLOAT32 = 4
+
+
+def check_size(recipe: Recipe, config: ModelConfig, where: str, processes: int) -> None:
+    """Refuse a model of which not even the weights fit into this machine, before anything is made of it.
+
+    Raises ModelError. What training needs beside the weights is many times more, and is told elsewhere.
+    """
+    offload = recipe.memory.offload
+    if "parameters" in offload and recipe.memory.folder is not None:
+        return
+    frozen = 0.5 if recipe.quantization is not None else 2.0 if recipe.precision != "fp32" else 4.0
+    least = config.parameter_count() * (frozen if recipe.adapter is not None else 4.0)
+    if recipe.parallel.shard != "none" or recipe.parallel.tensor > 1:
+        least /= processes
+    on_gpu = recipe.device != "cpu" and torch.cuda.is_available() and "parameters" not in offload
+    room = torch.cuda.get_device_properties(0).total_memory if on_gpu else host_bytes()
+    if room is not None and least > room:
+        name, size = config.largest_size
+        need, machine = f"{least / 2**30:,.1f} GiB", "GPU" if on_gpu else "machine"
+        raise ModelError(
+            f"{where}: a model of {config.parameter_count():,} parameters, whose weights alone take {need} here; this "
+            f"{machine} has {room / 2**30:,.1f} GiB. Take a smaller one (the "
+            f"largest of its sizes is {name}, {size:,}), share it among more processes (parallel.shard: zero3), or "
+            "train an adapter on a quantized base"
+        )
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,41 @@ BROKEN = [
     ),
     ({"batch": "{tokens: 4096, micro: 3}"}, "batch.micro: 3 does not divide the 4 sequences of a step. Use 2, or auto"),
     (
+        {"steps": "1000000000000000"},
+        "steps: 1,000,000,000,000,000 is more than the 10,000,000,000 steps: a millisecond",
+    ),
+    ({"epochs": "1.0e+15"}, "epochs: 1,000,000,000,000,000.0 is more than the 10,000,000,000 epochs"),
+    (
+        {"batch": "1000000000"},
+        "batch.sequences: 1,000,000,000 is more than the 16,777,216 in a step: each is an object",
+    ),
+    ({"batch": "{sequences: 1000000000, micro: 7}"}, "batch.sequences: 1,000,000,000 is more than the 16,777,216"),
+    (
+        {"batch": "{tokens: 1048576000000000, micro: 7}"},
+        "batch.tokens: 1,048,576,000,000,000 tokens are 1,024,000,000,000 packs of data.max_length 1024, and a",
+    ),
+    (
+        {"data": "{train: rows.json, max_length: 1000000000000}"},
+        "data.max_length: 1,000,000,000,000 is more than the 16,777,216 tokens: all tokens of a pack go through",
+    ),
+    ({"data": "{train: rows.json, max_length: 1}"}, "data.max_length: 1 trains nothing: the first token of a sample"),
+    ({"data": "{train: rows.json, workers: 1000000}"}, "data.workers: 1,000,000 is more than the 1,024 processes"),
+    ({"threads": "1000000"}, "threads: 1,000,000 is more than the 4,096 threads"),
+    (
+        {"data": "{train: rows.json, streaming: true, shuffle_buffer: 1000000000000}", "steps": "5"},
+        "data.shuffle_buffer: 1,000,000,000,000 is more than the 1,000,000,000 rows: they are held in memory",
+    ),
+    (
+        {"data": "{train: rows.json, eval: 5}", "evaluation": "{samples: {prompts: [a], max_new_tokens: 1000000000}}"},
+        "evaluation.samples.max_new_tokens: 1,000,000,000 is more than the 16,777,216 tokens",
+    ),
+    ({"adapter": "{kind: lora, rank: 1000000000}"}, "adapter.rank: 1,000,000,000 is more than the 131,072 columns"),
+    ({"adapter": "{kind: prompt, tokens: 1000000000}"}, "adapter.tokens: 1,000,000,000 is more than the 1,048,576"),
+    (
+        {"batch": "{sequences: 16777216, micro: 7}"},
+        "batch.micro: 7 does not divide the 16777216 packs of a step. Use 8, or auto",
+    ),
+    (
         {"steps": "10", "schedule": "{warmup: 11}"},
         "schedule.warmup: a warm-up of 11 steps is longer than the run of 10",
     ),
@@ -154,6 +189,9 @@ def test_one_broken_rule(write: Write, changed: dict[str, str], message: str) ->
 
 
 SOUND = [
+    {"steps": "10000000000", "batch": "{sequences: 16777216, micro: 4096}"},
+    {"data": "{train: rows.json, max_length: 16777216}"},
+    {"data": "{train: rows.json, max_length: 2}"},
     {"steps": "10", "schedule": "{warmup: 10}"},
     {"steps": "10", "schedule": "{kind: wsd, warmup: 5, decay: 5}"},
     {"schedule": "{kind: wsd, warmup: 0.5, decay: 0.5}"},

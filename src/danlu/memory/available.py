@@ -26,6 +26,19 @@ def available_bytes(device: torch.device) -> int | None:
     return min(known) if known else None
 
 
+def host_bytes(meminfo: Path = _MEMINFO) -> int | None:
+    """All memory and swap space of this machine, whoever holds it; None where nothing tells."""
+    found = {"MemTotal:": 0, "SwapTotal:": 0}
+    try:
+        for line in meminfo.read_text().splitlines():
+            name, _, rest = line.partition(" ")
+            if name in found:
+                found[name] = int(rest.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
+    return sum(found.values()) if found["MemTotal:"] else None
+
+
 def _of_the_host(meminfo: Path) -> int | None:
     try:
         for line in meminfo.read_text().splitlines():

@@ -72,6 +72,18 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
+MOST = {
+    "layers": 10_000,
+    "vocab_size": 2**31 - 1,
+    "hidden_size": 2**31 - 1,
+    "intermediate_size": 2**31 - 1,
+    "heads": 2**20,
+    "kv_heads": 2**20,
+    "head_dim": 2**20,
+    "max_position_embeddings": 2**31 - 1,
+}
+"""Bounds far above every published model, below which sizes can be multiplied and listed without harm."""
+
 RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
 
 
@@ -118,11 +130,13 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.windows:
-            object.__setattr__(self, "windows", (None,) * self.layers)
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim"):
+        for name, most in MOST.items():
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} is {getattr(self, name)}: it must be at least 1")
+            if getattr(self, name) > most:
+                raise ModelError(f"{name} is {getattr(self, name):,}: at most {most:,} can be built")
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.layers)
         if self.heads % self.kv_heads:
             raise ModelError(
                 f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly: "
@@ -165,7 +179,15 @@ class ModelConfig:
 
     def parameter_count(self) -> int:
         """Parameters of the decoder; a tied head counts once."""
-        return sum(math.prod(shape) for shape in parameter_shapes(self).values())
+        vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        layer = sum(math.prod(shape) for shape in _layer_shapes(self).values())
+        return vocabulary + self.layers * layer + self.hidden_size
+
+    @property
+    def largest_size(self) -> tuple[str, int]:
+        """Which of its sizes is the largest, for messages about a model that is too large."""
+        name = max(MOST, key=lambda name: int(getattr(self, name)) / MOST[name])
+        return name, getattr(self, name)
 
 
 Shapes = dict[str, tuple[int, ...]]

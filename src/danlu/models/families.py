@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from danlu.errors import ModelError
-from danlu.models.config import Activation, ModelConfig
+from danlu.models.config import MOST, Activation, ModelConfig
 from danlu.models.hf_rope import read_rope, write_rope
 from danlu.models.hf_values import HFValues
 
@@ -72,6 +72,8 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
     hf = HFValues(values, family.defaults, where)
     _refuse_unsupported(hf)
     layers, heads, width = hf.integer("num_hidden_layers"), hf.integer("num_attention_heads"), hf.integer("hidden_size")
+    if layers > MOST["layers"]:  # before lists of so many are made
+        raise hf.error("num_hidden_layers", f"{layers:,} layers; at most {MOST['layers']:,} can be built")
     longest = hf.integer("max_position_embeddings")
     rope = read_rope(hf, max_position_embeddings=longest, scalings=family.scalings)
     if "head_dim" not in hf and (heads < 1 or width % heads):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
@@ -54,7 +55,7 @@ def _read_scaling(rope: HFValues, scaling: type[RopeScaling], trained: int, long
     given = {name: rope.raw(name) for name in known if name in rope}
     if "original_max_position_embeddings" in known:
         trained = given.setdefault("original_max_position_embeddings", trained)
-    if scaling is YarnScaling and "factor" not in given:
+    if scaling is YarnScaling and "factor" not in given and isinstance(trained, int) and trained > 0:
         given["factor"] = longest / trained
     problems = [f"{name} is missing" for name, field in known.items() if name not in given and field.default is MISSING]
     for name, value in given.items():
@@ -64,6 +65,8 @@ def _read_scaling(rope: HFValues, scaling: type[RopeScaling], trained: int, long
             fits = isinstance(value, int) and value > 0
         else:
             fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+            # Within what a float64 holds, and a factor that can be divided by.
+            fits = fits and abs(value) <= sys.float_info.max and (name != "factor" or value > 0)
             given[name] = float(value) if fits else value
         if not fits:
             problems.append(f"{name} is {value!r}, which it cannot be")

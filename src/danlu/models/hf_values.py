@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,13 @@ class HFValues:
         value = self._required(key)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(key, f"expected a number, found {value!r}")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise self.error(key, "expected a number that is finite")
+        return number
 
     def optional_number(self, key: str) -> float | None:
         return self.number(key) if key in self else None

@@ -12,7 +12,7 @@ from datetime import date
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from danlu.errors import RecipeError
 from danlu.recipe.sections import (
@@ -147,12 +147,50 @@ def batch_size(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("batch.tokens", message, reads=("data.packing",))
         return
     packs = batch.sequences if batch.sequences is not None else (batch.tokens or 0) // data.max_length
+    if packs > MOST_PACKS:
+        if batch.tokens is not None:
+            message = (
+                f"{batch.tokens:,} tokens are {packs:,} packs of data.max_length {data.max_length}, and a step has "
+            )
+            yield Problem("batch.tokens", f"{message}at most {MOST_PACKS:,}", reads=("data.max_length",))
+        return
     if isinstance(batch.micro, int) and packs % batch.micro:
         begin = min(batch.micro, packs)
         around = (n for distance in range(begin) for n in (begin - distance, begin + distance) if n <= packs)
         near = next((n for n in islice(around, MOST_TRIED) if packs % n == 0), 1)
         message = f"{batch.micro} does not divide the {packs} sequences of a step. Use {near}, or auto"
         yield Problem("batch.micro", message, reads=(*both, "data.max_length"))
+
+
+MOST_PACKS = 2**24  # of a step: a Python object each
+
+# What no machine can do, or nobody means; far above what was ever published.
+_MOST: tuple[tuple[str, float, str], ...] = (
+    ("steps", 10**10, "steps: a millisecond each would be four months"),
+    ("epochs", 10**10, "epochs: at a millisecond for each, four months"),
+    ("batch.sequences", MOST_PACKS, "in a step: each is an object of its own"),
+    ("data.max_length", 2**24, "tokens: all tokens of a pack go through the model at once"),
+    ("data.shuffle_buffer", 10**9, "rows: they are held in memory"),
+    ("data.workers", 1024, "processes"),
+    ("threads", 4096, "threads"),
+    ("evaluation.samples.max_new_tokens", 2**24, "tokens: the keys and values of each are held in memory"),
+    ("adapter.rank", 2**17, "columns: no matrix of a model is as wide"),
+    ("adapter.width", 2**17, "columns: no matrix of a model is as wide"),
+    ("adapter.projection", 2**17, "columns: no matrix of a model is as wide"),
+    ("adapter.tokens", 2**20, "tokens: they stand before every document"),
+)
+
+
+def amounts_are_possible(recipe: Recipe) -> Iterator[Problem]:
+    for key, most, what in _MOST:
+        value: Any = recipe
+        for name in key.split("."):
+            value = getattr(value, name, None)
+        if isinstance(value, int | float) and value > most:
+            yield Problem(key, f"{value:,} is more than the {most:,} {what}. Give less")
+    if recipe.stage != "classify" and recipe.data.max_length < 2:
+        message = "1 trains nothing: the first token of a sample is context. Give 2 or more"
+        yield Problem("data.max_length", message)
 
 
 def schedule_fits(recipe: Recipe) -> Iterator[Problem]:
@@ -548,6 +586,7 @@ def notes(recipe: Recipe) -> list[str]:
 RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     paths_can_be,
     length_of_run,
+    amounts_are_possible,
     model_start,
     date_is_a_day,
     batch_size,
