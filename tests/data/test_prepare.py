@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -129,6 +130,7 @@ def test_a_changed_setting_or_file_is_tokenised_anew(tokenizer: Path, tmp_path: 
     assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.name not in NOT_STORES]) == 3
 
 
+@pytest.mark.usefixtures("tokenising_here")
 def test_another_format_of_the_same_file_is_tokenised_anew(tokenizer: Path, tmp_path: Path) -> None:
     rows = [{**row, "text": "Once upon a time."} for row in conversations(0, 3)]
     path = write(tmp_path / "both.jsonl", rows)
@@ -172,6 +174,7 @@ def test_evaluation_sources_of_their_own(tokenizer: Path, cache: Path, chat: Pat
     assert (len(prepared.train), len(prepared.eval), prepared.eval_statistics.rows) == (60, 8, 8)
 
 
+@pytest.mark.usefixtures("tokenising_here")
 def test_an_evaluation_source_that_gives_no_sample_is_named(
     tokenizer: Path, cache: Path, chat: Path, tmp_path: Path
 ) -> None:
@@ -189,6 +192,7 @@ def test_sources_are_mixed_by_weight(tokenizer: Path, cache: Path, chat: Path, t
     assert (names.count("chat.jsonl"), names.count("small.jsonl")) == (60, 30)
 
 
+@pytest.mark.usefixtures("tokenising_here")
 @pytest.mark.parametrize("weights", [None, [1.0, 1.0]])
 def test_a_small_source_keeps_a_row_beside_those_held_out(
     tokenizer: Path, cache: Path, chat: Path, tmp_path: Path, weights: Any
@@ -230,6 +234,63 @@ def test_a_bad_row_stops_with_its_place_or_is_counted(tokenizer: Path, cache: Pa
         ready(tokenizer, cache, path, on_bad_row="skip", bad_row_limit=1)
 
 
+@pytest.mark.usefixtures("tokenising_here")
+@pytest.mark.parametrize("count", [1, 3])
+def test_where_every_row_is_bad_the_advice_is_not_to_skip(
+    tokenizer: Path, cache: Path, tmp_path: Path, count: int
+) -> None:
+    path = tmp_path / "all.jsonl"
+    path.write_text('{"text": ""}\n' * count)
+    with pytest.raises(DataError, match=r"all\.jsonl:1: 'text' is empty") as caught:
+        ready(tokenizer, cache, path)
+    assert "skip" not in str(caught.value)
+    assert f"So is {'the only row' if count == 1 else 'all of the first 3 rows'}: mend them" in str(caught.value)
+    with pytest.raises(
+        DataError, match=rf"all\.jsonl: none of {count} rows can be used; the first: all\.jsonl:1: 'text'"
+    ):
+        ready(tokenizer, cache, path, on_bad_row="skip")
+    path.write_text('{"text": ""}\n' * count + '{"text": "Once"}\n')  # control: one that can be used
+    with pytest.raises(DataError, match=r"Set data\.on_bad_row: skip to leave such rows out"):
+        ready(tokenizer, cache, path)
+
+
+@pytest.mark.usefixtures("tokenising_here")
+def test_rows_whose_text_no_encoding_takes_are_counted(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
+    [row] = conversations(0, 1)
+    odd = {"messages": [{**row["messages"][0], "\udc80": 1}, *row["messages"][1:]]}
+    path = write(tmp_path / "halves.jsonl", [])
+    path.write_text("\n".join(map(json.dumps, [row, {"\ud800": 1}, odd])))
+    prepared = ready(tokenizer, cache, path, on_bad_row="skip")
+    again = ready(tokenizer, cache, path, on_bad_row="skip")
+    assert prepared.statistics == again.statistics and prepared.statistics.bad_rows == 1
+    assert again.statistics.unread == {"\udc80": 1}
+    assert again.statistics.unread_lines()[0].encode().startswith(rb"not read: '\udc80' in 1 row")
+
+
+def test_rows_too_deep_for_another_process_are_bad_rows(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
+    [row] = conversations(0, 1)
+    good = json.dumps(row)
+    deep = f'{good[:-1]}, "meta": {"[" * 600}{"]" * 600}}}'
+    for name, text in (("deep.jsonl", f"{deep}\n{good}"), ("deep.json", f"[{deep},\n{good}]")):
+        (tmp_path / name).write_text(text)
+        prepared = ready(tokenizer, cache, tmp_path / name, on_bad_row="skip")
+        assert prepared.train is not None and rows_of(prepared.train) == [f"{name}:2"]
+        assert prepared.statistics.bad_examples == [
+            f"{name}:1: unreadable JSON: brackets are nested too deeply, more than 100 lists or "
+            "objects one in the other"
+        ]
+
+
+@pytest.mark.usefixtures("tokenising_here")
+def test_packed_files_are_rows_like_others(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl.gz"
+    path.write_bytes(gzip.compress(chat.read_bytes()))
+    plain, unpacked = ready(tokenizer, cache, chat).train, ready(tokenizer, cache, path).train
+    assert plain is not None and unpacked is not None
+    assert [one[:2] for one in contents(plain)] == [one[:2] for one in contents(unpacked)]
+    assert rows_of(unpacked)[0] == "chat.jsonl.gz:1"
+
+
 def test_rows_without_known_columns_in_front_are_bad_rows_like_others(
     tokenizer: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -243,6 +304,7 @@ def test_rows_without_known_columns_in_front_are_bad_rows_like_others(
         ready(tokenizer, cache, path, on_bad_row="skip", bad_row_limit=1)
 
 
+@pytest.mark.usefixtures("tokenising_here")
 def test_unpaired_preferences_are_refused(tokenizer: Path, cache: Path, tmp_path: Path, shared_data: Path) -> None:
     with pytest.raises(DataError, match=r"kto_en_demo\.json:2: 'label' \(True\) judges .* a stage kto"):
         ready(tokenizer, cache, shared_data / "preference" / "kto_en_demo.json")
@@ -253,6 +315,7 @@ def test_unpaired_preferences_are_refused(tokenizer: Path, cache: Path, tmp_path
             ready(tokenizer, cache, path, **skip)
 
 
+@pytest.mark.usefixtures("tokenising_here")
 def test_a_weight_of_a_message_is_the_weight_of_its_tokens(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
     [row] = conversations(0, 1)
     assert [turn["role"] for turn in row["messages"][-2:]] == ["user", "assistant"]
@@ -269,6 +332,7 @@ def test_a_weight_of_a_message_is_the_weight_of_its_tokens(tokenizer: Path, cach
     assert "loss_weight" in line and ready(tokenizer, cache, tmp_path / "weighted.jsonl").statistics.unread_lines()
 
 
+@pytest.mark.usefixtures("tokenising_here")
 def test_given_tokens_in_a_csv_file(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokens.csv"
     path.write_text('input_ids,labels,attention_mask\n"[0, 5, 6, 7]","[-100, -100, 6, 7]","[0, 1, 1, 1]"\n')

@@ -412,7 +412,11 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [Q, {**A, "tool_calls": "[" * 100_000}]},
-        r"message 2: a tool call must be JSON: ",
+        r"message 2: a tool call cannot be read: brackets are nested too deeply, more than 100 lists or objects",
+    ),
+    (
+        {"messages": [Q, A], "tools": '[{"name": "x", "parameters": ' + "[" * 100 + "]" * 100 + "}]"},
+        r"'tools' cannot be read: brackets are nested too deeply",
     ),
     ({"messages": [Q, A], "tools": "nonsense"}, r"'tools' must be JSON"),
     ({"messages": [Q, A], "tools": {"name": "look"}}, r"'tools' must be a list of objects, not a dict"),

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import builtins
+import bz2
 import csv
+import gzip
 import json
+import lzma
 import os
 import re
 import time
@@ -87,6 +90,37 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 }
 
 
+def packed(name: str, pack: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Writes what WRITERS writes to `name`, packed."""
+
+    def write(path: Path) -> None:
+        WRITERS[name](path)
+        path.write_bytes(pack(path.read_bytes()))
+
+    return write
+
+
+def zstandard(data: bytes) -> bytes:
+    import pyarrow
+
+    half = len(data) // 2
+    codec = pyarrow.Codec("zstd")
+    return b"".join(codec.compress(part, asbytes=True) for part in (data[:half], data[half:]))  # two frames
+
+
+WRITERS |= {
+    "a.jsonl.gz": packed("a.jsonl", gzip.compress),
+    "A.JSON.GZ": packed("indented.json", gzip.compress),
+    "a.csv.bz2": packed("a.csv", bz2.compress),
+    "marked.jsonl.xz": packed("marked.jsonl", lzma.compress),
+    "a.ndjson.zst": packed("a.jsonl", zstandard),
+    "a.tsv.gz": packed("a.tsv", lambda data: gzip.compress(data[:100]) + gzip.compress(data[100:])),  # two members
+    "array.jsonl": write_text(json.dumps(ROWS)),
+    "indented.jsonl": write_text("\n" + json.dumps(ROWS, indent=2)),
+    "array.jsonl.gz": packed("a.json", gzip.compress),
+}
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_kind_of_file_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name)
@@ -116,6 +150,22 @@ def test_one_object_is_one_row(tmp_path: Path) -> None:
     for number, text in enumerate((json.dumps(ROWS[1]), json.dumps(ROWS[1], indent=2))):
         (tmp_path / f"{number}.json").write_text(text)
         assert values(tmp_path / f"{number}.json") == [ROWS[1]]
+
+
+def test_names_of_files_that_are_no_text(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    file = Path(os.fsdecode(os.fsencode(folder) + b"/r\xff.jsonl"))
+    file.write_text('{"text": "one"}\n{"text": \n')
+    for path, name in ((folder, r"caf\xe9/r\xff.jsonl"), (file, r"r\xff.jsonl")):
+        rows = list(read_rows(Source.model_construct(path=str(path), rows=None)))
+        assert [row.where for row in rows] == [f"{name}:1", f"{name}:2"]
+        [message] = [row.value.message for row in rows if isinstance(row.value, BadRow)]
+        assert message.encode() and message.startswith(f"{name}:2:")
+        assert len(fingerprint(Source.model_construct(path=str(path), rows=None))) == 32
+    for path in ("a\0b.jsonl", "x" * 5000 + ".jsonl", "~nobody-here/a.jsonl"):
+        with pytest.raises(DataError, match=r"\.jsonl: no such file"):
+            read(path)
 
 
 def test_only_as_much_is_read_as_is_asked_for(tmp_path: Path) -> None:
@@ -300,14 +350,46 @@ def test_a_file_without_rows(name: str, text: str, tmp_path: Path) -> None:
         read(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "text", ["[1, 2]\n", "[]\n", "[{}, 3]\n", '[\x80{"a": 1}]\n'.encode("latin-1").decode("latin-1")]
+)
+def test_a_first_line_of_jsonl_in_brackets_may_be_a_bad_row(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(text + '{"text": "two"}\n', encoding="latin-1")
+    assert [isinstance(row.value, BadRow) for row in read(tmp_path / "a.jsonl")] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.xz", "a.jsonl.zst"])
+@pytest.mark.parametrize("harm", ["torn", "other"])
+def test_a_damaged_packed_file(name: str, harm: str, tmp_path: Path) -> None:
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard}[Path(name).suffix]
+    data = pack(lines(ROWS * 50).encode())  # type: ignore[operator]
+    (tmp_path / name).write_bytes(data[: len(data) // 2 - 3] if harm == "torn" else b"no such thing")
+    kind = name.rpartition(".")[2]
+    with pytest.raises(DataError, match=rf"^{re.escape(name)}: damaged, or no {kind} file: ."):
+        read(tmp_path / name)
+
+
+def test_a_line_that_fills_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MOST_LINE_BYTES", 2**20)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n' + b" " * 2**21))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz:2: a line longer than 1 MiB, the most that a row may have"):
+        read(tmp_path / "a.jsonl.gz")
+
+
 def test_a_kind_of_file_that_cannot_be_read(tmp_path: Path) -> None:
-    kinds = "arrow, csv, json, jsonl, ndjson, parquet, tsv, txt"
+    kinds = "arrow, csv, json, jsonl, ndjson, parquet, tsv, txt; json, lines and text also as bz2, gz, xz, zst"
     (tmp_path / "a.xlsx").write_text("x")
     with pytest.raises(DataError, match=rf"a\.xlsx: cannot read a '\.xlsx' file; the kinds are {kinds}$"):
         read(tmp_path / "a.xlsx")
     (tmp_path / "a").write_text("x")
     with pytest.raises(DataError, match=rf"a: cannot read a '' file; the kinds are {kinds}$"):
         read(tmp_path / "a")
+    (tmp_path / "a.parquet.gz").write_text("x")
+    with pytest.raises(DataError, match=rf"a\.parquet\.gz: cannot read a '\.parquet\.gz' file; the kinds are {kinds}$"):
+        read(tmp_path / "a.parquet.gz")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"pipe\.jsonl: rows cannot be read from it: it is a named pipe, not a file$"):
+        read(tmp_path / "pipe.jsonl")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=rf"empty: no data files in this folder; the kinds are {kinds}$"):
         read(tmp_path / "empty")
@@ -317,6 +399,8 @@ def test_no_rows_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines(ROWS))
     with pytest.raises(DataError, match=r"a\.jsonl#0: takes no rows at all; give at least #1$"):
         read(f"{tmp_path}/a.jsonl#0")
+    assert read(f"{tmp_path}/a.jsonl#{'9' * 5000}") == read(tmp_path / "a.jsonl")
+    assert len(list(sources.read_rows(Source(path=str(tmp_path / "a.jsonl"), rows=10**30)))) == len(ROWS)
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +422,10 @@ LINES: list[tuple[str, str]] = [
     ("text", r"a\.jsonl:2:1: broken JSON: Expecting value"),
     ('{"n": ' + "9" * 5000 + "}", r"a\.jsonl:2: unreadable JSON: a number has too many digits"),
     ('{"n": ' + "[" * 100_000, r"a\.jsonl:2: unreadable JSON: brackets are nested too deeply"),
+    (
+        '{"n": ' + "[" * 100 + "]" * 100 + "}",
+        r"a\.jsonl:2: unreadable JSON: brackets are nested too deeply, more than 100",
+    ),
 ]
 
 
@@ -358,14 +446,8 @@ ARRAYS: list[tuple[str, str]] = [
     ('[{"a": 1},\n]', r"a\.json:2:1: broken JSON: a comma before the end of the array"),
     ('[{"a": 1}]\nx', r"a\.json:2:1: broken JSON: more text after the end"),
     ('{\n"a": 1', r"a\.json:2:7: broken JSON: Expecting ',' delimiter"),
-    (
-        '[{"a": 1},\n{"a": ' + "9" * 5000 + "}]",
-        r"a\.json:2: unreadable JSON in the row that begins here: a number has too many",
-    ),
-    (
-        '[{"a": 1},\n{"a": ' + "[" * 100_000,
-        r"a\.json:2: unreadable JSON in the row that begins here: brackets are nested too",
-    ),
+    ('[{"a": 1},\n{"a": ' + "9" * 5000 + "}]", r"a\.json:2: unreadable JSON in the row that begins here: a number has"),
+    ('[{"a": 1},\n{"a": ' + "[" * 100_000, r"a\.json:2: unreadable JSON in the row that begins here: brackets are nes"),
 ]
 
 
@@ -426,7 +508,7 @@ def test_text_that_is_not_utf8(name: str, tmp_path: Path) -> None:
 def test_a_damaged_columnar_file(name: str, harm: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name)
     data = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(data[: len(data) // 2] if harm == "torn" else b"ARROW1 is not what this is")
+    (tmp_path / name).write_bytes(data[: len(data) // 2 - 3] if harm == "torn" else b"ARROW1 is not what this is")
     kind = name.rpartition(".")[2]
     with pytest.raises(DataError, match=rf"^{name}: not a readable {kind} file: \S"):
         read(tmp_path / name)

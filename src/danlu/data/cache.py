@@ -154,7 +154,7 @@ class StoreWriter:
     def _finish(self, statistics: Mapping[str, Any]) -> None:
         palette = np.frombuffer(b"".join(self._label_codes), LABEL)
         self._files["palette.bin"].write(palette)
-        (self.folder / "statistics.json").write_text(json.dumps(statistics, ensure_ascii=False), encoding="utf-8")
+        (self.folder / "statistics.json").write_text(json.dumps(statistics), encoding="utf-8")
         _flush(self.folder / "statistics.json")
         marker = {
             "format": FORMAT,
@@ -207,7 +207,7 @@ class TokenCache:
             build: called with a function that, given the vocabulary's size, opens the writer; must `finish` it.
         """
         text = json.dumps({"format": FORMAT, **parts}, sort_keys=True, ensure_ascii=False)
-        key = hashlib.sha256(text.encode()).hexdigest()[:24]
+        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
         folder = self.folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)[:40]}-{key}"
         store = self._read(folder)
         if store is not None:

@@ -9,6 +9,9 @@ import numpy as np
 from danlu.data.order import Order
 from danlu.errors import DataError
 
+MOST_ROWS = 10**8
+"""Of a source in an epoch, when it has not that many itself."""
+
 
 def hold_out(counts: Sequence[int], eval: float | int, seed: int) -> list[np.ndarray]:
     """Draw the rows kept for evaluation, uniformly over the rows of all sources.
@@ -68,6 +71,9 @@ def epoch_rows(counts: Sequence[int], weights: Sequence[float | None], seed: int
     Args:
         counts: usable rows of each source, at least one each.
         weights: relative shares of rows; all None for no weights.
+
+    Raises:
+        DataError: the weights repeat a source so often that an epoch would have `MOST_ROWS` of it and more.
     """
     given = [weight for weight in weights if weight is not None]
     if not given:
@@ -75,7 +81,14 @@ def epoch_rows(counts: Sequence[int], weights: Sequence[float | None], seed: int
     largest = int(np.argmax(counts))
     chosen = []
     for number, (count, weight) in enumerate(zip(counts, given, strict=True)):
-        wanted = max(1, round(counts[largest] * weight / given[largest]))
+        share = count if number == largest else counts[largest] * weight / given[largest]
+        if share > max(MOST_ROWS, count):
+            raise DataError(
+                f"data.train.{number}.weight: {weight:g} beside {given[largest]:g} of data.train.{largest}, the "
+                f"largest source, asks for {share:.3g} rows of its {count:,} in each epoch. Give weights nearer to one "
+                "another"
+            )
+        wanted = max(1, round(share))
         repeats, rest = divmod(wanted, count)
         drawn = np.sort(Order.of(count, seed, "mixture", number).take(np.arange(rest)))
         chosen.append(np.concatenate([np.tile(np.arange(count), repeats), drawn]))

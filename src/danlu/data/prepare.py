@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -108,10 +108,12 @@ def check_trained(statistics: Statistics, where: str, *, require_ends: bool = Tr
     """
     if not statistics.rows:
         raise DataError(f"{where}: no rows")
+    if statistics.bad_rows == statistics.rows:
+        raise DataError(f"{where}: none of {statistics.rows} rows can be used; the first: {statistics.bad_examples[0]}")
     if not statistics.samples:
         reasons = ", ".join(f"{count} {reason}" for reason, count in statistics.dropped.items())
         raise DataError(
-            f"{where}: no row is left to train on, of {statistics.rows} ({reasons or 'all of them bad'}). "
+            f"{where}: no row is left to train on, of {statistics.rows} ({reasons}). "
             "Check data.train_on, data.max_length, data.overlong and the rows' own train and weight fields; "
             "`danlu preview` shows the reason of every token"
         )
@@ -132,16 +134,21 @@ class BadRows:
         self._stop = data.on_bad_row == "error"
         self._limit = data.bad_row_limit
         self._count = 0
+        self._good = 0
 
-    def see(self, messages: Iterable[str]) -> None:
-        """Count bad rows.
+    def see(self, messages: Sequence[str], rows: int) -> None:
+        """Count the bad ones of the next `rows`.
 
         Raises:
             DataError: bad rows are errors, or there are too many.
         """
+        self._good += rows - len(messages)
         for message in messages:
-            if self._stop:
+            if self._stop and self._good:
                 raise DataError(f"{message}\nSet data.on_bad_row: skip to leave such rows out")
+            if self._stop:  # to leave out such rows would leave nothing
+                these = "the only row" if rows == 1 else f"all of the first {rows} rows"
+                raise DataError(f"{message}\nSo is {these}: mend them, or give rows of a known format")
             self._count += 1
             if self._count > self._limit:
                 raise DataError(f"more than {self._limit} bad rows (data.bad_row_limit); the last one: {message}")
@@ -174,7 +181,7 @@ class _Cached:
             writer: StoreWriter | None = None
             format, raw = read(source, self._data, self._stage)
             for part in tokenise_rows(raw, Settings.of(self._data, format), workers):
-                bad_rows.see(part.bad)
+                bad_rows.see(part.bad, part.statistics.rows)
                 writer = writer or open_writer(part.tokenizer.size)
                 writer.add(part.block)
                 statistics.add(part.statistics)

@@ -56,6 +56,8 @@ _PART_KEYS = {
 """Parts of a content by their type: under which keys each has what it says (LLaMA-Factory writes `value`)."""
 _PART_ORDER = {"reasoning": 0, "thinking": 0, "text": 1, "tool_call": 2}  # in which chat templates write them
 _READ = frozenset(MESSAGE_KEYS)
+MOST_DEPTH = 100
+TOO_DEEP = f"brackets are nested too deeply, more than {MOST_DEPTH} lists or objects one in the other"
 _MOST_WEIGHT = float(np.finfo(np.float32).max)
 
 
@@ -481,13 +483,30 @@ def _order_problem(previous: Message | None, message: Message) -> str | None:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
+def is_too_deep(value: Any) -> bool:
+    """Whether more than `MOST_DEPTH` lists and objects lie one in the other: too deep to be sent or rendered."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def _decoded(value: Any) -> Any:
     """Lists in a csv cell are written as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            return json.loads(value)
+            decoded = json.loads(value)
         except (ValueError, RecursionError):
             return value  # a text that merely starts with a bracket; whoever needs a list says so
+        return value if is_too_deep(decoded) else decoded
     return value
 
 
@@ -502,14 +521,18 @@ def _parsed(value: Any, what: str, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        parsed = json.loads(value)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: {what} must be JSON: {error.msg} at character {error.pos} of {value[:80]!r}"
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        said = "is nested too deeply" if isinstance(error, RecursionError) else "holds a number of too many digits"
-        raise DataError(f"{where}: {what} must be JSON: {value[:80]!r} {said}") from error
+    except RecursionError:
+        raise DataError(f"{where}: {what} cannot be read: {TOO_DEEP}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{where}: {what} must be JSON: {value[:80]!r} holds a number of too many digits") from error
+    if is_too_deep(parsed):
+        raise DataError(f"{where}: {what} cannot be read: {TOO_DEEP}")
+    return parsed
 
 
 def _string(value: Any, column: str, where: str) -> str:

@@ -1,29 +1,35 @@
 """Files and hub data sets as raw rows, one at a time, each with the place it came from.
 
 A row of jsonl, csv or parquet is read when it is asked for, so a file may be larger than memory. A json array is the
-one exception: its text is held, but its objects are still parsed one by one.
+one exception: its text is held, but its objects are still parsed one by one. Compressed files (`rows.jsonl.gz`) are
+unpacked while they are read.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
-from io import TextIOWrapper
-from itertools import islice
+from io import BufferedReader, TextIOWrapper
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from danlu.data.rows import MOST_DEPTH, TOO_DEEP, is_too_deep
 from danlu.errors import DataError
 from danlu.small_files import check_regular
 
@@ -36,8 +42,10 @@ TEXT_ROW_BYTES = 64 * 2**10
 DOCUMENT_END = "<|endoftext|>"
 """A line of a txt file that is only this ends a document."""
 
+MOST_LINE_BYTES = 2**30
 _BATCH_ROWS = 512
 _READ_BYTES = 2**20
+_MOST_NAMES = 2000  # of a folder, among which a misspelt one is looked for
 _SETTLED_NS = 2_000_000_000
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -71,6 +79,14 @@ class RawRow:
         """The columns."""
         return _json_row(self.content, self.where) if isinstance(self.content, bytes) else self.content
 
+    def __getstate__(self) -> tuple[int, str, dict[str, Any] | BadRow | bytes]:
+        """Without the columns, where a line of JSON says them: another process reads them again."""
+        return self.index, self.where, self.content
+
+    def __setstate__(self, state: tuple[int, str, dict[str, Any] | BadRow | bytes]) -> None:
+        for name, value in zip(("index", "where", "content"), state, strict=True):
+            object.__setattr__(self, name, value)
+
     @property
     def size(self) -> int:
         """Roughly the characters of text in it."""
@@ -93,11 +109,11 @@ def read_rows(source: Source) -> Iterator[RawRow]:
             single row that cannot be read is a `BadRow` instead.
     """
     path, limit = _path_and_rows(source)
-    placed = _read_files(_files(path), path) if path.exists() else _read_hub(str(path), source.split)
-    count = 0
-    for count, (where, content) in enumerate(islice(placed, limit), 1):
-        yield RawRow(count - 1, where, content)
-    if not count:
+    placed = _read_files(_files(path), path) if _exists(path) else _read_hub(str(path), source.split)
+    number = 0
+    for number, (where, content) in enumerate(islice(placed, limit), 1):
+        yield RawRow(number - 1, where, content)
+    if not number:
         raise DataError(f"{path}: there are no rows in it")
 
 
@@ -112,11 +128,12 @@ def fingerprint(source: Source, memory: Path | None = None) -> str:
     """
     path, limit = _path_and_rows(source)
     digest = hashlib.blake2b(f"rows={limit}".encode(), digest_size=16)
-    if not path.exists():
+    if not _exists(path):
         digest.update(_hub_rows(str(path), source.split)._fingerprint.encode())
         return digest.hexdigest()
     for file in _files(path):
-        digest.update(f"\0{_name(file, path)}\0{_file_digest(file, memory)}".encode())
+        name = os.fsencode(file.name if file == path else file.relative_to(path.parent).as_posix())
+        digest.update(b"\0" + name + f"\0{_file_digest(file, memory)}".encode())
     return digest.hexdigest()
 
 
@@ -152,18 +169,34 @@ def _state(file: Path) -> list[int]:
 def _path_and_rows(source: Source) -> tuple[Path, int | None]:
     """`path#N` and `rows: N` mean the same; of both, the smaller."""
     text, mark, number = source.path.rpartition("#")
-    if not mark or not number.isdecimal() or Path(source.path).expanduser().exists():
-        return Path(source.path).expanduser(), source.rows
-    if int(number) == 0:
+    if not mark or not number.isdecimal() or _exists(_path(source.path)):
+        return _path(source.path), source.rows and min(source.rows, sys.maxsize)
+    if not number.strip("0"):
         raise DataError(f"{source.path}: takes no rows at all; give at least #1")
-    return Path(text).expanduser(), min(int(number), source.rows or int(number))
+    limit = int(number) if len(number) < 19 else sys.maxsize  # Python reads 4300 digits, and counts to sys.maxsize
+    return _path(text), min(limit, source.rows or limit)
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~somebody who is not there
+        raise DataError(f"{text}: no such file: {error}") from None
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a file or folder; a text that no path can be (too long, with a NUL byte) is none."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _files(path: Path) -> list[Path]:
     """The file itself, or the readable files below a folder, sorted by name."""
     if path.is_file():
-        if path.suffix.lower() not in _READERS:
-            raise DataError(f"{path}: cannot read a '{path.suffix}' file; the kinds are {_kinds()}")
+        if _kind(path) not in _READERS:
+            raise DataError(f"{path}: cannot read a '{_kind(path)}' file; the kinds are {_kinds()}")
         return [path]
     if not path.is_dir():
         try:
@@ -176,7 +209,7 @@ def _files(path: Path) -> list[Path]:
         file
         for file in path.rglob("*")
         # Tools keep notes of their own in hidden files and folders (.cache, .ipynb_checkpoints).
-        if file.suffix.lower() in kinds and file.is_file() and not _is_hidden(file.relative_to(path))
+        if _kind(file) in kinds and file.is_file() and not _is_hidden(file.relative_to(path))
     )
     if not found:
         raise DataError(f"{path}: no data files in this folder; the kinds are {_kinds()}")
@@ -187,32 +220,103 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
+def _kind(file: Path) -> str:
+    """Which of `_READERS` reads a file: the ending of its name, without that of a compression."""
+    packing = file.suffix.lower()
+    if packing not in _UNPACKERS:
+        return packing
+    inner = Path(file.stem).suffix.lower()
+    return inner if inner in _LINEAR else f"{inner}{packing}"
+
+
 def _kinds() -> str:
-    return ", ".join(sorted(kind.removeprefix(".") for kind in _READERS))
+    kinds = ", ".join(sorted(kind.removeprefix(".") for kind in _READERS))
+    return f"{kinds}; json, lines and text also as {', '.join(kind.removeprefix('.') for kind in _UNPACKERS)}"
 
 
 def _name(file: Path, source: Path) -> str:
-    """How messages call a file: by its name, or from the folder on that the recipe names."""
-    return file.name if file == source else file.relative_to(source.parent).as_posix()
+    """How messages call a file: by its name, or from the folder on that the recipe names.
+
+    A name on disk is bytes; those that are not UTF-8 are written as `\\xe9`.
+    """
+    name = file.name if file == source else file.relative_to(source.parent).as_posix()
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _read_files(files: Iterable[Path], source: Path) -> Iterator[Placed]:
     for file in files:
         if not file.stat().st_size:
             raise DataError(f"{file}: the file is empty")
-        yield from _READERS[file.suffix.lower()](file, _name(file, source))
+        name = _name(file, source)
+        try:
+            yield from _READERS[_kind(file)](file, name)
+        except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+            if file.suffix.lower() not in _UNPACKERS:
+                raise DataError(f"{name}: cannot be read: {_first_line(error)}") from error
+            kind = file.suffix.lower().removeprefix(".")
+            raise DataError(f"{name}: damaged, or no {kind} file: {_first_line(error)}") from error
 
 
 def _open(file: Path) -> BinaryIO:
+    """The bytes of a file, unpacked."""
+    unpack = _UNPACKERS.get(file.suffix.lower())
     try:
-        return file.open("rb")
+        return file.open("rb") if unpack is None else cast(BinaryIO, unpack(file))
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from error
 
 
-def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers, without a byte order mark."""
-    for number, line in enumerate(stream, 1):
+def _unpack_zstandard(file: Path) -> BinaryIO:
+    with file.open("rb") as stream:
+        _check_zstandard(stream)
+    # Imported here: 60 ms and 40 MiB that other kinds of files do not need.
+    import pyarrow
+
+    return cast(BinaryIO, BufferedReader(pyarrow.CompressedInputStream(file.open("rb"), "zstd"), _READ_BYTES))
+
+
+def _check_zstandard(stream: BinaryIO) -> None:
+    """Raises EOFError for frames that are not whole (RFC 8878, section 3.1), which Arrow reads without an error."""
+
+    def take(size: int) -> bytes:
+        data = stream.read(size)
+        if len(data) < size:
+            raise EOFError("the file ends within a frame")
+        return data
+
+    while magic := stream.read(4):
+        number = int.from_bytes(magic, "little")
+        if number & 0xFFFFFFF0 == 0x184D2A50:  # a frame to be skipped
+            stream.seek(int.from_bytes(take(4), "little"), os.SEEK_CUR)
+            continue
+        if number != 0xFD2FB528:
+            raise EOFError("what follows is no frame")
+        descriptor = take(1)[0]
+        single = descriptor >> 5 & 1
+        take((1 - single) + (0, 1, 2, 4)[descriptor & 3] + (single, 2, 4, 8)[descriptor >> 6])
+        last = 0
+        while not last:
+            block = int.from_bytes(take(3), "little")
+            last, kind, size = block & 1, block >> 1 & 3, block >> 3
+            if content := 1 if kind == 1 else size:  # of a repeated byte there is one
+                stream.seek(content - 1, os.SEEK_CUR)
+                take(1)
+        take(4 if descriptor >> 2 & 1 else 0)
+
+
+def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers, without a byte order mark.
+
+    Raises DataError for one that is longer than `MOST_LINE_BYTES`, as a few packed bytes can be.
+    """
+    for number in count(1):
+        line = stream.readline(MOST_LINE_BYTES + 1)
+        if len(line) > MOST_LINE_BYTES:
+            raise DataError(
+                f"{name}:{number}: a line longer than {MOST_LINE_BYTES >> 20} MiB, the most that a row may have"
+            )
+        if not line:
+            return
         yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
@@ -231,8 +335,14 @@ def _not_utf8(data: bytes, error: UnicodeDecodeError, where: str) -> DataError:
 
 
 def _read_jsonl(file: Path, name: str) -> Iterator[Placed]:
+    """Objects line by line, or an array of objects (which some files called .jsonl are)."""
     with _open(file) as stream:
-        for number, line in _lines(stream):
+        first = next((line for _, line in _lines(stream, name) if line.strip()), b"").strip()
+    if first.startswith(b"[") and _begins_array(first, name):
+        yield from _read_array(file, name)
+        return
+    with _open(file) as stream:
+        for number, line in _lines(stream, name):
             if line.strip():
                 yield f"{name}:{number}", line.rstrip(b"\r\n")
 
@@ -242,10 +352,14 @@ def _json_row(line: bytes, where: str) -> dict[str, Any] | BadRow:
         value = json.loads(_decode(line, where))
     except json.JSONDecodeError as error:
         return BadRow(f"{where}:{error.colno}: broken JSON: {error.msg}; each line must be one whole JSON object")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        return BadRow(f"{where}: unreadable JSON: {_unreadable(error)}")
+    except RecursionError:
+        return BadRow(f"{where}: unreadable JSON: {TOO_DEEP}")
+    except ValueError:  # a number of thousands of digits
+        return BadRow(f"{where}: unreadable JSON: a number has too many digits")
     except DataError as error:
         return BadRow(str(error))
+    if line.count(b"[") + line.count(b"{") > MOST_DEPTH and is_too_deep(value):
+        return BadRow(f"{where}: unreadable JSON: {TOO_DEEP}")
     return _as_row(value, where)
 
 
@@ -266,10 +380,26 @@ def _as_row(value: Any, where: str) -> dict[str, Any] | BadRow:
 def _read_json(file: Path, name: str) -> Iterator[Placed]:
     """An array of objects, one object, or objects line by line (which many files called .json are)."""
     with _open(file) as stream:
-        first = next((line for _, line in _lines(stream) if line.strip()), b"")
+        first = next((line for _, line in _lines(stream, name) if line.strip()), b"")
     if first.lstrip().startswith(b"{") and isinstance(_json_row(first, name), dict):
         yield from _read_jsonl(file, name)
         return
+    yield from _read_array(file, name)
+
+
+def _begins_array(line: bytes, name: str) -> bool:
+    """Whether the first line of a file that begins with a bracket is (the beginning of) an array of objects."""
+    try:
+        value = json.loads(_decode(line, f"{name}:1"))
+    except (ValueError, RecursionError):
+        return line[1:].lstrip()[:1] in (b"", b"{")
+    except DataError:
+        return False
+    return bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _read_array(file: Path, name: str) -> Iterator[Placed]:
+    """An array of objects, or one object over several lines, held in memory as text."""
     with _open(file) as stream:
         data = stream.read().removeprefix(codecs.BOM_UTF8)
     try:
@@ -297,8 +427,12 @@ def _json_values(text: str, name: str) -> Iterator[Placed]:
     try:
         while not (is_array and text.startswith("]", position)):
             line, counted = line + text.count("\n", counted, position), position
+            begin = position
             value, position = decode(text, position)
-            yield f"{name}:{line}", _as_row(value, f"{name}:{line}")
+            brackets = text.count("[", begin, position) + text.count("{", begin, position)
+            if brackets > MOST_DEPTH and is_too_deep(value):
+                value = BadRow(f"{name}:{line}: unreadable JSON: {TOO_DEEP}")
+            yield f"{name}:{line}", value if isinstance(value, BadRow) else _as_row(value, f"{name}:{line}")
             position = skip(position)
             if not is_array:
                 break
@@ -313,12 +447,12 @@ def _json_values(text: str, name: str) -> Iterator[Placed]:
     except json.JSONDecodeError as error:
         # Where the next row of a broken array begins is a guess, so this cannot be one bad row.
         raise DataError(f"{name}:{error.lineno}:{error.colno}: broken JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        raise DataError(f"{name}:{line}: unreadable JSON in the row that begins here: {_unreadable(error)}") from error
-
-
-def _unreadable(error: Exception) -> str:
-    return "brackets are nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+    except RecursionError:  # where the row ends is not known
+        raise DataError(f"{name}:{line}: unreadable JSON in the row that begins here: {TOO_DEEP}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(
+            f"{name}:{line}: unreadable JSON in the row that begins here: a number has too many digits"
+        ) from error
 
 
 # -- csv and text -----------------------------------------------------------------------------------------------------
@@ -328,7 +462,7 @@ def _read_csv(file: Path, name: str) -> Iterator[Placed]:
     # The limit is one number for the whole process; 128 KiB would refuse a long answer.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with _open(file) as data, TextIOWrapper(data, encoding="utf-8-sig", newline="") as stream:
-        reader = csv.reader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+        reader = csv.reader(stream, delimiter="\t" if _kind(file) == ".tsv" else ",", strict=True)
         try:
             columns = next(reader, [])
             if len(set(columns)) != len(columns) or "" in columns:
@@ -354,7 +488,7 @@ def _read_csv(file: Path, name: str) -> Iterator[Placed]:
 def _find_not_utf8(file: Path, name: str) -> None:
     """Say in which line of a file the text is not UTF-8: a reader decodes ahead of the line it is at."""
     with _open(file) as stream:
-        for number, line in _lines(stream):
+        for number, line in _lines(stream, name):
             _decode(line, f"{name}:{number}")
 
 
@@ -482,9 +616,9 @@ def _hub_rows(path: str, split: str) -> Any:
 
 def _did_you_mean(path: Path) -> str:
     folder = path.parent
-    if not folder.is_dir():
+    if not _exists(folder) or not folder.is_dir():
         return f" (there is no folder {folder} in {Path.cwd()})" if not folder.is_absolute() else ""
-    near = get_close_matches(path.name, [file.name for file in folder.iterdir()], n=1)
+    near = get_close_matches(path.name[:255], [file.name for file in islice(folder.iterdir(), _MOST_NAMES)], n=1)
     if near:
         return f" (did you mean {folder / near[0]}?)"
     return "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -499,6 +633,13 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+_LINEAR = frozenset({".csv", ".json", ".jsonl", ".ndjson", ".tsv", ".txt"})  # read from front to end
+_UNPACKERS: dict[str, Callable[[Path], Any]] = {
+    ".bz2": bz2.open,
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    ".zst": _unpack_zstandard,
+}
 _READERS: dict[str, Callable[[Path, str], Iterator[Placed]]] = {
     ".arrow": _read_arrow,
     ".csv": _read_csv,

@@ -229,7 +229,7 @@ class Stream:
 
     def _advance(self) -> None:
         block = self._next.result()
-        self._bad_rows.see(block.bad)
+        self._bad_rows.see(block.bad, block.statistics.rows)
         check_trained(block.statistics, f"rows of block {block.number} of the stream")
         self.statistics.add(block.statistics)
         if self._block is not None:

@@ -41,7 +41,7 @@ MOST_TRIED = 10_000
 MOST_NAMES = 2000
 """Of a folder, among which a misspelt one is looked for."""
 
-FILE_TYPES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+FILE_TYPES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".bz2", ".xz", ".zst")
 
 
 def problems(recipe: Recipe) -> list[Problem]:

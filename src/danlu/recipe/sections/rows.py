@@ -15,8 +15,9 @@ class Source(Section):
     short = "path"
 
     path: str
-    """A json, jsonl, csv, parquet, arrow or txt file, a folder of them, or a hub data set id. For stage classify a
-    folder with idx files of images and labels, or such a file of images. `path#500` takes the first 500 rows."""
+    """A json, jsonl, csv, parquet, arrow or txt file (compressed too, as rows.jsonl.gz), a folder of them, or a hub
+    data set id. For stage classify a folder with idx files of images and labels, or such a file of images. `path#500`
+    takes the first 500 rows."""
     rows: PositiveInt | None = None
     """Take only this many rows from the front (the same as `path#N`)."""
     weight: Annotated[float, Field(gt=0)] | None = None
