@@ -156,8 +156,8 @@ CASES = [
     Case(
         "no user in data's path",
         ("eval", "@base", "--data", "~nosuchuser/rows.jsonl"),
-        2,
-        ("error: a path begins with '~' and the name of no user of this machine. Write it in full",),
+        3,
+        ("error: ~nosuchuser/rows.jsonl: no such file: '~' begins it with the name of no user of this machine",),
     ),
     Case("bench of a missing model", ("bench", "quantization", "@/none"), 4, ("error: @/none: no such folder",)),
     Case(

@@ -84,11 +84,11 @@ BROKEN = [
     ({"batch": "{sequences: 1000000000, micro: 7}"}, "batch.sequences: 1,000,000,000 is more than the 16,777,216"),
     (
         {"batch": "{tokens: 1048576000000000, micro: 7}"},
-        "batch.tokens: 1,048,576,000,000,000 tokens are 1,024,000,000,000 packs of data.max_length 1024, and a",
+        "batch.tokens: 1,048,576,000,000,000 tokens are 1,024,000,000,000 packed sequences of data.max_length 1024, and a",
     ),
     (
         {"data": "{train: rows.json, max_length: 1000000000000}"},
-        "data.max_length: 1,000,000,000,000 is more than the 16,777,216 tokens: all tokens of a pack go through",
+        "data.max_length: 1,000,000,000,000 is more than the 16,777,216 tokens: those of a packed sequence go",
     ),
     ({"data": "{train: rows.json, max_length: 1}"}, "data.max_length: 1 trains nothing: the first token of a sample"),
     ({"data": "{train: rows.json, workers: 1000000}"}, "data.workers: 1,000,000 is more than the 1,024 processes"),
@@ -105,7 +105,7 @@ BROKEN = [
     ({"adapter": "{kind: prompt, tokens: 1000000000}"}, "adapter.tokens: 1,000,000,000 is more than the 1,048,576"),
     (
         {"batch": "{sequences: 16777216, micro: 7}"},
-        "batch.micro: 7 does not divide the 16777216 packs of a step. Use 8, or auto",
+        "batch.micro: 7 does not divide the 16777216 sequences of a step. Use 8, or auto",
     ),
     (
         {"steps": "10", "schedule": "{warmup: 11}"},

@@ -180,8 +180,8 @@ def _path_and_rows(source: Source) -> tuple[Path, int | None]:
 def _path(text: str) -> Path:
     try:
         return Path(text).expanduser()
-    except RuntimeError as error:  # ~somebody who is not there
-        raise DataError(f"{text}: no such file: {error}") from None
+    except RuntimeError:
+        raise DataError(f"{text}: no such file: '~' begins it with the name of no user of this machine") from None
 
 
 def _exists(path: Path) -> bool:

@@ -149,10 +149,8 @@ def batch_size(recipe: Recipe) -> Iterator[Problem]:
     packs = batch.sequences if batch.sequences is not None else (batch.tokens or 0) // data.max_length
     if packs > MOST_PACKS:
         if batch.tokens is not None:
-            message = (
-                f"{batch.tokens:,} tokens are {packs:,} packs of data.max_length {data.max_length}, and a step has "
-            )
-            yield Problem("batch.tokens", f"{message}at most {MOST_PACKS:,}", reads=("data.max_length",))
+            message = f"{batch.tokens:,} tokens are {packs:,} packed sequences of data.max_length {data.max_length}, and a step "
+            yield Problem("batch.tokens", f"{message}has at most {MOST_PACKS:,}", reads=("data.max_length",))
         return
     if isinstance(batch.micro, int) and packs % batch.micro:
         begin = min(batch.micro, packs)
@@ -169,7 +167,7 @@ _MOST: tuple[tuple[str, float, str], ...] = (
     ("steps", 10**10, "steps: a millisecond each would be four months"),
     ("epochs", 10**10, "epochs: at a millisecond for each, four months"),
     ("batch.sequences", MOST_PACKS, "in a step: each is an object of its own"),
-    ("data.max_length", 2**24, "tokens: all tokens of a pack go through the model at once"),
+    ("data.max_length", 2**24, "tokens: those of a packed sequence go through the model at once"),
     ("data.shuffle_buffer", 10**9, "rows: they are held in memory"),
     ("data.workers", 1024, "processes"),
     ("threads", 4096, "threads"),
