@@ -84,7 +84,7 @@ BROKEN = [
     ({"batch": "{sequences: 1000000000, micro: 7}"}, "batch.sequences: 1,000,000,000 is more than the 16,777,216"),
     (
         {"batch": "{tokens: 1048576000000000, micro: 7}"},
-        "batch.tokens: 1,048,576,000,000,000 tokens are 1,024,000,000,000 packed sequences of data.max_length 1024, and a",
+        "batch.tokens: 1,048,576,000,000,000 tokens are 1,024,000,000,000 packed sequences of 1024 tokens, and a",
     ),
     (
         {"data": "{train: rows.json, max_length: 1000000000000}"},

@@ -149,7 +149,7 @@ def batch_size(recipe: Recipe) -> Iterator[Problem]:
     packs = batch.sequences if batch.sequences is not None else (batch.tokens or 0) // data.max_length
     if packs > MOST_PACKS:
         if batch.tokens is not None:
-            message = f"{batch.tokens:,} tokens are {packs:,} packed sequences of data.max_length {data.max_length}, and a step "
+            message = f"{batch.tokens:,} tokens are {packs:,} packed sequences of {data.max_length} tokens, and a step "
             yield Problem("batch.tokens", f"{message}has at most {MOST_PACKS:,}", reads=("data.max_length",))
         return
     if isinstance(batch.micro, int) and packs % batch.micro:
