@@ -46,6 +46,7 @@ def start(tmp_path: Path, said: list[str]) -> Callable[..., int]:
         grace_s: float = 0.3,
         threads: int | None = None,
         say: Callable[[str], None] = said.append,
+        progress_s: float | None = None,
         **plan: Any,
     ) -> int:
         command = ["-P", STAND_IN, str(tmp_path), json.dumps(plan)]
@@ -58,6 +59,7 @@ def start(tmp_path: Path, said: list[str]) -> Callable[..., int]:
             from_where=lambda: f"from step {len((tmp_path / 'steps-0.txt').read_text().splitlines())}",
             say=say,
             grace_s=grace_s,
+            progress_s=progress_s,
         )
 
     return run
@@ -81,6 +83,14 @@ def test_all_goes_well(
     for rank in (1, 2):
         log = (tmp_path / "logs" / f"rank-{rank}.txt").read_text()
         assert log.startswith("--- ") and log.endswith(f"hello from {rank} with 5 threads\n")
+
+
+def test_how_many_have_started_is_told_until_all_have(start: Callable[..., int], said: list[str]) -> None:
+    assert start(2, progress_s=0.0, pause_s=0.1, loads={"0": 1, "1": 3}) == 0
+    told = list(dict.fromkeys(said))
+    assert told[0] == "starting: 0 of 2 processes have loaded torch"
+    assert "starting: 1 of 2 processes have loaded torch" in told and len(told) == 2
+    assert said.count(told[0]) < 1000
 
 
 def test_the_first_error_is_told_and_not_tried_again(

@@ -692,6 +692,13 @@ CASES = [
         recipe(),
     ),
     Case(
+        "processes beyond all memory",
+        (*TRAIN, "--processes", "1000000"),
+        2,
+        ("error: --processes 1000000: each takes 128 MiB before it holds any of the model, and this machine has",),
+        recipe(),
+    ),
+    Case(
         "layout that does not fit",
         (*TRAIN, "--processes", "3", "parallel.tensor=2"),
         2,

@@ -3,6 +3,7 @@
     python stand_in.py FOLDER JSON
 
 JSON: `steps` (default 6) with `pause_s` in each; `torch`: join the group, and agree in it after each step;
+`loads`: the step at which a rank says that it has loaded torch;
 `does`: what a rank does at a step instead of going on, in the attempts of `attempts` (default: the first alone). Each
 step is a line of FOLDER/steps-RANK.txt; an attempt goes on after the last step that rank 0 has written.
 """
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from danlu.cli.working import print_into, work
+from danlu.cli.working import loaded_torch, print_into, work
 from danlu.errors import DataError, RecipeError, Stopped
 from danlu.parallel import endings
 from danlu.parallel.world import World, found
@@ -89,6 +90,8 @@ def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
     for step in range(done + 1, plan.get("steps", 6) + 1):
         time.sleep(plan.get("pause_s", 0))
         at, what = does.get(str(world.rank), (0, ""))
+        if plan.get("loads", {}).get(str(world.rank)) == step:
+            loaded_torch(world)
         if at == step:
             misbehave(what, world.rank)
         number = stop.number

@@ -52,12 +52,14 @@ def launch(
     from_where: Callable[[], str] = lambda: "from the beginning",
     say: Callable[[str], None],
     grace_s: float = GRACE_S,
+    progress_s: float | None = None,
 ) -> int:
     """Runs `python ARGUMENTS` in so many processes of one group, to their end.
 
     arguments: of attempt 0, 1, .. restarts. Each process calls `danlu.cli.working.work`.
     folder: of the run, which the processes print into.
     threads: for each process, where OMP_NUM_THREADS is not set; by default an even share of the cores.
+    progress_s: between lines about how many of the processes have started; None tells nothing.
     from_where: a restarted group's beginning, in words (``from step 500``).
     Returns 0, or 128 + the signal that stopped the run. Raises the DanluError that the first failing process met.
     """
@@ -87,7 +89,14 @@ def launch(
         local_addr=LOOPBACK,
     )
     agent = Agent(
-        spec, Places(folder, threads or usable_cores() // processes or 1), folder, arguments, from_where, say, grace_s
+        spec,
+        Places(folder, threads or usable_cores() // processes or 1),
+        folder,
+        arguments,
+        from_where,
+        say,
+        grace_s,
+        progress_s,
     )
     before = {number: signal.getsignal(number) for number in _ASKS_TO_STOP} if _in_main_thread() else {}
     try:
@@ -167,12 +176,15 @@ class Agent(LocalElasticAgent):
         from_where: Callable[[], str],
         say: Callable[[str], None],
         grace_s: float,
+        progress_s: float | None,
     ) -> None:
         super().__init__(spec, places, exit_barrier_timeout=10)  # for other machines: there are none
         self._folder, self._arguments, self._from_where = folder, arguments, from_where
         self._say, self._grace_s = say, grace_s
         self._processes = spec.local_world_size
         self._memory_kills = kills_for_memory()
+        self._progress_s = progress_s  # None once all have started
+        self._told_at = time.monotonic()
         self._patient_until: float | None = None  # with processes that were asked twice to stop
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._obeyed = [number for number in _ASKS_TO_STOP if not (nohup and number == signal.SIGHUP)]
@@ -214,6 +226,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         exits = {rank: process.poll() for rank, process in self._popen().items()}
         left = self.endings()
+        self._tell_progress(left)
         ended = {rank: ending for rank, ending in left.items() if exits[rank] is not None}
         if self._patient_until is not None and time.monotonic() > self._patient_until:
             self._end_all()  # they wait in C++ for one that does not come, where no signal reaches them
@@ -227,6 +240,18 @@ class Agent(LocalElasticAgent):
         exits |= self._end_the_rest()
         self._judge(exits)
         return RunResult(WorkerState.FAILED)
+
+    def _tell_progress(self, left: Mapping[int, Ending | None]) -> None:
+        """Loading torch takes many processes on few cores minutes, in which nothing else is to be seen."""
+        now = time.monotonic()
+        if self._progress_s is None or now - self._told_at < self._progress_s:
+            return
+        started = sum(one is not None and (one.kind != "begun" or bool(one.said)) for one in left.values())
+        self._told_at = now
+        if started == self._processes:
+            self._progress_s = None
+        else:
+            self._say(f"starting: {started} of {self._processes} processes have loaded torch")
 
     def _end_the_rest(self) -> dict[int, int | None]:
         """Waits for the others to fail by themselves. Returns exit codes, None of those that had to be ended."""

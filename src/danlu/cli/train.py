@@ -16,14 +16,20 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.adapters.description import is_adapter
-from danlu.cli.working import print_into, work
+from danlu.cli.working import loaded_torch, print_into, work
 from danlu.errors import RecipeError
+from danlu.machine import memory_bytes, usable_cores
 from danlu.models.folder import LENET, model_type
 from danlu.parallel.endings import ENDING
 from danlu.parallel.layout import layout_of
 from danlu.parallel.world import World, found
 from danlu.recipe import Loaded, Recipe
 from danlu.terminal import tell, tell_early
+
+LEAST_PROCESS_BYTES = 128 << 20
+"""Less than what a process that has loaded danlu's training holds for itself alone: 202 MiB of 283, as Linux counts."""
+PROGRESS_S = 3.0
+"""Between lines about how many of the processes have started, where there are more than cores."""
 
 
 def train(
@@ -64,6 +70,7 @@ def train(
     if processes is None or processes == 1:
         code = _train(loaded, resume, dry_run, quiet)
     else:
+        check_processes(processes)
         layout_of(loaded.recipe.parallel, processes)  # a layout that does not fit is told before any process starts
         flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
         with TemporaryDirectory(prefix="danlu-dry-run-") if dry_run else nullcontext() as logs:
@@ -85,6 +92,7 @@ def _share(world: World, recipe: Path, overrides: list[str], resume: str, dry_ru
     # Here: see `_train`.
     from danlu.parallel.joining import join, leave
 
+    loaded_torch(world)
     join(loaded.recipe.device, loaded.recipe.parallel.timeout_s, tell)
     code = _train(loaded, resume, dry_run, quiet)
     leave()
@@ -134,7 +142,23 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
         threads=recipe.threads,
         from_where=from_where,
         say=_say,
+        progress_s=PROGRESS_S if processes > usable_cores() else None,
     )
+
+
+def check_processes(processes: int) -> None:
+    """Tells of more processes than cores. Raises RecipeError for more than this machine's memory can hold."""
+    cores, memory = usable_cores(), memory_bytes()
+    if processes * LEAST_PROCESS_BYTES > memory:
+        raise RecipeError(
+            f"--processes {processes}: each takes {LEAST_PROCESS_BYTES >> 20} MiB before it holds any of the model, "
+            f"and this machine has {memory / 2**30:.0f} GiB in all. Use {cores}, as many as it has cores"
+        )
+    if processes > cores:
+        _say(
+            f"{processes} processes share {cores} {'cores' if cores > 1 else 'core'}: they take turns, so this is "
+            f"slower than --processes {cores}, and starting them takes {processes / cores:.0f} times as long"
+        )
 
 
 def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:

@@ -61,6 +61,12 @@ def work(world: World, body: Callable[[], int]) -> NoReturn:
     os._exit(0 if ending.well and _launched() else ending.exit_code)
 
 
+def loaded_torch(world: World) -> None:
+    """Lets the launcher know that this process has come so far, the longest part of its start."""
+    with suppress(OSError):  # a disk that is full is told of when there is something to lose
+        endings.note(Ending(world.rank, "begun", said=(endings.LOADED,)))
+
+
 def print_into(world: World, folder: Path) -> Callable[[str], None]:
     """From now on all that this process and its libraries print goes to a file in the run's folder; rank 0's does not.
 

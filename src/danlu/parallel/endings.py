@@ -32,6 +32,9 @@ Kind = Literal["begun", "finished", "stopped", "error", "failure", "hang", "cons
 """begun: still at work, or died without a word; stopped: by a signal, saved what it could; error: a DanluError;
 failure: any other exception; hang: waited too long for another; consequence: failed because another was gone."""
 
+LOADED = "has loaded torch"
+"""What a process that has begun says of itself when it is about to join the others."""
+
 ENDING = "DANLU_ENDING"
 """The environment variable that names the file of a process."""
 

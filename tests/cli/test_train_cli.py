@@ -1,0 +1,25 @@
+"""`danlu train`: how many processes there may be."""
+
+from __future__ import annotations
+
+import pytest
+
+from danlu.cli import train
+from danlu.errors import RecipeError
+
+
+def test_more_processes_than_cores_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "usable_cores", lambda: 2)
+    monkeypatch.setattr(train, "memory_bytes", lambda: 4 << 30)
+    train.check_processes(2)
+    assert capsys.readouterr() == ("", "")
+    train.check_processes(6)
+    assert capsys.readouterr().err == (
+        "6 processes share 2 cores: they take turns, so this is slower than --processes 2, and starting them takes 3 "
+        "times as long\n"
+    )
+    train.check_processes(32)
+    with pytest.raises(RecipeError, match="--processes 33: each takes 128 MiB before .* has 4 GiB in all. Use 2, as"):
+        train.check_processes(33)
