@@ -140,8 +140,10 @@ def test_masked_attention_is_a_weighted_mean_of_what_is_seen() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_variable_length_kernel_equals_a_dense_mask() -> None:
-    tensors = [x.detach().cuda().bfloat16().requires_grad_() for x in inputs(2)]
-    exact = results(ReferenceAttention(BOUNDARIES), inputs(2), None, None)
-    out = PackedAttention(BOUNDARIES)(0, *tensors, scale=0.3, window=None, softcap=None)
-    assert (out.double().cpu() - exact[0]).norm() / exact[0].norm() < 0.02
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (100, None), (None, 2.0), (7, 1.0)])
+def test_the_kernels_of_a_gpu_equal_a_dense_mask(kv_heads: int, window: int | None, softcap: float | None) -> None:
+    exact = results(ReferenceAttention(BOUNDARIES), inputs(kv_heads), window, softcap)
+    tensors = [x.detach().cuda().bfloat16().requires_grad_() for x in inputs(kv_heads)]
+    for got, want in zip(results(PackedAttention(BOUNDARIES), tensors, window, softcap), exact, strict=True):
+        assert (got.double().cpu() - want).norm() / want.norm() < 0.02
