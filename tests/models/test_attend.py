@@ -14,15 +14,15 @@ from danlu.models.attend import PackedAttention, ReferenceAttention, masked_atte
 BOUNDARIES = (0, 5, 6, 23, 40)
 
 
-def inputs(kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def inputs(kv_heads: int, dtype: torch.dtype = torch.float64, width: int = 8) -> list[Tensor]:
     generator = torch.Generator().manual_seed(kv_heads)
-    shapes = [(40, 4, 8), (40, kv_heads, 8), (40, kv_heads, 8)]
+    shapes = [(40, 4, width), (40, kv_heads, width), (40, kv_heads, width)]
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
 def results(strategy: object, tensors: list[Tensor], window: int | None, softcap: float | None) -> list[Tensor]:
     out = strategy(0, *tensors, scale=0.3, window=window, softcap=softcap)  # type: ignore[operator]
-    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
 
 
@@ -143,7 +143,9 @@ def test_masked_attention_is_a_weighted_mean_of_what_is_seen() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (100, None), (None, 2.0), (7, 1.0)])
 def test_the_kernels_of_a_gpu_equal_a_dense_mask(kv_heads: int, window: int | None, softcap: float | None) -> None:
-    exact = results(ReferenceAttention(BOUNDARIES), inputs(kv_heads), window, softcap)
-    tensors = [x.detach().cuda().bfloat16().requires_grad_() for x in inputs(kv_heads)]
-    for got, want in zip(results(PackedAttention(BOUNDARIES), tensors, window, softcap), exact, strict=True):
+    rounded = [x.detach().bfloat16() for x in inputs(kv_heads, width=16)]
+    exact = [x.double().requires_grad_() for x in rounded]
+    wanted = results(ReferenceAttention(BOUNDARIES), exact, window, softcap)
+    tensors = [x.cuda().requires_grad_() for x in rounded]
+    for got, want in zip(results(PackedAttention(BOUNDARIES), tensors, window, softcap), wanted, strict=True):
         assert (got.double().cpu() - want).norm() / want.norm() < 0.02

@@ -22,7 +22,7 @@ Kernel = Callable[..., Tensor]
 
 def inputs(kv_heads: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(kv_heads)
-    shapes = [(40, 4, 8), (40, kv_heads, 8), (40, kv_heads, 8)]
+    shapes = [(40, 4, 16), (40, kv_heads, 16), (40, kv_heads, 16)]
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
@@ -160,6 +160,7 @@ def test_softcaps_go_through_flex_attention(
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
     assert len(calls) == (softcap is not None)
     assert not torch.allclose(results(packed, tensors, 2, 3.0)[0], want[0])  # negative control
+    assert not Flex(flex, EVERY).takes(torch.zeros(1, 1, 8), 2.0)
 
 
 @pytest.mark.parametrize("window", [None, 3, 100])

@@ -24,6 +24,8 @@ EVERY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLASH_WIDTHS = range(8, 257, 8)
 """Of heads that flash attention takes."""
 FLEX_BLOCK = 128
+FLEX_WIDTH = 16
+"""Heads narrower than this are refused by flex attention."""
 
 # On CPU, documents up to this length are done by `attend._BlockAttention`: the backward pass of torch's flash kernel is
 # slow for short rows (161 tokens, 8 heads of 32, bf16, two threads: 2.8 ms against 1.1 ms; equal near 800 tokens).
@@ -82,7 +84,7 @@ class Flex:
     dtypes: tuple[torch.dtype, ...] = NARROW
 
     def takes(self, q: Tensor, softcap: float | None) -> bool:
-        return softcap is not None and q.dtype in self.dtypes
+        return softcap is not None and q.dtype in self.dtypes and q.shape[-1] >= FLEX_WIDTH
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scale: float, softcap: float) -> Tensor:
         """q [T, H, C], k and v [T, K, C]; mask: of `documents_mask` -> [T, H, C]."""
