@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 
-from danlu.adapters.description import CONFIG, DANLU, PEFT_TYPES, describe, is_adapter, resolve_adapter, stacked
+from danlu.adapters.description import (
+    CONFIG,
+    DANLU,
+    KNOWN_KEYS,
+    PEFT_TYPES,
+    WEIGHTS,
+    describe,
+    is_adapter,
+    open_adapter,
+    resolve_adapter,
+    stacked,
+)  # fmt: skip
 from danlu.adapters.peft_kinds import FORMATS
 from danlu.errors import ModelError
 
@@ -82,6 +95,34 @@ def test_a_base_that_is_no_text_is_told(tmp_path: Path) -> None:
 
 def test_the_kinds_are_those_that_can_be_read_and_written() -> None:
     assert tuple(FORMATS) == PEFT_TYPES
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("LORA", peft.LoraConfig),
+        ("VERA", peft.VeraConfig),
+        ("IA3", peft.IA3Config),
+        ("PROMPT_TUNING", peft.PromptTuningConfig),
+        ("PREFIX_TUNING", peft.PrefixTuningConfig),
+    ],
+)
+def test_every_key_that_peft_has_was_looked_at(kind: str, config: Any) -> None:
+    """Keys that a new PEFT adds must be judged, in `check_supported` or here, before adapters with them are read."""
+    assert {field.name for field in dataclasses.fields(config)} <= KNOWN_KEYS[kind]
+
+
+def test_a_key_that_nobody_knows_is_not_ignored(tmp_path: Path) -> None:
+    folder = made(tmp_path / "one")
+    (folder / WEIGHTS).touch()
+    for value in (None, False, {}, []):  # what a new key of no effect looks like
+        (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "use_mora": value}))
+        open_adapter(folder)
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "use_mora": True}))
+    with pytest.raises(
+        ModelError, match=f"{folder / CONFIG}: use_mora is True: PEFT's LORA has no such key that danlu"
+    ):
+        open_adapter(folder)
 
 
 def test_it_is_told_without_torch() -> None:

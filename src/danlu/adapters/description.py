@@ -17,6 +17,25 @@ QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
 """Kinds of few bits in which a recipe may hold a base."""
 PEFT_TYPES = ("DANLU_BOTTLENECK", "DANLU_MORA", "IA3", "LORA", "PREFIX_TUNING", "PROMPT_TUNING", "VERA")
 """Kinds of adapter folders that are read: the keys of `peft_kinds.FORMATS`."""
+_EVERY_KIND = (
+    "auto_mapping base_model_name_or_path inference_mode modules_to_save peft_type peft_version revision task_type "
+)
+_TARGETED = _EVERY_KIND + "exclude_modules fan_in_fan_out layers_pattern layers_to_transform target_modules "
+_VIRTUAL = _EVERY_KIND + "num_attention_heads num_layers num_transformer_submodules num_virtual_tokens token_dim "
+_KEYS = {
+    "IA3": _TARGETED + "feedforward_modules init_ia3_weights",
+    "LORA": _TARGETED
+    + "alora_invocation_tokens alpha_pattern arrow_config bias corda_config ensure_weight_tying eva_config "
+    "init_lora_weights kasa_config layer_replication loftq_config lora_alpha lora_bias lora_dropout lora_ga_config "
+    "megatron_config megatron_core monteclora_config qalora_group_size r rank_pattern runtime_config "
+    "target_parameters trainable_token_indices use_bdlora use_dora use_qalora use_rslora velora_config "
+    "lora_dtype lorap_emb_lr lorap_lr_ratio",  # these three are ms-swift's, and of training alone
+    "PREFIX_TUNING": _VIRTUAL + "encoder_hidden_size init_weights prefix_projection",
+    "PROMPT_TUNING": _VIRTUAL + "prompt_tuning_init prompt_tuning_init_text tokenizer_kwargs tokenizer_name_or_path",
+    "VERA": _TARGETED + "bias d_initial init_weights projection_prng_key r save_projection vera_dropout",
+}
+KNOWN_KEYS = {kind: frozenset(keys.split()) for kind, keys in _KEYS.items()}
+"""Keys of PEFT's configs (0.21.2) by peft_type. What of them danlu cannot compute is refused where it is read."""
 _RUN_RESULT = "adapter"
 # Values of PEFT's init_lora_weights (0.21.2) with which loading an adapter leaves the base as it is.
 _LEAVES_BASE = (True, False, None, "eva", "gaussian", "lora_ga", "mica", "orthogonal")
@@ -105,6 +124,13 @@ def open_adapter(path: Path) -> AdapterFolder:
     if not (path / WEIGHTS).is_file():
         pickled = " There is adapter_model.bin, a pickle, which could run any code" if any(path.glob("*.bin")) else ""
         raise ModelError(f"{path}: {WEIGHTS} is missing.{pickled}")
+    known_keys = KNOWN_KEYS.get(folder.kind, folder.values)
+    for key, value in folder.values.items():
+        if key not in known_keys and value:
+            raise ModelError(
+                f"{path / CONFIG}: {key} is {value!r}: PEFT's {folder.kind} has no such key that danlu knows, and it "
+                "may change what the adapter computes. If it does not, take it out of the file"
+            )
     if folder.kind == "LORA":
         start_out_of_base(folder.values, str(path / CONFIG))
     return folder
