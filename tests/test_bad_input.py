@@ -146,6 +146,31 @@ def test_an_empty_file(tmp_path: Path, refused: Train) -> None:
     assert f"{rows}: the file is empty" in refused(3, data={"train": str(rows)})
 
 
+def test_many_answers_cut_before_their_end_are_told(
+    tiny_world: World, tmp_path: Path, refused: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = messages(("user", "hi"), ("assistant", "a long story " * 100))
+    rows = write_rows(tmp_path / "rows.jsonl", [long, *[GOOD] * 8])
+    data = {"train": str(rows), "cache": str(tmp_path / "cache")}
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", steps=2, data=data)) == 0
+    said = capsys.readouterr().err
+    told = "data: 1 of 9 samples train an answer that is cut before its end, and nothing of when to stop: raise"
+    assert f"{told} data.max_length, or leave such rows out" in said
+    assert "only 2 optimizer steps of 4 x 64 tokens: little is learnt in so few. Raise epochs (or steps)" in said
+    assert "did not fall" not in said
+    shutil.rmtree(tmp_path / "run")
+    write_rows(tmp_path / "rows.jsonl", [long, *[GOOD] * 10])  # control: not many of them
+    flat = {"optimizer": {"kind": "adamw", "learning_rate": 0.0}, "batch": {"sequences": 1, "micro": 1}}
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", steps=20, data=data, **flat)) == 0
+    said = capsys.readouterr().err
+    assert "cut before its end" not in said and "optimizer steps of" not in said
+    assert "the loss did not fall: " in said
+    shutil.rmtree(tmp_path / "run")
+    write_rows(tmp_path / "rows.jsonl", [long, long])  # all of them: an error, with max_length first
+    said = refused(3, data=data)
+    assert said.startswith("error: 2 rows are longer than data.max_length: raise it first. rows.jsonl:1: answers are")
+
+
 def test_rows_too_long_for_anything_to_be_trained(tmp_path: Path, refused: Train) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [messages(("user", "hi there " * 100), ("assistant", "yes"))] * 2)
     said = refused(3, data={"train": str(rows)})

@@ -512,7 +512,7 @@ def row_lines(name: str, found: Statistics) -> list[str]:
         lost = f"{found.lost_tokens:,} tokens are left out"
         lines.append(f"{name}: {found.shortened.total():,} rows are longer than data.max_length: {what}; {lost}")
     lines += [f"{name}: {count:,} rows dropped: {reason}" for reason, count in found.dropped.items()]
-    lines += [f"{name}: {line}" for line in (*found.template_lines(), *found.unread_lines())]
+    lines += [f"{name}: {line}" for line in (*found.cut_lines(), *found.template_lines(), *found.unread_lines())]
     if found.bad_rows:
         rows = "row" if found.bad_rows == 1 else "rows"
         lines.append(f"{name}: {found.bad_rows:,} bad {rows} skipped, the first: {found.bad_examples[0]}")

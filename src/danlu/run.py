@@ -68,7 +68,15 @@ from danlu.train.run_folder import (
     starting_point,
 )
 from danlu.train.state import Cadence, Run, pieces, restore
-from danlu.train.summary import clear_summary, parameters_of, seconds_in, trained_parameters_of, write_summary
+from danlu.train.summary import (
+    clear_summary,
+    few_steps,
+    flat_loss,
+    parameters_of,
+    seconds_in,
+    trained_parameters_of,
+    write_summary,
+)
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
 from danlu.train.units import parameters_and_trained
 from danlu.train.watch import Watch
@@ -213,6 +221,8 @@ def _train(
     if run.compute.activations is not None and run.compute.activations.most:
         memory = placed.memory(run)
         say(memory.line(program, peak_memory_bytes(device)))
+    if run.metrics is not None and (flat := flat_loss(read_metrics(run.metrics.path))) is not None:
+        say(flat)
     exported = _export(run, placed, recipe, folder, say)
     if ranks.leads:
         write_summary(run, exported[0], memory, None if peak is None else peak.to_json())
@@ -345,6 +355,8 @@ def _build(
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))
     say(_summary(recipe, task, placed, run))
+    if (few := few_steps(run.cadence.total, task.amount(run.feed.per_step))) is not None:
+        say(few)
     return run
 
 

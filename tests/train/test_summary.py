@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,29 @@ from torch import nn
 from danlu.errors import ResourceError
 from danlu.models.loading import load
 from danlu.train import loop
-from danlu.train.summary import parameters_of, seconds_in, write_summary
+from danlu.train.summary import few_steps, flat_loss, parameters_of, seconds_in, write_summary
 
 EVALUATED = {"data": {"eval": 10}, "evaluation": {"every": 4}}
+
+
+def losses(*values: float) -> list[dict[str, Any]]:
+    return [{"step": step, "loss": value} for step, value in enumerate(values, 1)] + [{"step": 1, "event": "spike"}]
+
+
+def test_a_loss_that_did_not_fall_is_told() -> None:
+    said = flat_loss(losses(*[2.0, 2.02] * 20))
+    assert said is not None and said.startswith("the loss did not fall: 2.000 in the first 5 logged steps, 2.020 in")
+    assert "Try another optimizer.learning_rate" in said
+    assert flat_loss(losses(*[2.0] * 20, *[2.5] * 20)) is not None
+    assert flat_loss(losses(*[2.0] * 20, *[1.9] * 20)) is None
+    assert flat_loss(losses(*[2.0] * 10)) is None  # too few to say
+    assert flat_loss(losses(*[2.0] * 30, math.nan)) is None and flat_loss([]) is None
+
+
+def test_a_handful_of_steps_is_told() -> None:
+    said = few_steps(3, "8 x 1024 tokens")
+    assert said is not None and said.startswith("only 3 optimizer steps of 8 x 1024 tokens: little is learnt")
+    assert "only 1 optimizer step of" in (few_steps(1, "x") or "") and few_steps(20, "x") is None
 
 
 def summary_of(run: Path) -> dict[str, Any]:

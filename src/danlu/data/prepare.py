@@ -124,7 +124,9 @@ def check_trained(statistics: Statistics, where: str, *, require_ends: bool = Tr
             "data.max_length and the rows' own train and weight fields; `danlu preview` shows the reason of every token"
         )
     if require_ends and statistics.answers and statistics.endless_answers == statistics.answers:
-        raise DataError(statistics.endless_example)
+        rows = statistics.shortened.total()
+        longer = f"{rows:,} {'row is' if rows == 1 else 'rows are'} longer than data.max_length: raise it first. "
+        raise DataError(f"{longer if rows else ''}{statistics.endless_example}")
 
 
 class BadRows:

@@ -11,6 +11,7 @@ import numpy as np
 from danlu.data.rows import MESSAGE_KEYS
 
 EXAMPLES = 5
+MANY_CUT = 0.1  # of the samples that train an answer
 BEYOND_POSITIONS = (
     "What lies beyond is trained at positions the model was not made for, and generate, chat and eval stop there. Set "
     "data.max_length to {positions}, or give the model more (max_position_embeddings, rope_scaling)"
@@ -81,6 +82,15 @@ class Statistics:
                 self.unread = Counter(dict((mine + theirs).most_common(UNREAD)))
             else:
                 setattr(self, name, mine + theirs)
+
+    def cut_lines(self) -> list[str]:
+        """Of answers of which many are cut before their end, so that little is learnt of when to stop."""
+        if not self.shortened or self.endless_answers < MANY_CUT * self.answers or not self.endless_answers:
+            return []
+        return [
+            f"{self.endless_answers:,} of {self.answers:,} samples train an answer that is cut before its end, and "
+            "nothing of when to stop: raise data.max_length, or leave such rows out with data.overlong: drop"
+        ]
 
     def unread_lines(self) -> list[str]:
         """What rows and their messages hold that seems to be meant for training and is not read; none if nothing."""

@@ -87,6 +87,39 @@ def clear_summary(folder: Path) -> None:
     (folder / SUMMARY).unlink(missing_ok=True)
 
 
+FEW_STEPS = 20
+"""Fewer leave a learning rate hardly time to rise and fall."""
+_FALL = 0.01  # of the loss, below which it is called flat: less than what two batches differ by
+
+
+def few_steps(steps: int, per_step: str) -> str | None:
+    """What to say at the start of a run of a handful of steps; None for a longer one."""
+    if steps >= FEW_STEPS:
+        return None
+    return (
+        f"only {steps} optimizer {'step' if steps == 1 else 'steps'} of {per_step}: little is learnt in so few. Raise "
+        "epochs (or steps), or lower batch.sequences"
+    )
+
+
+def flat_loss(lines: Lines) -> str | None:
+    """What to say of a run whose loss did not fall, by the medians of its first and last tenth; None where it did.
+
+    None too for a handful of steps, and where the loss is not finite, of which more is said elsewhere.
+    """
+    losses = [line["loss"] for line in lines if "loss" in line]
+    if len(losses) < FEW_STEPS or not all(map(math.isfinite, losses)):
+        return None
+    part = max(5, len(losses) // 10)
+    first, last = median(losses[:part]), median(losses[-part:])
+    if last < first - _FALL * abs(first):
+        return None
+    return (
+        f"the loss did not fall: {first:.3f} in the first {part} logged steps, {last:.3f} in the last {part}. Try "
+        "another optimizer.learning_rate, train for longer, or look at what is trained with `danlu preview`"
+    )
+
+
 def seconds_in(lines: Lines) -> float:
     """Seconds that the steps and evaluations in `lines` took, loading and tokenising left out.
 
