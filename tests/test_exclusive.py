@@ -94,6 +94,20 @@ def test_a_number_given_to_another_process_meanwhile_holds_nothing(tmp_path: Pat
     assert (tmp_path / "lock.8").read_text() == f"{os.getpid()} {started_at(os.getpid())} {host}\n"
 
 
+def test_where_no_process_tells_when_it_began_its_number_decides(
+    tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exclusive, "started_at", lambda pid: "")  # as on macOS
+    first = FileLock(tmp_path / "lock")
+    first.acquire()
+    assert (tmp_path / "lock.1").read_text() == f"{os.getpid()} - {socket.gethostname()}\n"
+    with pytest.raises(Taken):
+        FileLock(tmp_path / "lock").acquire()
+    (tmp_path / "lock.1").write_text(f"{2**22 + 1} - {socket.gethostname()}\n")  # of nobody
+    FileLock(tmp_path / "lock").acquire()
+    assert names(tmp_path) == ["lock", "lock.2"]
+
+
 def test_of_another_machine_a_person_must_say_that_it_is_gone(tmp_path: Path, no_locks: None) -> None:
     (tmp_path / ".lock.4").write_text("1234 99 node7\n")
     with pytest.raises(ResourceError) as caught:
