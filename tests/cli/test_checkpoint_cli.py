@@ -69,6 +69,25 @@ def test_list_beside_a_run_that_prunes(pruned_meanwhile: Path) -> None:
     assert code == 0 and [line.split()[0] for line in lines[1:]] == ["200", "300"]
 
 
+def test_a_list_that_a_save_overtakes_is_made_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that were there when the folders were listed are gone when they are looked at; a new one has come."""
+    real = manifest._folders
+    calls = [0]
+
+    def listed(folder: Path) -> list[Path]:
+        found = real(folder)
+        calls[0] += 1
+        if calls[0] == 3:  # the second half of the first look
+            for old in found:
+                remove_checkpoint(old)
+            with CheckpointStore(folder, background=False) as store:
+                store.save(400, {"model": {"w": torch.ones(500)}}, {})
+        return found
+
+    monkeypatch.setattr(manifest, "_folders", listed)
+    assert [info.step for info in manifest.list_checkpoints(run / "checkpoints")] == [400]
+
+
 def test_list_of_a_checkpoint_whose_files_are_being_deleted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mark goes first: from then on it shows as half-written, or not at all."""
     going = run / "checkpoints" / "step-00000100"

@@ -48,6 +48,7 @@ READABLE = (1, 2)  # format 1 has no boxes: every tensor is whole
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _ASIDE_FOLDER = re.compile(r"\.step-(\d{8,})\.old")
 _HASH_CHUNK_BYTES = 4 << 20
+_LOOKS = 5  # at a folder that changes meanwhile
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,18 @@ def aside_folder_name(step: int) -> str:
 def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
     """Checkpoints in `folder` by rising step, incomplete ones included; empty when there is no such folder.
 
-    The run may be training meanwhile: one that it prunes while this looks is not in the list.
+    The run may be training meanwhile: one that it prunes while this looks is not in the list, and the one that it saved
+    before that is.
     """
+    for _ in range(_LOOKS):
+        before = _folders(folder)
+        found = _look(folder)
+        if _folders(folder) == before:
+            break
+    return found
+
+
+def _look(folder: Path) -> list[CheckpointInfo]:
     found: dict[int, CheckpointInfo] = {}
     for entry in _folders(folder):
         if match := _STEP_FOLDER.fullmatch(entry.name):
