@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from made.here import Here
 from made.tiny_world import CONFIG, World, danlu, events, last_state, metrics, spike_at
 from safetensors.torch import load_file
 
@@ -157,6 +158,24 @@ def test_a_tokenizer_that_is_only_a_tokenizer_model_is_exported_for_other_tools(
     exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert exported("Hello  world").input_ids == [1, 15043, 29871, 3186], "as sentencepiece has it"
     assert AutoTokenizer.from_pretrained(source)("Hello  world").input_ids != [1, 15043, 29871, 3186]
+
+
+@pytest.mark.slow
+def test_a_tokenizer_of_another_family_is_exported_so_that_it_is_read_as_it_was(
+    shared_data: Path, tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2's files beside a Mistral: transformers chooses a class by the model's type; that one reads no vocab.json."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr("danlu.data.tokenizer.CONVERTED", str(tmp_path / "converted"))
+    monkeypatch.setattr("danlu.data.workers.Workers", Here)
+    source = shared_data / "tokenizers" / "gpt2"
+    model = {"tokenizer": str(source), "config": {**CONFIG, "model_type": "mistral", "hidden_size": 8}}
+    data = {"train": str(tiny_world.text), "cache": str(tmp_path / "cache")}
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", stage="pretrain", model=model, data=data, steps=2)) == 0
+    exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    text = "Hello  world<|endoftext|>"
+    assert exported(text).input_ids == AutoTokenizer.from_pretrained(source)(text).input_ids
 
 
 # -- ways to train ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +23,9 @@ from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import Stream
-from danlu.data.tokenizer import Tokenizer, load_tokenizer, readable_folder, template_date
+from danlu.data.tokenizer import Tokenizer, exported, load_tokenizer, readable_folder, template_date
 from danlu.data.tokenizing import TokenizerFacts, facts_of
-from danlu.errors import CheckpointError, DataError, RecipeError
+from danlu.errors import CheckpointError, DanluError, DataError, RecipeError
 from danlu.memory_estimate import (
     MemoryEstimate,
     check_size,
@@ -65,6 +66,8 @@ from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
 from danlu.train.step import Compute, trained_weights
 from danlu.types import Pack
+
+log = logging.getLogger(__name__)
 
 
 class Language:
@@ -463,7 +466,7 @@ def _write(
     subject: Subject, recipe: Recipe, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool
 ) -> None:
     given = recipe.model.chat_template
-    words = readable_folder(_tokenizer_path(recipe))
+    words = _exported_words(subject, recipe) if writes else readable_folder(_tokenizer_path(recipe))
     template = None if given is None else Path(given).expanduser().read_text(encoding="utf-8")
     if subject.adapters is not None and subject.base is not None:
         write_result(
@@ -489,6 +492,25 @@ def _write(
         value=value,
         writes=writes,
     )
+
+
+def _exported_words(subject: Subject, recipe: Recipe) -> Path:
+    """The folder of the tokenizer's files for the result, which is read by the type that its config.json says."""
+    family = None if subject.adapters is not None and subject.base is not None else subject.model.config.family
+    path = _tokenizer_path(recipe)
+    try:
+        found = exported(path, family)
+    except DanluError as error:  # nothing that has been trained may be lost for it
+        log.warning("%s: whether the result's tokenizer is read as the one trained with is not known: %s", path, error)
+        return readable_folder(path)
+    if not found.faithful:
+        log.warning(
+            "%s: beside a config.json of model_type %s, transformers (and danlu by it) reads another tokenizer from "
+            "these files than the one that was trained with. Use the model with the tokenizer's own folder",
+            path,
+            family,
+        )
+    return found.folder
 
 
 def data_lines(prepared: Prepared) -> list[str]:

@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import chat
 from made.chat import KINDS, SPECIALS, Kind, made, make_tokenizer, pretrained
+from made.here import Here
 from made.styles import CHATML, LLAMA3, PHI3, RAISES
 
+from danlu.data import tokenizer as tokenizer_room
 from danlu.data.tokenizer import (
     Encoded,
+    Exported,
     Tokenizer,
+    exported,
     fingerprint_of,
     load_tokenizer,
     template_date,
@@ -212,6 +216,50 @@ def test_the_date_counts_where_the_template_writes_it_and_nowhere_else(tmp_path:
     assert len(prints) == 3
     texts = [load_tokenizer(str(plain), str(dated), day).apply_template([]) for day in ("2026-11-22", "2026-11-23")]
     assert texts == ["22", "23"]
+
+
+# -- beside another model's config -------------------------------------------------------------------------------------
+
+
+def beside(folder: Path, place: Path, model_type: str) -> Path:
+    """The tokenizer's files beside a model's config, as in a result."""
+    shutil.copytree(folder, place)
+    (place / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return place
+
+
+@pytest.mark.slow
+def test_a_result_s_tokenizer_is_read_as_the_one_trained_with(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers chooses the class by the model's type too: beside a Mistral it cannot read GPT-2's files."""
+    monkeypatch.setattr(tokenizer_room, "CONVERTED", str(tmp_path / "converted"))
+    monkeypatch.setattr("danlu.data.workers.Workers", Here)
+    source = shared_data / "tokenizers/gpt2"
+    trained = load_tokenizer(str(source))
+    with pytest.raises(DataError, match="the tokenizer cannot be read"):
+        load_tokenizer(str(beside(source, tmp_path / "before", "mistral")))
+    found = exported(str(source), "mistral")
+    assert found.faithful and found.folder != source
+    theirs = pretrained(beside(found.folder, tmp_path / "after", "mistral"))
+    text = "Hello  world, 1234\n<|endoftext|>é"
+    assert theirs(text).input_ids == trained.encode(text) and theirs.eos_token_id == trained.eos_id
+    assert exported(str(source), "mistral") == found, "written once"
+    assert exported(str(source), "llama") == Exported(source)
+
+
+def test_a_result_whose_tokenizer_would_be_read_as_another_is_known(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a Qwen2 transformers cuts text as Qwen2 does, whatever tokenizer.json says."""
+    monkeypatch.setattr(tokenizer_room, "CONVERTED", str(tmp_path / "converted"))
+    monkeypatch.setattr("danlu.data.workers.Workers", Here)
+    source = shared_data / "tokenizers/minimind"
+    assert exported(str(source), "qwen2") == Exported(source, faithful=False)
+    own = beside(source, tmp_path / "own", "qwen2")
+    assert not load_tokenizer(str(own)).is_same(load_tokenizer(str(source)))
+    assert exported(str(own), "qwen2") == Exported(own), "it was trained with that one"
+    assert exported(str(source), "llama") == exported(str(source), None) == Exported(source)
 
 
 # -- finding and reading one -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date as Date
 from functools import cached_property
@@ -30,6 +30,10 @@ MOST_FILE_BYTES = 512 << 20
 """Of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""
 MOST_TEMPLATE_BYTES = 4 << 20
 _READ_FILES = (*TOKENIZER_FILES, "config.json")  # which names the tokenizer's class in old folders
+_PROBE = (
+    " two  spaces\n\n\tand tabs, it's I'LL 1234567 3.14 naïve 你好，世界 Привет ﬁ ① e\u0301 😀 def f(x):\n    return x "
+    "▁under "
+)
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -249,6 +253,28 @@ class Tokenizer:
             )
         return self.eos_id
 
+    @property
+    def fast(self) -> Any:
+        """tokenizers.Tokenizer."""
+        return self._fast
+
+    @property
+    def special_texts(self) -> dict[str, Any]:
+        """bos_token and so on."""
+        return dict(self._pretrained.special_tokens_map)
+
+    def is_same(self, other: Tokenizer) -> bool:
+        """Whether two tokenizers have the same entries and templates, and give the same ids of texts of all kinds."""
+
+        def facts(one: Tokenizer) -> tuple[Any, ...]:
+            added = sorted(token.content for token in one._fast.get_added_tokens_decoder().values())
+            ids = [
+                one._fast.encode(text).ids for text in (_PROBE, " ".join(added), f"{_PROBE}{''.join(added)}{_PROBE}")
+            ]
+            return one._vocabulary, one._templates, one.special_ids, one.bos_id, one.eos_id, one.pad_id, ids
+
+        return facts(self) == facts(other)
+
     def fingerprint(self) -> str:
         """A hash of everything that decides which ids a row becomes."""
         digest = hashlib.blake2b(self._fast.to_str().encode(), digest_size=16)
@@ -436,34 +462,119 @@ def readable_folder(path: str) -> Path:
     config = _json_object(folder / "tokenizer_config.json")
     if "fast_tokenizer_files" in config:
         return folder
-    parent = Path(CONVERTED).expanduser()
-    target = parent / fingerprint_of(str(folder))
+    target = Path(CONVERTED).expanduser() / fingerprint_of(str(folder))
     if (target / "tokenizer.json").is_file():
         return target
     converted = convert(model, adds_bos=config.get("add_bos_token") is not False)
     if converted is None:
         return folder
+    return _written(folder, target, converted.fast, converted.specials)
+
+
+def _written(folder: Path, target: Path, fast: Any, specials: Mapping[str, str]) -> Path:
+    """A tokenizer's folder with `fast` as its tokenizer.json, of no class of its own: at `target` in the cache.
+
+    specials: bos_token and so on, where tokenizer_config.json names none.
+    """
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(dir=parent))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(dir=target.parent))
     except OSError:  # a home that cannot be written
         fresh = target = Path(tempfile.mkdtemp(prefix="danlu-tokenizer-"))
         atexit.register(shutil.rmtree, fresh, ignore_errors=True)
-    for file in {file for pattern in (*TOKENIZER_FILES, "generation_config.json") for file in folder.glob(pattern)}:
-        if file.is_file():
-            copy = fresh / file.relative_to(folder)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+    _copy_files(folder, fresh)
+    config = _json_object(folder / "tokenizer_config.json")
     own = {name: value for name, value in config.items() if name != "auto_map"}
-    written = converted.specials | own | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    written = {**specials, **own, "tokenizer_class": "PreTrainedTokenizerFast"}
     (fresh / "tokenizer_config.json").write_text(json.dumps(written, ensure_ascii=False, indent=2), encoding="utf-8")
-    converted.fast.save(str(fresh / "tokenizer.json"))
+    fast.save(str(fresh / "tokenizer.json"))
     if fresh != target:
         try:
             fresh.rename(target)
         except OSError:  # another process was first
             shutil.rmtree(fresh, ignore_errors=True)
     return target
+
+
+def _copy_files(folder: Path, target: Path) -> None:
+    for file in {file for pattern in (*TOKENIZER_FILES, "generation_config.json") for file in folder.glob(pattern)}:
+        if file.is_file():
+            copy = target / file.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Where a tokenizer's files are taken from for a result.
+
+    Attributes:
+        faithful: whether transformers reads the same tokenizer from them there.
+    """
+
+    folder: Path
+    faithful: bool = True
+
+
+@dataclass(frozen=True)
+class Exporting:
+    """The job (`danlu.data.workers.Job`) of finding out: it loads tokenizers, which a training process need not."""
+
+    def start(self) -> Callable[[tuple[Path, str | None]], Exported]:
+        return _exported
+
+
+def exported(path: str, model_type: str | None) -> Exported:
+    """The tokenizer's files for a result folder whose config.json says `model_type`; None where it has none.
+
+    transformers chooses the class of a tokenizer by that type too, and some classes make another tokenizer of the same
+    files. Where that happens the files are written anew, so that any class reads what was trained with.
+
+    Raises:
+        DataError: there is no tokenizer, or it cannot be read.
+    """
+    folder = readable_folder(path)
+    if not _depends_on_type(folder, model_type):
+        return Exported(folder)
+    # Imported here: nothing else in this file has processes.
+    from danlu.data.workers import Workers
+
+    with Workers(Exporting(), 1) as workers:
+        return next(iter(workers.map([(folder, model_type)])))
+
+
+def _depends_on_type(folder: Path, model_type: str | None) -> bool:
+    """Whether another class might be chosen beside a config.json of that type than beside the tokenizer's own."""
+    if _json_object(folder / "config.json").get("model_type") == model_type:
+        return False
+    named = _json_object(folder / "tokenizer_config.json").get("tokenizer_class")
+    has_json = (folder / "tokenizer.json").is_file()
+    return not (has_json and named in ("PreTrainedTokenizerFast", "TokenizersBackend")) or model_type == "qwen2"
+
+
+def _exported(task: tuple[Path, str | None]) -> Exported:
+    folder, model_type = task
+    trained = load_tokenizer(str(folder))
+    if _is_read_as(trained, folder, model_type):
+        return Exported(folder)
+    target = Path(CONVERTED).expanduser() / f"{fingerprint_of(str(folder))}-{model_type}"
+    specials = {name: text for name, text in trained.special_texts.items() if isinstance(text, str)}
+    written = target if (target / "tokenizer.json").is_file() else _written(folder, target, trained.fast, specials)
+    if _is_read_as(trained, written, model_type):
+        return Exported(written)
+    return Exported(folder, faithful=False)
+
+
+def _is_read_as(trained: Tokenizer, folder: Path, model_type: str | None) -> bool:
+    """Whether transformers reads the tokenizer from these files beside a config.json of that type."""
+    with tempfile.TemporaryDirectory(prefix="danlu-tokenizer-") as name:
+        _copy_files(folder, Path(name))
+        if model_type is not None:
+            (Path(name) / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+        try:
+            return load_tokenizer(name).is_same(trained)
+        except DataError:
+            return False
 
 
 def _json_object(file: Path) -> dict[str, Any]:
