@@ -164,7 +164,7 @@ def test_a_tokenizer_that_is_only_a_tokenizer_model_is_exported_for_other_tools(
 def test_a_tokenizer_of_another_family_is_exported_so_that_it_is_read_as_it_was(
     shared_data: Path, tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPT-2's files beside a Mistral: transformers chooses a class by the model's type; that one reads no vocab.json."""
+    """GPT-2's files beside a Mistral: transformers chooses a class by the model's type; it reads no vocab.json."""
     from transformers import AutoTokenizer
 
     monkeypatch.setattr("danlu.data.tokenizer.CONVERTED", str(tmp_path / "converted"))
