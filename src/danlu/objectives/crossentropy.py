@@ -165,7 +165,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         assert ctx.gradients is not None, "the gradient of the cross-entropy was already handed out"
         grad_hidden, grad_head = ctx.gradients
         ctx.gradients = None
-        if grad != 1:  # the usual case is the loss itself: leave [V, D] alone
+        if grad.device.type != "cpu":  # asking for its value would make the host wait for the device
+            for one in (grad_hidden, grad_head):
+                if one is not None:
+                    one.mul_(grad)
+        elif grad != 1:  # the usual case is the loss itself: leave [V, D] alone
             grad_hidden = None if grad_hidden is None else grad_hidden * grad
             grad_head = None if grad_head is None else grad_head * grad
         return grad_hidden, grad_head, None, None, None, None

@@ -1,0 +1,70 @@
+"""A micro-batch never asks the device for a value: the host would wait for all that it has handed to it.
+
+On the meta device `.item()` raises, and so do comparisons that want a bool, indexing by masks, and `nonzero`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from made.tiny_run import MadePacks, tiny_config
+
+from danlu.assembly.frozen import adapters_of
+from danlu.memory.recompute import LayerPlan, wrap
+from danlu.models.loading import skeleton
+from danlu.recipe import sections
+from danlu.train.step import Compute
+
+META = torch.device("meta")
+ADAPTERS: dict[str, Any] = {
+    "full": None,
+    "lora": sections.Lora(rank=4, dropout=0.1, targets=["all-linear", "embed_tokens"]),
+    "vera": sections.Vera(rank=16),
+    "mora": sections.Mora(rank=4),
+    "ia3": sections.Ia3(),
+    "bottleneck": sections.Bottleneck(width=8),
+}
+"""Not prefixes and prompts: they look for their virtual tokens among the others, once in a micro-batch."""
+
+
+def compute_on_meta(kind: str, recompute: Any = None, **model: Any) -> Compute:
+    decoder, adapters = skeleton(tiny_config(**model)), None
+    if ADAPTERS[kind] is not None:
+        adapters = adapters_of(decoder, device=META)
+        adapters.add("default", ADAPTERS[kind])
+        adapters.train_only("default")
+    if recompute is not None:
+        wrap(decoder, [LayerPlan(layer, recompute) for layer in range(2)])
+    return Compute(decoder, decoder, META, torch.bfloat16, 2, sections.LossOptions(z_loss=1e-4), adapters)
+
+
+def micro_batch(compute: Compute) -> torch.Tensor:
+    packs = [MadePacks().at(number) for number in range(2)]
+    batch = compute.collate(packs)
+    compute.noise(1, list(enumerate(packs)))
+    total = compute.losses(batch, compute.loss).total
+    total.backward()
+    compute.noise(None)
+    return total
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_micro_batch_asks_for_no_value(kind: str) -> None:
+    compute = compute_on_meta(kind)
+    total = micro_batch(compute)
+    assert any(one.grad is not None for one in compute.model.parameters())
+    with pytest.raises(RuntimeError, match="cannot be called on meta"):  # control
+        total.item()
+
+
+@pytest.mark.parametrize("changes", [{"recompute": "full"}, {"recompute": "selective"}], ids=str)
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_nor_does_one_that_is_recomputed(kind: str, changes: dict[str, Any]) -> None:
+    micro_batch(compute_on_meta(kind, **changes))
+
+
+def test_nor_do_windows_and_softcaps() -> None:
+    gemma = {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+    micro_batch(compute_on_meta("full", **gemma))
