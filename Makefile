@@ -7,7 +7,8 @@
 #   make check              the same as test, after putting the format right
 #   make mutation           single-line faults, one after the other, that the tests of their room must notice
 #   make bench              the scripts of benchmarks/ that need no peers and no data, one after the other
-#   make gpu                GPU tests and benchmarks, with the machine's own torch where it has CUDA
+#   make gpu                GPU tests and measurements in ten minutes, with the machine's own torch
+#   make gpu-wheels         what that needs on a machine without network, into wheels/
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -18,9 +19,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 # Those that need nothing but this package; sft.py (peers) and real_input.py (data) say themselves what they need.
 BENCHMARKS ?= benchmarks/throughput.py benchmarks/decode.py benchmarks/tokenizing.py benchmarks/loading.py \
               benchmarks/recompute.py benchmarks/parallel.py benchmarks/kills.py
-GPU_BENCHMARKS ?= benchmarks/throughput.py benchmarks/decode.py
 
-.PHONY: demo test test-distributed test-all lint check mutation bench gpu gpu-checks clean
+.PHONY: demo test test-distributed test-all lint check mutation bench gpu gpu-wheels clean
 
 demo: .venv/installed
 	$(BIN)/danlu demo
@@ -51,16 +51,16 @@ mutation: .venv/installed
 bench: .venv/installed
 	$(foreach script,$(BENCHMARKS),$(BIN)/python $(script) &&) true
 
-# A machine with a GPU brings the torch that fits its driver: it is used as it is, and nothing is downloaded.
+# A machine with a GPU brings the torch that fits its driver: it is used as it is, and nothing is downloaded. Blocks of
+# tests and measurements, each with a limit of its own, ten minutes together; results are in gpu-results/ (or $OUT).
 gpu:
-	@if $(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; \
-	then $(MAKE) gpu-checks GPU_PYTHON=$(PYTHON); \
-	else $(MAKE) .venv/installed gpu-checks GPU_PYTHON=$(BIN)/python; fi
+	$(PYTHON) benchmarks/gpu.py
 
-gpu-checks: export PYTHONPATH := src:$(PYTHONPATH)
-gpu-checks:
-	$(GPU_PYTHON) -m pytest -m gpu
-	$(foreach script,$(GPU_BENCHMARKS),$(GPU_PYTHON) $(script) &&) true
+# What `make gpu` needs beside torch, for a machine without network: a folder wheels/ to carry along.
+GPU_PYTHON_VERSION ?= 3.12
+GPU_CUDA ?= 130
+gpu-wheels:
+	$(PYTHON) benchmarks/gpu_wheels.py --python $(GPU_PYTHON_VERSION) --cuda $(GPU_CUDA)
 
 # torch comes first and alone: its wheel is most of the download, and a plain error if it fails.
 .venv/installed: pyproject.toml constraints.txt

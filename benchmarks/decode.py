@@ -41,8 +41,8 @@ LAUNCH = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-inputs = tokenizer("Once upon a time", return_tensors="pt")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).to(sys.argv[2])
+inputs = tokenizer("Once upon a time", return_tensors="pt").to(sys.argv[2])
 model.generate(**inputs, do_sample=False, max_new_tokens=64, streamer=TextStreamer(tokenizer, skip_prompt=True))
 """
 
@@ -77,11 +77,11 @@ def first_text(command: list[str]) -> float:
     return seconds
 
 
-def compare_launch(name: str, folder: Path, rounds: int) -> None:
+def compare_launch(name: str, folder: Path, rounds: int, device: str) -> None:
     ours = [sys.executable, "-m", "danlu", "generate", str(folder), "--prompt", "Once upon a time"]
     commands = {
-        "danlu": [*ours, "--max-new-tokens", "64", "--temperature", "0"],
-        "transformers": [sys.executable, "-c", LAUNCH, str(folder)],
+        "danlu": [*ours, "--max-new-tokens", "64", "--temperature", "0", "--device", device],
+        "transformers": [sys.executable, "-c", LAUNCH, str(folder), device],
     }
     seconds: dict[str, list[float]] = {engine: [] for engine in commands}
     for turn in range(rounds + 1):  # the first turn fills the page cache
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, help="by default as many as there are cores")
     arguments = parser.parse_args()
     if arguments.threads is not None:
@@ -188,7 +188,7 @@ def main() -> None:
                 folders[size] = Path(scratch) / size
                 random_llama(folders[size], size)
         for name, folder in folders.items():
-            compare_launch(name, folder, arguments.rounds)
+            compare_launch(name, folder, arguments.rounds, arguments.device)
             for dtype in arguments.dtypes:
                 run_folder(
                     name, folder, getattr(torch, dtype), arguments.new_tokens, arguments.rounds, arguments.device

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def measure(folder: Path, name: str, precision: str, packs: int, compiled: bool,
             "model": {"config": config, "tokenizer": str(folder / "tokenizer")},
             "data": {"train": str(folder / "rows.jsonl"), "max_length": LENGTH, "cache": str(folder / "cache")},
             "batch": {"sequences": packs},
-            "steps": steps,
+            "steps": steps + 1000,  # ended before: what a run saves and exports at its end is as large as its model
             "precision": precision,
             "compile": compiled,
             "checkpoint": {"every": 100_000},
@@ -72,16 +73,29 @@ def measure(folder: Path, name: str, precision: str, packs: int, compiled: bool,
         }
         (Path(scratch) / "recipe.yaml").write_text(json.dumps(recipe))
         command = [sys.executable, "-m", "danlu", "train", f"{scratch}/recipe.yaml"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stderr[-3000:])
-        lines = [json.loads(line) for line in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
+        lines = first_steps(command, Path(scratch) / "run" / "metrics.jsonl", steps)
     steady = [line for line in lines if "tokens_per_second" in line][3:]
     return {
         "tokens_per_second": statistics.median(line["tokens_per_second"] for line in steady),
         "mfu": statistics.median(line["mfu"] for line in steady),
         "memory_bytes": max(line["memory_bytes"] for line in steady),
     }
+
+
+def first_steps(command: list[str], metrics: Path, steps: int) -> list[dict[str, Any]]:
+    """The lines that a run writes of so many steps; it is killed then."""
+    with tempfile.TemporaryFile() as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
+        while True:
+            ended = process.poll() is not None
+            whole = metrics.read_bytes().rpartition(b"\n")[0] if metrics.is_file() else b""
+            lines = [json.loads(line) for line in whole.splitlines()]
+            if len([line for line in lines if "tokens_per_second" in line]) >= steps:
+                process.kill()
+                return lines
+            if ended:
+                said.seek(0)
+                raise SystemExit(said.read().decode(errors="replace")[-3000:])
+            time.sleep(0.2)
 
 
 def main() -> None:

@@ -1,0 +1,654 @@
+"""Ten minutes on a machine with a GPU: is everything right there, and how fast is it.
+
+    python benchmarks/gpu.py                     all blocks, one after the other, each in a process with a time limit
+    python benchmarks/gpu.py --only preflight attention
+    python benchmarks/gpu.py --tiny --device cpu   small sizes, to try the script itself
+
+Each measurement is a line of JSON in OUT/gpu-BLOCK.jsonl ($OUT, or --out) as soon as it is made, so that a block that
+fails, or is ended at its limit, leaves what it had. Needs torch and the packages that `preflight` names; it says which
+are missing, and takes them from wheels/ (see `make gpu-wheels`) on a machine without network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+WHEELS, INSTALLED = ROOT / "wheels", ROOT / ".gpu-packages"
+
+# What is imported, and where it comes from. torch brings numpy only if asked to.
+NEEDED = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "pydantic": "pydantic",
+    "pydantic_core": "pydantic-core",
+    "annotated_types": "annotated-types",
+    "typing_inspection": "typing-inspection",
+    "typing_extensions": "typing-extensions",
+    "yaml": "pyyaml",
+    "safetensors": "safetensors",
+    "pytest": "pytest",
+    "pluggy": "pluggy",
+    "iniconfig": "iniconfig",
+    "packaging": "packaging",
+    "pygments": "pygments",
+}
+OPTIONAL = {"bitsandbytes": "bitsandbytes", "triton": "triton (with torch: for compiled code and flex attention)"}
+
+LIMITS_S = {
+    "preflight": 60,
+    "tests": 150,
+    "adapters": 150,
+    "full": 90,
+    "attention": 50,
+    "loss": 30,
+    "optimizers": 30,
+    "decoding": 40,
+}
+"""Seconds a block may take, in the order in which they run; ten minutes together."""
+
+Write = Callable[..., None]
+
+
+# ── packages ──
+
+
+def missing(packages: dict[str, str]) -> list[str]:
+    return [name for module, name in packages.items() if importlib.util.find_spec(module) is None]
+
+
+def bring() -> list[str]:
+    """Takes what is missing out of wheels/, which pip need not be there for. Returns what is still missing."""
+    sys.path.insert(0, str(INSTALLED))
+    wanted = set(missing(NEEDED)) | set(missing(OPTIONAL))
+    for wheel in sorted(WHEELS.glob("*.whl")):
+        name = wheel.name.split("-")[0].replace("_", "-").lower()
+        if name in {one.lower() for one in wanted} and fits(wheel.name):
+            with zipfile.ZipFile(wheel) as packed:
+                packed.extractall(INSTALLED)
+    importlib.invalidate_caches()
+    return missing(NEEDED)
+
+
+def fits(wheel: str) -> bool:
+    """Whether a wheel is for this Python: `pydantic_core-2.50.4-cp312-cp312-manylinux_2_17_x86_64.whl`."""
+    python, abi = wheel.removesuffix(".whl").split("-")[-3:-1]
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return any(tag.startswith("py") or tag == version for tag in python.split(".")) or abi == "abi3"
+
+
+# ── measuring ──
+
+
+def wait(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(work: Callable[[], Any], device: Any, rounds: int = 5) -> float:
+    """The median time of a call, the first left out."""
+    taken = []
+    for number in range(rounds + 1):
+        wait(device)
+        start = time.perf_counter()
+        work()
+        wait(device)
+        if number:
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+@contextmanager
+def peak(device: Any) -> Iterator[dict[str, int]]:
+    """The most bytes that tensors took within it; 0 on a CPU."""
+    import torch
+
+    found = {"bytes": 0}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    yield found
+    if device.type == "cuda":
+        found["bytes"] = torch.cuda.max_memory_allocated(device)
+
+
+def config_of(size: str, layers: int, length: int) -> Any:
+    """Llama 3's shapes of 8 billion parameters with so many layers; tiny for trying."""
+    from danlu.models.families import read_config_values
+
+    shapes = {
+        "8B": {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+        "tiny": {
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 300,
+        },
+    }[size]
+    return read_config_values(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": layers,
+            "max_position_embeddings": max(length, 64),
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            **shapes,
+        }
+    )
+
+
+def packs_of(count: int, length: int, vocabulary: int) -> list[Any]:
+    import numpy as np
+
+    from danlu.types import Pack, Sample
+
+    chance = np.random.default_rng(0)
+    found = []
+    for number in range(count):
+        weights = np.ones(length, dtype=np.float32)
+        weights[0] = 0
+        tokens = chance.integers(3, vocabulary, length).astype(np.int32)
+        found.append(Pack((Sample(tokens, weights, f"pack {number}"),)))
+    return found
+
+
+def recipe_of(**changes: Any) -> Any:
+    """A recipe as far as memory is estimated from it, without the rules between keys."""
+    from danlu.recipe import Recipe
+
+    values: dict[str, Any] = {
+        "stage": "pretrain",
+        "model": {"config": {}, "tokenizer": "none"},
+        "data": {"train": [{"path": "none.jsonl"}], "max_length": 4096},
+        "batch": {"sequences": 1, "micro": 1},
+        "steps": 1,
+        "output": "none",
+        "precision": "bf16",
+    }
+    return Recipe.model_validate({**values, **changes})
+
+
+def frozen_with_adapter(config: Any, device: Any, adapter: Any, quantization: Any) -> Any:
+    """(model, adapters): random weights in bf16 or packed, one matrix in memory at a time, and LoRA on top."""
+    import torch
+    from torch.nn import Parameter
+
+    from danlu.assembly.frozen import adapters_of, pack
+    from danlu.models.loading import skeleton
+
+    model = skeleton(config)
+    adapters = adapters_of(model, device=device)
+    adapters.add("default", adapter)
+    linears = {site.name: site.module for site in adapters.sites if site.group in ("attention", "mlp")}
+    for name, one in adapters.base_parameters().items():
+        owner, _, attribute = name.rpartition(".")
+        if one.ndim < 2:
+            value = torch.ones(one.shape, device=device)
+        else:
+            value = torch.empty(one.shape, device=device, dtype=torch.bfloat16).normal_(std=0.02)
+        if quantization is not None and owner in linears:
+            linears[owner].store(pack(value, quantization, name))
+        else:
+            setattr(model.get_submodule(owner), attribute, Parameter(value, requires_grad=False))
+    adapters.ready()
+    adapters.train_only("default")
+    return model, adapters
+
+
+def random_model(config: Any, device: Any) -> Any:
+    """A decoder in float32 whose weights are drawn on the device, which takes no time there."""
+    import torch
+
+    from danlu.models.loading import build
+
+    model = build(config, device=device)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.normal_(std=0.02) if one.ndim > 1 else one.fill_(1.0)
+    return model
+
+
+# ── blocks ──
+
+
+def preflight(write: Write, device: Any, tiny: bool) -> None:
+    """What there is, and how fast it multiplies, copies and sends."""
+    import torch
+
+    write(
+        "packages",
+        python=sys.version.split()[0],
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        missing_optional=missing(OPTIONAL),
+        taken_from_wheels=sorted(one.name for one in INSTALLED.iterdir()) if INSTALLED.is_dir() else [],
+    )
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        free, whole = torch.cuda.mem_get_info(device)
+        write(
+            "device",
+            name=properties.name,
+            capability=list(torch.cuda.get_device_capability(device)),
+            free_bytes=free,
+            whole_bytes=whole,
+            devices=torch.cuda.device_count(),
+        )
+    from danlu.models.attention_kernels import kernels_of
+
+    kernels = kernels_of(device)
+    write("attention kernels", varlen=kernels.varlen is not None, flex=kernels.flex is not None)
+    try:
+        from danlu.numerics.packed import FourBitWeight
+
+        packed = FourBitWeight.pack(torch.randn(256, 256, device=device))
+        write("nf4", works=bool(packed.dense().isfinite().all()))
+    except Exception as error:
+        write("nf4", works=False, error=repr(error))
+    size = 256 if tiny else 8192
+    for name in ("float32", "bfloat16", "float16"):
+        a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, name)) for _ in range(2))
+        taken = seconds(lambda a=a, b=b: a @ b, device)
+        write("product", dtype=name, size=size, flops=2 * size**3 / taken)
+    count = 2**20 if tiny else 2**30
+    source, target = (torch.empty(count, dtype=torch.uint8, device=device) for _ in range(2))
+    write("copy within the device", bytes_per_s=2 * count / seconds(lambda: target.copy_(source), device))
+    if device.type == "cuda":
+        host = torch.empty(count // 4, dtype=torch.uint8, pin_memory=True)
+        part = target[: count // 4]
+        write("host to device", bytes_per_s=len(part) / seconds(lambda: part.copy_(host, non_blocking=True), device))
+        write("device to host", bytes_per_s=len(part) / seconds(lambda: host.copy_(part, non_blocking=True), device))
+
+
+def tests(write: Write, device: Any, tiny: bool) -> None:
+    """tests/gpu, file by file, so that each has told before the next begins."""
+    environ = dict(os.environ)
+    if device.type == "cpu":
+        environ["DANLU_GPU_TESTS"] = "cpu"
+    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    for file in files[:1] if tiny else files:
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", "--tb=short"]
+        done = subprocess.run(
+            [*command, "--confcutdir", "tests/gpu", str(file)],
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        lines = done.stdout.strip().splitlines()
+        write(
+            file.name,
+            passed=done.returncode == 0,
+            summary=lines[-1] if lines else done.stderr[-500:],
+            failed=[line for line in lines if line.startswith(("FAILED", "ERROR"))],
+            s=round(time.perf_counter() - start, 1),
+            output=None if done.returncode == 0 else done.stdout[-6000:],
+        )
+
+
+def adapters(write: Write, device: Any, tiny: bool) -> None:
+    """LoRA and QLoRA on 8B shapes with random weights at 4096 tokens, with each recomputation: speed, and memory
+    beside what was predicted."""
+    import torch
+
+    from danlu.memory.recompute import plan_of, unwrap_layer, wrap
+    from danlu.memory_estimate import estimate
+    from danlu.optim.build import build
+    from danlu.parallel.layout import Layout
+    from danlu.recipe import sections
+    from danlu.train.step import Compute, accumulate
+
+    length, layers = (64, 2) if tiny else (4096, 32)
+    config = config_of("tiny" if tiny else "8B", layers, length)
+    section = sections.Lora(rank=16)
+    packs = packs_of(1, length, config.vocab_size)
+    for name, quantization in (("lora", None), ("qlora", sections.Nf4())):
+        start = time.perf_counter()
+        model, made = frozen_with_adapter(config, device, section, quantization)
+        wait(device)
+        write("made", kind=name, s=round(time.perf_counter() - start, 2))
+        compute = Compute(model, model, device, torch.bfloat16, 1, sections.LossOptions(), made)
+        for kind in ("full", "selective", "none"):
+            wrap(model, plan_of(sections.Recompute(kind=kind), model))
+            optimizer = build(model.named_parameters(), sections.AdamW(learning_rate=1e-4))
+            recipe = recipe_of(
+                adapter=section,
+                quantization=quantization,
+                memory={"recompute": {"kind": kind}},
+                data={"max_length": length, "train": [{"path": "none.jsonl"}]},
+            )
+            predicted = estimate(recipe, config, layout=Layout(), device_type=device.type, micro=1).parts
+
+            def step(compute: Any = compute, optimizer: Any = optimizer) -> None:
+                accumulate(compute, packs, step=1, clip=1.0)
+                optimizer.step(free_gradients=True)
+                optimizer.zero_grad()
+
+            try:
+                with peak(device) as most:
+                    taken = seconds(step, device, rounds=1 if tiny else 3)
+            except torch.OutOfMemoryError as error:
+                write("step", kind=name, recompute=kind, out_of_memory=str(error)[:300], predicted=vars(predicted))
+            else:
+                write(
+                    "step",
+                    kind=name,
+                    recompute=kind,
+                    tokens_per_second=length / taken,
+                    peak_bytes=most["bytes"],
+                    predicted_bytes=predicted.total,
+                    predicted=vars(predicted),
+                )
+            for layer in model.layers.values():
+                unwrap_layer(layer)
+            model.segments = ()
+            optimizer.zero_grad()
+        del model, made, compute
+
+
+def full(write: Write, device: Any, tiny: bool) -> None:
+    """Four layers of 8B trained in full, eager and compiled, and what the time of a step goes into."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from danlu.memory_estimate import shape_of
+    from danlu.optim.build import build
+    from danlu.plan.flops import training_flops
+    from danlu.recipe import sections
+    from danlu.train.step import Compute, accumulate
+
+    length, layers = (64, 2) if tiny else (4096, 4)
+    config = config_of("tiny" if tiny else "8B", layers, length)
+    packs = packs_of(2, length, config.vocab_size)
+    model = random_model(config, device)
+    for compiled in (False, True) if device.type == "cuda" else (False,):
+        forward = model.compiled() if compiled else model
+        compute = Compute(model, forward, device, torch.bfloat16, 1, sections.LossOptions())
+        optimizer = build(model.named_parameters(), sections.AdamW(learning_rate=1e-4))
+
+        def step(compute: Any = compute, optimizer: Any = optimizer) -> None:
+            accumulate(compute, packs, step=1, clip=1.0)
+            optimizer.step(free_gradients=True)
+            optimizer.zero_grad()
+
+        start = time.perf_counter()
+        step()
+        wait(device)
+        first = time.perf_counter() - start
+        with peak(device) as most:
+            taken = seconds(step, device, rounds=1 if tiny else 4)
+        flops = training_flops(shape_of(config), [length] * len(packs), length * len(packs))
+        write(
+            "step",
+            compiled=compiled,
+            first_s=round(first, 2),
+            tokens_per_second=length * len(packs) / taken,
+            flops=flops / taken,
+            peak_bytes=most["bytes"],
+        )
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        with profile(activities=activities) as seen:
+            step()
+            wait(device)
+        key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        rows = sorted(seen.key_averages(), key=lambda one: getattr(one, key, 0), reverse=True)[:25]
+        write(
+            "profile",
+            compiled=compiled,
+            us={row.key[:80]: round(getattr(row, key, 0)) for row in rows},
+            calls={row.key[:80]: row.count for row in rows},
+        )
+        del compute, optimizer
+
+
+def attention(write: Write, device: Any, tiny: bool) -> None:
+    """Forward and backward over packed documents: plain, windows, softcaps, groups."""
+    import torch
+
+    from danlu.models.attend import PackedAttention
+
+    total = 128 if tiny else 8192
+    q, k, v, grad = (torch.randn(total, heads, 128, device=device, dtype=torch.bfloat16) for heads in (32, 8, 8, 32))
+    for lengths in ([total], [total // 8] * 8, [total // 64] * 64):
+        boundaries = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
+        for name, window, softcap in (
+            ("plain", None, None),
+            ("window", total // 16, None),
+            ("softcap", None, 50.0),
+            ("softcap in a window", total // 16, 50.0),
+        ):
+
+            def step(boundaries: Any = boundaries, window: Any = window, softcap: Any = softcap) -> None:
+                attend = PackedAttention(boundaries)
+                leaves = [one.detach().requires_grad_() for one in (q, k, v)]
+                attend(0, *leaves, scale=128**-0.5, window=window, softcap=softcap).backward(grad)
+
+            try:
+                with peak(device) as most:
+                    taken = seconds(step, device, rounds=3)
+                write("attention", variant=name, documents=len(lengths), ms=1e3 * taken, peak_bytes=most["bytes"])
+            except Exception as error:
+                write("attention", variant=name, documents=len(lengths), error=repr(error)[:500])
+
+
+def loss(write: Write, device: Any, tiny: bool) -> None:
+    """The head and its cross-entropy by the size of its slices, trained and frozen."""
+    import torch
+
+    from danlu.objectives.crossentropy import linear_cross_entropy
+
+    tokens, width, words = (64, 32, 300) if tiny else (4096, 4096, 128256)
+    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    targets, weights = torch.randint(0, words, (tokens,), device=device), torch.ones(tokens, device=device)
+    for frozen in (False, True):
+        dtype = torch.bfloat16 if frozen else torch.float32
+        head = torch.empty(words, width, device=device, dtype=dtype).normal_(std=0.02).requires_grad_(not frozen)
+        for rows in (None, *((64,) if tiny else (2048, 8192, 32768))):
+
+            def step(rows: Any = rows, head: Any = head) -> None:
+                linear_cross_entropy(hidden, head, targets, weights, slice_rows=rows).total.backward()
+                hidden.grad = head.grad = None
+
+            with peak(device) as most:
+                taken = seconds(step, device, rounds=3)
+            write("loss", frozen=frozen, slice_rows=rows, ms=1e3 * taken, peak_bytes=most["bytes"])
+
+
+def optimizers(write: Write, device: Any, tiny: bool) -> None:
+    """An update of half a billion parameters by each optimizer."""
+    import torch
+    from torch.nn import Parameter
+
+    from danlu.optim.build import build
+    from danlu.recipe import sections
+
+    width, count = (64, 4) if tiny else (4096, 32)
+    kinds: dict[str, Any] = {
+        "adamw": sections.AdamW(),
+        "adamw8bit": sections.AdamW8bit(),
+        "paged-adamw": sections.PagedAdamW(),
+        "sgd": sections.SGD(learning_rate=1e-4),
+        "lion": sections.Lion(),
+        "muon": sections.Muon(),
+        "adafactor": sections.Adafactor(),
+    }
+    for name, section in kinds.items():
+        parameters = [
+            (f"layers.{index}.weight", Parameter(torch.randn(width, width, device=device))) for index in range(count)
+        ]
+        try:
+            optimizer = build(parameters, section)
+
+            def step(optimizer: Any = optimizer, parameters: Any = parameters) -> None:
+                for _, one in parameters:
+                    one.grad = torch.ones_like(one)
+                optimizer.step(free_gradients=True)
+
+            with peak(device) as most:
+                taken = seconds(step, device, rounds=1 if tiny else 3)
+            write("update", optimizer=name, parameters=count * width**2, ms=1e3 * taken, peak_bytes=most["bytes"])
+        except Exception as error:
+            write("update", optimizer=name, error=repr(error)[:500])
+
+
+def decoding(write: Write, device: Any, tiny: bool) -> None:
+    """Greedy tokens per second of a random model, one prompt and sixteen."""
+    import torch
+
+    from danlu.rollout.generate import generate
+    from danlu.rollout.request import SamplingOptions
+
+    config = config_of("tiny" if tiny else "8B", 2 if tiny else 8, 1024)
+    model = random_model(config, device)
+    new = 8 if tiny else 64
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        for count in (1, 16):
+            prompts = [[(7 * place + row) % 200 + 3 for place in range(64 if not tiny else 8)] for row in range(count)]
+            with peak(device) as most:
+                taken = seconds(
+                    lambda prompts=prompts, dtype=dtype: generate(
+                        model, prompts, SamplingOptions(temperature=0.0), new, [], dtype=dtype
+                    ),
+                    device,
+                    rounds=1 if tiny else 3,
+                )
+            write(
+                "decoding",
+                dtype=str(dtype).removeprefix("torch."),
+                layers=config.layers,
+                prompts=count,
+                tokens_per_second=new * count / taken,
+                peak_bytes=most["bytes"],
+            )
+
+
+BLOCKS: dict[str, Callable[[Write, Any, bool], None]] = {
+    "preflight": preflight,
+    "tests": tests,
+    "adapters": adapters,
+    "full": full,
+    "attention": attention,
+    "loss": loss,
+    "optimizers": optimizers,
+    "decoding": decoding,
+}
+
+
+# ── running ──
+
+
+def writer(out: Path, block: str) -> Write:
+    """A function that adds a line to a block's file, which is on the disk when it returns."""
+    file = out / f"gpu-{block}.jsonl"
+    file.unlink(missing_ok=True)
+
+    def write(what: str, **values: Any) -> None:
+        line = json.dumps({"block": block, "what": what, **values}, default=str)
+        with file.open("a") as handle:
+            handle.write(line + "\n")
+            handle.flush()
+            os.fsync(handle.fileno())
+        print(line if len(line) < 400 else f"{line[:400]}...", flush=True)
+
+    return write
+
+
+def run_block(name: str, out: Path, device: str, tiny: bool) -> int:
+    """In a process of its own: one block, whose error is a line too."""
+    import torch
+
+    write = writer(out, name)
+    start = time.perf_counter()
+    try:
+        BLOCKS[name](write, torch.device(device), tiny)
+    except Exception as error:
+        write("failed", error=repr(error)[:2000], traceback=traceback.format_exc()[-6000:])
+        return 1
+    finally:
+        write("end", s=round(time.perf_counter() - start, 1))
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-results")))
+    parser.add_argument("--only", nargs="+", choices=list(BLOCKS), default=list(BLOCKS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try this script")
+    parser.add_argument("--total", type=float, default=590.0, help="seconds for all blocks together")
+    parser.add_argument("--block", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if lacking := bring():
+        print(
+            f"missing: {', '.join(lacking)}. Install them with pip. For a machine without network fill wheels/ on one "
+            f"that has it, by `make gpu-wheels GPU_PYTHON_VERSION={sys.version_info.major}.{sys.version_info.minor}`, "
+            "and carry it along with this tree",
+            file=sys.stderr,
+        )
+        return 2
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("torch sees no CUDA device; --tiny --device cpu tries the script on a CPU", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.block:
+        return run_block(options.block, options.out, options.device, options.tiny)
+    until = time.monotonic() + options.total
+    environ = dict(os.environ)
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(INSTALLED), environ.get("PYTHONPATH", "")])
+    bad = []
+    for name in options.only:
+        left = until - time.monotonic()
+        limit = min(LIMITS_S[name], left)
+        if left <= 5:
+            print(f"{name}: left out, the time is over", flush=True)
+            bad.append(name)
+            continue
+        command = [sys.executable, str(Path(__file__).resolve()), "--block", name, "--out", str(options.out)]
+        command += ["--device", options.device, *(["--tiny"] if options.tiny else [])]
+        print(f"── {name} (at most {limit:.0f} s)", flush=True)
+        process = subprocess.Popen(command, env=environ, start_new_session=True)  # with the compilers that it starts
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            with (options.out / f"gpu-{name}.jsonl").open("a") as handle:
+                handle.write(json.dumps({"block": name, "what": "ended at its limit", "s": limit}) + "\n")
+            print(f"{name}: ended at its limit of {limit:.0f} s; what it had measured is in {options.out}", flush=True)
+        if code:
+            bad.append(name)
+    print(f"results in {options.out}" + (f"; not all right: {', '.join(bad)}" if bad else ""), flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
