@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -195,7 +197,55 @@ CASES = [
         ("error: r.yaml:9:10 data.train.0.path: no file or folder '@chat#0x'",),
         recipe(data={"train": "@chat#0x"}),
     ),
-    # -- rows
+    Case(
+        "gzip that is cut",
+        TRAIN,
+        3,
+        ("error: @/rows.jsonl.gz: damaged, or no gz file: Compressed file ended before the end-of-stream marker",),
+        file_of_rows(gzip.compress(json.dumps(GOOD).encode() * 100)[:60], "rows.jsonl.gz"),
+    ),
+    Case(
+        "gzip that is none",
+        TRAIN,
+        3,
+        ("error: @/rows.jsonl.gz: damaged, or no gz file: Not a gzipped file (b'he')",),
+        file_of_rows(b"hello", "rows.jsonl.gz"),
+    ),
+    Case(
+        "rows in a zip",
+        TRAIN,
+        3,
+        ("error: @/rows.zip: cannot read a '.zip' file; the kinds are arrow, csv, json, jsonl, ndjson, parquet,",),
+        file_of_rows(b"PK\x03\x04", "rows.zip"),
+    ),
+    Case(
+        "array named jsonl and cut off",
+        TRAIN,
+        3,
+        ("error: rows.jsonl:3:1: broken JSON: Expecting value",),
+        file_of_rows('[\n{"text": "a"},\n', "rows.jsonl"),
+    ),
+    Case(
+        "unpaired rows of KTO",
+        TRAIN,
+        3,
+        ("error: rows.jsonl:1: 'label' (False) judges the answer: unpaired preferences are rows for a stage kto;",),
+        rows({"prompt": "a", "completion": "b", "label": False}),
+    ),
+    Case(
+        "pairs of DPO",
+        TRAIN,
+        3,
+        ("error: rows.jsonl:1: these are preference pairs (chosen, rejected), rows for a stage dpo; stages",),
+        rows({"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ),
+    Case(
+        "tool call nested 100,000 deep",
+        TRAIN,
+        3,
+        ("error: rows.jsonl:1 message 2: a tool call cannot be read: brackets are nested too deeply, more than",),
+        rows({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": "[" * 100_000}]}),
+    ),
     Case(
         "row is broken JSON",
         TRAIN,
@@ -460,6 +510,32 @@ CASES = [
         ),
     ),
     # -- tokenizers and templates
+    Case(
+        "template is a number",
+        TRAIN,
+        3,
+        ("error: @/tok: the chat_template in tokenizer_config.json is no text but 7. Correct it, or name a Jinja",),
+        tokenizer(
+            lambda folder: [
+                (folder / "chat_template.jinja").unlink(),
+                json_with(folder / "tokenizer_config.json", chat_template=7),
+            ]
+        ),
+    ),
+    Case(
+        "template that writes gigabytes",
+        TRAIN,
+        3,
+        ("error: @/tok: not even a question and its answer can be rendered: the chat template does not come to",),
+        template("{{ 'x' * 4000000000 }}"),
+    ),
+    Case(
+        "template not UTF-8",
+        TRAIN,
+        3,
+        ("error: @/tok: the tokenizer cannot be read: UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9",),
+        tokenizer(lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xe9")),
+    ),
     Case(
         "tokenizer folder empty",
         TRAIN,

@@ -507,7 +507,7 @@ CASES = [
         "adapter of rank zero",
         CHAT,
         4,
-        ("error: @/adapter/adapter_model.safetensors: r of its config is 0; expected a whole number above 0",),
+        ("error: @/adapter/adapter_model.safetensors: r is 0; expected a whole number above 0",),
         adapter(same, r=0),
     ),
     Case(

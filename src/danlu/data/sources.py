@@ -20,7 +20,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -146,7 +146,7 @@ def _file_digest(file: Path, memory: Path | None) -> str:
             if kept["state"] == before:
                 return str(kept["digest"])
     digest = hashlib.blake2b(digest_size=16)
-    with _open(file) as stream:
+    with _told_of_damage(file, str(file)), _open(file) as stream:
         while part := stream.read(_READ_BYTES):
             digest.update(part)
     # Just after a change, another one could leave the times as they are: clocks have a grain.
@@ -248,13 +248,20 @@ def _read_files(files: Iterable[Path], source: Path) -> Iterator[Placed]:
         if not file.stat().st_size:
             raise DataError(f"{file}: the file is empty")
         name = _name(file, source)
-        try:
+        with _told_of_damage(file, name):
             yield from _READERS[_kind(file)](file, name)
-        except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-            if file.suffix.lower() not in _UNPACKERS:
-                raise DataError(f"{name}: cannot be read: {_first_line(error)}") from error
-            kind = file.suffix.lower().removeprefix(".")
-            raise DataError(f"{name}: damaged, or no {kind} file: {_first_line(error)}") from error
+
+
+@contextmanager
+def _told_of_damage(file: Path, name: str) -> Iterator[None]:
+    """Raises DataError for what reading and unpacking raise of a file that is damaged, or not what its name says."""
+    try:
+        yield
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        if file.suffix.lower() not in _UNPACKERS:
+            raise DataError(f"{name}: cannot be read: {_first_line(error)}") from error
+        kind = file.suffix.lower().removeprefix(".")
+        raise DataError(f"{name}: damaged, or no {kind} file: {_first_line(error)}") from error
 
 
 def _open(file: Path) -> BinaryIO:
