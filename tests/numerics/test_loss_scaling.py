@@ -33,6 +33,12 @@ def test_messages_say_what_happened() -> None:
     assert str(ScaleChange(7, 1024.0, 2048.0, False)) == "step 7: loss scale 1024 -> 2048 (no overflow for a while)"
 
 
+def test_it_never_falls_below_the_floor() -> None:
+    scaler = LossScaler(initial=1.5, floor=1.0)
+    change = scaler.update(1, finite=False)
+    assert change is not None and (change.before, change.after, scaler.scale) == (1.5, 1.0, 1.0)
+
+
 def test_overflow_at_the_floor_stops_the_run() -> None:
     scaler = LossScaler(initial=2.0, floor=1.0)
     scaler.update(1, finite=False)
