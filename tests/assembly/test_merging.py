@@ -219,13 +219,16 @@ def test_dare_depends_on_seed_and_name_alone(tmp_path: Path, three: list[Path]) 
     assert any(not torch.equal(tensor, found["other"][key]) for key, tensor in found["one"].items())
 
 
-def test_a_weight_scales_an_adapter(bases: dict[str, Path], tmp_path: Path) -> None:
-    folder = adapter_folder(bases["llama"], tmp_path / "adapter", sections.Dora())
+@pytest.mark.parametrize(
+    ("family", "section"),
+    [("llama", sections.Dora()), ("phi3", sections.Lora(targets=["q_proj", "v_proj", "up_proj"]))],
+)
+def test_a_weight_scales_an_adapter(bases: dict[str, Path], tmp_path: Path, family: str, section: Any) -> None:
+    """Of phi3 too, which keeps several matrices in one tensor."""
+    folder = adapter_folder(bases[family], tmp_path / "adapter", section)
     merge([folder], tmp_path / "whole")
     merge([folder], tmp_path / "half", combination=Combination((0.5,)))
-    base, whole, half = (
-        load_file(one / SINGLE_FILE) for one in (bases["llama"], tmp_path / "whole", tmp_path / "half")
-    )
+    base, whole, half = (load_file(one / SINGLE_FILE) for one in (bases[family], tmp_path / "whole", tmp_path / "half"))
     for name in base:
         torch.testing.assert_close(half[name], (base[name] + whole[name]) / 2, rtol=1e-5, atol=1e-6)
 

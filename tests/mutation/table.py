@@ -441,7 +441,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "train/step.py",
         "scale=1 / (weight * loss_scale),",
         "scale=1 / weight,",
-        "train/test_step.py train/test_loop.py",
+        "train/test_step.py",
     ),
     Mutation("train/step.py", "compute.noise(step, group)", "compute.noise(step + 1, group)", "train/test_step.py"),
     Mutation(

@@ -93,6 +93,28 @@ def test_layers_that_are_recomputed_draw_the_dropout_of_their_forward_pass(kind:
         assert [name for name, gradient in want.items() if not torch.equal(got[name], gradient)] == [], recompute
 
 
+def test_dropout_is_told_the_step_and_the_packs_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, told = adapted("lora-dropout"), []
+    begin = made.noise.begin
+    monkeypatch.setattr(made.noise, "begin", lambda step, packs: (told.append((step, list(packs))), begin(step, packs)))
+    accumulate(replace(compute(made.model, 2), adapters=made.adapters), PACKS, step=7, clip=None)
+    sizes = [(number, pack.tokens) for number, pack in enumerate(PACKS)]
+    assert told == [(7, sizes[:2]), (7, sizes[2:4]), (7, sizes[4:])]
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_a_loss_scale_is_taken_out_of_gradients_and_norm(clip: float | None) -> None:
+    def step(scale: float) -> tuple[Gradients, dict[str, Tensor]]:
+        model = tiny_model()
+        found = accumulate(compute(model, 2), PACKS, step=1, clip=clip, loss_scale=scale)
+        return found, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    (want, gradients), (got, scaled) = step(1.0), step(2.0**12)
+    assert got == replace(want, norm=got.norm) and got.norm == pytest.approx(want.norm, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(scaled[name], gradient, rtol=1e-5, atol=1e-9)
+
+
 def test_attention_that_crosses_documents_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     want, want_gradients = gradients_of(100)
     monkeypatch.setattr(
