@@ -449,6 +449,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         'run.watch.load(state["watch"])',
         "pass",
         "train/test_loop.py",
+        "whole_state",
     ),
     Mutation(
         "train/loop.py",

@@ -20,7 +20,7 @@ from danlu.train.loop import fit, take_step
 from danlu.train.manifest import verify
 from danlu.train.metrics import deterministic, read_metrics
 from danlu.train.out_of_memory import OutOfMemory
-from danlu.train.state import Run, restore
+from danlu.train.state import Run, restore, snapshot
 from danlu.types import Pack, Sample
 
 
@@ -114,6 +114,27 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, dtype: torch.d
     assert again.state.step == whole.state.step == 6
     assert differences(whole, again) == []
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+def test_a_restored_run_has_the_whole_state_that_was_saved(tmp_path: Path) -> None:
+    """Everything that is no tensor: counters, position, the watch's window, the loss scale, updates of the average."""
+    scalers = [LossScaler(growth_interval=2) for _ in range(2)]
+    first, again = (
+        tiny_run(tmp_path / name, ema=True, scaler=scaler) for name, scaler in zip("ab", scalers, strict=True)
+    )
+    for _ in range(3):
+        take_step(first)
+    loop.save(first)
+    first.store.wait()
+    fresh = snapshot(again)[1]
+    latest = first.store.latest()
+    assert latest is not None
+    restore(again, latest.path)
+    saved, found = snapshot(first)[1], snapshot(again)[1]
+    for state in (saved, found, fresh):
+        del state["metrics_lines"]  # of a file that goes on by itself
+    assert found == saved and len(saved["watch"]["losses"]) == 3
+    assert [key for key in saved if fresh[key] == saved[key]] == ["micro", "total_steps", "finished"]
 
 
 def test_negative_control_another_data_position_is_seen(tmp_path: Path) -> None:
