@@ -404,8 +404,8 @@ def _cuts(rendered: Rendered, max_length: int) -> list[tuple[int, int]]:
     """Ranges of at most `max_length` tokens that together hold every target."""
     count, start, own, ranges = len(rendered.tokens), 0, 0, []  # own: the first token that is in no part before
     turn_starts = np.flatnonzero(np.diff(rendered.turns)) + 1
-    is_user = [_is_user_turn(rendered, int(place)) for place in turn_starts]
-    users = turn_starts[np.array(is_user, bool)] if len(turn_starts) else turn_starts
+    of_users = np.unique(rendered.turns[rendered.reasons == Reason.USER])
+    users = turn_starts[np.isin(rendered.turns[turn_starts], of_users[of_users >= 0])]
     while count - start > max_length:
         # A part of one token would train nothing, and the next one needs that token before its first target.
         fitting = users[(users > max(own, start + 1)) & (users <= start + max_length)]
@@ -413,11 +413,6 @@ def _cuts(rendered: Rendered, max_length: int) -> list[tuple[int, int]]:
         ranges.append((start, own))
         start = max(own - 1, start + 1) if rendered.weights[own] > 0 else own
     return [*ranges, (start, count)]
-
-
-def _is_user_turn(rendered: Rendered, start: int) -> bool:
-    turn = rendered.turns[start]
-    return bool(turn >= 0 and (rendered.reasons[rendered.turns == turn] == Reason.USER).any())
 
 
 def untrained_terminator(rendered: Rendered) -> str | None:
