@@ -214,7 +214,7 @@ def facts(side: Side, data: Data) -> list[Fact]:
         *([Fact("sample lengths", "", bars=tuple(histogram(side.lengths)))] if len(side.lengths) else []),
         *_endless(found),
         *(Fact("look at", printable(line)) for line in found.template_lines()),
-        *(Fact("not read", printable(line)) for line in found.unread_lines()),
+        *(Fact("not read", printable(line.removeprefix("not read: "))) for line in found.unread_lines()),
     ]
 
 
