@@ -122,6 +122,14 @@ def test_numbers_are_compared_on_every_rank(number: str) -> None:
     assert stages == [{"loss": "loss", "norm": "norm", "clipped": "clipped norm"}[number] + " of step 1"]
 
 
+def test_numbers_have_to_be_the_same_to_the_last_bit_on_every_rank() -> None:
+    found = observed()
+    found.many[1].steps[0].loss *= 1 + 1e-12
+    first = compare(found, 1e-6).first_wrong()
+    assert first is not None and (first.stage, first.ranks) == ("loss of step 1", (0, 1))
+    assert first.error < 1e-6
+
+
 def test_a_target_more_is_found() -> None:
     found = observed()
     for one in found.many:
