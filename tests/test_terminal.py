@@ -15,9 +15,38 @@ from pathlib import Path
 import pytest
 from made.tiny_world import World
 
-from danlu.terminal import echo, printable, tell, tell_early
+from danlu.terminal import echo, printable, tell, tell_early, wrapped
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "danlu"
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        ("short", ["short"]),
+        ("error: one two three four five", ["error: one two three", "  four five"]),
+        ("  indented words that are many", ["  indented words that", "    are many"]),
+        ("run `danlu train a.yaml b=1` now", ["run", "  `danlu train a.yaml b=1`", "  now"]),
+        ("/a/path/that/is/longer/than/that there", ["/a/path/that/is/longer/than/that", "  there"]),
+        ("丹炉丹炉丹炉丹炉丹 丹炉", ["丹炉丹炉丹炉丹炉丹", "  丹炉"]),
+        ("a  b   c" + " d" * 8, ["a  b   c d d d d d d d", "  d"]),
+    ],
+)
+def test_lines_break_between_words(line: str, lines: list[str]) -> None:
+    assert wrapped(line, 22) == lines
+    assert wrapped(line, 200) == [line]
+
+
+def test_only_a_terminal_gets_its_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "words " * 20 + "end"
+    tell(text)
+    assert capsys.readouterr().err == text + "\n"
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", screen)
+    tell(text)
+    assert max(map(len, screen.getvalue().splitlines())) <= 40 and screen.getvalue().split() == text.split()
 
 
 @pytest.mark.parametrize(

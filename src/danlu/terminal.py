@@ -6,8 +6,10 @@ Rows, recipes, file names, templates and models are other people's text. Whateve
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import unicodedata
 from typing import TextIO
 
 # C0 without tab and newline, DEL, C1 (U+009B begins a sequence as ESC [ does), what turns the direction of writing
@@ -31,8 +33,9 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def tell(text: str, *, end: str = "\n") -> None:
-    """A remark, on stderr."""
-    _write(sys.stderr, printable(text) + end)
+    """A remark, on stderr; on a terminal in lines that break between words."""
+    shown = printable(text)
+    _write(sys.stderr, (fitted(shown, sys.stderr) if end == "\n" else shown) + end)
 
 
 def tell_early(text: str) -> None:
@@ -44,6 +47,41 @@ def tell_early(text: str) -> None:
 def echo(text: str, *, end: str = "\n") -> None:
     """A result, on stdout: byte for byte in a pipe or a file, printable on a terminal."""
     _write(sys.stdout, (printable(text) if sys.stdout.isatty() else text) + end)
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """A text as wide as a terminal; as it is where the stream is none."""
+    if not stream.isatty():
+        return text
+    try:
+        width = int(os.environ.get("COLUMNS") or os.get_terminal_size(stream.fileno()).columns)
+    except (OSError, ValueError):
+        width = 80
+    return "\n".join(line for whole in text.split("\n") for line in wrapped(whole, max(width, 20)))
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """A line in several of at most `width` columns, the others indented by two more.
+
+    A word that is longer stays whole, and so does a command in backticks: it can be copied as it stands.
+    """
+    if _columns(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    lines = [""]
+    for word in _WORD.findall(line):
+        if lines[-1].strip() and _columns(lines[-1] + word) > width:
+            lines.append(indent + word.lstrip())
+        else:
+            lines[-1] += word
+    return lines
+
+
+_WORD = re.compile(r"\s*(?:`[^`]*`|\S)+")
+
+
+def _columns(text: str) -> int:
+    return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
 
 
 def _write(stream: TextIO, text: str) -> None:

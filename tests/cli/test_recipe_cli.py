@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.cells import cell_len
 
 from danlu import __version__, registry
 from danlu.cli.main import main
@@ -43,6 +44,18 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         shown = capsys.readouterr().out
         for name in VERBS:
             assert f" {name} " in shown
+
+
+def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    below = {"checkpoint": ["list", "verify", "prune", "export"], "recipes": ["list", "copy", "schema"]}
+    pages = [[], *([name] for name in VERBS), *([name, one] for name, ones in below.items() for one in ones)]
+    for page in [*([*one, "--help"] for one in pages), ["explain"], ["explain", "data"], ["explain", "adapter"]]:
+        assert main(page) == 0
+        out = capsys.readouterr().out
+        assert out.count("\n") > 5, page
+        for line in out.splitlines():
+            assert cell_len(line) <= 80 and "…" not in line.replace("=value …", ""), (page, line)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

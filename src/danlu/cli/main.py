@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from danlu import __version__
 from danlu.errors import DanluError, InternalError, RecipeError, ResourceError, Stopped
 from danlu.registry import INSTEAD, VERBS, Verb, resolve
-from danlu.terminal import echo, printable, tell
+from danlu.terminal import echo, fitted, printable, tell
 
 BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
 INTERRUPTED = 128 + 2
@@ -195,6 +195,7 @@ def _report(*problems: str, code: int) -> int:
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     label = "\033[1;31merror:\033[0m" if colour else "error:"
     for problem in problems:
-        sys.stderr.write(f"{label} {printable(problem)}\n")
+        said = fitted(f"error: {printable(problem)}", sys.stderr)
+        sys.stderr.write(f"{label}{said.removeprefix('error:')}\n")
     sys.stderr.flush()
     return code

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from danlu.recipe import library, schema
-from danlu.terminal import echo
+from danlu.terminal import echo, fitted
 
 app = typer.Typer(help="Recipes that come with danlu.", no_args_is_help=True, add_completion=False)
 
@@ -20,7 +21,8 @@ def list_recipes() -> None:
     recipes = library.shipped()
     width = max(map(len, recipes))
     for name, about in recipes.items():
-        echo(f"{name:{width}}  {about}")
+        line = fitted(f"{name:{width}}  {about}", sys.stdout)
+        echo(line.replace("\n  ", f"\n{'':{width}}  "))
 
 
 @app.command()
