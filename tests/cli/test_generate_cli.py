@@ -347,6 +347,8 @@ UNUSABLE: dict[str, tuple[Callable[[Path], Any], int, str]] = {
 @pytest.mark.parametrize("what", UNUSABLE)
 def test_folders_that_are_no_models(chanting, tmp_path, capsys, piped, verb, what):
     spoil, code, message = UNUSABLE[what]
+    if (what, verb) == ("vocabulary", "eval"):  # which looks at the weights' headers before it tokenises
+        message = "lm_head.weight in model.safetensors: expected shape [200, 260], found [259, 260]"
     folder = Path(shutil.copytree(chanting, tmp_path / "copy"))
     spoil(folder)
     piped("Hello\n")
