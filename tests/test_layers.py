@@ -40,7 +40,7 @@ LAYERS: dict[str, int] = {
     "demo": 4,
     "language": 4,
     "memory_estimate": 4,
-    "memory_told": 4,
+    "memory_report": 4,
     "placing": 4,
     "run": 4,
     "study": 4,

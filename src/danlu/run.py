@@ -26,7 +26,7 @@ from torch import Tensor
 from danlu.classifying import Classifying
 from danlu.errors import CheckpointError, RecipeError, ResourceError, Stopped
 from danlu.language import Language, written_date
-from danlu.memory_told import MemoryTold
+from danlu.memory_report import MemoryReport
 from danlu.numerics.deterministic import deterministic
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
@@ -190,15 +190,15 @@ def _train(
         closing.callback(material.close)
         for line in material.lines:
             say(line)
-        memory_told = closing.enter_context(MemoryTold(recipe, device))
+        memory_report = closing.enter_context(MemoryReport(recipe, device))
         placed = task.place(ranks, device, start)
         peak = placed.peak()
         for line in (*placed.notes, *([] if peak is None else [peak.line()])):
             say(line)
         run = _build(recipe, task, material, placed, device, into, start, say)
         closing.callback(run.store.close)
-        memory_told.began(run, placed)
-        for line in memory_told.expected():
+        memory_report.began(run, placed)
+        for line in memory_report.expected():
             say(line)
         run.faults = faults
         if into != folder:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from made.tiny_world import danlu, tiny_world
 
+from danlu.cli.verify import _print
 from danlu.parallel.sent import Row
 from danlu.report.verification import Check, Finding, Module, Verification, lines, shown
 from danlu.report.verification_page import OWN, page
@@ -69,6 +71,16 @@ def test_wrong_lines_are_marked() -> None:
         "  ratio: x1.5",
         "  usually: a <sum> made twice",
     ]
+
+
+def test_names_of_files_reach_no_terminal_raw(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    _print(replace(FOUND, recipe="[bold]a\x1b]0;title\x07.yaml", about=("model: \x9b31m",)))
+    said = capsys.readouterr().out
+    assert "[bold]a\\x1b]0;title\\x07.yaml: zero3, data 2 on 2 processes" in said and "model: \\u009b31m" in said
+    assert "\x1b]" not in said and "\x9b" not in said
 
 
 def test_the_page_marks_them_too_and_escapes() -> None:

@@ -11,7 +11,7 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.errors import DanluError, RecipeError, ResourceError
-from danlu.terminal import echo, tell, tell_early
+from danlu.terminal import echo, printable, tell, tell_early
 
 if TYPE_CHECKING:
     from danlu.parallel.sent import Row
@@ -99,6 +99,7 @@ def verify(
 def _print(found: Verification) -> None:
     """Tables in colour at a terminal, plain elsewhere."""
     from rich.console import Console
+    from rich.text import Text
 
     from danlu.report import verification as report
 
@@ -107,9 +108,9 @@ def _print(found: Verification) -> None:
         return
     console = Console(highlight=False)
     for part in report.parts(found):
-        console.print(part)
+        console.print(Text(printable(part)) if isinstance(part, str) else part)
     for line in report.verdict(found):
-        console.print(line, style="green" if found.holds else "bold red", markup=False)
+        console.print(Text(printable(line), style="green" if found.holds else "bold red"))
 
 
 def _show(heading: str, rows: Sequence[Row]) -> None:

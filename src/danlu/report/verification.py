@@ -159,7 +159,10 @@ def _table(*headings: str, words: Sequence[int] = ()) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, heading in enumerate(headings):
         is_word = place == 0 or place in words or heading in ("", "at")
-        table.add_column(heading, justify="left" if is_word else "right", no_wrap=True)
+        # On a narrow terminal words are folded; numbers and names are never cut.
+        table.add_column(
+            heading, justify="left" if is_word else "right", no_wrap=heading not in ("what", "at"), overflow="fold"
+        )
     return table
 
 

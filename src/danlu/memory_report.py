@@ -19,7 +19,7 @@ from danlu.train.state import Run
 from danlu.train.units import format_bytes
 
 
-class MemoryTold:
+class MemoryReport:
     """A context in which an allocator's error becomes a ResourceError: what took the memory, and what to set.
 
     Enter it before the model is placed; `began` tells it of the run as soon as there is one.
@@ -47,9 +47,9 @@ class MemoryTold:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and is_out_of_memory(error):
-            raise ResourceError(self._told(error)) from error
+            raise ResourceError(self._message(error)) from error
 
-    def _told(self, error: BaseException) -> str:
+    def _message(self, error: BaseException) -> str:
         run, lines = self._run, [f"{in_short(error)}. {self._room()}"]
         if (parts := self._parts()) is not None:
             named = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(parts).items() if value)
