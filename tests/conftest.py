@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import made.tiny_world
@@ -15,6 +16,11 @@ from danlu.data import prepare, stream
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A shell that starts the tests in the background has signals ignored that they are about, in their children too.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # The same examples each time, so that no change is refused for what it did not do; `make test-all` looks for new ones.
 settings.register_profile("same", derandomize=True)

@@ -64,6 +64,8 @@ def test_the_run_folder_and_what_a_new_user_reads(
     rows = sum(1 for _ in tiny_world.chat.open())
     assert lines[0].startswith(f"data: {rows} rows, ") and lines[0].endswith(" of them trained")
     assert " rows are longer than data.max_length: " in lines[1] and lines[1].endswith(" tokens are left out")
+    cut = "data: 18 of 100 samples train an answer that is cut before its end, and nothing of when to stop: raise "
+    assert lines.pop(2).startswith(cut)
     assert lines[2] == "evaluation data: 10 samples of these rows are held out"
     assert lines[3].startswith("mfu: divided by the measured peak, ")
     summary = json.loads((output / "summary.json").read_text())
@@ -71,6 +73,9 @@ def test_the_run_folder_and_what_a_new_user_reads(
     assert (
         lines[4]
         == "llama with 44,192 parameters, all trained, on cpu, fp32; 12 steps of 4 x 64 tokens (micro-batches of 2)"
+    )
+    assert lines.pop(5).startswith(
+        "only 12 optimizer steps of 4 x 64 tokens: little is learnt in so few. Raise epochs "
     )
     assert lines[5].startswith(
         "memory expected: weights 173 KiB + gradients 173 KiB + optimizer 345 KiB + activations "

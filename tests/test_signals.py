@@ -102,7 +102,10 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
     with monkeypatch.context() as patch:
         patch.setattr(language, "prepare", before(language.prepare, lambda: signal.raise_signal(number)))
         assert danlu("train", recipe) == code
-    assert capsys.readouterr().err == "stopped at once; nothing was saved, and the same command goes on from there\n"
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("precision: ")
+    ]  # on some machines
+    assert lines == ["stopped at once; nothing was saved, and the same command goes on from there"]
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert danlu("train", recipe) == 0
 

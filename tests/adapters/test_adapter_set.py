@@ -234,7 +234,9 @@ def stirred_all(adapters: Any, name: str) -> None:
 def test_dora_cannot_lie_upon_another() -> None:
     adapters = adapter_set(model_of())
     adapters.add("one", sections.Lora())
-    with pytest.raises(ModelError, match="'two' is DoRA, which scales the weight itself: no other adapter can lie"):
+    with pytest.raises(
+        ModelError, match="'two' is DoRA, which scales the weight itself: no other adapter can be stacked"
+    ):
         adapters.add("two", sections.Dora())
 
 

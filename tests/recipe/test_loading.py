@@ -91,7 +91,8 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
         "recipe.yaml:1:8 stage: expected one of pretrain, sft, classify, not 'sftt'. Did you mean 'sft'?",
         "recipe.yaml:4:29 data.train.0.formt: unknown key in Source. Did you mean 'format'?",
         "recipe.yaml:5:10 data.eval.0.path: missing: add 'path: ...' under 'data.eval.0' (a text): "
-        "A json, jsonl, csv, parquet, arrow or txt file, a folder of them, or a hub data set id.",
+        "A json, jsonl, csv, parquet, arrow or txt file (compressed too, as rows.jsonl.gz), a folder of them, or a "
+        "hub data set id.",
         "recipe.yaml:5:11 data.eval.0.pth: unknown key in Source. Did you mean 'path'?",
         "recipe.yaml:6:15 data.max_length: expected a whole number, 1 or more, not the text '4096'. "
         "Write it without quotes",

@@ -338,9 +338,11 @@ def test_moments_in_blocks(tmp_path: Path) -> None:
             f"  optimizer.exp_avg_absmax.w: the checkpoint has [0:3, 0:{shape[1]}] of {list(shape)} in blocks, which "
             "cannot be resharded; this run needs all of it"
         )
-        assert lines[-1].startswith("State that is kept in blocks of a box (as 8-bit moments are) loads at the layout ")
+        assert lines[-1].startswith(
+            "State that is kept in blocks of a shard (as 8-bit moments are) loads with the strategy and world size "
+        )
         assert not any(bool(one.any()) for one in into["optimizer"].values())
-        with pytest.raises(CheckpointError, match="in blocks, which cannot be cut"):
+        with pytest.raises(CheckpointError, match="in blocks, which cannot be resharded"):
             read_group(path, "optimizer")
 
 

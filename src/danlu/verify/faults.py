@@ -279,7 +279,7 @@ FAULTS: dict[str, Fault] = {
         "gradients of norm weights are not summed over the ranks that share tokens or rows",
         _norms_in_parts,
         _without_sum_of_norms,
-        "was left out",
+        "is missing",
     ),
     "never-filled": Fault(
         "a process trains on memory that nothing was written to",
