@@ -6,6 +6,7 @@ import pytest
 import torch
 from made.tiny_run import tiny_model
 
+from danlu.memory_estimate import shape_of
 from danlu.models.attend import PackedAttention
 from danlu.plan.flops import Shape
 from danlu.plan.memory import activation_bytes, largest_micro
@@ -14,16 +15,6 @@ from danlu.plan.memory import activation_bytes, largest_micro
 def saved_bytes(lengths: list[int], dtype: torch.dtype) -> tuple[int, Shape]:
     """Bytes of the distinct storages kept for backward, parameters left out."""
     model = tiny_model(hidden_size=128, intermediate_size=384, num_hidden_layers=4, max_position_embeddings=1024)
-    config = model.config
-    shape = Shape(
-        hidden_size=config.hidden_size,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-    )
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # holding the storages keeps their addresses from being used again
 
@@ -39,7 +30,7 @@ def saved_bytes(lengths: list[int], dtype: torch.dtype) -> tuple[int, Shape]:
     positions = torch.cat([torch.arange(length) for length in lengths])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(torch.zeros(boundaries[-1], dtype=torch.long), positions, PackedAttention(tuple(boundaries)), dtype)
-    return sum(storage.nbytes() for storage in kept.values()), shape
+    return sum(storage.nbytes() for storage in kept.values()), shape_of(model.config)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
