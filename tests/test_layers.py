@@ -19,6 +19,7 @@ LAYERS: dict[str, int] = {
     "registry": 0,
     "small_files": 0,
     "terminal": 0,
+    "tokenizer_files": 0,
     "types": 0,
     "adapters": 1,
     "basics": 1,

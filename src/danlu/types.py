@@ -17,36 +17,6 @@ if TYPE_CHECKING:
 # H query heads · K key/value heads · C head width · I, O inputs and outputs of a linear layer
 
 
-VOCABULARY_FILES = (
-    "tokenizer.json",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer.model",
-    "tiktoken.model",
-    "spiece.model",
-    "spm.model",
-    "sentencepiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
-"""Any of these makes a folder one with a tokenizer."""
-NAMED_TEMPLATES = "additional_chat_templates"
-"""The folder, within a tokenizer's, of chat templates beside the ordinary one (`tool_use.jinja`)."""
-TOKENIZER_FILES = (
-    *VOCABULARY_FILES,
-    "tokenizer.*.json",  # for versions of the tokenizers library, named by fast_tokenizer_files of its config
-    "tokenizer.model.*",  # Mistral's versions of a vocabulary
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    f"{NAMED_TEMPLATES}/*.jinja",
-)
-"""Everything that a tokenizer may be read from, as patterns relative to its folder (transformers 5.23)."""
-
-
 @dataclass(frozen=True)
 class Sample:
     """One tokenised row: a document that attention never leaves.

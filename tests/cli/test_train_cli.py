@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from danlu.cli import train
@@ -23,3 +26,11 @@ def test_more_processes_than_cores_are_told_of(
     train.check_processes(32)
     with pytest.raises(RecipeError, match="--processes 33: each takes 128 MiB before .* has 4 GiB in all. Use 2, as"):
         train.check_processes(33)
+
+
+def test_a_wrong_recipe_is_told_without_numpy_and_torch() -> None:
+    """They take a tenth of a second and more than one; `danlu.types` is the control: it brings numpy."""
+    for module, loaded in (("danlu.cli.train", "[]"), ("danlu.types", "['numpy']")):
+        seen = f"import sys, {module}; print([name for name in ('numpy', 'torch') if name in sys.modules])"
+        done = subprocess.run([sys.executable, "-P", "-c", seen], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == loaded, module

@@ -17,7 +17,7 @@ from danlu.models import saving
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
 from danlu.models.saving import save
-from danlu.types import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
+from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 
 @pytest.fixture

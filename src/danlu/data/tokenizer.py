@@ -24,7 +24,7 @@ from danlu.data.templates import ChatTemplate, Turn
 from danlu.data.tokenizer_model import convert
 from danlu.errors import DataError
 from danlu.small_files import check_regular, parse_json, read_small_text
-from danlu.types import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
+from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 MOST_FILE_BYTES = 512 << 20
 """Of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""

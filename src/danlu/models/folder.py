@@ -16,7 +16,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
 from danlu.models.tensor_file import Stored, read_header
 from danlu.small_files import check_entries, parse_json, read_small_text
-from danlu.types import TOKENIZER_FILES
+from danlu.tokenizer_files import TOKENIZER_FILES
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

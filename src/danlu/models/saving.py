@@ -26,7 +26,7 @@ from danlu.models.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE
 from danlu.models.layout import DiskTensor, disk_tensors
 from danlu.models.tensor_bytes import BUFFER_BYTES, STORED_AS, is_finite, ranges, raw_bytes
 from danlu.models.tensor_file import encode_header
-from danlu.types import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
+from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 
