@@ -6,11 +6,11 @@ import os
 import signal
 from pathlib import Path
 
-import made.tiny_world
+import builders.tiny_world
 import pytest
 import torch  # noqa: F401  # verbs say what they are about to do only where it is still to be loaded: the same in each test
+from builders.tiny_world import InThisProcess, World
 from hypothesis import settings
-from made.tiny_world import InThisProcess, World
 
 from danlu.data import prepare, stream
 
@@ -41,7 +41,7 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def tiny_world() -> World:
     """A tokenizer, rows and recipes over them, for `danlu train` in a second."""
-    return made.tiny_world.tiny_world()
+    return builders.tiny_world.tiny_world()
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from made.adapted import logits
-from made.adapter_folders import adapter_folder
-from made.tiny_world import World, danlu, differences, last_state, metrics, write_rows
+from builders.adapted import logits
+from builders.adapter_folders import adapter_folder
+from builders.tiny_world import World, danlu, differences, last_state, metrics, write_rows
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from made.tiny_world import CONFIG, World, danlu, differences, last_state, write_rows
+from builders.tiny_world import CONFIG, World, danlu, differences, last_state, write_rows
 from safetensors.torch import load_file, save_file
 
 from danlu import memory_estimate, run

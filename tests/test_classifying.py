@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from made.classify_side import STEPS, Seen, recipe_of, see, train
-from made.digits import digits_folder
-from made.group import run_group
-from made.tiny_world import danlu, metrics
+from builders.classifier_worker import STEPS, Seen, recipe_of, see, train
+from builders.digits import digits_folder
+from builders.process_group import run_group
+from builders.tiny_world import danlu, metrics
 from torch import Tensor
 
 from danlu import recipe as recipes

@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from made.documents import script
-from made.tiny_world import InThisProcess, danlu, differences
+from builders.docs_scripts import script
+from builders.tiny_world import InThisProcess, danlu, differences
 
 from danlu import demo, recipe, run
 from danlu.cli import demo as verb

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.documents import TOP, script
+from builders.docs_scripts import TOP, script
 
 from danlu.cli.main import command
 from danlu.recipe import Recipe, load

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.tiny_world import World, danlu, differences, metrics
+from builders.tiny_world import World, danlu, differences, metrics
 
 from danlu.memory_estimate import preview_parameters
 from danlu.recipe import load

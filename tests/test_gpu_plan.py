@@ -117,7 +117,7 @@ def test_what_is_imported_is_what_preflight_asks_for(gpu: ModuleType) -> None:
     code = """
 import sys, torch
 with_torch = {name.split(".")[0] for name in sys.modules}
-import made.tiny_run, danlu.train.loop, danlu.rollout.generate, danlu.memory_estimate, danlu.parallel.data
+import builders.tiny_run, danlu.train.loop, danlu.rollout.generate, danlu.memory_estimate, danlu.parallel.data
 import danlu.numerics.native, danlu.objectives.crossentropy
 names = {name.split(".")[0] for name in sys.modules} - with_torch - set(sys.stdlib_module_names)
 names = {name for name in names if not name.startswith("_sysconfigdata")}
@@ -126,4 +126,4 @@ print(*sorted(name for name in names if getattr(sys.modules.get(name), "__file__
     environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     # sympy and mpmath are torch's own.
-    assert set(done.stdout.split()) <= {*gpu.NEEDED, *gpu.OPTIONAL, "danlu", "made", "sympy", "mpmath"}
+    assert set(done.stdout.split()) <= {*gpu.NEEDED, *gpu.OPTIONAL, "danlu", "builders", "sympy", "mpmath"}

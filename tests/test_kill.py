@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.tiny_world import World, differences, last_state, start
+from builders.tiny_world import World, differences, last_state, start
 
 CHANGES = {
     "data": {"eval": 10},

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made.tiny_world import World, danlu
+from builders.tiny_world import World, danlu
 
 from danlu import machine
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made.peaks import peak_in
-from made.tiny_world import CONFIG, World, danlu
+from builders.peak_memory import peak_in
+from builders.tiny_world import CONFIG, World, danlu
 
 from danlu import run
 from danlu.errors import RecipeError

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from made import assess_side
-from made.group import run_group
-from made.parallel_runs import interrupted, train
-from made.tiny_world import World, last_state, write_rows
+from builders import failing_samples_worker
+from builders.process_group import run_group
+from builders.tiny_world import World, last_state, write_rows
+from builders.train_worker import interrupted, train
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -171,7 +171,7 @@ def test_samples_that_fail_are_an_error_of_all_processes_and_lose_no_step(
     samples = {"every": 3, "samples": {"prompts": ["Who?"], "max_new_tokens": 4}}
     name = f"failing-{everywhere}"
     file = recipe(tiny_world, folder, name, "full", "zero3", evaluation=samples, checkpoint={"every": 100})
-    found = run_group(assess_side.ended, 2, file, 1, not everywhere)
+    found = run_group(failing_samples_worker.ended, 2, file, 1, not everywhere)
     assert found == [("ModelError", "step 3, while evaluating: not finite at position 9")] * 2
     path, _, state = last_state(folder / name)
     assert path.name == "step-00000003" and verify(path) == []

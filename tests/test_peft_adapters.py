@@ -9,10 +9,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from made.adapted import logits
-from made.adapter_folders import changed
-from made.peft_side import TOKENS, hugging_face, theirs
-from made.tiny_run import tiny_model
+from builders.adapted import logits
+from builders.adapter_folders import changed
+from builders.peft_reference import TOKENS, hugging_face, theirs
+from builders.tiny_run import tiny_model
 from torch import Tensor
 
 from danlu.adapters.combine import Combination

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from made.digits import digits_folder
-from made.tiny_world import CONFIG, World, danlu
+from builders.digits import digits_folder
+from builders.tiny_world import CONFIG, World, danlu
 
 from danlu import study
 from danlu.data.synthesis import conversations, pretraining_documents

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from made.tiny_world import CONFIG, World, danlu, differences, events, last_state, metrics, spike_at, write_rows
+from builders.tiny_world import CONFIG, World, danlu, differences, events, last_state, metrics, spike_at, write_rows
 
 from danlu import language, memory_estimate, run
 from danlu.data import tokenizer

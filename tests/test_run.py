@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.here import Here
-from made.tiny_world import CONFIG, World, danlu, events, last_state, metrics, spike_at
+from builders.inline_workers import Here
+from builders.tiny_world import CONFIG, World, danlu, events, last_state, metrics, spike_at
 from safetensors.torch import load_file
 
 from danlu import language, run

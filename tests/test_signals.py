@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.tiny_world import World, danlu, differences, last_state, metrics, start
+from builders.tiny_world import World, danlu, differences, last_state, metrics, start
 
 from danlu import language, run
 from danlu.train import loop

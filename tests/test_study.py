@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.study import write_run
-from made.tiny_world import World, differences, last_state, metrics, start
+from builders.study_folders import write_run
+from builders.tiny_world import World, differences, last_state, metrics, start
 
 from danlu import recipe as recipes
 from danlu import study

@@ -13,7 +13,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from made.tiny_world import World
+from builders.tiny_world import World
 
 from danlu.terminal import echo, printable, tell, tell_early, wrapped
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from made.peft_side import FAMILIES
-from made.tiny_run import tiny_model
+from builders.peft_reference import FAMILIES
+from builders.tiny_run import tiny_model
 
 from danlu.models.saving import save
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.adapted import adapter_set, hidden_states, logits, stirred
-from made.tiny_run import tiny_model
+from builders.adapted import adapter_set, hidden_states, logits, stirred
+from builders.tiny_run import tiny_model
 
 from danlu.adapters.adapter_set import CHANGES_BASE, NO_WEIGHTS
 from danlu.errors import ModelError, RecipeError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from made.adapted import adapter_set, hidden_states, logits, stirred
-from made.tiny_run import tiny_model
+from builders.adapted import adapter_set, hidden_states, logits, stirred
+from builders.tiny_run import tiny_model
 from torch import Tensor
 
 from danlu.adapters.bottleneck import Activation, Bottleneck

@@ -12,10 +12,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from made.adapted import adapter_set, logits, stirred
-from made.adapter_folders import changed
-from made.peft_side import TOKENS, hugging_face, theirs
-from made.tiny_run import tiny_model
+from builders.adapted import adapter_set, logits, stirred
+from builders.adapter_folders import changed
+from builders.peft_reference import TOKENS, hugging_face, theirs
+from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

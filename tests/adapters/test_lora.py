@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.adapted import DOCUMENTS, adapter_set, logits, stirred
-from made.tiny_run import tiny_model
+from builders.adapted import DOCUMENTS, adapter_set, logits, stirred
+from builders.tiny_run import tiny_model
 from torch import Tensor
 
 from danlu.adapters.adapter import Dense

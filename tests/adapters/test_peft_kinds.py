@@ -9,9 +9,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from made.adapted import adapter_set, logits, stirred
-from made.peft_side import TOKENS, hugging_face, theirs
-from made.tiny_run import tiny_model
+from builders.adapted import adapter_set, logits, stirred
+from builders.peft_reference import TOKENS, hugging_face, theirs
+from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 

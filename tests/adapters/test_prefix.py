@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from made.adapted import adapter_set, logits, stirred
-from made.tiny_run import tiny_model
+from builders.adapted import adapter_set, logits, stirred
+from builders.tiny_run import tiny_model
 from torch import Tensor
 
 from danlu.adapters.prefix import LayerPrefix, PrefixTokens, Projection, to_peft

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from made.adapted import adapter_set
-from made.tiny_run import tiny_model
+from builders.adapted import adapter_set
+from builders.tiny_run import tiny_model
 from torch import Tensor
 
 from danlu.errors import RecipeError

@@ -9,8 +9,8 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from made.adapted import adapter_set
-from made.tiny_run import tiny_model
+from builders.adapted import adapter_set
+from builders.tiny_run import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

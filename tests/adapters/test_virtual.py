@@ -10,8 +10,8 @@ import numpy as np
 import peft
 import pytest
 import torch
-from made.adapted import DOCUMENTS, adapter_set, logits, stirred
-from made.tiny_run import VOCABULARY, tiny_model
+from builders.adapted import DOCUMENTS, adapter_set, logits, stirred
+from builders.tiny_run import VOCABULARY, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

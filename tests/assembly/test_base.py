@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from made.adapter_folders import adapter_folder, changed, of_another_tool
-from made.tiny_run import tiny_model
+from builders.adapter_folders import adapter_folder, changed, of_another_tool
+from builders.tiny_run import tiny_model
 
 from danlu.adapters.description import CONFIG, stacked
 from danlu.assembly.base import base_of, check_base, find_base

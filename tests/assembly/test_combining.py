@@ -9,9 +9,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from made.adapted import logits
-from made.adapter_folders import adapted_logits, adapter_folder, changed, of_another_tool, widened
-from made.tiny_run import tiny_model
+from builders.adapted import logits
+from builders.adapter_folders import adapted_logits, adapter_folder, changed, of_another_tool, widened
+from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.adapted import logits, stirred
-from made.tiny_run import tiny_model
+from builders.adapted import logits, stirred
+from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -9,9 +9,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from made.adapted import DOCUMENTS, logits
-from made.adapter_folders import adapted_logits, adapter_folder, changed, of_another_tool, widened
-from made.tiny_run import tiny_model
+from builders.adapted import DOCUMENTS, logits
+from builders.adapter_folders import adapted_logits, adapter_folder, changed, of_another_tool, widened
+from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

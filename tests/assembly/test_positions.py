@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from made.tiny_world import CONFIG, World
+from builders.tiny_world import CONFIG, World
 
 from danlu.assembly.positions import positions_of_samples
 from danlu.errors import ModelError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from made.tiny_run import tiny_model
+from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
 
 from danlu.assembly.frozen import pack

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from made.adapted import DOCUMENTS, logits
-from made.adapter_folders import adapter_folder, changed
-from made.tiny_run import tiny_model
+from builders.adapted import DOCUMENTS, logits
+from builders.adapter_folders import adapter_folder, changed
+from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM

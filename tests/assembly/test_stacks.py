@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from made.adapted import logits
-from made.adapter_folders import adapted_logits, adapter_folder
-from made.tiny_run import tiny_model
+from builders.adapted import logits
+from builders.adapter_folders import adapted_logits, adapter_folder
+from builders.tiny_run import tiny_model
 
 from danlu.adapters.description import stacked
 from danlu.assembly.frozen import adapters_of

@@ -8,9 +8,9 @@ from shutil import copytree
 
 import pytest
 import torch
-from made.adapted import logits
-from made.adapter_folders import adapted_logits, adapter_folder
-from made.tiny_world import World
+from builders.adapted import logits
+from builders.adapter_folders import adapted_logits, adapter_folder
+from builders.tiny_world import World
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.base import Base

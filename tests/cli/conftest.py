@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made.bigram import bigram_folder
+from builders.bigram import bigram_folder
 
 CHANT = "丹炉é🎈"
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from made.adapter_folders import adapter_folder
-from made.tiny_world import World
+from builders.adapter_folders import adapter_folder
+from builders.tiny_world import World
 
 from danlu.cli import chat as chat_verb
 from danlu.cli.main import main

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.adapter_folders import adapter_folder
-from made.tiny_world import CONFIG, World, danlu, metrics, write_rows
+from builders.adapter_folders import adapter_folder
+from builders.tiny_world import CONFIG, World, danlu, metrics, write_rows
 
 from danlu.data.tokenizer import load_tokenizer
 from danlu.models.loading import build

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.adapter_folders import adapter_folder
-from made.tiny_world import World, start
+from builders.adapter_folders import adapter_folder
+from builders.tiny_world import World, start
 from safetensors.torch import load_file, save_file
 
 from danlu.cli.main import main

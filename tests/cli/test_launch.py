@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import stand_in
-from made.tiny_world import World, danlu, differences, metrics
-from made.tiny_world import start as begin
+from builders import fake_rank
+from builders.tiny_world import World, danlu, differences, metrics
+from builders.tiny_world import start as begin
 
 from danlu.cli import launching
 from danlu.cli.launching import launch
@@ -27,7 +27,7 @@ from danlu.parallel import world as worlds
 
 pytestmark = pytest.mark.distributed
 
-STAND_IN = str(Path(stand_in.__file__))
+STAND_IN = str(Path(fake_rank.__file__))
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from made.adapted import logits
-from made.adapter_folders import adapted_logits, adapter_folder
-from made.tiny_world import World, danlu
+from builders.adapted import logits
+from builders.adapter_folders import adapted_logits, adapter_folder
+from builders.tiny_world import World, danlu
 
 from danlu.assembly.quantizing import quantize
 from danlu.models.loading import load

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.here import Here
-from made.tiny_world import World, danlu, write_rows
+from builders.inline_workers import Here
+from builders.tiny_world import World, danlu, write_rows
 
 from danlu.data.prepare import prepare
 from danlu.data.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made.tiny_world import World, danlu
+from builders.tiny_world import World, danlu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from danlu.models.folder import read_json

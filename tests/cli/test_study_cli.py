@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 import pytest
-from made.study import write_run
-from made.tiny_world import World, danlu, start
+from builders.study_folders import write_run
+from builders.tiny_world import World, danlu, start
 
 from danlu import study
 from danlu.study import Planned

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.tiny_world import InThisProcess, World, danlu, write_rows
+from builders.tiny_world import InThisProcess, World, danlu, write_rows
 
 from danlu.rollout.generate import Answer
 

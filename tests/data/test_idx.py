@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made.digits import idx
+from builders.digits import idx
 
 from danlu.data.idx import read_idx
 from danlu.errors import DataError

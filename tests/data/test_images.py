@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made.digits import CLASSES, SIDE, digits, digits_folder, write_split
+from builders.digits import CLASSES, SIDE, digits, digits_folder, write_split
 
 from danlu.data.images import Images, Pictures, collate_images, held_out, read_images
 from danlu.errors import CheckpointError, DataError

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made.chat import make_tokenizer
-from made.here import Here
-from made.tiny_world import World, write_rows
+from builders.chat_tokenizers import make_tokenizer
+from builders.inline_workers import Here
+from builders.tiny_world import World, write_rows
 
 from danlu.data.packs import Packs
 from danlu.data.prepare import prepare

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import chat_tokenizers
+from builders.chat_templates import CHATML, NO_TERMINATOR, RAISES, STYLES, TERMINATORS
+from builders.chat_tokenizers import KINDS, Kind, WrongMask, check_sample, made, make_tokenizer, pretrained
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import chat
-from made.chat import KINDS, Kind, WrongMask, check_sample, made, make_tokenizer, pretrained
-from made.styles import CHATML, NO_TERMINATOR, RAISES, STYLES, TERMINATORS
 
 from danlu.data import render as render_module
 from danlu.data.render import (
@@ -72,7 +72,7 @@ def turns_shown(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[dict[st
 def test_ids_are_those_of_transformers_and_the_trained_ones_what_the_assistant_writes(
     style: str, kind: Kind, data: st.DataObject
 ) -> None:
-    row = data.draw(chat.rows(tools=style == "qwen3"))
+    row = data.draw(chat_tokenizers.rows(tools=style == "qwen3"))
     tokenizer, oracle = made(style, kind)
     turns, tools = turns_shown(row, tokenizer)
     _, samples = rendered(style, row, kind=kind)
@@ -188,7 +188,9 @@ def real_rows(shared_data: Path, calls: bool) -> list[dict[str, Any]]:
 def test_real_tokenizers_and_rows(name: str, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, terminator = shared_data / REAL[name][0], REAL[name][1]
     tokenizer, oracle = load_tokenizer(str(folder)), pretrained(folder)
-    monkeypatch.setattr(chat, "MARKS", tuple(token.content for token in oracle.added_tokens_decoder.values()))
+    monkeypatch.setattr(
+        chat_tokenizers, "MARKS", tuple(token.content for token in oracle.added_tokens_decoder.values())
+    )
     for row in real_rows(shared_data, calls=tokenizer.template().takes_calls):
         turns, tools = turns_shown(row, tokenizer)
         for sample in render(parse(row, "auto", "row"), "row", tokenizer, ASSISTANT):

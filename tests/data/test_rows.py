@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import chat_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from made import chat
 
 from danlu.data.rows import (
     ROLES,
@@ -111,7 +111,7 @@ def test_given_tokens() -> None:
     assert isinstance(padded, Tokenized) and padded.tokens.tolist() == [5, 6] and padded.weights.tolist() == [1, 1]
 
 
-@given(chat.rows(tools=True))
+@given(chat_tokenizers.rows(tools=True))
 def test_the_same_conversation_in_every_form(row: dict[str, Any]) -> None:
     """Messages, sharegpt, and either as the JSON text that a csv cell holds."""
     names = {"user": "human", "assistant": "gpt", "system": "system", "tool": "observation"}

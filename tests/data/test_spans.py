@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from builders import chat_tokenizers
+from builders.chat_templates import CHATML, STYLES
+from builders.chat_tokenizers import made
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import chat
-from made.chat import made
-from made.styles import CHATML, STYLES
 
 from danlu.data import spans
 from danlu.data.render import turn_of
@@ -133,9 +133,9 @@ def test_spans_in_bytes() -> None:
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_shapes_give_what_scripts_give(style: str, data: st.DataObject) -> None:
-    texts = st.one_of(chat.plain_texts(), chat.plain_texts(), chat.odd_texts())
+    texts = st.one_of(chat_tokenizers.plain_texts(), chat_tokenizers.plain_texts(), chat_tokenizers.odd_texts())
     one = made(style)[0].template()
-    value = data.draw(chat.rows(texts))
+    value = data.draw(chat_tokenizers.rows(texts))
     if not one.takes_system:
         value["messages"] = [turn for turn in value["messages"] if turn["role"] != "system"]
     row = parse(value, "auto", "row")

@@ -6,11 +6,22 @@ from datetime import date
 from typing import Any
 
 import pytest
+from builders import chat_tokenizers
+from builders.chat_templates import (
+    CHATML,
+    GEMMA,
+    LLAMA3,
+    MISTRAL,
+    NO_TERMINATOR,
+    PHI3,
+    QWEN3,
+    RAISES,
+    STYLES,
+    TERMINATORS,
+)
+from builders.chat_tokenizers import made
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import chat
-from made.chat import made
-from made.styles import CHATML, GEMMA, LLAMA3, MISTRAL, NO_TERMINATOR, PHI3, QWEN3, RAISES, STYLES, TERMINATORS
 
 from danlu.data import template_limits
 from danlu.data.render import turn_of
@@ -34,7 +45,7 @@ def template(source: str, name: str = "tokenizer") -> ChatTemplate:
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_texts_are_those_of_transformers(style: str, data: st.DataObject) -> None:
-    row = parse(data.draw(chat.rows(tools=style == "qwen3")), "auto", "row")
+    row = parse(data.draw(chat_tokenizers.rows(tools=style == "qwen3")), "auto", "row")
     assert isinstance(row, Conversation)
     turns = [turn_of(message) for message in row.messages]
     tokenizer, oracle = made(style)

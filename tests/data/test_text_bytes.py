@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from made.chat import KINDS, Kind, made
+from builders.chat_tokenizers import KINDS, Kind, made
 
 from danlu.data.render import Rendered, Rendering, fit, render
 from danlu.data.rows import Completion, Text

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import chat_tokenizers
+from builders.chat_templates import CHATML, LLAMA3, PHI3, RAISES
+from builders.chat_tokenizers import KINDS, SPECIALS, Kind, made, make_tokenizer, pretrained
+from builders.inline_workers import Here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import chat
-from made.chat import KINDS, SPECIALS, Kind, made, make_tokenizer, pretrained
-from made.here import Here
-from made.styles import CHATML, LLAMA3, PHI3, RAISES
 
 from danlu.data import tokenizer as tokenizer_room
 from danlu.data.tokenizer import (
@@ -58,7 +58,9 @@ def check_places(tokenizer: Tokenizer, oracle: Any, texts: list[str], encoded: E
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
-@given(texts=st.lists(st.one_of(st.just(""), chat.odd_texts(), st.text(max_size=12)), min_size=1, max_size=4))
+@given(
+    texts=st.lists(st.one_of(st.just(""), chat_tokenizers.odd_texts(), st.text(max_size=12)), min_size=1, max_size=4)
+)
 def test_ids_and_places_are_those_of_transformers(kind: Kind, texts: list[str]) -> None:
     tokenizer, oracle = made("chatml", kind)
     check_places(tokenizer, oracle, texts, tokenizer.encode_many(texts))
@@ -122,7 +124,7 @@ def test_no_texts_and_empty_texts() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(text=chat.plain_texts())
+@given(text=chat_tokenizers.plain_texts())
 @settings(max_examples=25, deadline=None)
 def test_decoding_gives_the_text_back(kind: Kind, text: str) -> None:
     tokenizer, _ = made("chatml", kind)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.chat_tokenizers import odd_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made.chat import odd_texts
 
 from danlu.data import tokenizer as tokenizers
 from danlu.data.tokenizer import load_tokenizer, readable_folder

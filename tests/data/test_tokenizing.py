@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from made.chat import made
+from builders.chat_tokenizers import made
 
 from danlu.data.render import Rendering
 from danlu.data.sources import RawRow

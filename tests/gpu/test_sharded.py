@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from made.tiny_run import tiny_model
+from builders.tiny_run import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from danlu.models.attend import PackedAttention

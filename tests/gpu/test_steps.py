@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from made.tiny_run import MadePacks, tiny_model
+from builders.tiny_run import MadePacks, tiny_model
 
 from danlu.assembly.frozen import adapters_of, pack
 from danlu.memory import offload

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made.tiny_run import MadePacks, tiny_model, tiny_run
+from builders.tiny_run import MadePacks, tiny_model, tiny_run
 
 from danlu.models.attend import PackedAttention, ReferenceAttention
 from danlu.numerics.loss_scaling import LossScaler

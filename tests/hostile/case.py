@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from made.tiny_world import World, write_rows
+from builders.tiny_world import World, write_rows
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from made.tiny_world import CONFIG
+from builders.tiny_world import CONFIG
 
 from hostile.case import Arrange, Case, Place, both, json_with, recipe, text
 

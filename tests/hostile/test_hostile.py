@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from made.tiny_world import InThisProcess, World, danlu
+from builders.tiny_world import InThisProcess, World, danlu
 
 from danlu.terminal import printable
 from hostile.case import Case, Place

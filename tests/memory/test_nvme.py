@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from made.group import run_group
-from made.remade import LAYERS, Made, adapted, full, step
-from made.remade_group import resident_bytes, sharded_in_files
+from builders.process_group import run_group
+from builders.recompute import LAYERS, Made, adapted, full, step
+from builders.recompute_worker import resident_bytes, sharded_in_files
 from torch import Tensor
 
 from danlu.errors import RecipeError, ResourceError
@@ -107,7 +107,7 @@ def test_only_layers_in_use_are_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from made.remade import full, step\n"
+        "import os, sys; from pathlib import Path; from builders.recompute import full, step\n"
         "from danlu.memory.nvme import offload_parameters\n"
         "made = full(hidden_size=128); offload_parameters(made.model, Path(sys.argv[1])); step(made)\n"
         "os.kill(os.getpid(), 9)"

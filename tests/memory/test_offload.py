@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from made.remade import LAYERS, Made, Step, adapted, full, same, step
-from made.remade_group import resident_bytes
+from builders.recompute import LAYERS, Made, Step, adapted, full, same, step
+from builders.recompute_worker import resident_bytes
 from torch import Tensor
 
 from danlu.errors import ResourceError

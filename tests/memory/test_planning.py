@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from made.remade import BOUNDARIES, LAYERS, Made, adapted, full, same, step
+from builders.recompute import BOUNDARIES, LAYERS, Made, adapted, full, same, step
 
 from danlu.errors import RecipeError
 from danlu.memory import planning

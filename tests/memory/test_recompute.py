@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from made.group import run_group
-from made.remade import ADAPTERS, BOUNDARIES, FAMILIES, LAYERS, Made, adapted, full, made_again, same, step
-from made.remade_group import sharded_steps
+from builders.process_group import run_group
+from builders.recompute import ADAPTERS, BOUNDARIES, FAMILIES, LAYERS, Made, adapted, full, made_again, same, step
+from builders.recompute_worker import sharded_steps
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 

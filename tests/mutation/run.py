@@ -135,7 +135,7 @@ def _tests(root: str, bytecode: str, shared: str, arguments: list[str], result: 
     sys.pycache_prefix = bytecode
     os.environ.update(PYTHONPATH=os.pathsep.join(inside), PYTHONPYCACHEPREFIX=bytecode, OMP_NUM_THREADS="1")
     os.environ.setdefault("DANLU_SHARED_DATA", shared)
-    assert not any(name.partition(".")[0] in ("danlu", "made") for name in sys.modules), "loaded from another tree"
+    assert not any(name.partition(".")[0] in ("danlu", "builders") for name in sys.modules), "loaded from another tree"
     first = _First()
     code = pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments], plugins=[first])
     result.send((int(code), first.failed))

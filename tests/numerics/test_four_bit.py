@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from made.kernels import Kernels
+from builders.kernel_count import Kernels
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from made.kernels import Kernels
+from builders.kernel_count import Kernels
 from torch import Tensor
 
 from danlu.errors import ModelError

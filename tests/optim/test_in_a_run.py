@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from made.tiny_run import MadePacks, tiny_run
+from builders.tiny_run import MadePacks, tiny_run
 from torch import Tensor
 
 from danlu.errors import CheckpointError, TrainingError

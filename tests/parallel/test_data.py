@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from made import host_shards_side
-from made.group import run_group
-from made.placed import recipe_file
-from made.tiny_world import CONFIG, World
+from builders import host_shards_worker
+from builders.parallel_steps import recipe_file
+from builders.process_group import run_group
+from builders.tiny_world import CONFIG, World
 
 pytestmark = pytest.mark.distributed
 
@@ -26,7 +26,7 @@ def file(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_offloaded_shards_are_made_on_the_host_and_norms_on_the_gpu(file: str) -> None:
-    for rank in run_group(host_shards_side.placed_on_gpu, 2, file):
+    for rank in run_group(host_shards_worker.placed_on_gpu, 2, file):
         shards = {name: seen for name, seen in rank.items() if seen[1]}
         assert set(shards.values()) == {("cpu", True, True)}
         whole = {name: seen for name, seen in rank.items() if not seen[1]}
@@ -36,4 +36,4 @@ def test_offloaded_shards_are_made_on_the_host_and_norms_on_the_gpu(file: str) -
 
 
 def test_what_optimizers_change_is_what_fsdp_gathers(file: str) -> None:
-    assert run_group(host_shards_side.shares_memory, 2, file) == [[], []]
+    assert run_group(host_shards_worker.shares_memory, 2, file) == [[], []]

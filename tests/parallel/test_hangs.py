@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from made.hanging import begin, crossing, late, marked, skipping, slow
+from builders.hanging_workers import begin, crossing, late, marked, skipping, slow
 from torch import nn
 
 from danlu.parallel.hangs import State, Waiting, Watch, Where, decode, mark, oldest, words

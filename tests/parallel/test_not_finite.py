@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from made import not_finite_side
-from made.group import run_group
-from made.placed import recipe_file
-from made.tiny_world import tiny_world
+from builders import not_finite_worker
+from builders.parallel_steps import recipe_file
+from builders.process_group import run_group
+from builders.tiny_world import tiny_world
 
 pytestmark = pytest.mark.distributed
 
@@ -26,7 +26,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, 
     """By rank and layout."""
     folder = tmp_path_factory.mktemp("not-finite")
     files = [recipe_file(tiny_world(), folder, name, parallel=parallel) for name, parallel in LAYOUTS.items()]
-    return [dict(zip(LAYOUTS, found, strict=True)) for found in run_group(not_finite_side.said, 2, files, 2)]
+    return [dict(zip(LAYOUTS, found, strict=True)) for found in run_group(not_finite_worker.said, 2, files, 2)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -41,4 +41,4 @@ def test_a_weight_that_is_not_finite_on_one_process_is_named_by_all(
     layout: str, said: list[dict[str, tuple[str, str]]]
 ) -> None:
     for rank in said:
-        assert f"because a weight is not: {not_finite_side.WEIGHT}." in rank[layout][1]
+        assert f"because a weight is not: {not_finite_worker.WEIGHT}." in rank[layout][1]

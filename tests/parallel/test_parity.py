@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from made.group import run_group
-from made.placed import recipe_file, see
-from made.tiny_world import World
+from builders.parallel_steps import recipe_file, see
+from builders.process_group import run_group
+from builders.tiny_world import World
 from torch import Tensor
 
 from danlu.numerics.difference import relative_error

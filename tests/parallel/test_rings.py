@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from made.group import run_group
-from made.rings_side import Outcome, compared, summed_floats, with_wrong_neighbours
+from builders.process_group import run_group
+from builders.rings_worker import Outcome, compared, summed_floats, with_wrong_neighbours
 
 from danlu.parallel import rings
 from danlu.parallel.comm import ALONE

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.group import run_group
-from made.placed import matrices_left, recipe_file, see, see_without_sums
-from made.tiny_world import World
+from builders.parallel_steps import matrices_left, recipe_file, see, see_without_sums
+from builders.process_group import run_group
+from builders.tiny_world import World
 
 from danlu.numerics.difference import worst_relative_error
 from danlu.verify.observing import Seen, whole

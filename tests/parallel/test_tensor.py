@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from made import tensor_side
-from made.group import run_group
-from made.tensor_side import Case
+from builders import tensor_worker
+from builders.process_group import run_group
+from builders.tensor_worker import Case
 
 from danlu.numerics.difference import worst_error
 from danlu.recipe import sections
@@ -154,7 +154,7 @@ def of_four() -> Callable[[str], Errors]:
 def together(size: int, runs: dict[str, dict[str, Case]]) -> Callable[[str], Errors]:
     """Runs all in one group; gives the largest error over its processes, by run, case and name."""
     flat = {f"{run}: {name}": one for run, cases in runs.items() for name, one in cases.items()}
-    by_rank: list[Errors] = run_group(tensor_side.each, size, tensor_side.compare, flat)
+    by_rank: list[Errors] = run_group(tensor_worker.each, size, tensor_worker.compare, flat)
     worst = {
         key: {name: worst_error(errors[key][name] for errors in by_rank) for name in by_rank[0][key]}
         for key in by_rank[0]

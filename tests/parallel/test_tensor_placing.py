@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from made import tensor_side
-from made.group import run_group
-from made.tensor_side import CONFIG, Case
+from builders import tensor_worker
+from builders.process_group import run_group
+from builders.tensor_worker import CONFIG, Case
 
 from danlu.numerics.difference import worst_error
 from danlu.recipe import sections
@@ -22,12 +22,12 @@ DORA = sections.Dora(targets=["all-linear"])
 
 def test_float32_gradients_equal_those_of_one_process() -> None:
     cases = {str(sequence): Case(dtype=torch.float32, sequence=sequence) for sequence in (False, True)}
-    for rank in run_group(tensor_side.each, 2, tensor_side.compare, cases):
+    for rank in run_group(tensor_worker.each, 2, tensor_worker.compare, cases):
         assert all(worst_error(errors.values()) < 1e-6 for errors in rank.values())
 
 
 def test_bfloat16_gradients_are_as_close_as_those_of_one_process() -> None:
-    for rank in run_group(tensor_side.narrow_types, 2, Case(dtype=torch.bfloat16, sequence=True)):
+    for rank in run_group(tensor_worker.narrow_types, 2, Case(dtype=torch.bfloat16, sequence=True)):
         for name, (cut, whole) in rank.items():
             assert cut < 2 * whole + 0.01, (name, cut, whole)
             assert cut > 1e-4, f"{name} was not computed in bfloat16"
@@ -46,7 +46,7 @@ SENT: dict[str, tuple[Case, list[str], list[str]]] = {
 
 def test_a_layer_sends_twice_each_way() -> None:
     cases = {name: replace(case, dtype=torch.float32) for name, (case, _, _) in SENT.items()}
-    for rank in run_group(tensor_side.each, 2, tensor_side.collectives, cases, [1, 2, 3]):
+    for rank in run_group(tensor_worker.each, 2, tensor_worker.collectives, cases, [1, 2, 3]):
         for name, (case, forward, backward) in SENT.items():
             seen = rank[name]
             for more in (2, 3):
@@ -76,14 +76,14 @@ SAVED: dict[str, tuple[Case, int]] = {
 
 def test_tokens_that_were_gathered_are_not_kept() -> None:
     cases = {name: replace(case, sequence=True, dtype=torch.float32) for name, (case, _) in SAVED.items()}
-    for rank in run_group(tensor_side.kept, 2, cases):
+    for rank in run_group(tensor_worker.kept, 2, cases):
         found = {name: with_all - without for name, (with_all, without) in rank.items()}
         assert found == {name: saved for name, (_, saved) in SAVED.items()}
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_shapes_are_cut_before_there_are_values(sequence: bool) -> None:
-    ranks = run_group(tensor_side.shapes_first, 4, Case(sequence=sequence))
+    ranks = run_group(tensor_worker.shapes_first, 4, Case(sequence=sequence))
     covered: dict[str, int] = {}
     for rank in ranks:
         assert rank["error"] < 1e-11
@@ -114,7 +114,7 @@ SAMPLED: dict[str, Case] = {
 
 
 def test_every_process_samples_what_the_whole_model_does() -> None:
-    for rank in run_group(tensor_side.each, 2, tensor_side.sampled, SAMPLED):
+    for rank in run_group(tensor_worker.each, 2, tensor_worker.sampled, SAMPLED):
         for name, found in rank.items():
             for way in ("greedy", "drawn"):
                 whole, cut = found[way]
@@ -124,7 +124,7 @@ def test_every_process_samples_what_the_whole_model_does() -> None:
 
 
 def test_heads_that_several_hold_are_summed_within_their_tensor_group() -> None:
-    ranks = run_group(tensor_side.beside_data, 4, Case({"num_key_value_heads": 1}))
+    ranks = run_group(tensor_worker.beside_data, 4, Case({"num_key_value_heads": 1}))
     for rank, found in enumerate(ranks):
         mine = (0, 1) if rank < 2 else (2, 3)
         name = "layers.0.attention.k_proj.weight"
@@ -154,5 +154,5 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def test_what_cannot_be_cut_is_said() -> None:
     cases = {message: Case(config) for message, config in REFUSED.items()}
-    for rank in run_group(tensor_side.each, 4, tensor_side.refused, cases):
+    for rank in run_group(tensor_worker.each, 4, tensor_worker.refused, cases):
         assert rank == {message: f"RecipeError: parallel.tensor: {message}" for message in REFUSED}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from made.tiny_run import MadePacks, tiny_model
+from builders.tiny_run import MadePacks, tiny_model
 from torch import Tensor
 
 from danlu.models.decoder import Decoder

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from made.group import run_group
-from made.traffic_side import HAS_LISTS, along_axes, one_of_each
+from builders.process_group import run_group
+from builders.traffic_worker import HAS_LISTS, along_axes, one_of_each
 
 from danlu.parallel import traffic
 from danlu.parallel.layout import Layout

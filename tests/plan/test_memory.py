@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from made.tiny_run import tiny_model
+from builders.tiny_run import tiny_model
 
 from danlu.memory_estimate import shape_of
 from danlu.models.attend import PackedAttention

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.tiny_run import tiny_config
-from made.tiny_world import World, danlu
+from builders.tiny_run import tiny_config
+from builders.tiny_world import World, danlu
 
 from danlu.assembly.frozen import pack
 from danlu.models.folder import read_config

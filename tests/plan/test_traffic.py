@@ -9,8 +9,8 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from made.group import run_group
-from made.traffic_side import (
+from builders.process_group import run_group
+from builders.traffic_worker import (
     Counted,
     TensorCase,
     remade,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made.tiny_world import World
+from builders.tiny_world import World
 
 from danlu.data.preview import Overview, Packed, ShownRow, ShownSample, Side
 from danlu.data.spans import Reason

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
-from made.study import write_run, write_study
+from builders.study_folders import write_run, write_study
 
 from danlu.errors import RecipeError, ResourceError
 from danlu.report import study as studies

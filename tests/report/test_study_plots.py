@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.study import write_run, write_study
+from builders.study_folders import write_run, write_study
 from matplotlib.axes import Axes
 
 from danlu.report.study import Study, read_study

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from made.adapter_folders import adapter_folder, changed, of_another_tool
-from made.tiny_world import World
+from builders.adapter_folders import adapter_folder, changed, of_another_tool
+from builders.tiny_world import World
 
 from danlu.adapters.description import CONFIG, describe
 from danlu.errors import DataError, ModelError, RecipeError

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from made.adapted import logits
-from made.adapter_folders import adapted_logits, adapter_folder, changed
-from made.tiny_world import CONFIG, World
+from builders.adapted import logits
+from builders.adapter_folders import adapted_logits, adapter_folder, changed
+from builders.tiny_world import CONFIG, World
 
 from danlu.assembly.quantizing import quantize
 from danlu.errors import ModelError, ResourceError

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.adapter_folders import adapter_folder
-from made.tiny_world import World
+from builders.adapter_folders import adapter_folder
+from builders.tiny_world import World
 
 from danlu.errors import DataError
 from danlu.recipe import sections

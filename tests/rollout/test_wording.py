@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from made.chat import KINDS, Kind, made, make_tokenizer
+from builders.chat_tokenizers import KINDS, Kind, made, make_tokenizer
 
 from danlu.data.tokenizer import load_tokenizer
 from danlu.errors import DataError

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from made import boxes_side
-from made.boxes_side import KINDS, LAYOUTS, adapted
-from made.group import run_group
+from builders import checkpoint_worker
+from builders.checkpoint_worker import KINDS, LAYOUTS, adapted
+from builders.process_group import run_group
 
 from danlu.adapters.folder import write_adapter
 from danlu.models.saving import save
@@ -19,7 +19,7 @@ from danlu.types import Piece
 
 @pytest.mark.distributed
 def test_boxes_of_every_layout_come_together_on_the_first_rank() -> None:
-    for wrong in run_group(boxes_side.gathers, 4):
+    for wrong in run_group(checkpoint_worker.gathers, 4):
         assert wrong == {layout: [] for layout in LAYOUTS}
 
 
@@ -35,7 +35,7 @@ def test_alone_a_tensor_is_itself() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("after", [0, 2, 6])
 def test_what_fails_on_the_first_rank_is_raised_on_all(after: int) -> None:
-    first, *others = run_group(boxes_side.gathering_fails, 3, after)
+    first, *others = run_group(checkpoint_worker.gathering_fails, 3, after)
     assert first == "OSError: [Errno 28] No space left on device"
     assert others == ["CheckpointError: rank 0: OSError: [Errno 28] No space left on device"] * 2
 
@@ -46,7 +46,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.distributed
 def test_results_of_boxes_are_those_of_one_process(tmp_path: Path) -> None:
-    run_group(boxes_side.exports, 4, str(tmp_path))
+    run_group(checkpoint_worker.exports, 4, str(tmp_path))
     model, _ = adapted(None)
     save(model, tmp_path / "model")
     one = content(tmp_path / "model")

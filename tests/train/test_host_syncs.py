@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from made.tiny_run import MadePacks, tiny_config
+from builders.tiny_run import MadePacks, tiny_config
 
 from danlu.assembly.frozen import adapters_of
 from danlu.memory.recompute import LayerPlan, wrap

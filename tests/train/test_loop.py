@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made.tiny_run import MadePacks, tiny_run
+from builders.tiny_run import MadePacks, tiny_run
 
 from danlu.errors import DanluError, DataError, ModelError, RecipeError, ResourceError, TrainingError
 from danlu.numerics.loss_scaling import LossScaler

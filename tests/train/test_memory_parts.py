@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.peaks import peak_in
-from made.tiny_world import World, danlu
+from builders.peak_memory import peak_in
+from builders.tiny_world import World, danlu
 
 from danlu.train import loop
 from danlu.train.memory_parts import Activations, MemoryParts
@@ -59,7 +59,7 @@ def test_the_sum_of_the_parts_is_the_peak_of_a_step(
 
 
 def _config() -> dict[str, Any]:
-    from made.tiny_world import CONFIG
+    from builders.tiny_world import CONFIG
 
     return CONFIG
 

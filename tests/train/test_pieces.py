@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from made.boxes_side import LAYOUTS, rows
+from builders.checkpoint_worker import LAYOUTS, rows
 
 from danlu.train.pieces import state_piece
 from danlu.types import Piece

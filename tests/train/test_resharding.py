@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from made import boxes_side
-from made.boxes_side import LAYOUTS, blank, differing, wholes
-from made.group import run_group
+from builders import checkpoint_worker
+from builders.checkpoint_worker import LAYOUTS, blank, differing, wholes
+from builders.process_group import run_group
 from safetensors.torch import load_file, save
 
 from danlu.errors import CheckpointError
@@ -33,7 +33,7 @@ STEPS = {layout: 10 + number for number, layout in enumerate(LAYOUTS, 1)}
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of four processes in every layout, and of one process in `alone`; nobody changes them."""
     folder = tmp_path_factory.mktemp("saved")
-    said = run_group(boxes_side.saves, 4, str(folder))
+    said = run_group(checkpoint_worker.saves, 4, str(folder))
     assert all(one == said[0] for one in said), "the ranks do not agree about what there is"
     with CheckpointStore(folder / "alone", background=False) as store:
         store.save(1, wholes(), {"rank": 0})
@@ -50,7 +50,7 @@ def copied(path: Path, to: Path) -> Path:
 
 @pytest.mark.distributed
 def test_one_process_reads_what_four_wrote(saved: Path) -> None:
-    assert boxes_side.load_all([str(path) for path in paths(saved)], 0, 1, ALONE) == []
+    assert checkpoint_worker.load_all([str(path) for path in paths(saved)], 0, 1, ALONE) == []
     for path in paths(saved):
         assert verify(path) == []
         assert differing({group: read_group(path, group) for group in wholes()}, wholes()) == []
@@ -61,7 +61,7 @@ def test_one_process_reads_what_four_wrote(saved: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_boxes_out_of_any_boxes(saved: Path, size: int) -> None:
-    for wrong in run_group(boxes_side.loads, size, [str(path) for path in paths(saved)]):
+    for wrong in run_group(checkpoint_worker.loads, size, [str(path) for path in paths(saved)]):
         assert wrong == []
 
 
@@ -163,7 +163,7 @@ def test_damage_stops_all_processes_with_one_message(saved: Path, tmp_path: Path
     flip(file, entry.offset)
     lost = path / "model-rank00003-00001-of-00001.safetensors"
     lost.unlink()
-    for message, touched in run_group(boxes_side.refused, 4, str(path), ""):
+    for message, touched in run_group(checkpoint_worker.refused, 4, str(path), ""):
         assert not touched
         assert message == (
             f"CheckpointError: {path} is damaged:\n"
@@ -231,11 +231,13 @@ def test_tensors_that_do_not_fit_are_named_on_all_processes(saved: Path) -> None
         "a name too few": "model.vector: the checkpoint has it, this run does not",
     }
     for change, line in expected.items():
-        for message, touched in run_group(boxes_side.refused, 4, str(path), change):
+        for message, touched in run_group(checkpoint_worker.refused, 4, str(path), change):
             assert not touched
             assert message == f"CheckpointError: {path} does not fit this run:\n  {line}"
     # What one process has no use for, another has.
-    assert all(message == "" for message, _ in run_group(boxes_side.refused, 4, str(path), "a name too few on rank 0"))
+    assert all(
+        message == "" for message, _ in run_group(checkpoint_worker.refused, 4, str(path), "a name too few on rank 0")
+    )
 
 
 @pytest.mark.distributed
@@ -253,7 +255,7 @@ def test_other_shapes_are_told_by_the_whole(saved: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_save_beside_training(tmp_path: Path) -> None:
-    sums = run_group(boxes_side.saves_while_training, 4, str(tmp_path / "checkpoints"))
+    sums = run_group(checkpoint_worker.saves_while_training, 4, str(tmp_path / "checkpoints"))
     assert sums == [[float(sum(range(4)) + 4 * number) for number in range(20)] + [4.0] * 3] * 4
     path = tmp_path / "checkpoints" / "step-00000001"
     assert differing({group: read_group(path, group) for group in wholes()}, wholes()) == []
@@ -263,7 +265,7 @@ def test_a_save_beside_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize("background", [False, True])
 def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path, background: bool) -> None:
     folder = tmp_path / "checkpoints"
-    said = run_group(boxes_side.saves_with_an_error, 3, str(folder), background)
+    said = run_group(checkpoint_worker.saves_with_an_error, 3, str(folder), background)
     full = "cannot be written: it needs "
     for rank, messages in enumerate(said):
         fine, odd_state, no_shard, no_sync, no_mark, twice, again, steps = messages
@@ -302,7 +304,7 @@ def test_a_rank_that_vanishes_leaves_the_older_checkpoint(
 ) -> None:
     folder = tmp_path / "checkpoints"
     with pytest.raises(AssertionError, match=rf"ranks \[{victim}\] of {size} wrote no result"):
-        run_group(boxes_side.dies, size, str(folder), name, victim)
+        run_group(checkpoint_worker.dies, size, str(folder), name, victim)
     for rank in set(range(size)) - {victim}:
         assert (tmp_path / f"said-{rank}").read_text(), f"rank {rank} noticed nothing"
     latest = [info for info in list_checkpoints(folder) if info.complete][-1]
@@ -319,11 +321,11 @@ def test_a_rank_that_vanishes_leaves_the_older_checkpoint(
 
 @pytest.mark.distributed
 def test_moments_in_blocks(tmp_path: Path) -> None:
-    assert run_group(boxes_side.saves_eight_bit, 4, str(tmp_path)) == [[]] * 4
-    shapes = {name: shape for name, shape, _ in boxes_side.EIGHT_BIT}
+    assert run_group(checkpoint_worker.saves_eight_bit, 4, str(tmp_path)) == [[]] * 4
+    shapes = {name: shape for name, shape, _ in checkpoint_worker.EIGHT_BIT}
     for name, shape in shapes.items():
         # One process that never was cut: blocks are independent of each other.
-        expected = {"optimizer": boxes_side.eight_bit_state(shape, Piece.all_of(shape))}
+        expected = {"optimizer": checkpoint_worker.eight_bit_state(shape, Piece.all_of(shape))}
         into = blank(expected)
         path = tmp_path / name / "step-00000001"
         assert verify(path) == []
@@ -348,11 +350,11 @@ def test_moments_in_blocks(tmp_path: Path) -> None:
 
 def test_whole_blocks_into_boxes_that_are_not_of_whole_blocks(tmp_path: Path) -> None:
     shape = (10, 300)
-    whole = {"optimizer": boxes_side.eight_bit_state(shape, Piece.all_of(shape))}
+    whole = {"optimizer": checkpoint_worker.eight_bit_state(shape, Piece.all_of(shape))}
     path = CheckpointStore(tmp_path, background=False).save(1, whole, {})
-    piece = boxes_side.rows(shape, 1, 4)
-    into = blank({"optimizer": boxes_side.eight_bit_state(shape, piece)})
-    pieces = {"optimizer": {name: boxes_side.state_piece(one, piece) for name, one in into["optimizer"].items()}}
+    piece = checkpoint_worker.rows(shape, 1, 4)
+    into = blank({"optimizer": checkpoint_worker.eight_bit_state(shape, piece)})
+    pieces = {"optimizer": {name: checkpoint_worker.state_piece(one, piece) for name, one in into["optimizer"].items()}}
     with pytest.raises(CheckpointError, match=r"absmax\.w: the checkpoint has \[0:12\] of \[12\] in blocks"):
         load_checkpoint(path, into, pieces)
 

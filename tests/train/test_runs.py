@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.tiny_world import World, danlu
+from builders.tiny_world import World, danlu
 
 from danlu.exclusive import FileLock, Taken, holder_of
 from danlu.train import run_folder, runs, summary

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from made.remade import LAYERS, adapted
-from made.tiny_run import MadePacks, tiny_model
+from builders.recompute import LAYERS, adapted
+from builders.tiny_run import MadePacks, tiny_model
 from torch import Tensor
 
 from danlu.data.batch import fill_up

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.tiny_run import tiny_run
-from made.tiny_world import World, danlu
+from builders.tiny_run import tiny_run
+from builders.tiny_world import World, danlu
 from torch import nn
 
 from danlu.errors import ResourceError

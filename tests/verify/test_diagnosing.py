@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made.tiny_world import tiny_world
+from builders.tiny_world import tiny_world
 from torch import Tensor
 
 from danlu.models.families import read_config_values

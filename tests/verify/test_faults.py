@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from made.tiny_world import tiny_world
+from builders.tiny_world import tiny_world
 from torch.distributed.fsdp import FSDPModule
 
 from danlu.adapters import dropout

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made.tiny_world import tiny_world
+from builders.tiny_world import tiny_world
 
 from danlu.errors import CheckpointError
 from danlu.recipe import Recipe, load

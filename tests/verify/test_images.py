@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from made.digits import digits_folder
+from builders.digits import digits_folder
 
 from danlu.data.images import Image
 from danlu.parallel.layout import Layout

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made.adapter_folders import adapter_folder
-from made.digits import digits_folder
-from made.tiny_world import CONFIG, tiny_world
+from builders.adapter_folders import adapter_folder
+from builders.digits import digits_folder
+from builders.tiny_world import CONFIG, tiny_world
 
 from danlu.errors import RecipeError, TrainingError
 from danlu.numerics.difference import worst_error

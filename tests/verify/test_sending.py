@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from made.adapter_folders import adapter_folder
-from made.group import run_group
-from made.placed import recipe_file
-from made.sending_side import sendings
-from made.tiny_world import World
+from builders.adapter_folders import adapter_folder
+from builders.parallel_steps import recipe_file
+from builders.process_group import run_group
+from builders.step_traffic_worker import sendings
+from builders.tiny_world import World
 
 from danlu.parallel.sent import Sent, table
 from danlu.recipe import sections

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.adapter_folders import adapter_folder
-from made.tiny_world import tiny_world
+from builders.adapter_folders import adapter_folder
+from builders.tiny_world import tiny_world
 
 from danlu.adapters.description import describe
 from danlu.memory import planning

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from made.adapted import logits
-from made.adapter_folders import adapted_logits, adapter_folder
+from builders.adapted import logits
+from builders.adapter_folders import adapted_logits, adapter_folder
 
 from danlu.adapters.description import describe, stacked
 from danlu.errors import ModelError, RecipeError

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made.tiny_world import danlu, tiny_world
+from builders.tiny_world import danlu, tiny_world
 
 from danlu.cli.verify import _print
 from danlu.parallel.sent import Row

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from builders.parallel_steps import config_of, steps_of
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
 from danlu.recipe import load
 from danlu.verify.language import SmallDecoder
 from danlu.verify.observing import Learning
 from danlu.verify.sending import Sending, sent_in_a_step
-from made.placed import config_of, steps_of
 
 
 def sendings(files: Mapping[str, str]) -> dict[str, Sending]:

@@ -1,6 +1,6 @@
 """A process that does the work of a rank without a model: it counts steps, and misbehaves where told to.
 
-    python stand_in.py FOLDER JSON
+    python fake_rank.py FOLDER JSON
 
 JSON: `steps` (default 6) with `pause_s` in each; `torch`: join the group, and agree in it after each step;
 `loads`: the step at which a rank says that it has loaded torch;

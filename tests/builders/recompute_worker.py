@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from builders.recompute import Made, full, step
 from danlu.memory import nvme
 from danlu.memory.nvme import offload_parameters
 from danlu.memory.recompute import LayerPlan, wrap
-from made.remade import Made, full, step
 
 
 def sharded_steps(plans: Sequence[Sequence[LayerPlan]]) -> list[dict[str, Tensor]]:

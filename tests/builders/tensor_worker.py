@@ -1,6 +1,6 @@
 """One decoder whole and once more cut among processes, on the same tokens: for the tests of `parallel.tensor`.
 
-Runs inside of a group of processes (`made.group`).
+Runs inside of a group of processes (`builders.process_group`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from builders.adapted import adapter_set, stirred
+from builders.recompute import kept_bytes
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
 from danlu.adapters.lora import LowRank
@@ -33,8 +35,6 @@ from danlu.parallel.tensor import Cuts, cut
 from danlu.recipe import sections
 from danlu.rollout.generate import generate
 from danlu.rollout.request import SamplingOptions
-from made.adapted import adapter_set, stirred
-from made.remade import kept_bytes
 
 CONFIG = {
     "model_type": "llama",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from builders.parallel_steps import config_of, steps_of
 from danlu.errors import TrainingError
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
@@ -14,7 +15,6 @@ from danlu.recipe import load
 from danlu.train.step import accumulate
 from danlu.verify.language import SmallDecoder
 from danlu.verify.observing import Learning
-from made.placed import config_of, steps_of
 
 WEIGHT = "layers.1.mlp.up_proj.weight"
 

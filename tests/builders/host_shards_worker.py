@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from builders.parallel_steps import config_of
 from danlu.models.attend import PackedAttention
 from danlu.models.loading import skeleton
 from danlu.parallel import data
@@ -18,7 +19,6 @@ from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
 from danlu.placing import Placed, first_values, kept_whole, place, subject_of
 from danlu.recipe import Recipe, load
-from made.placed import config_of
 
 GPU, HOST = torch.device("meta"), torch.device("cpu")
 

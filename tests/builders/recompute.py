@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from builders.adapted import adapter_set, stirred
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
 from danlu.memory import frames
@@ -24,7 +25,6 @@ from danlu.models.loading import build
 from danlu.models.presets import from_scratch
 from danlu.numerics.packed import PackedWeight
 from danlu.recipe import sections
-from made.adapted import adapter_set, stirred
 
 LAYERS = 5
 BOUNDARIES = (0, 20, 45, 64)

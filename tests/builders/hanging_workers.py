@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from builders.process_group import SERVER
 from danlu.parallel import joining
 from danlu.parallel.hangs import WHERE, mark
-from made.group import SERVER
 
 
 def begin(worker: Callable[..., Any], size: int, timeout_s: float, *args: Any) -> Callable[[], list[Any]]:

@@ -164,7 +164,8 @@ def danlu(*arguments: object) -> int:
 def _server() -> Any:
     """Forks processes that have everything imported; itself it never runs a backward, after which torch cannot fork."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["danlu.run", "danlu.cli.train", "made.tiny_world", "tensorboard.summary.writer"])
+    preload = ["danlu.run", "danlu.cli.train", "builders.tiny_world", "tensorboard.summary.writer"]
+    context.set_forkserver_preload(preload)
     return context
 
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from builders.adapted import logits, stirred
 from danlu.adapters.description import open_adapter
 from danlu.adapters.folder import DANLU, WEIGHTS, write_adapter
 from danlu.assembly.base import find_base
 from danlu.assembly.frozen import adapters_of
 from danlu.assembly.stacks import Stacks
 from danlu.models.loading import load
-from made.adapted import logits, stirred
 
 
 def adapter_folder(

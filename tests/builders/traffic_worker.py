@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from builders.adapted import adapter_set
 from danlu.memory.recompute import plan_of, wrap
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Linear, RMSNorm
@@ -31,7 +32,6 @@ from danlu.parallel.tensor import Cuts, cut
 from danlu.parallel.traffic import Traffic
 from danlu.plan.traffic import Cut, Weight, data_sent, tensor_sent
 from danlu.recipe.sections import Lora, Model, Parallel, Recompute
-from made.adapted import adapter_set
 
 HAS_LISTS = torch.__version__ >= "2.12"
 """Whether gloo exchanges lists of tensors."""

@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from hypothesis import strategies as st
 
+from builders.chat_templates import STYLES
 from danlu.data.render import Rendered
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
-from made.styles import STYLES
 
 Kind = Literal["byte", "byte-nfc", "prepend", "metaspace"]
 """Byte-level (GPT-2, Llama 3), the same with a normaliser (Qwen), SentencePiece with a space in front (Llama 2) and

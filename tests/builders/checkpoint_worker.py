@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from builders.adapted import adapter_set, stirred
+from builders.tiny_run import tiny_model
 from danlu.adapters.folder import write_adapter
 from danlu.errors import DanluError
 from danlu.models.saving import save as save_model
@@ -24,8 +26,6 @@ from danlu.train.checkpoint import CheckpointStore, load_checkpoint
 from danlu.train.gathering import Gathering
 from danlu.train.pieces import state_piece
 from danlu.types import Piece
-from made.adapted import adapter_set, stirred
-from made.tiny_run import tiny_model
 
 Groups = dict[str, dict[str, Tensor]]
 Layout = Callable[[tuple[int, ...], int, int], Piece]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from builders.tiny_run import MadePacks
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
 from danlu.models.folder import read_config
@@ -22,7 +23,6 @@ from danlu.recipe import Recipe, load
 from danlu.types import Pack
 from danlu.verify.language import SmallDecoder
 from danlu.verify.observing import Learning, Seen, observe
-from made.tiny_run import MadePacks
 
 
 def steps_of(count: int, packs: int) -> list[list[Pack]]:

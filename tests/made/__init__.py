@@ -1,1 +1,0 @@
-"""Things made for tests, shared between the rooms of tests."""
