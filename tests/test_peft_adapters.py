@@ -24,7 +24,7 @@ from danlu.errors import ModelError
 from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.recipe import sections
-from danlu.rollout.adapted import open_frozen
+from danlu.rollout.load_adapted import load_adapted_model
 
 CPU = torch.device("cpu")
 LORA = {"target_modules": ["q_proj", "up_proj"], "r": 4}
@@ -79,7 +79,7 @@ def test_answering_and_evaluating(base: Path, saved: dict[str, tuple[Path, Tenso
     """What `generate`, `chat` and `eval` open, with the adapter beside its base and merged into it."""
     folder, expected = saved[kind]
     for merged in (False, True):
-        model, stacks = open_frozen(
+        model, stacks = load_adapted_model(
             base, [stacked(folder)], dtype=torch.float32, device="cpu", quantization=None, merged=merged
         )
         before = () if stacks is None else stacks.adapters.virtual_tokens

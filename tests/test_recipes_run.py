@@ -21,7 +21,7 @@ from danlu.models.presets import from_scratch
 from danlu.models.saving import save
 from danlu.recipe import library
 from danlu.recipe.sections import Model
-from danlu.rollout.opening import open_wording
+from danlu.rollout.load_model import load_chat_tokenizer
 from danlu.study import Planned
 
 PROMPT = "The fox lives in"
@@ -81,7 +81,7 @@ def test_a_shipped_recipe_trains(
 
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     tokens = tokenizer(PROMPT)["input_ids"]
-    assert tokens == open_wording(run / "model").encode_prompt(PROMPT)
+    assert tokens == load_chat_tokenizer(run / "model").encode_prompt(PROMPT)
     assert tokenizer.decode(tokens) == PROMPT
     ours, theirs = logits(run / "model", tokens)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

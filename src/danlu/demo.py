@@ -19,10 +19,10 @@ from danlu import __version__, recipe, run
 from danlu.data.synthesis import Question, conversations, every_question, pretraining_documents, questions
 from danlu.data.vocabulary import train_vocabulary
 from danlu.errors import ResourceError
-from danlu.rollout.finding import find
 from danlu.rollout.generate import generate
-from danlu.rollout.opening import OpenModel, open_model, open_wording
+from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
 from danlu.rollout.request import SamplingOptions
+from danlu.rollout.resolve_model import resolve_model
 from danlu.train.durable import UNFINISHED, write_durably
 
 MARK = "demo.json"
@@ -314,21 +314,21 @@ def _compare(place: Place) -> Result:
 def _answers(run_folder: Path, asked: list[Question]) -> list[str]:
     """The likeliest answer to each question, by the tokenizer's chat template."""
     opened = _open(run_folder)
-    prompts = [opened.wording.encode_chat(question.messages) for question in asked]
+    prompts = [opened.chat_tokenizer.encode_chat(question.messages) for question in asked]
     completions = generate(
         opened.model,
         prompts,
         SamplingOptions(temperature=0.0),
         LONGEST_ANSWER,
         sorted(opened.stop_ids),
-        decode=opened.wording.decode,
+        decode=opened.chat_tokenizer.decode,
     )
     return [completion.text.strip() for completion in completions]
 
 
-def _open(run_folder: Path) -> OpenModel:
-    found = find(str(run_folder))
-    return open_model(found, open_wording(found.words))
+def _open(run_folder: Path) -> LoadedModel:
+    resolved = resolve_model(str(run_folder))
+    return load_model(resolved, load_chat_tokenizer(resolved.tokenizer_folder))
 
 
 def _tally(answered: list[Answered]) -> Tally:

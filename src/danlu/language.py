@@ -55,9 +55,9 @@ from danlu.plan.gemm import Peak, peak_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.recipe.rules import language_stage
+from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.generate import generate, prompt_problem
 from danlu.rollout.request import SamplingOptions
-from danlu.rollout.wording import Wording
 from danlu.tasks import LeastSeconds, Material
 from danlu.train.checkpoint import read_group, read_state
 from danlu.train.memory_parts import Activations, MemoryParts
@@ -98,7 +98,7 @@ class Language:
         check_size(recipe, config, where, world_size())
         if recipe.evaluation.samples is not None:
             words = _tokenizer(recipe)
-            _sample_prompts(recipe, Wording(words), self._config(facts_of(words)))
+            _sample_prompts(recipe, ChatTokenizer(words), self._config(facts_of(words)))
 
     def _check_layout(self, config: ModelConfig) -> None:
         if wrong := list(problems(self.recipe.parallel, _sizes(config))):
@@ -202,7 +202,7 @@ class Language:
             device,
             saved=saved,
             resumed=start is not None,
-            encode=lambda text: Wording(_tokenizer(recipe)).encode_prompt(text),
+            encode=lambda text: ChatTokenizer(_tokenizer(recipe)).encode_prompt(text),
             ranks=ranks,
         )
 
@@ -411,21 +411,21 @@ def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate |
     samples = recipe.evaluation.samples
     if samples is None:
         return None
-    wording = Wording(_tokenizer(recipe))
+    chat_tokenizer = ChatTokenizer(_tokenizer(recipe))
     options = SamplingOptions(temperature=samples.temperature, seed=recipe.seed)
     before = () if subject.adapters is None else subject.adapters.virtual_tokens
-    known = _sample_prompts(recipe, wording, subject.model.config, len(before))
+    known = _sample_prompts(recipe, chat_tokenizer, subject.model.config, len(before))
 
     def write(prompts: Sequence[str]) -> list[str]:
         tokens = [known[prompt] for prompt in prompts]
-        stops = sorted(wording.stop_ids)
+        stops = sorted(chat_tokenizer.stop_ids)
         answers = generate(
             subject.model,
             tokens,
             options,
             samples.max_new_tokens,
             stops,
-            decode=wording.decode,
+            decode=chat_tokenizer.decode,
             dtype=dtype,
             before=before,
         )
@@ -434,14 +434,16 @@ def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate |
     return write
 
 
-def _sample_prompts(recipe: Recipe, wording: Wording, config: ModelConfig, virtual: int = 0) -> dict[str, list[int]]:
+def _sample_prompts(
+    recipe: Recipe, chat_tokenizer: ChatTokenizer, config: ModelConfig, virtual: int = 0
+) -> dict[str, list[int]]:
     """The tokens of each prompt that samples are asked for, rendered once for the whole run.
 
     virtual: tokens of adapters before each prompt, where they are known.
     Raises DataError with all prompts that cannot be rendered or that the model cannot continue.
     """
     assert recipe.evaluation.samples is not None, "there are prompts"
-    encode = wording.encode_prompt if recipe.stage == "pretrain" else wording.encode_chat_prompt
+    encode = chat_tokenizer.encode_prompt if recipe.stage == "pretrain" else chat_tokenizer.encode_chat_prompt
     tokens: dict[str, list[int]] = {}
     problems: dict[str, str] = {}  # a reason that many prompts share is told of the first
     for index, prompt in enumerate(recipe.evaluation.samples.prompts):

@@ -374,7 +374,7 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path):
         f"assert main(['chat', {str(tmp_path)!r}, '--top-p', '3']) == 2\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "import torch; before = set(sys.modules)\n"
-        "import danlu.rollout.chat, danlu.rollout.opening\n"
+        "import danlu.rollout.chat, danlu.rollout.load_model\n"
         "brought = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "assert not brought & {'transformers', 'sympy', 'datasets', 'pandas', 'pydantic'}, brought\n"
         "assert 'torch._dynamo' in before or 'torch._dynamo' not in sys.modules\n"

@@ -17,8 +17,8 @@ from danlu.terminal import echo
 
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
-    from danlu.rollout.finding import Found
     from danlu.rollout.request import Precision
+    from danlu.rollout.resolve_model import ResolvedModel
     from danlu.types import Pack
 
 LONGEST = 2048  # of a piece of text, where the model's context asks for no less
@@ -93,9 +93,9 @@ def quantization(
     """
     precision = check_flags({}, 0, dtype, device, [])
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.rollout.finding import find
+    from danlu.rollout.resolve_model import resolve_model
 
-    found = find(model)
+    resolved = resolve_model(model)
     written = None if text is None else beginning(text, 16 * tokens)
     from danlu.assembly.quantization_error import quantization_errors
     from danlu.recipe import sections
@@ -109,7 +109,7 @@ def quantization(
         "int4": sections.Int4(group=128),
     }
     with closing(RowProgress(sys.stderr, doing="measuring", units="layers")) as progress:
-        errors = quantization_errors(found.folder, formats, progress if sys.stderr.isatty() else None)
+        errors = quantization_errors(resolved.folder, formats, progress if sys.stderr.isatty() else None)
     rows = [
         {
             "format": name,
@@ -121,14 +121,14 @@ def quantization(
         }
         for name, error in errors.items()
     ]
-    result: dict[str, Any] = {"model": str(found.folder), "parameters": next(iter(errors.values())).numbers}
+    result: dict[str, Any] = {"model": str(resolved.folder), "parameters": next(iter(errors.values())).numbers}
     if written is not None:
-        packs = pieces(found, written, tokens)
+        packs = pieces(resolved, written, tokens)
         result["text"] = str(text)
         result["tokens"] = sum(pack.tokens - 1 for pack in packs)
-        result["perplexity"] = perplexity(found, packs, None, precision, device)
+        result["perplexity"] = perplexity(resolved, packs, None, precision, device)
         for row, section in zip(rows, formats.values(), strict=True):
-            row["perplexity"] = perplexity(found, packs, section, precision, device)
+            row["perplexity"] = perplexity(resolved, packs, section, precision, device)
     if as_json:
         echo(json.dumps({**result, "formats": rows}, ensure_ascii=False))
     else:
@@ -146,7 +146,7 @@ def beginning(file: Path, characters: int) -> str:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from None
 
 
-def pieces(found: Found, text: str, tokens: int) -> list[Pack]:
+def pieces(resolved: ResolvedModel, text: str, tokens: int) -> list[Pack]:
     """The first tokens of a text, cut to what the model can see at once; of each piece all but the first are scored.
 
     Raises DataError if there are fewer than two.
@@ -154,13 +154,13 @@ def pieces(found: Found, text: str, tokens: int) -> list[Pack]:
     import numpy as np
 
     from danlu.models.folder import read_config
-    from danlu.rollout.opening import open_wording
+    from danlu.rollout.load_model import load_chat_tokenizer
     from danlu.types import Pack, Sample
 
-    tokenizer = open_wording(found.words, model=found.folder).tokenizer
+    tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder).tokenizer
     front = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     ids = tokenizer.encode(text)[:tokens]
-    step = min(read_config(found.folder).context_length, LONGEST) - len(front)
+    step = min(read_config(resolved.folder).context_length, LONGEST) - len(front)
     cut = [np.array([*front, *ids[start : start + step]], dtype=np.int32) for start in range(0, len(ids), step)]
     if not cut or len(cut[0]) < 2:
         raise DataError("the text has fewer than two tokens: there is nothing to predict. Give a longer one")
@@ -169,16 +169,16 @@ def pieces(found: Found, text: str, tokens: int) -> list[Pack]:
 
 
 def perplexity(
-    found: Found, packs: list[Pack], section: QuantizationSection | None, precision: Precision, device: str
+    resolved: ResolvedModel, packs: list[Pack], section: QuantizationSection | None, precision: Precision, device: str
 ) -> float:
     """exp of the mean negative log-probability of a token, with the linear layers as a section says."""
     from danlu.recipe.sections import LossOptions
-    from danlu.rollout.opening import open_model, open_wording
+    from danlu.rollout.load_model import load_chat_tokenizer, load_model
     from danlu.train.evaluation import evaluate
     from danlu.train.step import Compute
 
-    wording = open_wording(found.words, model=found.folder)
-    opened = open_model(found, wording, precision=precision, device=device, quantization=section)
+    chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder)
+    opened = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
     place = opened.model.embed_tokens.weight.device
     scores = evaluate(Compute(opened.model, opened.model, place, opened.dtype, 1, LossOptions()), packs)
     assert scores is not None, "pieces have tokens to score"

@@ -37,7 +37,7 @@ from danlu.terminal import echo, tell, tell_early
 
 if TYPE_CHECKING:
     from danlu.rollout.chat import Conversation
-    from danlu.rollout.voices import Voices
+    from danlu.rollout.chat_adapters import ChatAdapters
 
 COMMANDS = {
     "/reset": "forget the conversation (the system prompt stays)",
@@ -80,41 +80,45 @@ def chat(
     precision = check_flags(asked, seed, dtype, device, stop or [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.models.folder import read_config
-    from danlu.rollout.finding import find
+    from danlu.rollout.resolve_model import resolve_model
 
-    found = find(model, base, adapter or [])
-    tell_early(f"reading {found.named}")
-    context = read_config(found.folder).context_length
-    options = sampling_options(found, asked, seed)
+    resolved = resolve_model(model, base, adapter or [])
+    tell_early(f"reading {resolved.given_path}")
+    context = read_config(resolved.folder).context_length
+    options = sampling_options(resolved, asked, seed)
     from danlu.rollout.chat import Conversation
-    from danlu.rollout.opening import open_model, open_wording
-    from danlu.rollout.voices import Voices
+    from danlu.rollout.chat_adapters import ChatAdapters
+    from danlu.rollout.load_model import load_chat_tokenizer, load_model
 
-    wording = open_wording(found.words, chat_template, model=found.folder)
-    wording.require_chat_template()
-    opened = open_model(
-        found, wording, precision=precision, device=device, quantization=quantization_section(quantization, found)
+    chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
+    chat_tokenizer.require_chat_template()
+    opened = load_model(
+        resolved,
+        chat_tokenizer,
+        precision=precision,
+        device=device,
+        quantization=quantization_section(quantization, resolved),
     )
     say_notes(opened)
-    voices = Voices(found, opened, chat_template)
-    voice = voices.switch(voices.now)
-    stopping, stop_strings = voice.stopping(stop or [], max_new_tokens, context)
+    chat_adapters = ChatAdapters(resolved, opened, chat_template)
+    active = chat_adapters.switch(chat_adapters.active_name)
+    stopping, stop_strings = active.stopping(stop or [], max_new_tokens, context)
     conversation = Conversation(
         opened.model,
-        voice.wording.encode_chat,
-        voice.wording.decode,
+        active.chat_tokenizer.encode_chat,
+        active.chat_tokenizer.decode,
         options,
         stopping,
         stop_strings=stop_strings,
         system=system,
         dtype=opened.dtype,
-        before=voice.before,
+        before=active.before,
     )
-    session = Session(conversation, voices, stop or [], max_new_tokens, context)
+    session = Session(conversation, chat_adapters, stop or [], max_new_tokens, context)
     write_any_character()
     if sys.stdin.isatty():
-        speaks = f", adapter {voices.now}" if voices.adapters else ""
-        tell(f"{found.folder}{speaks}  (/help lists the commands, Ctrl-D leaves)")
+        speaks = f", adapter {chat_adapters.active_name}" if chat_adapters.adapters else ""
+        tell(f"{resolved.folder}{speaks}  (/help lists the commands, Ctrl-D leaves)")
         talk(session)
     else:
         listen(session)
@@ -125,19 +129,21 @@ class Session:
     """A conversation, and who can go on with it."""
 
     conversation: Conversation
-    voices: Voices
+    chat_adapters: ChatAdapters
     stops: list[str]
     max_new_tokens: int
     context: int
 
     def switch(self, name: str) -> None:
         """The turns stay; the next answer is the other adapter's. Raises DataError if there is none of that name."""
-        if name == self.voices.now:
+        if name == self.chat_adapters.active_name:
             return
-        voice = self.voices.switch(name)
-        stopping, stop_strings = voice.stopping(self.stops, self.max_new_tokens, self.context)
-        self.conversation.model_changed(voice.before)
-        self.conversation.words_changed(voice.wording.encode_chat, voice.wording.decode, stopping, stop_strings)
+        active = self.chat_adapters.switch(name)
+        stopping, stop_strings = active.stopping(self.stops, self.max_new_tokens, self.context)
+        self.conversation.model_changed(active.before)
+        self.conversation.tokenizer_changed(
+            active.chat_tokenizer.encode_chat, active.chat_tokenizer.decode, stopping, stop_strings
+        )
 
 
 def listen(session: Session) -> None:
@@ -201,7 +207,7 @@ def obey(session: Session, line: str, *, strict: bool) -> bool:
         case "/adapter" if rest.strip():
             change_adapter(session, rest.strip(), strict=strict)
         case "/adapter":
-            tell(adapters_line(session.voices))
+            tell(adapters_line(session.chat_adapters))
         case _ if strict and command.startswith("/"):
             tell(f"{command}: no such command; there are {', '.join(COMMANDS)}")
         case _:
@@ -218,14 +224,16 @@ def change_adapter(session: Session, name: str, *, strict: bool) -> None:
             raise
         tell(f"error: {error}")
     else:
-        tell(adapters_line(session.voices))
+        tell(adapters_line(session.chat_adapters))
 
 
-def adapters_line(voices: Voices) -> str:
+def adapters_line(chat_adapters: ChatAdapters) -> str:
     """All adapters, with a mark at the one that speaks."""
-    if not voices.adapters:
+    if not chat_adapters.adapters:
         return "no adapters; `danlu chat MODEL --adapter PATH` brings some"
-    return "  ".join(f"[{name}]" if name == voices.now else name for name in (*voices.adapters, "none"))
+    return "  ".join(
+        f"[{name}]" if name == chat_adapters.active_name else name for name in (*chat_adapters.adapters, "none")
+    )
 
 
 def answer(conversation: Conversation, turn: str) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from danlu.data.prepare import Prepared
     from danlu.data.samples import Selection
     from danlu.recipe import Recipe
-    from danlu.rollout.opening import OpenModel
+    from danlu.rollout.load_model import LoadedModel
     from danlu.train.evaluation import Scores
     from danlu.types import Pack
 
@@ -90,21 +90,21 @@ def eval(
         )
         return
     from danlu.models.headers import check_headers
-    from danlu.rollout.finding import find
+    from danlu.rollout.resolve_model import resolve_model
 
-    found = find(model, base)
-    tell_early(f"reading {found.named} and {data}")
-    config = read_config(found.folder)
-    check_headers(found.folder, config, packed=True)  # before rows are tokenised
-    context = config.context_length - found.virtual_tokens
-    held = quantization_section(quantization, found)
-    recipe = evaluation_recipe(found.folder, data, overrides or [], context)
-    prepared = tokenised(recipe, found.words, chat_template)
-    from danlu.rollout.opening import open_model, open_wording
+    resolved = resolve_model(model, base)
+    tell_early(f"reading {resolved.given_path} and {data}")
+    config = read_config(resolved.folder)
+    check_headers(resolved.folder, config, packed=True)  # before rows are tokenised
+    context = config.context_length - resolved.virtual_tokens_per_prompt
+    held = quantization_section(quantization, resolved)
+    recipe = evaluation_recipe(resolved.folder, data, overrides or [], context)
+    prepared = tokenised(recipe, resolved.tokenizer_folder, chat_template)
+    from danlu.rollout.load_model import load_chat_tokenizer, load_model
 
-    opened = open_model(
-        found,
-        open_wording(found.words, chat_template, model=found.folder),
+    opened = load_model(
+        resolved,
+        load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder),
         precision=precision,
         device=device,
         quantization=held,
@@ -113,7 +113,7 @@ def eval(
     scores = score(opened, prepared, recipe)
     statistics = prepared.statistics
     row: dict[str, Any] = {
-        "model": str(found.named),
+        "model": str(resolved.given_path),
         "data": data,
         "loss": scores.loss,
         "perplexity": scores.perplexity,
@@ -188,7 +188,7 @@ def samples_of(prepared: Prepared) -> Selection:
     return prepared.train
 
 
-def score(opened: OpenModel, prepared: Prepared, recipe: Recipe) -> Scores:
+def score(opened: LoadedModel, prepared: Prepared, recipe: Recipe) -> Scores:
     """Scores over every sample, once."""
     from danlu.data.packs import Packs
     from danlu.recipe.sections import LossOptions
@@ -227,7 +227,7 @@ def watched(packs: Packs) -> Iterator[Pack]:
                 progress(number + 1, packs.packs_per_epoch)
 
 
-def bits_per_byte(scores: Scores, samples: Selection, opened: OpenModel) -> float | None:
+def bits_per_byte(scores: Scores, samples: Selection, opened: LoadedModel) -> float | None:
     """The loss by bytes of text instead of tokens, which models with different tokenizers can be compared by.
 
     None unless the rows are plain text.
@@ -236,7 +236,7 @@ def bits_per_byte(scores: Scores, samples: Selection, opened: OpenModel) -> floa
 
     if not is_plain_text(samples):
         return None
-    weight, text_bytes = weighted_bytes(samples, opened.wording.tokenizer)
+    weight, text_bytes = weighted_bytes(samples, opened.chat_tokenizer.tokenizer)
     return scores.loss * weight / (math.log(2) * text_bytes) if text_bytes else None
 
 

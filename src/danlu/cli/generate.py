@@ -16,9 +16,9 @@ from danlu.terminal import echo, tell, tell_early
 
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
-    from danlu.rollout.finding import Found
-    from danlu.rollout.opening import OpenModel
+    from danlu.rollout.load_model import LoadedModel
     from danlu.rollout.request import Precision, SamplingOptions
+    from danlu.rollout.resolve_model import ResolvedModel
 
 Temperature = Annotated[
     float | None, typer.Option(help="0 takes the likeliest token each time. Default: the model's own, else 0.8.")
@@ -84,31 +84,31 @@ def generate(
     precision = check_flags(asked, seed, dtype, device, stop or [], quantization)
     text = read_prompt(prompt, file)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.rollout.finding import find
+    from danlu.rollout.resolve_model import resolve_model
 
-    found = find(model, base)
-    tell_early(f"reading {found.named}")
-    options = sampling_options(found, asked, seed)
+    resolved = resolve_model(model, base)
+    tell_early(f"reading {resolved.given_path}")
+    options = sampling_options(resolved, asked, seed)
     from danlu.models.folder import read_config
     from danlu.rollout.generate import check_prompts
     from danlu.rollout.generate import generate as complete
-    from danlu.rollout.opening import open_model, open_wording
+    from danlu.rollout.load_model import load_chat_tokenizer, load_model
 
-    wording = open_wording(found.words, chat_template, model=found.folder)
+    chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
     if chat:
-        wording.require_chat_template()
-    tokens = wording.encode_chat_prompt(text) if chat else wording.encode_prompt(text)
-    check_prompts(read_config(found.folder), [tokens], found.virtual_tokens)
-    opened = open_model(
-        found,
-        wording,
+        chat_tokenizer.require_chat_template()
+    tokens = chat_tokenizer.encode_chat_prompt(text) if chat else chat_tokenizer.encode_prompt(text)
+    check_prompts(read_config(resolved.folder), [tokens], resolved.virtual_tokens_per_prompt)
+    opened = load_model(
+        resolved,
+        chat_tokenizer,
         precision=precision,
         device=device,
-        quantization=quantization_section(quantization, found),
+        quantization=quantization_section(quantization, resolved),
         merged=True,
     )
     say_notes(opened)
-    silent_stops, stop_strings = wording.split_stops(stop or [])
+    silent_stops, stop_strings = chat_tokenizer.split_stops(stop or [])
     write_any_character()
 
     def show(sample: int, token: int, piece: str) -> None:
@@ -123,7 +123,7 @@ def generate(
             sorted(opened.stop_ids | silent_stops),
             stop_strings,
             None if as_json else show,
-            decode=wording.decode,
+            decode=chat_tokenizer.decode,
             dtype=opened.dtype,
             before=opened.before,
         )
@@ -168,7 +168,7 @@ def whole_characters(text: str, where: str) -> str:
     return text
 
 
-def say_notes(opened: OpenModel) -> None:
+def say_notes(opened: LoadedModel) -> None:
     """On stderr, what there is to know of how a model was opened."""
     for note in opened.notes:
         tell(note)
@@ -224,14 +224,14 @@ def check_flags(
     return cast("Precision", dtype)
 
 
-def quantization_section(kind: str | None, found: Found | None = None) -> QuantizationSection | None:
+def quantization_section(kind: str | None, resolved: ResolvedModel | None = None) -> QuantizationSection | None:
     """What --quantization names, as a recipe would say it; without it, how an adapter's base was held in training."""
     values: Mapping[str, Any] = {"kind": kind}
     if kind is None:
         from danlu.models.folder import CONFIG, read_json
 
-        stored = found is not None and "quantization_config" in read_json(found.folder / CONFIG)
-        if stored or found is None or not found.stacks or (own := found.stacks[0][-1].quantization) is None:
+        stored = resolved is not None and "quantization_config" in read_json(resolved.folder / CONFIG)
+        if stored or resolved is None or not resolved.stacks or (own := resolved.stacks[0][-1].quantization) is None:
             return None
         values = own
     elif kind == "none":
@@ -245,15 +245,15 @@ def quantization_section(kind: str | None, found: Found | None = None) -> Quanti
     try:
         return known[values["kind"]](**values)
     except ValidationError as error:  # a kind alone is right: it is an adapter's own danlu.json
-        assert found is not None
+        assert resolved is not None
         first = error.errors()[0]
         key = ".".join(("quantization", *map(str, first["loc"])))
-        raise ModelError(f"{found.stacks[0][-1].path / 'danlu.json'}: {key}: {first['msg']}") from None
+        raise ModelError(f"{resolved.stacks[0][-1].path / 'danlu.json'}: {key}: {first['msg']}") from None
 
 
-def sampling_options(found: Found, asked: dict[str, Any], seed: int) -> SamplingOptions:
+def sampling_options(resolved: ResolvedModel, asked: dict[str, Any], seed: int) -> SamplingOptions:
     """The flags, then what the model's makers advise (generation_config.json), then danlu's own defaults."""
     from danlu.rollout.request import SamplingOptions, sampling_defaults
 
-    advised = sampling_defaults(found.words) or sampling_defaults(found.folder) or FALLBACK
+    advised = sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder) or FALLBACK
     return SamplingOptions(**{**advised, **asked}, seed=seed)

@@ -98,7 +98,7 @@ class Conversation:
         self._cache = KVCache()
         self._cached = []
 
-    def words_changed(
+    def tokenizer_changed(
         self, render: Render, decode: Decode, stopping: Stopping, stop_strings: Sequence[str] = ()
     ) -> None:
         """After adapters were switched that have words of their own: the turns stay, and are rendered by these."""

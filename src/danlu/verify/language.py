@@ -60,10 +60,10 @@ class SmallDecoder:
             return [byte % self.words for byte in text.encode()]
         # transformers, seconds and hundreds of MiB that only such a recipe needs.
         from danlu.data.tokenizer import load_tokenizer
-        from danlu.rollout.wording import Wording
+        from danlu.rollout.chat_tokenizer import ChatTokenizer
 
         named = recipe.model.tokenizer or recipe.model.path
-        return Wording(
+        return ChatTokenizer(
             load_tokenizer(str(named), recipe.model.chat_template, recipe.model.chat_template_date)
         ).encode_prompt(text)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from danlu.adapters.description import CONFIG, AdapterFolder, is_adapter, stacked
 from danlu.assembly.base import base_of, check_base, find_base
-from danlu.data.tokenizer import tokenizer_folder
+from danlu.data import tokenizer
 from danlu.errors import DataError, RecipeError
 from danlu.models.folder import CONFIG as MODEL_CONFIG
 from danlu.models.folder import read_config
@@ -22,26 +22,26 @@ Stack = tuple[AdapterFolder, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class ResolvedModel:
     """A model, as it is asked for."""
 
-    named: Path
+    given_path: Path
     """The folder that was meant: of a model, or of an adapter."""
     folder: Path
     """Of the weights: the model's, or the base's."""
-    words: Path
+    tokenizer_folder: Path
     """With the tokenizer: that of the adapter that is active, where it has one."""
     stacks: tuple[Stack, ...] = ()
     """Adapters to choose from, of which the first is active."""
 
     @property
-    def virtual_tokens(self) -> int:
+    def virtual_tokens_per_prompt(self) -> int:
         """How many tokens the active adapters put before every prompt, out of the model's context."""
         counts = [one.values.get("num_virtual_tokens") for one in self.stacks[0]] if self.stacks else []
         return sum(count for count in counts if isinstance(count, int))
 
 
-def find(path_or_id: str, base: str | None = None, adapters: Sequence[str] = ()) -> Found:
+def resolve_model(path_or_id: str, base: str | None = None, adapters: Sequence[str] = ()) -> ResolvedModel:
     """The model behind a model folder, an adapter folder, a run that ended with either, or a hub id.
 
     base: where the model of an adapter is, if not where the adapter says. adapters: further ones, to switch to.
@@ -60,19 +60,19 @@ def find(path_or_id: str, base: str | None = None, adapters: Sequence[str] = ())
             raise RecipeError(f"--base: {path_or_id} is a whole model; only an adapter needs a base")
         named = folder = find_model(path_or_id)
         if not adapters:
-            return Found(named, folder, folder)
+            return ResolvedModel(named, folder, folder)
         below, stacks = find_base(folder), []
     stacks += [tuple(stacked(one)) for one in adapters]
     for adapter in (one for stack in stacks for one in stack):
         check_base(adapter, below)
-    return Found(named, folder, words_of(stacks[0], folder), tuple(stacks))
+    return ResolvedModel(named, folder, adapter_tokenizer_folder(stacks[0], folder), tuple(stacks))
 
 
-def words_of(stack: Stack, base: Path) -> Path:
+def adapter_tokenizer_folder(stack: Stack, base: Path) -> Path:
     """The folder of the tokenizer that goes with adapters: of the topmost that has one, or the base's."""
     for folder in (*(adapter.path for adapter in reversed(stack)), base):
         try:
-            tokenizer_folder(str(folder))
+            tokenizer.tokenizer_folder(str(folder))
         except DataError:
             continue
         return folder
@@ -82,7 +82,7 @@ def words_of(stack: Stack, base: Path) -> Path:
     )
 
 
-def speaking_names(stacks: Sequence[Stack]) -> list[str]:
+def adapter_names(stacks: Sequence[Stack]) -> list[str]:
     """What people call adapters: the name of the run, or of the folder; a number makes it one of a kind."""
     names: list[str] = []
     for stack in stacks:

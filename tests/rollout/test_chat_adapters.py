@@ -14,11 +14,11 @@ from builders.tiny_world import World
 from danlu.errors import DataError
 from danlu.recipe import sections
 from danlu.rollout.chat import Conversation
-from danlu.rollout.finding import find
+from danlu.rollout.chat_adapters import ActiveAdapter, ChatAdapters
 from danlu.rollout.generate import Completion
-from danlu.rollout.opening import open_model, open_wording
+from danlu.rollout.load_model import load_chat_tokenizer, load_model
 from danlu.rollout.request import SamplingOptions
-from danlu.rollout.voices import Voice, Voices
+from danlu.rollout.resolve_model import resolve_model
 
 GREEDY = SamplingOptions(temperature=0)
 TURNS = ("Hello", "What colour is the fox?", "Why?")
@@ -44,22 +44,24 @@ class Talk:
     """A conversation over a model with adapters."""
 
     def __init__(self, path: Path, *adapters: Path) -> None:
-        found = find(str(path), adapters=[str(one) for one in adapters])
-        self.opened = open_model(found, open_wording(found.words, model=found.folder))
-        self.voices = Voices(found, self.opened)
-        voice = self.voices.switch(self.voices.now)
-        stopping, texts = voice.stopping([], 8, 128)
-        encode, decode = voice.wording.encode_chat, voice.wording.decode
+        resolved = resolve_model(str(path), adapters=[str(one) for one in adapters])
+        self.opened = load_model(resolved, load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder))
+        self.chat_adapters = ChatAdapters(resolved, self.opened)
+        active = self.chat_adapters.switch(self.chat_adapters.active_name)
+        stopping, texts = active.stopping([], 8, 128)
+        encode, decode = active.chat_tokenizer.encode_chat, active.chat_tokenizer.decode
         self.conversation = Conversation(
-            self.opened.model, encode, decode, GREEDY, stopping, stop_strings=texts, before=voice.before
+            self.opened.model, encode, decode, GREEDY, stopping, stop_strings=texts, before=active.before
         )
 
-    def switch(self, name: str) -> Voice:
-        voice = self.voices.switch(name)
-        stopping, texts = voice.stopping([], 8, 128)
-        self.conversation.model_changed(voice.before)
-        self.conversation.words_changed(voice.wording.encode_chat, voice.wording.decode, stopping, texts)
-        return voice
+    def switch(self, name: str) -> ActiveAdapter:
+        active = self.chat_adapters.switch(name)
+        stopping, texts = active.stopping([], 8, 128)
+        self.conversation.model_changed(active.before)
+        self.conversation.tokenizer_changed(
+            active.chat_tokenizer.encode_chat, active.chat_tokenizer.decode, stopping, texts
+        )
+        return active
 
     def answer(self, history: Sequence[dict[str, str]], turn: str) -> Completion:
         """With these turns before it."""
@@ -74,7 +76,7 @@ def same(one: Completion, other: Completion) -> bool:
 def test_each_answers_as_in_a_fresh_chat_of_its_own(tiny_world: World, folders: dict[str, Path]) -> None:
     """Whatever was in the cache: the turns are read again with the weights and the prefix that are active now."""
     talk = Talk(tiny_world.base, *folders.values())
-    assert talk.voices.adapters == tuple(SECTIONS) and talk.voices.now == "lora"
+    assert talk.chat_adapters.adapters == tuple(SECTIONS) and talk.chat_adapters.active_name == "lora"
     seen: list[Completion] = []
     for name in ("lora", "prefix", "none", "dora", "prompt", "lora", "bottleneck", "none"):
         talk.switch(name)
@@ -93,7 +95,7 @@ def test_the_cache_of_another_adapter_would_be_wrong(tiny_world: World, folders:
     talk = Talk(tiny_world.base, *folders.values())
     talk.conversation.ask(TURNS[0])
     history = [dict(one) for one in talk.conversation.messages]
-    talk.voices.switch("dora")
+    talk.chat_adapters.switch("dora")
     assert not same(talk.conversation.ask(TURNS[1]), Talk(folders["dora"]).answer(history, TURNS[1]))
 
 
@@ -125,11 +127,11 @@ def test_each_speaks_with_the_template_it_was_trained_with(
     own = template(Path(shutil.copytree(folders["dora"], tmp_path / "own")), tiny_world, PLAIN)
     talk = Talk(tiny_world.base, folders["lora"], own)
     turn = {"role": "user", "content": "Hello"}
-    chatml = talk.voices.switch("lora").wording.encode_chat([turn])
-    voice = talk.switch("own")
-    assert voice.wording.decode(voice.wording.encode_chat([turn])) == "user: Hello\nassistant:"
+    chatml = talk.chat_adapters.switch("lora").chat_tokenizer.encode_chat([turn])
+    active = talk.switch("own")
+    assert active.chat_tokenizer.decode(active.chat_tokenizer.encode_chat([turn])) == "user: Hello\nassistant:"
     assert same(talk.answer([], "Hello"), Talk(own).answer([], "Hello"))
-    assert talk.switch("lora").wording.encode_chat([turn]) == chatml != voice.wording.encode_chat([turn])
+    assert talk.switch("lora").chat_tokenizer.encode_chat([turn]) == chatml != active.chat_tokenizer.encode_chat([turn])
 
 
 def test_a_base_that_cannot_chat_borrows_the_words_of_its_adapters(
@@ -139,11 +141,13 @@ def test_a_base_that_cannot_chat_borrows_the_words_of_its_adapters(
     mute = Path(shutil.copytree(folders["lora"], tmp_path / "mute"))
     own = template(Path(shutil.copytree(folders["dora"], tmp_path / "own")), tiny_world, PLAIN)
     talk = Talk(base, own, mute)
-    voice = talk.switch("none")
-    assert voice.wording.decode(voice.wording.encode_chat([{"role": "user", "content": "Hi"}])).startswith("user: Hi")
+    active = talk.switch("none")
+    assert active.chat_tokenizer.decode(
+        active.chat_tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    ).startswith("user: Hi")
     with pytest.raises(DataError, match="base: no chat template"):
         talk.switch("mute")
-    assert talk.voices.now == "none" and talk.opened.stacks is not None
+    assert talk.chat_adapters.active_name == "none" and talk.opened.stacks is not None
     assert talk.opened.stacks.adapters.active == ()
 
 
@@ -151,8 +155,8 @@ def test_a_name_that_is_not_there(tiny_world: World, folders: dict[str, Path]) -
     talk = Talk(tiny_world.base, folders["lora"], folders["dora"])
     with pytest.raises(DataError, match="lroa: no such adapter; there are lora, dora and none"):
         talk.switch("lroa")
-    assert talk.voices.now == "lora"
+    assert talk.chat_adapters.active_name == "lora"
     plain = Talk(tiny_world.base)
-    assert plain.voices.now == "none" and plain.voices.adapters == ()
+    assert plain.chat_adapters.active_name == "none" and plain.chat_adapters.adapters == ()
     with pytest.raises(DataError, match="lora: no such adapter; there are none. Start with --adapter PATH"):
         plain.switch("lora")

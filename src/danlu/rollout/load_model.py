@@ -1,4 +1,4 @@
-"""A model opened for answering: weights, adapters, words, what ends its answers, and how its makers sample from it."""
+"""A model loaded for generation: weights, adapters, tokenizer, and the tokens that end its answers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from danlu.models.folder import CONFIG, check_vocabulary, read_config, read_json
 from danlu.models.loading import load, stored_dtype
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.numerics.packed import unpacking
-from danlu.rollout.finding import Found
+from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.request import DEVICES, Precision, generation_stops
-from danlu.rollout.wording import Wording
+from danlu.rollout.resolve_model import ResolvedModel
 
 if TYPE_CHECKING:
     from danlu.assembly.stacks import Stacks
@@ -26,14 +26,14 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class OpenModel:
-    """A model and its words, ready to answer."""
+class LoadedModel:
+    """A model and its tokenizer, ready to generate."""
 
     folder: Path
     model: Decoder
-    wording: Wording
+    chat_tokenizer: ChatTokenizer
     stop_ids: frozenset[int]
-    """Tokens that end an answer: those of the wording, of config.json and of generation_config.json."""
+    """Tokens that end an answer: those of the tokenizer, of config.json and of generation_config.json."""
     dtype: torch.dtype
     """Of activations, and of matrices that are not packed: decoding one sequence reads every weight once a token."""
     stacks: Stacks | None = None
@@ -50,26 +50,26 @@ class OpenModel:
         return () if self.stacks is None else self.stacks.adapters.virtual_tokens
 
 
-def open_wording(folder: Path, chat_template: Path | None = None, *, model: Path | None = None) -> Wording:
+def load_chat_tokenizer(folder: Path, chat_template: Path | None = None, *, model: Path | None = None) -> ChatTokenizer:
     """The tokenizer of a folder. Raises DataError, or ModelError if it has more tokens than the model.
 
     model: the model's folder, where that is another one.
     """
     tokenizer = load_tokenizer(str(folder), None if chat_template is None else str(chat_template))
     check_vocabulary(read_config(model or folder), tokenizer.size)
-    return Wording(tokenizer)
+    return ChatTokenizer(tokenizer)
 
 
-def open_model(
-    found: Found,
-    wording: Wording,
+def load_model(
+    resolved: ResolvedModel,
+    chat_tokenizer: ChatTokenizer,
     *,
     precision: Precision = "auto",
     device: str = "auto",
     quantization: Any = None,
     merged: bool = False,
-) -> OpenModel:
-    """Loads the weights that go with the words. Raises ModelError, or ResourceError for a device that is not there.
+) -> LoadedModel:
+    """Loads the weights of a resolved model. Raises ModelError, or ResourceError for a device that is not there.
 
     Args:
         precision: auto keeps the type the weights are stored in, except float16 on CPU, whose products are slow there.
@@ -82,25 +82,32 @@ def open_model(
         raise ResourceError("device cuda: torch sees no CUDA device here. Use auto or cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = _kept_dtype(found.folder, device) if precision == "auto" else _DTYPES[precision]
+    dtype = _kept_dtype(resolved.folder, device) if precision == "auto" else _DTYPES[precision]
     stacks: Stacks | None = None
-    if found.stacks or quantization is not None or is_quantized(found.folder):
+    if resolved.stacks or quantization is not None or is_quantized(resolved.folder):
         # Here: it brings the recipe's sections and with them pydantic, half a second that a plain model need not wait.
-        from danlu.rollout.adapted import open_frozen
+        from danlu.rollout.load_adapted import load_adapted_model
 
-        model, stacks = open_frozen(
-            found.folder, found.stacks, dtype=dtype, device=device, quantization=quantization, merged=merged
+        model, stacks = load_adapted_model(
+            resolved.folder, resolved.stacks, dtype=dtype, device=device, quantization=quantization, merged=merged
         )
     else:
-        model = load(found.folder, dtype=dtype, device=device)
+        model = load(resolved.folder, dtype=dtype, device=device)
     model.requires_grad_(False).eval()
-    return OpenModel(found.folder, model, wording, stops_of(model, wording, found.folder, found.words), dtype, stacks)
+    return LoadedModel(
+        resolved.folder,
+        model,
+        chat_tokenizer,
+        stop_ids_of(model, chat_tokenizer, resolved.folder, resolved.tokenizer_folder),
+        dtype,
+        stacks,
+    )
 
 
-def stops_of(model: Decoder, wording: Wording, *folders: Path) -> frozenset[int]:
-    """Tokens that end an answer: of the wording, the model's config, and the generation configs of folders."""
+def stop_ids_of(model: Decoder, chat_tokenizer: ChatTokenizer, *folders: Path) -> frozenset[int]:
+    """Tokens that end an answer: of the tokenizer, the model's config, and the generation configs of folders."""
     more = {token for folder in folders for token in generation_stops(folder)}
-    return frozenset((*wording.stop_ids, *model.config.eos_token_ids, *more))
+    return frozenset((*chat_tokenizer.stop_ids, *model.config.eos_token_ids, *more))
 
 
 def is_quantized(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from danlu.data.tokenizer import Tokenizer
 from danlu.errors import DataError
 
 
-class Wording:
+class ChatTokenizer:
     """What a tokenizer's text means to a model that answers.
 
     Attributes:

@@ -19,13 +19,13 @@ from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
 from danlu.models.saving import save
 from danlu.recipe import sections
-from danlu.rollout.finding import find
-from danlu.rollout.opening import OpenModel, open_model, open_wording
+from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
+from danlu.rollout.resolve_model import resolve_model
 
 
-def opened(path: Path, base: Path | None = None, **more: Any) -> OpenModel:
-    found = find(str(path), None if base is None else str(base))
-    return open_model(found, open_wording(found.words, model=found.folder), **more)
+def opened(path: Path, base: Path | None = None, **more: Any) -> LoadedModel:
+    resolved = resolve_model(str(path), None if base is None else str(base))
+    return load_model(resolved, load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder), **more)
 
 
 @pytest.fixture

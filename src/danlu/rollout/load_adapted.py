@@ -1,4 +1,4 @@
-"""A base with adapters, opened for answering."""
+"""A base with adapters, loaded for generation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from danlu.adapters.adapter_set import NO_WEIGHTS, AdapterSet
 from danlu.assembly.frozen import load_frozen
 from danlu.assembly.stacks import Stacks
 from danlu.models.decoder import Decoder
-from danlu.rollout.finding import Stack
+from danlu.rollout.resolve_model import Stack
 
 
-def open_frozen(
+def load_adapted_model(
     folder: Path, stacks: Sequence[Stack], *, dtype: torch.dtype, device: str, quantization: Any, merged: bool
 ) -> tuple[Decoder, Stacks | None]:
     """The model with its stacks of adapters, the first one active; without them where there are none any more.
 
-    See `opening.open_model`.
+    See `load_model.load_model`.
     """
     adapted = load_frozen(folder, dtype=dtype, device=device, quantization=quantization)
     if not stacks:

@@ -1,0 +1,93 @@
+"""What a chat switches between: a base, and each adapter over it with the tokenizer that it was trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from danlu.errors import DataError
+from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.generate import Stopping
+from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, stop_ids_of
+from danlu.rollout.resolve_model import ResolvedModel, adapter_names, adapter_tokenizer_folder
+
+BASE = "none"
+"""What the base alone is called."""
+
+
+@dataclass(frozen=True)
+class ActiveAdapter:
+    """The base or an adapter while it answers."""
+
+    name: str
+    chat_tokenizer: ChatTokenizer
+    stop_ids: frozenset[int]
+    before: tuple[int, ...]
+    """Tokens that its prompts begin with."""
+
+    def stopping(self, stops: Sequence[str], max_new_tokens: int, context: int) -> tuple[Stopping, list[str]]:
+        """What ends its answers, and which of the texts `stops` that leaves to be looked for in them."""
+        silent, texts = self.chat_tokenizer.split_stops(stops)
+        return Stopping(max_new_tokens, context, self.stop_ids | silent), texts
+
+
+class ChatAdapters:
+    """The adapters of a loaded model that a chat can switch between, the base alone among them."""
+
+    def __init__(self, resolved: ResolvedModel, opened: LoadedModel, chat_template: Path | None = None) -> None:
+        self._resolved = resolved
+        self._opened = opened
+        self._chat_template = chat_template
+        self._chat_tokenizers = {resolved.tokenizer_folder: opened.chat_tokenizer}
+        self.adapters = tuple(adapter_names(resolved.stacks))
+        """Names, in the order in which they were given."""
+        self.active_name = self.adapters[0] if self.adapters else BASE
+
+    def switch(self, name: str) -> ActiveAdapter:
+        """Makes an adapter active, or with `none` the base alone.
+
+        Raises DataError for a name that is not there, and for one that has no chat template; nothing has changed then.
+        """
+        if name not in (BASE, *self.adapters):
+            known = ", ".join(self.adapters)
+            raise DataError(
+                f"{name}: no such adapter; there are {known} and {BASE}"
+                if known
+                else f"{name}: no such adapter; there are none. Start with --adapter PATH"
+            )
+        number = None if name == BASE else self.adapters.index(name)
+        folder, chat_tokenizer = self._find_chat_tokenizer(number)
+        if self._opened.stacks is not None:
+            self._opened.stacks.use(number)
+        self.active_name = name
+        stop_ids = stop_ids_of(self._opened.model, chat_tokenizer, self._resolved.folder, folder)
+        return ActiveAdapter(name, chat_tokenizer, stop_ids, self._opened.before)
+
+    def _find_chat_tokenizer(self, number: int | None) -> tuple[Path, ChatTokenizer]:
+        problem: DataError | None = None
+        for folder in self._tokenizer_folders(number):
+            try:
+                chat_tokenizer = self._chat_tokenizer(folder)
+                chat_tokenizer.require_chat_template()
+            except DataError as error:
+                problem = problem or error
+            else:
+                return folder, chat_tokenizer
+        assert problem is not None, "there is always a folder to look at"
+        raise problem
+
+    def _tokenizer_folders(self, number: int | None) -> Iterator[Path]:
+        """Folders that may hold the tokenizer, best first: a base without a chat template borrows an adapter's."""
+        if number is not None:
+            yield adapter_tokenizer_folder(self._resolved.stacks[number], self._resolved.folder)
+            return
+        yield self._resolved.folder
+        yield from (adapter_tokenizer_folder(stack, self._resolved.folder) for stack in self._resolved.stacks)
+
+    def _chat_tokenizer(self, folder: Path) -> ChatTokenizer:
+        if folder not in self._chat_tokenizers:
+            self._chat_tokenizers[folder] = load_chat_tokenizer(
+                folder, self._chat_template, model=self._resolved.folder
+            )
+        return self._chat_tokenizers[folder]
