@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from danlu import placing
-from danlu.models.folder import read_config
+from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch

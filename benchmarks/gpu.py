@@ -197,7 +197,7 @@ def frozen_with_adapter(config: Any, device: Any, adapter: Any, quantization: An
     import torch
     from torch.nn import Parameter
 
-    from danlu.assembly.frozen import adapters_of, pack
+    from danlu.assembly.frozen_base import adapters_of, pack
     from danlu.models.loading import skeleton
 
     model = skeleton(config)
@@ -263,7 +263,7 @@ def preflight(write: Write, device: Any, tiny: bool) -> None:
     kernels = kernels_of(device)
     write("attention kernels", varlen=kernels.varlen is not None, flex=kernels.flex is not None)
     try:
-        from danlu.numerics.packed import FourBitWeight
+        from danlu.numerics.four_bit_weight import FourBitWeight
 
         packed = FourBitWeight.pack(torch.randn(256, 256, device=device))
         write("nf4", works=bool(packed.dense().isfinite().all()))

@@ -45,8 +45,8 @@ ENGINES = {
         "save(load(sys.argv[1]), sys.argv[1] + '-saved', shard_bytes=100_000_000)",
     ),
     "danlu load in NF4": (
-        "from pathlib import Path\nfrom danlu.assembly.frozen import load_frozen, model_bytes\n"
-        "from danlu.numerics.product import shared_bytes\nfrom danlu.recipe.sections import Nf4",
+        "from pathlib import Path\nfrom danlu.assembly.frozen_base import load_frozen, model_bytes\n"
+        "from danlu.numerics.quantized_weight import shared_bytes\nfrom danlu.recipe.sections import Nf4",
         "kept = load_frozen(Path(sys.argv[1]), dtype=torch.bfloat16, quantization=Nf4()).model\n"
         "held = model_bytes(kept)",
     ),

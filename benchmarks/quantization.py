@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.numerics import four_bit, native
+from danlu.numerics import bitsandbytes_kernels, four_bit
 from danlu.numerics.codebooks import KINDS, Kind
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
 
 SHAPES = [(512, 512), (1536, 512), (4096, 4096)]
 TOKENS = 1024
@@ -110,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, bitsandbytes {bitsandbytes.__version__}, {torch.get_num_threads()} threads")
-    print(native.kernels_in_use())
+    print(bitsandbytes_kernels.kernels_in_use())
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float32):
             found = measure((torch.randn(shape) * 0.02).to(dtype), arguments.kind, arguments.rounds)

@@ -32,14 +32,14 @@ from danlu.adapters.making import Making
 from danlu.memory.offload import Offload, activations
 from danlu.memory.planning import cheapest, held_bytes, measure
 from danlu.memory.recompute import LayerPlan, describe, plan_of, unwrap_layer, wrap
+from danlu.models.adapter_sites import adapter_sites
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.families import FAMILIES
+from danlu.models.hf_layout import disk_name
 from danlu.models.initialize import initialize, named_generator
-from danlu.models.layout import disk_name
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
-from danlu.models.sites import adapter_sites
 from danlu.recipe import sections
 
 VOCABULARY = 32000

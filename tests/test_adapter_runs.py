@@ -19,11 +19,11 @@ from torch import Tensor
 from danlu import run
 from danlu.adapters.description import open_adapter
 from danlu.adapters.folder import WEIGHTS, add_adapter
-from danlu.assembly.frozen import adapters_of
+from danlu.assembly.frozen_base import adapters_of
 from danlu.models.decoder import Decoder
-from danlu.models.folder import fingerprint
+from danlu.models.hf_folder import fingerprint
 from danlu.models.loading import load
-from danlu.numerics import native
+from danlu.numerics import bitsandbytes_kernels
 from danlu.recipe import sections
 from danlu.train import loop
 
@@ -155,9 +155,9 @@ def test_a_full_run_does_not_need_its_first_weights_again(
 def test_what_unpacks_a_base_in_4_bits_is_told(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], there: bool
 ) -> None:
-    native.library.cache_clear()
+    bitsandbytes_kernels.library.cache_clear()
     if not there:
-        monkeypatch.setattr(native, "find_spec", lambda name: None)
+        monkeypatch.setattr(bitsandbytes_kernels, "find_spec", lambda name: None)
     quantized = {"adapter": "lora", "quantization": "nf4", "steps": 2}
     assert danlu("train", recipe(tiny_world, tmp_path / "run", **quantized)) == 0
     told = capfd.readouterr().err
@@ -168,7 +168,7 @@ def test_what_unpacks_a_base_in_4_bits_is_told(
     assert (f"4-bit weights are unpacked by {by}" in capfd.readouterr().err) is not there
     assert danlu("train", recipe(tiny_world, tmp_path / "plain", adapter="lora", steps=2)) == 0
     assert "4-bit" not in capfd.readouterr().err  # the negative control: there are none
-    native.library.cache_clear()
+    bitsandbytes_kernels.library.cache_clear()
 
 
 @pytest.mark.parametrize("name", RUNS)

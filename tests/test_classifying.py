@@ -19,7 +19,7 @@ from danlu import recipe as recipes
 from danlu.classifying import Classifying
 from danlu.errors import RecipeError, TrainingError
 from danlu.models import lenet
-from danlu.numerics.difference import worst_relative_error
+from danlu.numerics.relative_error import worst_relative_error
 from danlu.parallel.ranks import Ranks
 from danlu.train.checkpoint import read_group
 

@@ -17,7 +17,7 @@ from danlu.errors import RecipeError
 from danlu.language import PlacedDecoder
 from danlu.memory_estimate import MemoryEstimate, estimate, keeps_scores, largest_micro
 from danlu.models.families import read_config_values
-from danlu.models.folder import read_config
+from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.saving import save

@@ -17,7 +17,7 @@ from builders.train_worker import interrupted, train
 from safetensors.torch import load_file
 from torch import Tensor
 
-from danlu.numerics.difference import worst_relative_error
+from danlu.numerics.relative_error import worst_relative_error
 from danlu.train.manifest import verify
 
 pytestmark = pytest.mark.distributed

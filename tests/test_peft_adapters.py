@@ -17,9 +17,9 @@ from torch import Tensor
 
 from danlu.adapters.combine import Combination
 from danlu.adapters.description import CONFIG, stacked
+from danlu.assembly.adapter_training import adapted_model, merged_model
 from danlu.assembly.combining import combine
 from danlu.assembly.merging import merge
-from danlu.assembly.trained import adapted_model, merged_model
 from danlu.errors import ModelError
 from danlu.models.loading import load
 from danlu.models.saving import save

@@ -17,7 +17,7 @@ from builders.tiny_world import CONFIG, World, danlu, events, last_state, metric
 from safetensors.torch import load_file
 
 from danlu import language, run
-from danlu.models.folder import read_config
+from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers

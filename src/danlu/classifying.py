@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from danlu.data.images import Image, ImageBatch, Images, collate_images, held_out, read_images
 from danlu.errors import TrainingError
 from danlu.models import lenet
-from danlu.models.folder import resolve_folder
+from danlu.models.hf_folder import resolve_folder
 from danlu.objectives.classification import cross_entropy
 from danlu.objectives.crossentropy import CrossEntropy
 from danlu.optim.build import Optimizers

@@ -15,10 +15,10 @@ from torch.nn import Parameter
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import leave_slots_uncompiled
-from danlu.assembly.frozen import check_frozen, model_bytes
-from danlu.assembly.named_adapters import base_changes, base_identity, check_adapters, doubts
-from danlu.assembly.positions import positions_of_samples
-from danlu.assembly.trained import write_result
+from danlu.assembly.adapter_training import write_result
+from danlu.assembly.context_length import max_sample_length
+from danlu.assembly.frozen_base import check_frozen, model_bytes
+from danlu.assembly.recipe_adapters import base_changes, base_identity, check_adapters, doubts
 from danlu.data.packs import Packs
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.statistics import Statistics, beyond_positions
@@ -37,12 +37,12 @@ from danlu.memory_estimate import (
 )
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.folder import check_vocabulary, read_config, resolve_folder
-from danlu.models.headers import check_headers
+from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
+from danlu.models.hf_validation import check_headers
 from danlu.models.presets import from_scratch
 from danlu.models.saving import save
-from danlu.numerics.packed import unpacking
-from danlu.numerics.product import PackedWeight, leave_products_uncompiled, shared_bytes
+from danlu.numerics.four_bit_weight import unpacking
+from danlu.numerics.quantized_weight import PackedWeight, leave_products_uncompiled, shared_bytes
 from danlu.objectives.crossentropy import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.parallel.comm import world_size
@@ -140,7 +140,7 @@ class Language:
     def _beyond_positions(self, prepared: Prepared) -> list[str]:
         recipe, sides = self.recipe, [side for side in (prepared.train, prepared.eval) if side is not None]
         lengths = None if prepared.train is None else np.concatenate([side.lengths for side in sides])
-        return beyond_positions(positions_of_samples(recipe.model, recipe.adapter), recipe.data.max_length, lengths)
+        return beyond_positions(max_sample_length(recipe.model, recipe.adapter), recipe.data.max_length, lengths)
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None) -> PlacedDecoder:
         recipe, config = self.recipe, self._config()

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from danlu.adapters.adapter_set import CHANGES_BASE, AdapterSet
 from danlu.adapters.description import WEIGHTS, resolve_adapter
 from danlu.adapters.lora import LowRank
-from danlu.assembly.base import find_base
-from danlu.assembly.frozen import adapters_of
-from danlu.assembly.trained import TRAINED
+from danlu.assembly.adapter_training import TRAINED
+from danlu.assembly.base_model import find_base
+from danlu.assembly.frozen_base import adapters_of
 from danlu.data.tokenizing import TokenizerFacts
 from danlu.errors import ModelError, RecipeError
 from danlu.memory.available import available_bytes, host_bytes
@@ -29,7 +29,7 @@ from danlu.memory.recompute import Kind, LayerPlan, plan_of
 from danlu.models.attention_kernels import kernels_of
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.folder import CONFIG, read_config, read_json, resolve_folder
+from danlu.models.hf_folder import CONFIG, read_config, read_json, resolve_folder
 from danlu.models.loading import skeleton
 from danlu.models.presets import from_scratch
 from danlu.models.tensor_file import read_header

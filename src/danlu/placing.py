@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.assembly.base import Base
-from danlu.assembly.frozen import Adapted
-from danlu.assembly.trained import adapted_model, merged_model
+from danlu.assembly.adapter_training import adapted_model, merged_model
+from danlu.assembly.base_model import Base
+from danlu.assembly.frozen_base import Adapted
 from danlu.data.batch import collate, fill_up
 from danlu.errors import RecipeError
 from danlu.memory import offload, planning, recompute
@@ -27,7 +27,7 @@ from danlu.memory.nvme import offload_parameters
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder, RMSNorm
-from danlu.models.folder import resolve_folder
+from danlu.models.hf_folder import resolve_folder
 from danlu.models.initialize import initial_value, initialize
 from danlu.models.loading import build, load, skeleton, stored_values
 from danlu.optim.build import Optimizers

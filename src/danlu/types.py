@@ -180,7 +180,9 @@ class EmbeddingLayer(Protocol):
     @property
     def weight(self) -> Tensor: ...  # [V, D]
 
-    def held(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]: ...  # [T] row of each; [T] bool, True: elsewhere
+    def local_rows(
+        self, tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None]: ...  # [T] row of each; [T] bool, True: elsewhere
 
     def base(self, tokens: Tensor, dtype: torch.dtype) -> Tensor: ...  # [T] -> [T, D]
 

@@ -11,7 +11,7 @@ from builders.tiny_run import tiny_model
 
 from danlu.adapters.adapter_set import CHANGES_BASE, NO_WEIGHTS
 from danlu.errors import ModelError, RecipeError
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe import sections
 
 KINDS: list[Any] = [

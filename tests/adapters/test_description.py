@@ -126,7 +126,7 @@ def test_a_key_that_nobody_knows_is_not_ignored(tmp_path: Path) -> None:
 
 
 def test_it_is_told_without_torch() -> None:
-    code = "import sys, danlu.adapters.description, danlu.assembly.named_adapters; sys.exit('torch' in sys.modules)"
+    code = "import sys, danlu.adapters.description, danlu.assembly.recipe_adapters; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=False).returncode
         == 0

@@ -22,7 +22,7 @@ from torch import Tensor
 from danlu.adapters.description import open_adapter, start_out_of_base
 from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, write_adapter
 from danlu.adapters.peft_low_rank import PREFIX
-from danlu.assembly.frozen import load_frozen
+from danlu.assembly.frozen_base import load_frozen
 from danlu.errors import ModelError
 from danlu.models.loading import load
 from danlu.recipe import sections

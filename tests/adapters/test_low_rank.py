@@ -15,7 +15,7 @@ from danlu.adapters.lora import row_squares
 from danlu.adapters.low_rank import Branch, LowRankFactors, products
 from danlu.models import ops
 from danlu.models.decoder import Linear
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.types import Remade
 
 TOKENS, INPUTS = 7, 10

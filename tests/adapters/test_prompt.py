@@ -12,7 +12,7 @@ from builders.tiny_run import tiny_model
 from torch import Tensor
 
 from danlu.errors import RecipeError
-from danlu.models.folder import read_config
+from danlu.models.hf_folder import read_config
 from danlu.models.loading import load_into, skeleton
 from danlu.models.saving import save
 from danlu.recipe import sections

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from danlu.adapters.combine import Combination
 from danlu.adapters.folder import DANLU, WEIGHTS
 from danlu.assembly import merging
-from danlu.assembly.frozen import load_frozen
+from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.merging import merge
 from danlu.assembly.quantizing import quantize
 from danlu.errors import ModelError, ResourceError
-from danlu.models.folder import CONFIG, SINGLE_FILE, read_config
+from danlu.models.hf_folder import CONFIG, SINGLE_FILE, read_config
 from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.recipe import sections

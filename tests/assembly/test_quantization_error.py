@@ -10,11 +10,11 @@ import torch
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
 
-from danlu.assembly.frozen import pack
+from danlu.assembly.frozen_base import pack
 from danlu.assembly.quantization_error import quantization_errors
 from danlu.assembly.quantizing import quantize
 from danlu.errors import ModelError
-from danlu.models.folder import SINGLE_FILE
+from danlu.models.hf_folder import SINGLE_FILE
 from danlu.models.saving import save
 from danlu.recipe import sections
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
 from danlu.adapters.making import Making
+from danlu.models.adapter_sites import adapter_sites
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES
+from danlu.models.hf_layout import disk_name
 from danlu.models.initialize import named_generator
-from danlu.models.layout import disk_name
-from danlu.models.sites import adapter_sites
 
 DOCUMENTS = (0, 5, 12, 16)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from builders.adapted import logits, stirred
 from danlu.adapters.description import open_adapter
 from danlu.adapters.folder import DANLU, WEIGHTS, write_adapter
-from danlu.assembly.base import find_base
-from danlu.assembly.frozen import adapters_of
-from danlu.assembly.stacks import Stacks
+from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.assembly.base_model import find_base
+from danlu.assembly.frozen_base import adapters_of
 from danlu.models.loading import load
 
 
@@ -37,7 +37,7 @@ def adapter_folder(
 def adapted_logits(base: Path, *folders: Path, tokens: Tensor | None = None, model: Any = None) -> Tensor:
     """Of a base with adapters one upon the other, none of them merged."""
     model = load(base) if model is None else model
-    stacks = Stacks(adapters_of(model))
+    stacks = AdapterStacks(adapters_of(model))
     stacks.use(stacks.add([open_adapter(folder) for folder in folders]))
     return logits(model, tokens, before=stacks.adapters.virtual_tokens)
 

@@ -14,7 +14,7 @@ import torch
 from builders.tiny_run import MadePacks
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
-from danlu.models.folder import read_config
+from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.spread import Spread

@@ -23,7 +23,7 @@ from danlu.models.decoder import Decoder, Linear
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
-from danlu.numerics.packed import PackedWeight
+from danlu.numerics.four_bit_weight import PackedWeight
 from danlu.recipe import sections
 
 LAYERS = 5

@@ -19,14 +19,14 @@ from builders.recompute import kept_bytes
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
 from danlu.adapters.lora import LowRank
-from danlu.assembly.frozen import pack
+from danlu.assembly.frozen_base import pack
 from danlu.memory import recompute
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Linear
 from danlu.models.families import read_config_values
 from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build, skeleton
-from danlu.numerics.difference import relative_error
+from danlu.numerics.relative_error import relative_error
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout

@@ -21,7 +21,7 @@ from danlu.models.decoder import Decoder, Linear, RMSNorm
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.objectives.crossentropy import linear_cross_entropy
 from danlu.parallel import data
 from danlu.parallel.comm import Group

@@ -11,7 +11,7 @@ import torch
 from builders.tiny_world import World, danlu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from danlu.models.folder import read_json
+from danlu.models.hf_folder import read_json
 
 STORY = "Tom has a red ball. The ball is big and round. Tom plays with the ball all day long. "
 

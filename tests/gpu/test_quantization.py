@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from danlu.numerics.codebooks import codebook
-from danlu.numerics.integers import IntegerWeight
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
+from danlu.numerics.integer_weight import IntegerWeight
 
 SHAPES = [(3, 21), (64, 64), (100, 1000), (257, 4096)]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders.tiny_run import MadePacks, tiny_model
 
-from danlu.assembly.frozen import adapters_of, pack
+from danlu.assembly.frozen_base import adapters_of, pack
 from danlu.memory import offload
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.optim.build import build

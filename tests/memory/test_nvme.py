@@ -18,7 +18,7 @@ from danlu.errors import RecipeError, ResourceError
 from danlu.memory.nvme import Mapped, offload_parameters
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.models.decoder import Decoder
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 

@@ -14,7 +14,7 @@ from danlu.errors import ResourceError
 from danlu.memory import offload
 from danlu.memory.offload import Offload, activations, note
 from danlu.memory.recompute import Kind, LayerPlan, wrap
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KINDS: tuple[Kind | None, ...] = (None, "selective", "full")

@@ -19,7 +19,7 @@ from danlu.errors import ModelError
 from danlu.models.attend import PackedAttention, ReferenceAttention
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES, config_values, read_config_values
-from danlu.models.folder import read_config
+from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.types import Attend
@@ -221,6 +221,7 @@ def test_a_config_that_its_family_cannot_say_is_not_written(tiny_values: Callabl
 def test_families_are_sorted_and_their_configs_are_read_without_torch() -> None:
     assert list(FAMILIES) == sorted(FAMILIES)
     code = (
-        "import sys, danlu.models.folder, danlu.models.layout, danlu.models.presets; sys.exit('torch' in sys.modules)"
+        "import sys, danlu.models.hf_folder, danlu.models.hf_layout, danlu.models.presets; "
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

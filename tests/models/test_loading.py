@@ -12,7 +12,7 @@ from torch import Tensor
 from danlu.errors import ModelError
 from danlu.models import loading, tensor_bytes
 from danlu.models.decoder import Decoder
-from danlu.models.folder import check_vocabulary
+from danlu.models.hf_folder import check_vocabulary
 from danlu.models.loading import load
 from danlu.models.saving import save
 

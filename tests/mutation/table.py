@@ -323,10 +323,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("optim/sparse.py", "grad = parameter.grad.coalesce()", "grad = parameter.grad", "optim/test_sparse.py"),
     # -- numerics
     Mutation(
-        "numerics/integers.py",
+        "numerics/integer_weight.py",
         "scales[rows] = largest / _LARGEST[bits]",
         "scales[rows] = largest / (_LARGEST[bits] + 1)",
-        "numerics/test_integers.py",
+        "numerics/test_integer_weight.py",
     ),
     Mutation(
         "numerics/loss_scaling.py",
@@ -347,10 +347,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "numerics/test_four_bit.py",
     ),
     Mutation(
-        "numerics/difference.py",
+        "numerics/relative_error.py",
         "return max(found) if all(map(math.isfinite, found)) else math.inf",
         "return max(found)",
-        "numerics/test_difference.py",
+        "numerics/test_relative_error.py",
     ),
     # -- assembly
     Mutation(

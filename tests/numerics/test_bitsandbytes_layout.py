@@ -16,7 +16,7 @@ from torch import Tensor
 from danlu.errors import ModelError
 from danlu.numerics.bitsandbytes_layout import STATE, SUFFIXES, packed_weight
 from danlu.numerics.codebooks import KINDS, Kind
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from danlu.numerics.four_bit import BLOCKS
-from danlu.numerics.integers import IntegerWeight
-from danlu.numerics.packed import FourBitWeight
-from danlu.numerics.product import PackedWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
+from danlu.numerics.integer_weight import IntegerWeight
+from danlu.numerics.quantized_weight import PackedWeight
 
 SHAPES = [(8, 256), (12, 96), (6, 80), (10, 27), (512, 128)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.errors import CheckpointError, ModelError
-from danlu.numerics.difference import worst_absolute_error
+from danlu.numerics.relative_error import worst_absolute_error
 from danlu.optim.build import Optimizers, build
 from danlu.recipe.sections import SGD, Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, PagedAdamW
 

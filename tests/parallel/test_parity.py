@@ -15,7 +15,7 @@ from builders.process_group import run_group
 from builders.tiny_world import World
 from torch import Tensor
 
-from danlu.numerics.difference import relative_error
+from danlu.numerics.relative_error import relative_error
 from danlu.verify.observing import Seen, whole
 
 pytestmark = pytest.mark.distributed

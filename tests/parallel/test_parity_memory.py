@@ -16,7 +16,7 @@ from torch import Tensor
 from danlu.errors import RecipeError
 from danlu.memory import planning
 from danlu.models.families import read_config_values
-from danlu.numerics.difference import worst_relative_error
+from danlu.numerics.relative_error import worst_relative_error
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, load

@@ -11,7 +11,7 @@ from builders.parallel_steps import matrices_left, recipe_file, see, see_without
 from builders.process_group import run_group
 from builders.tiny_world import World
 
-from danlu.numerics.difference import worst_relative_error
+from danlu.numerics.relative_error import worst_relative_error
 from danlu.verify.observing import Seen, whole
 
 pytestmark = pytest.mark.distributed

@@ -11,7 +11,7 @@ from builders import tensor_worker
 from builders.process_group import run_group
 from builders.tensor_worker import Case
 
-from danlu.numerics.difference import worst_error
+from danlu.numerics.relative_error import worst_error
 from danlu.recipe import sections
 
 pytestmark = pytest.mark.distributed

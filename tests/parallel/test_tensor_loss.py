@@ -9,7 +9,7 @@ import pytest
 from builders import tensor_worker
 from builders.process_group import run_group
 
-from danlu.numerics.difference import worst_error
+from danlu.numerics.relative_error import worst_error
 
 pytestmark = pytest.mark.distributed
 

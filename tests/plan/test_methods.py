@@ -11,9 +11,9 @@ import torch
 from builders.tiny_run import tiny_config
 from builders.tiny_world import World, danlu
 
-from danlu.assembly.frozen import pack
-from danlu.models.folder import read_config
-from danlu.numerics.packed import FourBitWeight
+from danlu.assembly.frozen_base import pack
+from danlu.models.hf_folder import read_config
+from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.plan.methods import Method, nf4_bytes, packed_bytes, parameter_bytes
 from danlu.recipe import sections
 

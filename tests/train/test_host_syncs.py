@@ -11,7 +11,7 @@ import pytest
 import torch
 from builders.tiny_run import MadePacks, tiny_config
 
-from danlu.assembly.frozen import adapters_of
+from danlu.assembly.frozen_base import adapters_of
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.models.loading import skeleton
 from danlu.recipe import sections

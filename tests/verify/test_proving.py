@@ -11,7 +11,7 @@ from builders.digits import digits_folder
 from builders.tiny_world import CONFIG, tiny_world
 
 from danlu.errors import RecipeError, TrainingError
-from danlu.numerics.difference import worst_error
+from danlu.numerics.relative_error import worst_error
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load, sections
 from danlu.verify import proving

@@ -17,7 +17,7 @@ from danlu.memory.recompute import KINDS
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.families import config_values, read_config_values
-from danlu.models.folder import read_config
+from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.loading import load as load_model

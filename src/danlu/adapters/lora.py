@@ -189,7 +189,7 @@ class EmbeddingLowRank(EmbeddingAdapter):
         return {"lora_embedding_A": (None, "outputs")}
 
     def add(self, tokens: Tensor, y: Tensor, embedding: EmbeddingLayer) -> Tensor:
-        rows, elsewhere = embedding.held(tokens)
+        rows, elsewhere = embedding.local_rows(tokens)
         low = F.embedding(rows.clamp_max(self.lora_embedding_A.shape[1] - 1), self.lora_embedding_A.t())  # [T, r]
         low = low if elsewhere is None else low.masked_fill(elsewhere.unsqueeze(1), 0)
         return y + F.linear(low.to(y.dtype), (self.lora_embedding_B * self.scale).to(y.dtype))

@@ -31,12 +31,12 @@ from danlu.adapters.peft_low_rank import (
     for_original_base,
     read_factors,
 )
-from danlu.assembly.base import Base, base_of, check_base, find_base
-from danlu.assembly.merging import check_free, common_below, words_of
+from danlu.assembly.base_model import Base, base_of, check_base, find_base
+from danlu.assembly.merging import check_free, common_below, find_tokenizer
 from danlu.errors import ModelError
 from danlu.models.initialize import named_generator
 from danlu.models.loading import read_tensor
-from danlu.models.saving import copy_words, fresh_folder
+from danlu.models.saving import copy_tokenizer, fresh_folder
 
 _LARGE, _POWER_ITERATIONS = 16, 16
 """From so many times the rank on, a whole singular value decomposition takes minutes, a few directions seconds."""
@@ -232,8 +232,8 @@ def _write(
         "below": [str(folder.path.resolve()) for folder in below],
         "made_from": [str(folder.path.resolve()) for folder in folders],
     }
-    words = words_of([folder.path for folder in folders])
+    words = find_tokenizer([folder.path for folder in folders])
     with fresh_folder(target, 3 * sum(4 * tensor.numel() for tensor in tensors.values()), holds=CONFIG) as fresh:
         write_files(fresh, config, own, tensors)
         if words is not None:
-            copy_words(words, fresh)
+            copy_tokenizer(words, fresh)

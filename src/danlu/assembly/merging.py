@@ -14,14 +14,14 @@ from torch import Tensor
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.combine import Combination
 from danlu.adapters.description import AdapterFolder, stacked
-from danlu.assembly.base import Base, base_of, check_base
-from danlu.assembly.frozen import load_frozen
-from danlu.assembly.stacks import Stacks
+from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.assembly.base_model import Base, base_of, check_base
+from danlu.assembly.frozen_base import load_frozen
 from danlu.data.tokenizer import readable_folder
 from danlu.errors import DataError, ModelError, ResourceError
 from danlu.models.decoder import Decoder
+from danlu.models.hf_layout import disk_tensors
 from danlu.models.initialize import named_generator
-from danlu.models.layout import disk_tensors
 from danlu.models.loading import stored_dtype, widest_dtype
 from danlu.models.saving import save
 
@@ -97,7 +97,7 @@ def merge(
             _check(stack, base, given=into is not None)
     # In the widest stored type: what goes into the sum is what is stored.
     adapted = load_frozen(base.folder, dtype=widest_dtype(base.folder), quantization=quantization)
-    opened = Stacks(adapted.adapters)
+    opened = AdapterStacks(adapted.adapters)
     for stack in stacks:
         opened.add(stack)
     lowest = opened.add(below)
@@ -115,7 +115,7 @@ def merge(
         adapted.model,
         target,
         dtype=written,
-        tokenizer_from=words_of([*(folder.path for stack in stacks for folder in reversed(stack)), base.folder]),
+        tokenizer_from=find_tokenizer([*(folder.path for stack in stacks for folder in reversed(stack)), base.folder]),
         generation_from=base.folder,
         config=replace(config, tie_word_embeddings=False) if unties else config,
         value=lambda name: _measured(name, value(name), written, rounding),
@@ -142,7 +142,7 @@ def common_below(stacks: Sequence[Sequence[AdapterFolder]]) -> list[AdapterFolde
     return list(stacks[0][:-1])
 
 
-def words_of(folders: Sequence[Path]) -> Path | None:
+def find_tokenizer(folders: Sequence[Path]) -> Path | None:
     """The first of the folders that has a tokenizer; None where none has."""
     for folder in folders:
         try:
@@ -167,7 +167,9 @@ def _check(stack: Sequence[AdapterFolder], base: Base, *, given: bool) -> None:
             )
 
 
-def _values(opened: Stacks, lowest: int, combination: Combination | None) -> tuple[Callable[[str], Tensor], bool]:
+def _values(
+    opened: AdapterStacks, lowest: int, combination: Combination | None
+) -> tuple[Callable[[str], Tensor], bool]:
     """Parameter -> its merged value, float32; and whether a tied head needs a matrix of its own by it."""
     adapters = opened.adapters
     sources = range(lowest)
@@ -184,7 +186,7 @@ def _values(opened: Stacks, lowest: int, combination: Combination | None) -> tup
 class _Combining:
     """Gives the parameters of a base with several changes made one."""
 
-    def __init__(self, opened: Stacks, lowest: int, combination: Combination) -> None:
+    def __init__(self, opened: AdapterStacks, lowest: int, combination: Combination) -> None:
         self._opened, self._lowest, self._combination = opened, lowest, combination
         self._touched = _touched(opened.adapters)
         self._made: dict[str, Tensor] = {}  # parts of the tensor at hand that are still to be asked for

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from danlu.assembly.frozen import pack
+from danlu.assembly.frozen_base import pack
 from danlu.assembly.quantizing import none_is_packed, refuse_quantized
-from danlu.models.folder import read_config
+from danlu.models.adapter_sites import adapter_sites
+from danlu.models.hf_folder import read_config
 from danlu.models.loading import load_into, skeleton
-from danlu.models.sites import adapter_sites
 from danlu.recipe.sections import QuantizationSection
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from danlu import __version__
-from danlu.assembly.base import ORIGIN, ORIGIN_KEY
-from danlu.assembly.frozen import pack
-from danlu.assembly.merging import check_free, words_of
+from danlu.assembly.base_model import ORIGIN, ORIGIN_KEY
+from danlu.assembly.frozen_base import pack
+from danlu.assembly.merging import check_free, find_tokenizer
 from danlu.errors import ModelError
+from danlu.models.adapter_sites import adapter_sites
 from danlu.models.families import config_values
-from danlu.models.folder import (
+from danlu.models.hf_folder import (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,
@@ -26,16 +27,15 @@ from danlu.models.folder import (
     read_config,
     read_json,
 )
-from danlu.models.layout import DiskTensor, disk_tensors
+from danlu.models.hf_layout import DiskTensor, disk_tensors
 from danlu.models.loading import load_into, skeleton, stored_dtype
-from danlu.models.saving import copy_words, fresh_folder
-from danlu.models.sites import adapter_sites
+from danlu.models.saving import copy_tokenizer, fresh_folder
 from danlu.models.tensor_bytes import is_finite
 from danlu.models.tensor_stream import TensorStream
 from danlu.numerics.bitsandbytes_config import config_values as quantization_values
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.numerics.bitsandbytes_layout import SUFFIXES
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe import sections
 
 _LEFT = ("lm_head",)
@@ -101,8 +101,8 @@ def quantize(
     with fresh_folder(target, sum(_size(one, linears, kept) for one in tensors), holds=CONFIG) as fresh:
         _write_json(fresh / CONFIG, values)
         _write_json(fresh / ORIGIN, {"version": __version__, ORIGIN_KEY: fingerprint(folder)})
-        if (words := words_of([folder])) is not None:
-            copy_words(words, fresh)
+        if (words := find_tokenizer([folder])) is not None:
+            copy_tokenizer(words, fresh)
         if (folder / GENERATION_CONFIG).is_file():
             (fresh / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
         with ExitStack() as closing:

@@ -153,7 +153,7 @@ def pieces(resolved: ResolvedModel, text: str, tokens: int) -> list[Pack]:
     """
     import numpy as np
 
-    from danlu.models.folder import read_config
+    from danlu.models.hf_folder import read_config
     from danlu.rollout.load_model import load_chat_tokenizer
     from danlu.types import Pack, Sample
 

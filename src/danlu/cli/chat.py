@@ -79,7 +79,7 @@ def chat(
     asked = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
     precision = check_flags(asked, seed, dtype, device, stop or [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.models.folder import read_config
+    from danlu.models.hf_folder import read_config
     from danlu.rollout.resolve_model import resolve_model
 
     resolved = resolve_model(model, base, adapter or [])

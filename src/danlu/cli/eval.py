@@ -74,7 +74,7 @@ def eval(
     """
     precision = check_flags({}, 0, dtype, device, [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.models.folder import LENET, model_type, read_config
+    from danlu.models.hf_folder import LENET, model_type, read_config
 
     if model_type(model) == LENET:
         from danlu.cli.eval_images import evaluate_images
@@ -89,7 +89,7 @@ def eval(
             device=device,
         )
         return
-    from danlu.models.headers import check_headers
+    from danlu.models.hf_validation import check_headers
     from danlu.rollout.resolve_model import resolve_model
 
     resolved = resolve_model(model, base)

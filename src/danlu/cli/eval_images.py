@@ -10,7 +10,7 @@ from danlu.classifying import MOST_IMAGES, Classifier
 from danlu.data.images import read_images
 from danlu.errors import ModelError, RecipeError, ResourceError
 from danlu.models import lenet
-from danlu.models.folder import resolve_folder
+from danlu.models.hf_folder import resolve_folder
 from danlu.parallel.spread import Spread
 from danlu.plan.precision import DTYPES
 from danlu.recipe.sections import LossOptions, Source

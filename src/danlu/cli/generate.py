@@ -89,7 +89,7 @@ def generate(
     resolved = resolve_model(model, base)
     tell_early(f"reading {resolved.given_path}")
     options = sampling_options(resolved, asked, seed)
-    from danlu.models.folder import read_config
+    from danlu.models.hf_folder import read_config
     from danlu.rollout.generate import check_prompts
     from danlu.rollout.generate import generate as complete
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
@@ -228,7 +228,7 @@ def quantization_section(kind: str | None, resolved: ResolvedModel | None = None
     """What --quantization names, as a recipe would say it; without it, how an adapter's base was held in training."""
     values: Mapping[str, Any] = {"kind": kind}
     if kind is None:
-        from danlu.models.folder import CONFIG, read_json
+        from danlu.models.hf_folder import CONFIG, read_json
 
         stored = resolved is not None and "quantization_config" in read_json(resolved.folder / CONFIG)
         if stored or resolved is None or not resolved.stacks or (own := resolved.stacks[0][-1].quantization) is None:

@@ -42,8 +42,8 @@ def preview(
     loaded = recipes.load(recipe, overrides or [])
     tell_early(f"reading the rows of {recipe}")
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
-    from danlu.assembly.named_adapters import check_without_weights
-    from danlu.assembly.positions import positions_of_samples
+    from danlu.assembly.context_length import max_sample_length
+    from danlu.assembly.recipe_adapters import check_without_weights
     from danlu.data.preview import Ingredients, look, measure, survey
     from danlu.report import preview_json
     from danlu.report.preview_page import OWN, page
@@ -64,7 +64,7 @@ def preview(
         chat_template=chosen.model.chat_template,
         seed=chosen.seed,
         date=_date(chosen),
-        positions=positions_of_samples(chosen.model, chosen.adapter),
+        positions=max_sample_length(chosen.model, chosen.adapter),
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what this terminal's encoding cannot write

@@ -36,7 +36,7 @@ def quantize(
     if problems:
         raise RecipeError(problems)
     # Mistakes are told without torch, which takes a second to import.
-    from danlu.models.folder import read_config, resolve_folder
+    from danlu.models.hf_folder import read_config, resolve_folder
 
     folder = resolve_folder(model)
     read_config(folder)

@@ -19,7 +19,7 @@ from danlu.adapters.description import is_adapter
 from danlu.cli.working import loaded_torch, print_into, work
 from danlu.errors import RecipeError
 from danlu.machine import memory_bytes, usable_cores
-from danlu.models.folder import LENET, model_type
+from danlu.models.hf_folder import LENET, model_type
 from danlu.parallel.endings import ENDING
 from danlu.parallel.layout import layout_of
 from danlu.parallel.world import World, found

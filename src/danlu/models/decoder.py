@@ -154,11 +154,11 @@ class Embedding(nn.Module):
 
     def base(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows themselves, before any multiplier."""
-        rows, elsewhere = self.held(tokens)
+        rows, elsewhere = self.local_rows(tokens)
         x = ops.embedding(rows, self.weight, dtype, gradient_of_rows=self.gradient_of_rows)
         return x if elsewhere is None else x.masked_fill(elsewhere.unsqueeze(1), 0)
 
-    def held(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """For tokens [T] the rows of `weight`, and which words have theirs elsewhere (None: all are here).
 
         A token outside of the vocabulary stays outside on the process with the nearest row: an error of the look-up.

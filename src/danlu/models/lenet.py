@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from danlu.errors import ModelError
-from danlu.models.folder import CONFIG, LENET, SINGLE_FILE, read_json
+from danlu.models.hf_folder import CONFIG, LENET, SINGLE_FILE, read_json
 from danlu.models.initialize import named_generator
 from danlu.models.saving import fresh_folder
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder, Linear
-from danlu.models.folder import read_config, read_tensors
-from danlu.models.headers import PACKED, check_headers
-from danlu.models.layout import EMBEDDING, HEAD, DiskTensor, disk_tensors
+from danlu.models.hf_folder import read_config, read_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, DiskTensor, disk_tensors
+from danlu.models.hf_validation import PACKED, check_headers
 from danlu.models.tensor_bytes import BUFFER_BYTES, DTYPES, is_finite, ranges, read_exactly
 from danlu.models.tensor_file import Stored
 from danlu.types import StoredWeight

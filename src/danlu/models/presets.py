@@ -8,7 +8,7 @@ from pathlib import Path
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.families import FAMILIES, read_config_values
-from danlu.models.folder import check_vocabulary, read_json
+from danlu.models.hf_folder import check_vocabulary, read_json
 from danlu.recipe.sections import Model
 
 PRESETS: dict[str, dict[str, object]] = {

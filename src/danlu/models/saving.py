@@ -22,8 +22,8 @@ from danlu.errors import ModelError, ResourceError
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.families import config_values
-from danlu.models.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE
-from danlu.models.layout import DiskTensor, disk_tensors
+from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE
+from danlu.models.hf_layout import DiskTensor, disk_tensors
 from danlu.models.tensor_bytes import BUFFER_BYTES, STORED_AS, is_finite, ranges, raw_bytes
 from danlu.models.tensor_file import encode_header
 from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
@@ -75,7 +75,7 @@ def save(
         if generation_from is not None and (generation_from / GENERATION_CONFIG).is_file():
             shutil.copyfile(generation_from / GENERATION_CONFIG, fresh / GENERATION_CONFIG)
         if tokenizer_from is not None:
-            copy_words(tokenizer_from, fresh)
+            copy_tokenizer(tokenizer_from, fresh)
         if chat_template is not None:
             write_template(fresh, chat_template)
         _write_weights(fresh, value, _shards(tensors, dtype, shard_bytes), dtype)
@@ -88,7 +88,7 @@ def _check_replaceable(folder: Path, holds: str) -> None:
         raise ModelError(f"{folder}: not written: the folder holds something other than a model. Choose another")
 
 
-def copy_words(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
     """The tokenizer and the generation config of `source`, byte for byte. Raises ModelError if it has no tokenizer."""
     for file in _files_to_copy(source):
         copy = folder / file.relative_to(source)

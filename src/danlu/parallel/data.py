@@ -29,7 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from danlu.numerics.product import PackedWeight
+from danlu.numerics.quantized_weight import PackedWeight
 from danlu.parallel.comm import Group
 from danlu.parallel.ranks import Ranks
 from danlu.recipe.sections import Parallel

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from danlu.adapters.adapter_set import NO_WEIGHTS, AdapterSet
-from danlu.assembly.frozen import load_frozen
-from danlu.assembly.stacks import Stacks
+from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.assembly.frozen_base import load_frozen
 from danlu.models.decoder import Decoder
 from danlu.rollout.resolve_model import Stack
 
 
 def load_adapted_model(
     folder: Path, stacks: Sequence[Stack], *, dtype: torch.dtype, device: str, quantization: Any, merged: bool
-) -> tuple[Decoder, Stacks | None]:
+) -> tuple[Decoder, AdapterStacks | None]:
     """The model with its stacks of adapters, the first one active; without them where there are none any more.
 
     See `load_model.load_model`.
@@ -25,7 +25,7 @@ def load_adapted_model(
     adapted = load_frozen(folder, dtype=dtype, device=device, quantization=quantization)
     if not stacks:
         return adapted.model, None
-    opened = Stacks(adapted.adapters)
+    opened = AdapterStacks(adapted.adapters)
     for stack in stacks:
         opened.add(stack)
     opened.use(0)

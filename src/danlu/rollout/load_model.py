@@ -11,16 +11,16 @@ import torch
 from danlu.data.tokenizer import load_tokenizer
 from danlu.errors import ResourceError
 from danlu.models.decoder import Decoder
-from danlu.models.folder import CONFIG, check_vocabulary, read_config, read_json
+from danlu.models.hf_folder import CONFIG, check_vocabulary, read_config, read_json
 from danlu.models.loading import load, stored_dtype
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
-from danlu.numerics.packed import unpacking
+from danlu.numerics.four_bit_weight import unpacking
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.request import DEVICES, Precision, generation_stops
 from danlu.rollout.resolve_model import ResolvedModel
 
 if TYPE_CHECKING:
-    from danlu.assembly.stacks import Stacks
+    from danlu.assembly.adapter_stacks import AdapterStacks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,7 +36,7 @@ class LoadedModel:
     """Tokens that end an answer: those of the tokenizer, of config.json and of generation_config.json."""
     dtype: torch.dtype
     """Of activations, and of matrices that are not packed: decoding one sequence reads every weight once a token."""
-    stacks: Stacks | None = None
+    stacks: AdapterStacks | None = None
     """Adapters, where they are not part of the weights."""
 
     @property
@@ -83,7 +83,7 @@ def load_model(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = _kept_dtype(resolved.folder, device) if precision == "auto" else _DTYPES[precision]
-    stacks: Stacks | None = None
+    stacks: AdapterStacks | None = None
     if resolved.stacks or quantization is not None or is_quantized(resolved.folder):
         # Here: it brings the recipe's sections and with them pydantic, half a second that a plain model need not wait.
         from danlu.rollout.load_adapted import load_adapted_model

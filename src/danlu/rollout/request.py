@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from danlu.data.tokenizer import tokenizer_folder
 from danlu.errors import DataError, ModelError, RecipeError
-from danlu.models.folder import GENERATION_CONFIG, read_config, read_json, resolve_folder
+from danlu.models.hf_folder import GENERATION_CONFIG, read_config, read_json, resolve_folder
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 """Type of weights and activations; auto is the type the weights are stored in."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from danlu.adapters.description import CONFIG, AdapterFolder, is_adapter, stacked
-from danlu.assembly.base import base_of, check_base, find_base
+from danlu.assembly.base_model import base_of, check_base, find_base
 from danlu.data import tokenizer
 from danlu.errors import DataError, RecipeError
-from danlu.models.folder import CONFIG as MODEL_CONFIG
-from danlu.models.folder import read_config
+from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
+from danlu.models.hf_folder import read_config
 from danlu.rollout.request import find_model
 
 Stack = tuple[AdapterFolder, ...]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from danlu.numerics.difference import relative_error, worst_error
+from danlu.numerics.relative_error import relative_error, worst_error
 from danlu.recipe.sections import Optimizer
 from danlu.report.verification import EXACT, Check, Module
 from danlu.verify.observing import Parts, Seen, StepSeen, joined

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from danlu.assembly.named_adapters import check_adapters
+from danlu.assembly.recipe_adapters import check_adapters
 from danlu.errors import RecipeError
 from danlu.language import PlacedDecoder
 from danlu.models.config import ModelConfig
-from danlu.models.folder import read_config, resolve_folder
+from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.presets import from_scratch
 from danlu.parallel.layout import Layout, Sizes, problems
 from danlu.parallel.ranks import Ranks

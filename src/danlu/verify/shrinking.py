@@ -14,7 +14,7 @@ import torch
 
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
-from danlu.models.folder import CONFIG, read_json
+from danlu.models.hf_folder import CONFIG, read_json
 from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build
 from danlu.models.saving import save

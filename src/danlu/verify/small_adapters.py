@@ -12,13 +12,13 @@ import torch
 from danlu.adapters.description import AdapterFolder, open_adapter, resolve_adapter, stacked
 from danlu.adapters.folder import section_of, write_adapter
 from danlu.adapters.targets import by_pattern, select, unmatched
-from danlu.assembly.base import Base, find_base
-from danlu.assembly.frozen import adapters_of
+from danlu.assembly.base_model import Base, find_base
+from danlu.assembly.frozen_base import adapters_of
 from danlu.errors import RecipeError
+from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig
 from danlu.models.initialize import named_generator
 from danlu.models.loading import load, skeleton
-from danlu.models.sites import adapter_sites
 from danlu.recipe import sections
 from danlu.types import Site
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from danlu.models.decoder import Decoder, Linear
-from danlu.models.layout import config_sites
+from danlu.models.hf_layout import config_sites
 from danlu.types import Site
 
 

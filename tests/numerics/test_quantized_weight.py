@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.numerics import product
-from danlu.numerics.integers import IntegerWeight
-from danlu.numerics.packed import FourBitWeight
-from danlu.numerics.product import PackedWeight
+from danlu.numerics import quantized_weight
+from danlu.numerics.four_bit_weight import FourBitWeight
+from danlu.numerics.integer_weight import IntegerWeight
+from danlu.numerics.quantized_weight import PackedWeight
 
 # Rounding of one product, over sums of a few hundred numbers.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
@@ -97,8 +97,8 @@ def test_nothing_is_kept_for_the_backward_pass() -> None:
 
 
 def test_all_products_are_made_in_the_same_memory() -> None:
-    product.release_shared_memory()
-    assert product.shared_bytes() == 0
+    quantized_weight.release_shared_memory()
+    assert quantized_weight.shared_bytes() == 0
     small, large = weights(48, 80)[0], weights(96, 160)[0]
     expected = [weight.dense(torch.float32) for weight in (small, large)]
     for _ in range(2):
@@ -106,13 +106,13 @@ def test_all_products_are_made_in_the_same_memory() -> None:
             x = normal(3, matrix.shape[1])
             assert torch.equal(weight.product(x), F.linear(x, matrix))
             assert weight.product(x.bfloat16()).dtype == torch.bfloat16
-    assert product.shared_bytes() == 96 * 160 * 4  # the largest matrix, once
-    product.release_shared_memory()
-    assert product.shared_bytes() == 0
+    assert quantized_weight.shared_bytes() == 96 * 160 * 4  # the largest matrix, once
+    quantized_weight.release_shared_memory()
+    assert quantized_weight.shared_bytes() == 0
 
 
 def test_memory_that_inference_left_serves_training() -> None:
-    product.release_shared_memory()
+    quantized_weight.release_shared_memory()
     for weight in weights():
         with torch.inference_mode():
             expected = weight.product(normal(3, 80)).clone()
@@ -173,8 +173,8 @@ def test_no_parameter_trains() -> None:
 @pytest.mark.slow
 def test_a_compiled_model_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedWeight, "product", PackedWeight.product)  # put back afterwards
-    product.leave_products_uncompiled.cache_clear()
-    product.leave_products_uncompiled()
+    quantized_weight.leave_products_uncompiled.cache_clear()
+    quantized_weight.leave_products_uncompiled()
 
     class Model(nn.Module):
         def __init__(self, weight: PackedWeight) -> None:

@@ -13,9 +13,9 @@ from builders.adapter_folders import adapted_logits, adapter_folder
 from builders.tiny_world import World
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.assembly.base import Base
-from danlu.assembly.named_adapters import base_changes, base_identity
-from danlu.assembly.trained import adapted_model, merged_model, write_result
+from danlu.assembly.adapter_training import adapted_model, merged_model, write_result
+from danlu.assembly.base_model import Base
+from danlu.assembly.recipe_adapters import base_changes, base_identity
 from danlu.errors import ModelError
 from danlu.models.decoder import Decoder
 from danlu.recipe import sections

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from builders.tiny_world import CONFIG, World
 
-from danlu.assembly.positions import positions_of_samples
+from danlu.assembly.context_length import max_sample_length
 from danlu.errors import ModelError
 from danlu.recipe import sections
 
 
 def test_positions_are_the_models_less_the_virtual_tokens(tiny_world: World) -> None:
     def of(adapter: object = None, **model: object) -> int:
-        return positions_of_samples(sections.Model(**model), adapter)  # type: ignore[arg-type]
+        return max_sample_length(sections.Model(**model), adapter)  # type: ignore[arg-type]
 
     assert of(config=CONFIG) == 128
     assert of(config={**CONFIG, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}) == 512
@@ -25,4 +25,4 @@ def test_positions_are_the_models_less_the_virtual_tokens(tiny_world: World) -> 
 
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such folder"):
-        positions_of_samples(sections.Model(path=str(tmp_path / "none")), None)
+        max_sample_length(sections.Model(path=str(tmp_path / "none")), None)

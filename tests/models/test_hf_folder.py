@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from danlu.errors import ModelError
-from danlu.models.folder import read_config, read_tensors, resolve_folder
+from danlu.models.hf_folder import read_config, read_tensors, resolve_folder
 
 
 def test_a_model_folder_or_a_run_with_a_model_in_it_is_found(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from danlu.errors import ModelError
 from danlu.numerics.codebooks import KINDS, Kind
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

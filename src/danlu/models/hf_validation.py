@@ -9,8 +9,8 @@ from pathlib import Path
 
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
-from danlu.models.folder import read_tensors
-from danlu.models.layout import EMBEDDING, HEAD, IGNORED, disk_tensors
+from danlu.models.hf_folder import read_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, IGNORED, disk_tensors
 from danlu.models.tensor_file import FLOAT_BYTES, Stored
 
 PACKED = "U8"  # a weight in 4 bits: its codes two a byte, its constants beside it as `<name>.absmax`, ...

@@ -11,10 +11,10 @@ from typing import Any
 
 from danlu.adapters.description import CONFIG, WEIGHTS, AdapterFolder, open_adapter, resolve_adapter, stacked
 from danlu.adapters.targets import choose
-from danlu.assembly.base import Base, check_base, find_base
+from danlu.assembly.base_model import Base, check_base, find_base
 from danlu.errors import ModelError
-from danlu.models.folder import find_config, read_config, tensors_fingerprint
-from danlu.models.layout import config_sites
+from danlu.models.hf_folder import find_config, read_config, tensors_fingerprint
+from danlu.models.hf_layout import config_sites
 from danlu.models.tensor_file import read_header
 from danlu.recipe import sections
 

@@ -13,14 +13,14 @@ from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from danlu.assembly import frozen
-from danlu.assembly.frozen import load_frozen, pack
+from danlu.assembly import frozen_base
+from danlu.assembly.frozen_base import load_frozen, pack
 from danlu.errors import ModelError
-from danlu.models.folder import CONFIG, SINGLE_FILE
+from danlu.models.hf_folder import CONFIG, SINGLE_FILE
 from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.numerics.bitsandbytes_config import config_values
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe import sections
 
 SECTIONS = [
@@ -151,18 +151,20 @@ def test_a_corrupted_quantized_folder_is_told(folder: Path, tmp_path: Path) -> N
 def test_at_most_one_weight_is_held_as_it_is_stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each matrix is packed before the next one is read."""
     order: list[str] = []
-    packed = frozen.pack
+    packed = frozen_base.pack
 
     def watched(weight: Tensor, section: Any, name: str = "") -> Any:
         order.append(f"packed {name}")
         return packed(weight, section, name)
 
-    monkeypatch.setattr(frozen, "pack", watched)
+    monkeypatch.setattr(frozen_base, "pack", watched)
     model = load_frozen(folder, dtype=torch.bfloat16, quantization=sections.Nf4()).model
     assert len(order) == 14
     held = sum(buffer.nbytes for buffer in model.buffers()) + sum(parameter.nbytes for parameter in model.parameters())
     assert not any(parameter.is_meta for parameter in model.parameters())
-    linears = sum(site.shape[0] * site.shape[1] for site in frozen.adapters_of(model).sites if site.layer is not None)
+    linears = sum(
+        site.shape[0] * site.shape[1] for site in frozen_base.adapters_of(model).sites if site.layer is not None
+    )
     rest = 2 * 2 * 64 * 32 + 4 * (5 * 32 + 2 * (32 + 16 + 16 + 32))  # embedding and head, norms, biases
     assert held < rest + linears * 4.6 / 8 + 14 * 60  # 4.13 bits a number and a few constants for each matrix
 

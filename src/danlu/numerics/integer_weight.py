@@ -18,8 +18,8 @@ from torch import Tensor
 
 from danlu.errors import ModelError
 from danlu.numerics.four_bit import tile_size
-from danlu.numerics.packed import check_packable
-from danlu.numerics.product import PackedWeight
+from danlu.numerics.four_bit_weight import check_packable
+from danlu.numerics.quantized_weight import PackedWeight
 
 Bits = Literal[4, 8]
 _LARGEST = {8: 127, 4: 7}

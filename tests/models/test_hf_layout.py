@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from danlu.models.adapter_sites import adapter_sites
 from danlu.models.decoder import Decoder, Linear
-from danlu.models.layout import config_sites
-from danlu.models.sites import adapter_sites
+from danlu.models.hf_layout import config_sites
 
 
 @pytest.mark.parametrize("case", ["gemma2", "llama-2", "phi-4", "qwen2", "llama-tied-smollm2"])
@@ -29,5 +29,5 @@ def test_the_sites_of_a_config_are_the_layers_of_its_decoder(case: str, tiny_mod
 
 
 def test_they_are_told_without_torch() -> None:
-    code = "import sys, danlu.models.layout, danlu.adapters.targets; sys.exit('torch' in sys.modules)"
+    code = "import sys, danlu.models.hf_layout, danlu.adapters.targets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

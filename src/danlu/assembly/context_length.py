@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from danlu.adapters.description import stacked
-from danlu.models.folder import find_config
+from danlu.models.hf_folder import find_config
 from danlu.models.presets import from_scratch
 from danlu.recipe import sections
 
 
-def positions_of_samples(model: sections.Model, adapter: Any) -> int:
+def max_sample_length(model: sections.Model, adapter: Any) -> int:
     """Tokens of a sample that the model has positions for, after the virtual tokens of its adapters.
 
     adapter: section of the recipe, or None. Raises ModelError for a config that danlu cannot read.

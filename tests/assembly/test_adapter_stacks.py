@@ -11,8 +11,8 @@ from builders.adapter_folders import adapted_logits, adapter_folder
 from builders.tiny_run import tiny_model
 
 from danlu.adapters.description import stacked
-from danlu.assembly.frozen import adapters_of
-from danlu.assembly.stacks import Stacks
+from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.assembly.frozen_base import adapters_of
 from danlu.errors import ModelError
 from danlu.models.loading import load
 from danlu.models.saving import save
@@ -34,7 +34,7 @@ def test_each_stack_is_as_if_it_were_alone(base: Path, tmp_path: Path) -> None:
     other = adapter_folder(base, tmp_path / "forward", norm, seed=3)
     model = load(base)
     plain = logits(model)
-    stacks = Stacks(adapters_of(model))
+    stacks = AdapterStacks(adapters_of(model))
     assert [stacks.add(stacked(folder)) for folder in (lower, upper, other)] == [0, 1, 2]
     assert torch.equal(logits(model), plain) and len(stacks.adapters.added) == 3
     seen = []
@@ -49,7 +49,7 @@ def test_each_stack_is_as_if_it_were_alone(base: Path, tmp_path: Path) -> None:
 def test_an_order_without_a_meaning_is_told_by_name(base: Path, tmp_path: Path) -> None:
     lower = adapter_folder(base, tmp_path / "lower", sections.Lora())
     upper = adapter_folder(base, tmp_path / "run" / "adapter", sections.Dora(), below=(lower,))
-    stacks = Stacks(adapters_of(load(base)))
+    stacks = AdapterStacks(adapters_of(load(base)))
     number = stacks.add(stacked(upper))
     with pytest.raises(ModelError, match="adapter '1-run' is DoRA, which scales the weight itself"):
         stacks.use(number)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from danlu.adapters.description import AdapterFolder
 from danlu.errors import ModelError
-from danlu.models.folder import fingerprint, read_json, resolve_folder
+from danlu.models.hf_folder import fingerprint, read_json, resolve_folder
 
 ORIGIN = "danlu.json"
 """File of a folder that danlu quantized: which model it was made from."""

@@ -16,17 +16,17 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
 from danlu.adapters.making import Making
 from danlu.errors import ModelError
+from danlu.models.adapter_sites import adapter_sites
 from danlu.models.decoder import Decoder, Linear
 from danlu.models.families import FAMILIES
-from danlu.models.folder import CONFIG, read_config, read_json
+from danlu.models.hf_folder import CONFIG, read_config, read_json
+from danlu.models.hf_layout import disk_name
 from danlu.models.initialize import named_generator
-from danlu.models.layout import disk_name
 from danlu.models.loading import check_packed, load_into, skeleton
-from danlu.models.sites import adapter_sites
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
-from danlu.numerics.integers import IntegerWeight
-from danlu.numerics.packed import FourBitWeight
-from danlu.numerics.product import PackedWeight
+from danlu.numerics.four_bit_weight import FourBitWeight
+from danlu.numerics.integer_weight import IntegerWeight
+from danlu.numerics.quantized_weight import PackedWeight
 from danlu.recipe import sections
 
 

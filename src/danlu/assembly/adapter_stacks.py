@@ -11,7 +11,7 @@ from danlu.adapters.description import AdapterFolder, open_adapter
 from danlu.adapters.folder import add_adapter
 
 
-class Stacks:
+class AdapterStacks:
     """The stacks of one set of adapters. An adapter that lies in several is there once."""
 
     def __init__(self, adapters: AdapterSet) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from danlu.numerics import four_bit, native
+from danlu.numerics import bitsandbytes_kernels, four_bit
 from danlu.numerics.codebooks import KINDS, Kind
 from danlu.numerics.four_bit import BLOCKS, Nested
 
@@ -22,9 +22,9 @@ SHAPES = [(4, 64), (33, 160), (17, 192), (5, 80), (3, 33), (1, 63), (1001, 257),
 
 @pytest.fixture(autouse=True)
 def library() -> Iterator[None]:
-    native.library.cache_clear()
+    bitsandbytes_kernels.library.cache_clear()
     yield
-    native.library.cache_clear()
+    bitsandbytes_kernels.library.cache_clear()
 
 
 def packed(*shape: int, kind: Kind = "nf4", block: int = 64) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def packed(*shape: int, kind: Kind = "nf4", block: int = 64) -> tuple[Tensor, Te
 
 
 # Where the file is, it must work: a library that is not used for its results fails these tests.
-FILE = native.library_file()
+FILE = bitsandbytes_kernels.library_file()
 needs_library = pytest.mark.skipif(
     FILE is None or not FILE.exists(), reason="bitsandbytes has no CPU library for this machine"
 )
@@ -47,8 +47,8 @@ def test_the_library_equals_plain_torch(shape: tuple[int, int], dtype: torch.dty
     codes, absmax = packed(*shape, kind=kind)
     expected, seen = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
     four_bit.unpack_into(expected, codes, absmax, kind, 64)
-    native.unpack_into(seen, codes, absmax, kind, 64)
-    assert native.library()[0] is not None and torch.equal(seen, expected)
+    bitsandbytes_kernels.unpack_into(seen, codes, absmax, kind, 64)
+    assert bitsandbytes_kernels.library()[0] is not None and torch.equal(seen, expected)
 
 
 @needs_library
@@ -57,7 +57,7 @@ def test_every_size_of_block(block: int) -> None:
     codes, absmax = packed(67, 193, block=block)
     expected, seen = torch.empty(67, 193), torch.empty(67, 193)
     four_bit.unpack_into(expected, codes, absmax, "nf4", block)
-    native.unpack_into(seen, codes, absmax, "nf4", block)
+    bitsandbytes_kernels.unpack_into(seen, codes, absmax, "nf4", block)
     assert torch.equal(seen, expected)
 
 
@@ -65,25 +65,25 @@ def test_every_size_of_block(block: int) -> None:
 @pytest.mark.parametrize("blocks", [1, 255, 256, 257, 5000])
 def test_magnitudes(blocks: int) -> None:
     nested = four_bit.pack_absmax(torch.rand(blocks, generator=torch.Generator().manual_seed(blocks)))
-    assert torch.equal(native.unpack_absmax(nested), four_bit.unpack_absmax(nested))
+    assert torch.equal(bitsandbytes_kernels.unpack_absmax(nested), four_bit.unpack_absmax(nested))
 
 
 def test_a_type_without_a_kernel() -> None:
     codes, absmax = packed(8, 96)
     expected, seen = torch.empty(8, 96), torch.empty(8, 96, dtype=torch.float64)
     four_bit.unpack_into(expected, codes, absmax, "nf4", 64)
-    native.unpack_into(seen, codes, absmax, "nf4", 64)
+    bitsandbytes_kernels.unpack_into(seen, codes, absmax, "nf4", 64)
     assert torch.equal(seen, expected.double())
 
 
 @needs_library
 def test_the_library_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, note = native.library()
-    assert found is not None and "unpacked by bitsandbytes" in note and native.kernels_in_use() == note
+    found, note = bitsandbytes_kernels.library()
+    assert found is not None and "unpacked by bitsandbytes" in note and bitsandbytes_kernels.kernels_in_use() == note
     codes, absmax = packed(8, 64)
     out = torch.empty(8, 64)
     monkeypatch.setattr(four_bit, "unpack_into", None)  # not asked
-    native.unpack_into(out, codes, absmax, "nf4", 64)
+    bitsandbytes_kernels.unpack_into(out, codes, absmax, "nf4", 64)
     assert out.isfinite().all()
 
 
@@ -105,34 +105,40 @@ def test_the_library_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_unpacks_is_said_as_it_is_chosen(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int, by: str, said: str
 ) -> None:
-    means = native.means(torch.device("cpu"), dtype, block)
+    means = bitsandbytes_kernels.means(torch.device("cpu"), dtype, block)
     assert means.by == by and said in means.note
     seen = []
     monkeypatch.setattr(four_bit, "unpack_into", lambda *arguments: seen.append("torch"))
-    monkeypatch.setattr(native, "_unpack", lambda *arguments: seen.append("library"))
+    monkeypatch.setattr(bitsandbytes_kernels, "_unpack", lambda *arguments: seen.append("library"))
     codes, absmax = packed(8, 64)
-    native.unpack_into(torch.empty(8, 64, dtype=dtype), codes, absmax, "nf4", block)
+    bitsandbytes_kernels.unpack_into(torch.empty(8, 64, dtype=dtype), codes, absmax, "nf4", block)
     assert seen == [by]
 
 
 def test_operators_of_a_gpu_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "operators", lambda: (False, "4-bit weights are unpacked by plain torch: why"))
-    assert native.means(torch.device("cuda"), torch.bfloat16, 64) == ("torch", native.operators()[1])
-    monkeypatch.setattr(native, "operators", lambda: (True, "by operators"))
-    assert native.means(torch.device("cuda"), torch.bfloat16, 64).by == "operators"
+    monkeypatch.setattr(
+        bitsandbytes_kernels, "operators", lambda: (False, "4-bit weights are unpacked by plain torch: why")
+    )
+    assert bitsandbytes_kernels.means(torch.device("cuda"), torch.bfloat16, 64) == (
+        "torch",
+        bitsandbytes_kernels.operators()[1],
+    )
+    monkeypatch.setattr(bitsandbytes_kernels, "operators", lambda: (True, "by operators"))
+    assert bitsandbytes_kernels.means(torch.device("cuda"), torch.bfloat16, 64).by == "operators"
     monkeypatch.undo()
-    native.operators.cache_clear()
-    monkeypatch.setattr(native, "find_spec", lambda name: None)
-    agree, note = native.operators()
+    bitsandbytes_kernels.operators.cache_clear()
+    monkeypatch.setattr(bitsandbytes_kernels, "find_spec", lambda name: None)
+    agree, note = bitsandbytes_kernels.operators()
     assert not agree and note.endswith("bitsandbytes is not installed.")
-    native.operators.cache_clear()
+    bitsandbytes_kernels.operators.cache_clear()
 
 
 @needs_library
 def test_the_package_is_not_imported() -> None:
     script = (
-        "import sys, torch; from danlu.numerics.packed import FourBitWeight; from danlu.numerics import native\n"
-        "FourBitWeight.pack(torch.randn(8, 64)).dense(); assert native.library()[0]\n"
+        "import sys, torch; from danlu.numerics.four_bit_weight import FourBitWeight\n"
+        "from danlu.numerics import bitsandbytes_kernels\n"
+        "FourBitWeight.pack(torch.randn(8, 64)).dense(); assert bitsandbytes_kernels.library()[0]\n"
         "sys.exit('bitsandbytes' in sys.modules or 'torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
@@ -140,27 +146,29 @@ def test_the_package_is_not_imported() -> None:
 
 def falls_back() -> str:
     """Checks that plain torch takes over; returns the note that says why."""
-    found, note = native.library()
+    found, note = bitsandbytes_kernels.library()
     assert found is None and "by plain torch" in note
-    assert native.means(torch.device("cpu"), torch.float32, 64) == ("torch", note)
+    assert bitsandbytes_kernels.means(torch.device("cpu"), torch.float32, 64) == ("torch", note)
     codes, absmax = packed(33, 160)
     expected, seen = torch.empty(33, 160), torch.empty(33, 160)
     four_bit.unpack_into(expected, codes, absmax, "nf4", 64)
-    native.unpack_into(seen, codes, absmax, "nf4", 64)
+    bitsandbytes_kernels.unpack_into(seen, codes, absmax, "nf4", 64)
     nested = four_bit.pack_absmax(absmax)
-    assert torch.equal(seen, expected) and torch.equal(native.unpack_absmax(nested), four_bit.unpack_absmax(nested))
+    assert torch.equal(seen, expected) and torch.equal(
+        bitsandbytes_kernels.unpack_absmax(nested), four_bit.unpack_absmax(nested)
+    )
     return note
 
 
 def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    monkeypatch.setattr(bitsandbytes_kernels, "find_spec", lambda name: None)
     assert "not installed" in falls_back()
 
 
 def test_without_a_library_for_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = ModuleSpec("bitsandbytes", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(native, "find_spec", lambda name: spec)
+    monkeypatch.setattr(bitsandbytes_kernels, "find_spec", lambda name: spec)
     assert "cannot be used" in falls_back()
 
 
@@ -171,23 +179,23 @@ def test_a_library_that_lacks_a_function(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_library
 def test_a_library_with_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    bind = native._bind
+    bind = bitsandbytes_kernels._bind
 
-    def swapped(loaded: ctypes.CDLL) -> native.Library:
+    def swapped(loaded: ctypes.CDLL) -> bitsandbytes_kernels.Library:
         right = bind(loaded)
         wrong = dict(right.unpack)
         wrong["fp4", torch.bfloat16] = wrong["nf4", torch.bfloat16]
         return right._replace(unpack=wrong)
 
-    monkeypatch.setattr(native, "_bind", swapped)
+    monkeypatch.setattr(bitsandbytes_kernels, "_bind", swapped)
     assert "other values for fp4 in torch.bfloat16" in falls_back()
 
 
 @needs_library
 def test_a_library_with_other_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
-    bind = native._bind
+    bind = bitsandbytes_kernels._bind
 
-    def halved(loaded: ctypes.CDLL) -> native.Library:
+    def halved(loaded: ctypes.CDLL) -> bitsandbytes_kernels.Library:
         right = bind(loaded)
 
         def blocks_of_128(*arguments: int) -> None:
@@ -195,15 +203,15 @@ def test_a_library_with_other_magnitudes(monkeypatch: pytest.MonkeyPatch) -> Non
 
         return right._replace(unpack_bytes=blocks_of_128)
 
-    monkeypatch.setattr(native, "_bind", halved)
-    monkeypatch.setattr(native, "_unpack_absmax", with_room(native._unpack_absmax))
+    monkeypatch.setattr(bitsandbytes_kernels, "_bind", halved)
+    monkeypatch.setattr(bitsandbytes_kernels, "_unpack_absmax", with_room(bitsandbytes_kernels._unpack_absmax))
     assert "other values for 8-bit magnitudes" in falls_back()
 
 
 def with_room(unpack):  # type: ignore[no-untyped-def]
     """The wrong kernel reads a third magnitude: it must be there."""
 
-    def roomy(function: native.UnpackBytes, nested: Nested) -> Tensor:
+    def roomy(function: bitsandbytes_kernels.UnpackBytes, nested: Nested) -> Tensor:
         return unpack(function, nested._replace(absmax=torch.cat((nested.absmax, torch.ones(8)))))
 
     return roomy

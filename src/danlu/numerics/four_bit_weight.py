@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from danlu.errors import ModelError
-from danlu.numerics import bitsandbytes_layout, four_bit, native
+from danlu.numerics import bitsandbytes_kernels, bitsandbytes_layout, four_bit
 from danlu.numerics.codebooks import KINDS, Kind, dynamic_map
 from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, Nested, Packed
-from danlu.numerics.product import PackedWeight
+from danlu.numerics.quantized_weight import PackedWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of matrices that can be packed."""
@@ -26,7 +26,7 @@ class FourBitWeight(PackedWeight):
     """A frozen matrix [O, I] held as NF4 or FP4 codes (QLoRA, arXiv:2305.14314).
 
     Codes and constants are bitsandbytes' bit for bit, for every shape; so is `dense`, except where bitsandbytes' CPU
-    kernel is wrong (see `native`): there it is what its CUDA kernel and its plain version give.
+    kernel is wrong (see `bitsandbytes_kernels`): there it is what its CUDA kernel and its plain version give.
     """
 
     codes: Tensor  # [ceil(N / 2), 1] uint8
@@ -130,7 +130,7 @@ class FourBitWeight(PackedWeight):
             return FourBitWeight(Packed(self.kind, self.block, shape, self.dtype, codes, absmax))
         block = gcd(self.block, start) if width == inputs else gcd(self.block, inputs, columns.start, width)
         nested = self._nested()
-        magnitudes = self.absmax if nested is None else native.unpack_absmax(nested)
+        magnitudes = self.absmax if nested is None else bitsandbytes_kernels.unpack_absmax(nested)
         places = torch.arange(0, count, block, device=self.device)  # of each block's first number, in the box
         places = (rows.start + places // width) * inputs + columns.start + places % width  # and in the whole
         codes = four_bit.join(four_bit.apart(self.codes, outputs * inputs).view(outputs, inputs)[rows, columns])
@@ -146,8 +146,8 @@ class FourBitWeight(PackedWeight):
 
     def write(self, out: Tensor) -> None:
         nested = self._nested()
-        absmax = self.absmax if nested is None else native.unpack_absmax(nested)
-        native.unpack_into(out, self.codes, absmax, self.kind, self.block)
+        absmax = self.absmax if nested is None else bitsandbytes_kernels.unpack_absmax(nested)
+        bitsandbytes_kernels.unpack_into(out, self.codes, absmax, self.kind, self.block)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {super().extra_repr()}"
@@ -164,15 +164,15 @@ def _absmax_of(absmax: Tensor | Nested, start: int, stop: int) -> Tensor | Neste
     if isinstance(absmax, Tensor):
         return absmax[start:stop].clone()
     if start % NESTED_BLOCK:
-        return native.unpack_absmax(absmax)[start:stop].clone()
+        return bitsandbytes_kernels.unpack_absmax(absmax)[start:stop].clone()
     scales = absmax.absmax[start // NESTED_BLOCK : -(-stop // NESTED_BLOCK)]
     return Nested(absmax.codes[start:stop].clone(), scales.clone(), absmax.offset, absmax.values)
 
 
-def unpacking(model: nn.Module, dtype: torch.dtype) -> list[native.Means]:
+def unpacking(model: nn.Module, dtype: torch.dtype) -> list[bitsandbytes_kernels.Means]:
     """What unpacks the 4-bit weights of a model for products in `dtype`, each means once; none where it has none."""
     found = [
-        native.means(module.device, dtype, module.block)
+        bitsandbytes_kernels.means(module.device, dtype, module.block)
         for module in model.modules()
         if isinstance(module, FourBitWeight)
     ]

@@ -10,7 +10,7 @@ from builders.adapter_folders import adapter_folder, changed, of_another_tool
 from builders.tiny_run import tiny_model
 
 from danlu.adapters.description import CONFIG, stacked
-from danlu.assembly.base import base_of, check_base, find_base
+from danlu.assembly.base_model import base_of, check_base, find_base
 from danlu.errors import ModelError
 from danlu.models.saving import save
 from danlu.recipe import sections

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from danlu.numerics.difference import relative_error, worst_absolute_error, worst_error, worst_relative_error
+from danlu.numerics.relative_error import relative_error, worst_absolute_error, worst_error, worst_relative_error
 
 Worst = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], float]
 

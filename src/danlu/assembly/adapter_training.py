@@ -11,13 +11,13 @@ from torch import Tensor
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.description import CONFIG
 from danlu.adapters.folder import add_adapter, write_adapter
-from danlu.assembly.base import Base, find_base
-from danlu.assembly.frozen import Adapted, Arriving, adapters_of, load_frozen
-from danlu.assembly.named_adapters import named_stack, open_named, take_last
-from danlu.assembly.stacks import Stacks
+from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.assembly.base_model import Base, find_base
+from danlu.assembly.frozen_base import Adapted, Arriving, adapters_of, load_frozen
+from danlu.assembly.recipe_adapters import named_stack, open_named, take_last
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
-from danlu.models.saving import copy_words, fresh_folder, write_template
+from danlu.models.saving import copy_tokenizer, fresh_folder, write_template
 from danlu.recipe import sections
 
 TRAINED = "default"
@@ -64,7 +64,7 @@ def adapted_model(
         arriving=arriving,
     )
     adapters = adapted.adapters
-    stacks = Stacks(adapters)
+    stacks = AdapterStacks(adapters)
     stacks.use(stacks.add(below))
     if continued is not None:
         add_adapter(adapters, TRAINED, continued)
@@ -81,7 +81,7 @@ def merged_model(model: sections.Model, *, device: torch.device) -> Decoder:
     folders = open_named(model.adapters, base)
     decoder = load(base.folder, device=device)
     adapters = adapters_of(decoder, device=device)
-    stacks = Stacks(adapters)
+    stacks = AdapterStacks(adapters)
     stacks.use(stacks.add(folders))
     adapters.absorb()
     return decoder
@@ -127,6 +127,6 @@ def write_result(
             quantization=None if quantization is None else quantization.model_dump(mode="json"),
             value=value,
         )
-        copy_words(tokenizer_from, fresh)
+        copy_tokenizer(tokenizer_from, fresh)
         if chat_template is not None:
             write_template(fresh, chat_template)

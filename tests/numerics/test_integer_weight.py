@@ -6,9 +6,9 @@ from builders.kernel_count import Kernels
 from torch import Tensor
 
 from danlu.errors import ModelError
-from danlu.numerics import four_bit, integers
-from danlu.numerics.integers import Bits, IntegerWeight
-from danlu.numerics.packed import FourBitWeight
+from danlu.numerics import four_bit, integer_weight
+from danlu.numerics.four_bit_weight import FourBitWeight
+from danlu.numerics.integer_weight import Bits, IntegerWeight
 
 LARGEST = {8: 127, 4: 7}
 SHAPES = [(48, 256), (5, 100), (3, 33), (1, 129), (66, 1000), (7, 1)]
@@ -56,7 +56,9 @@ def test_a_gpu_unpacks_a_matrix_in_ten_kernels(monkeypatch: pytest.MonkeyPatch, 
         large.dense(torch.bfloat16)
     assert 0 < len(kernels.names) <= 10, kernels.names
     expected = weight.dense()
-    monkeypatch.setattr(integers, "tile_size", lambda count, device: four_bit.tile_size(count, torch.device("meta")))
+    monkeypatch.setattr(
+        integer_weight, "tile_size", lambda count, device: four_bit.tile_size(count, torch.device("meta"))
+    )
     again = IntegerWeight.pack(matrix, bits)
     assert torch.equal(again.codes, weight.codes) and torch.equal(again.dense(), expected)
 
