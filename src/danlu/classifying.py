@@ -23,7 +23,7 @@ from danlu.optim.clip import non_finite
 from danlu.parallel import data
 from danlu.parallel.held import held_of
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import LossOptions
@@ -74,10 +74,10 @@ class Classifying:
                 lenet.initialize(model, self.recipe.seed)
         else:
             model = lenet.load(resolve_folder(self.recipe.model.path), device=device)
-        return PlacedClassifier(self.recipe, model, spread_of(model, self.recipe, ranks), device)
+        return PlacedClassifier(self.recipe, model, step_parallel_of(model, self.recipe, ranks), device)
 
     def unplaced(self, checkpoint: Path) -> PlacedClassifier:
-        return PlacedClassifier(self.recipe, lenet.LeNet5(), Spread(), torch.device("cpu"))
+        return PlacedClassifier(self.recipe, lenet.LeNet5(), StepParallel(), torch.device("cpu"))
 
     def amount(self, items: int) -> str:
         return f"{items} images"
@@ -86,20 +86,17 @@ class Classifying:
         return items
 
 
-def spread_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> Spread:
+def step_parallel_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> StepParallel:
     """The part of this process in each step; the model's parameters are sharded where the recipe says so."""
     section = recipe.parallel
     if ranks.alone:
-        return Spread(ranks)
+        return StepParallel(ranks)
     sharded = section.shard != "none" and ranks.data.size > 1
     if sharded:
         # No type to gather in: as on one process, the model itself makes float32 weights narrow.
         data.Sharder(model, ranks, section, gathered=None, whole=()).rest()
-    spread = Spread(ranks, held_of(model, ranks, {}))
-    if sharded:
-        spread.begin = data.accumulation(model, section)
-        spread.forget = lambda: data.drop_gathered(model)
-    return spread
+    parallel = StepParallel(ranks, held_of(model, ranks, {}))
+    return data.sharded_step(parallel, model, section) if sharded else parallel
 
 
 @dataclass(frozen=True)
@@ -108,13 +105,13 @@ class PlacedClassifier:
 
     recipe: Recipe
     model: lenet.LeNet5
-    spread: Spread
+    parallel: StepParallel
     device: torch.device
     name: str = "LeNet-5"
     notes: Sequence[str] = ()
 
     def parameters(self) -> list[tuple[str, Parameter]]:
-        held = self.spread.held
+        held = self.parallel.local_parameters
         return [(name, held[name].local if held else one) for name, one in self.model.named_parameters()]
 
     def base(self) -> None:
@@ -129,17 +126,18 @@ class PlacedClassifier:
 
     def learner(self, micro: int) -> Classifier:
         """Under DDP where every data rank holds all of the model."""
-        spread, recipe = self.spread, self.recipe
+        parallel, recipe = self.parallel, self.recipe
         counted = Activations.beside([*self.model.parameters(), *self.model.buffers()])
         classifier = Classifier(
-            self.model, self.device, DTYPES[recipe.precision], micro, recipe.loss, spread, activations=counted
+            self.model, self.device, DTYPES[recipe.precision], micro, recipe.loss, parallel, activations=counted
         )
-        if spread.ranks.data.alone or recipe.parallel.shard != "none":
+        if parallel.ranks.data.alone or recipe.parallel.shard != "none":
             return classifier
-        wrapped = data.replicate(Losses(self.model, partial(weighted_loss, classifier)), spread.ranks, recipe.parallel)
+        wrapped = data.replicate(
+            Losses(self.model, partial(weighted_loss, classifier)), parallel.ranks, recipe.parallel
+        )
         data.settle(wrapped, classifier.collate([]), classifier.loss, 1.0)
-        spread.begin = data.local_accumulation(wrapped)
-        return replace(classifier, through=wrapped)
+        return replace(classifier, through=wrapped, parallel=data.replicated_step(parallel, wrapped))
 
     def generate(self) -> Generate | None:
         return None
@@ -181,13 +179,13 @@ class Classifier:
     dtype: torch.dtype  # of activations; parameters are float32
     micro: int  # images in a micro-batch
     loss: LossOptions
-    spread: Spread
+    parallel: StepParallel
     activations: Activations | None = None
     through: Callable[..., CrossEntropy] | None = None  # DDP around `Losses`
 
     def weights(self) -> dict[str, Tensor]:
         """All of the model: as much of each parameter as this process holds."""
-        held = self.spread.held
+        held = self.parallel.local_parameters
         return {name: (held[name].local if held else one).detach() for name, one in self.model.named_parameters()}
 
     def collate(self, packs: Sequence[Image]) -> ImageBatch:
@@ -204,7 +202,7 @@ class Classifier:
 
     def explain(self, batch: ImageBatch, step: int) -> TrainingError:
         """Why the loss of `batch` is not finite: a weight that is not, or the images of which it is not."""
-        found = self.spread.ranks.world.objects(non_finite(self.weights().items()))  # each has its part of them
+        found = self.parallel.ranks.world.objects(non_finite(self.weights().items()))  # each has its part of them
         if names := [name for one in found for name in one]:
             return TrainingError(
                 f"step {step}: the loss is not finite because a weight is not: {', '.join(names[:3])}. The run stopped "

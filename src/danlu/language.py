@@ -48,7 +48,7 @@ from danlu.optim.build import Optimizers
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import Sizes, problems
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Placed, Subject, check_placing, learner, place, shards_on_host, subject_of
 from danlu.plan.flops import training_flops
 from danlu.plan.gemm import Peak, peak_of
@@ -158,7 +158,7 @@ class Language:
         self._check_base(checkpoint)
         device = torch.device("cpu")
         subject = self._subject(self._config(), device, Start(checkpoint, ()))
-        return PlacedDecoder(self.recipe, Placed(subject, Spread()), device)
+        return PlacedDecoder(self.recipe, Placed(subject, StepParallel()), device)
 
     def amount(self, items: int) -> str:
         data = self.recipe.data
@@ -220,8 +220,8 @@ class PlacedDecoder:
         return self.placed.subject.model
 
     @property
-    def spread(self) -> Spread:
-        return self.placed.spread
+    def parallel(self) -> StepParallel:
+        return self.placed.parallel
 
     @property
     def name(self) -> str:
@@ -247,7 +247,7 @@ class PlacedDecoder:
 
     def _trained(self) -> dict[str, Tensor]:
         """The same, as much of each as is here."""
-        held = self.spread.held
+        held = self.parallel.local_parameters
         return {name: held[name].local.detach() if held else one for name, one in self.weights().items()}
 
     def micro(self, optimizer: Optimizers, most: int) -> int:
@@ -271,7 +271,7 @@ class PlacedDecoder:
         return _sampler(self.recipe, self.placed.subject, self.dtype)
 
     def peak(self) -> Peak:
-        return peak_of(self.dtype, self.device, self.spread.ranks.world.size)
+        return peak_of(self.dtype, self.device, self.parallel.ranks.world.size)
 
     def least_seconds(self) -> LeastSeconds:
         shape = shape_of(self.model.config)
@@ -387,7 +387,7 @@ def _estimate(
     micro: int,
 ) -> MemoryEstimate:
     """What a step of this process is expected to hold: counted, but for activations and logits."""
-    model, ranks = placed.subject.model, placed.spread.ranks
+    model, ranks = placed.subject.model, placed.parallel.ranks
     average = sum(one.nbytes for one in optimizer.parameters.values()) if recipe.ema is not None else 0
     held = _held(model, placed.subject.adapters, weights, optimizer, average)
     elsewhere = optimizer.state_bytes() - optimizer.held_state_bytes()

@@ -36,7 +36,7 @@ from danlu.parallel import data, tensor
 from danlu.parallel.comm import Group
 from danlu.parallel.held import Held, held_of
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import NOTE, Replicas
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
@@ -62,7 +62,7 @@ class Placed:
     """A subject on the processes of a run."""
 
     subject: Subject
-    spread: Spread
+    parallel: StepParallel
     notes: tuple[str, ...] = ()
     """For the console."""
     plan: recompute.Plan = ()
@@ -70,9 +70,9 @@ class Placed:
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """What optimizers and averages work on, by name: as much of each parameter as is here."""
-        if not self.spread.held:
+        if not self.parallel.local_parameters:
             return list(self.subject.model.named_parameters())
-        return [(name, one.local) for name, one in self.spread.held.items()]
+        return [(name, one.local) for name, one in self.parallel.local_parameters.items()]
 
 
 def subject_of(
@@ -233,13 +233,12 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     if parts.sharder is not None:
         sums += [(ranks.data, name) for name in held if name in parts.whole]
     sums += [(group, name) for name, group in cuts.partial.items()]
-    spread = Spread(ranks, held, tuple(sums))
+    parallel = StepParallel(ranks, held, tuple(sums))
     if in_file is not None:
-        spread.put_away = in_file.let_go
+        parallel = replace(parallel, release_pages=in_file.let_go)
     if parts.sharder is not None:
-        spread.begin = data.accumulation(model, section)
-        spread.forget = lambda: data.drop_gathered(model)
-    return Placed(subject, spread, tuple(notes), plan)
+        parallel = data.sharded_step(parallel, model, section)
+    return Placed(subject, parallel, tuple(notes), plan)
 
 
 def offload_notes(recipe: Recipe, device: torch.device) -> list[str]:
@@ -307,7 +306,7 @@ def learner(
     activations: Activations | None = None,
 ) -> Compute:
     """What learns: a placed model with its loss, under DDP where every data rank holds all that is trained."""
-    model, ranks = placed.subject.model, placed.spread.ranks
+    model, ranks = placed.subject.model, placed.parallel.ranks
     away = None
     if "activations" in recipe.memory.offload:
         folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
@@ -321,7 +320,7 @@ def learner(
         recipe.loss,
         placed.subject.adapters,
         activations,
-        placed.spread,
+        placed.parallel,
         away=away,
         multiple=_token_shares(recipe, ranks),
     )
@@ -331,8 +330,7 @@ def learner(
         return compute
     wrapped = data.replicate(Losses(model, compute.own_losses), ranks, recipe.parallel)
     data.settle(wrapped, compute.collate([]), compute.loss, 1.0)
-    compute.spread.begin = data.local_accumulation(wrapped)
-    return replace(compute, through=wrapped)
+    return replace(compute, through=wrapped, parallel=data.replicated_step(placed.parallel, wrapped))
 
 
 def optimizer_of(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, device: torch.device) -> Optimizers:

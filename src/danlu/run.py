@@ -295,7 +295,7 @@ def _build(
     say: Say,
 ) -> Run:
     """All the parts of a run, put back to `start` if there is one."""
-    ranks = placed.spread.ranks
+    ranks = placed.parallel.ranks
     generate = placed.generate()  # first: prompts that cannot be continued are told before anything is written
     optimizer = optimizer_of(placed.parameters(), recipe, device)
     per_step = recipe.batch.packs(recipe.data.max_length)
@@ -396,8 +396,8 @@ def _shows(recipe: Recipe, task: Task, folder: Path, run: Run, stream: TextIO) -
 
 
 def _summary(recipe: Recipe, task: Task, placed: PlacedModel, run: Run) -> str:
-    parameters = parameters_of(run.compute.model, run.compute.spread.held)
-    trained = trained_parameters_of(run.compute.model, run.compute.spread.held)
+    parameters = parameters_of(run.compute.model, run.compute.parallel.local_parameters)
+    trained = trained_parameters_of(run.compute.model, run.compute.parallel.local_parameters)
     packs = "" if run.feed.total is None else f", {run.feed.total:,} {task.items}"
     counted = parameters_and_trained(parameters, trained)
     return (
@@ -429,7 +429,7 @@ def _export(run: Run, placed: PlacedModel, recipe: Recipe, folder: Path, say: Sa
 
 def _write(placed: PlacedModel, target: Path, run: Run | None = None) -> Path:
     """run: whose processes hold the parts of it; None where all of it is here."""
-    held = {} if run is None else run.compute.spread.held
+    held = {} if run is None else run.compute.parallel.local_parameters
     with Gathering(ALONE if run is None else run.store.group) as gathering:
         value = partial(_whole, gathering, held) if held else None
         placed.write(target, value, writes=gathering.first)

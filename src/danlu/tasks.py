@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from danlu.memory_estimate import MemoryEstimate
 from danlu.optim.build import Optimizers
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.gemm import Peak
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.position import PackSource
@@ -50,7 +50,7 @@ class PlacedModel(Protocol):
     def model(self) -> nn.Module: ...
 
     @property
-    def spread(self) -> Spread: ...
+    def parallel(self) -> StepParallel: ...
 
     @property
     def name(self) -> str: ...  # for the console: "llama"

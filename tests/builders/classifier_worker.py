@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from danlu.optim.build import build
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
+from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe, load
 from danlu.train.evaluation import evaluate
 from danlu.train.step import accumulate
@@ -24,6 +26,13 @@ from danlu.types import Piece
 
 Parts = dict[str, tuple[Piece, Tensor]]
 STEPS = (7, 8, 3)  # images: uneven, even, and fewer than four processes
+
+
+class RepeatedRows(StepParallel):
+    """A mistake: every process takes the first items of a step."""
+
+    def local_range(self, items: Sequence[Any]) -> range:
+        return range(len(items) // self.ranks.data.size)
 
 
 @dataclass
@@ -58,12 +67,11 @@ def _see(recipe: Recipe, fault: str | None) -> Seen:
     material = task.read(io.StringIO())
     placed = task.place(ranks, device, None)
     learner = placed.learner(2)
-    spread = placed.spread
     if fault == "no sum":
-        begin = spread.begin
-        spread.begin = lambda last: begin(False)
+        micro_batch = learner.parallel.micro_batch
+        learner = replace(learner, parallel=replace(learner.parallel, micro_batch=lambda is_last: micro_batch(False)))
     if fault == "repeated rows":
-        spread.own = lambda packs: range(len(packs) // ranks.data.size)  # type: ignore[method-assign]
+        learner = replace(learner, parallel=RepeatedRows(**vars(learner.parallel)))
     optimizer = build(placed.parameters(), recipe.optimizer)
     seen, taken = Seen(), 0
     for step, count in enumerate(STEPS, 1):
@@ -76,7 +84,7 @@ def _see(recipe: Recipe, fault: str | None) -> Seen:
         seen.gradients.append(_held(placed, {name: one.grad for name, one in placed.parameters()}))
         optimizer.step()
         optimizer.zero_grad()
-        spread.forget()
+        learner.parallel.reshard()
     seen.weights = _held(placed, placed.weights())
     scores = evaluate(learner, material.held_out or ())
     assert scores is not None
@@ -85,7 +93,7 @@ def _see(recipe: Recipe, fault: str | None) -> Seen:
 
 
 def _held(placed: PlacedClassifier, tensors: Mapping[str, Tensor | None]) -> Parts:
-    held = placed.spread.held
+    held = placed.parallel.local_parameters
     return {
         name: (held[name].piece if held else Piece.all_of(tensor.shape), tensor.detach().clone())
         for name, tensor in tensors.items()

@@ -28,7 +28,8 @@ def placed_on_gpu(file: str) -> dict[str, tuple[str, bool, bool]]:
     the host's memory has its first values."""
     recipe = load(Path(file)).recipe
     placed = _place(recipe, GPU)
-    held, values = placed.spread.held, dict(first_values(recipe, placed.subject.model.config, _shapes(placed)))
+    held = placed.parallel.local_parameters
+    values = dict(first_values(recipe, placed.subject.model.config, _shapes(placed)))
     return {
         name: (
             one.local.device.type,
@@ -45,7 +46,7 @@ def _place(recipe: Recipe, device: torch.device) -> Placed:
 
 
 def _shapes(placed: Placed) -> dict[str, tuple[int, ...]]:
-    return {name: one.piece.whole for name, one in placed.spread.held.items()}
+    return {name: one.piece.whole for name, one in placed.parallel.local_parameters.items()}
 
 
 def shares_memory(file: str) -> list[str]:
@@ -67,7 +68,7 @@ def shares_memory(file: str) -> list[str]:
     tokens = torch.arange(6)
     with torch.no_grad():
         model(tokens, tokens, PackedAttention((0, 6)))
-    data.drop_gathered(model)
+    data.reshard(model)
     gathered = {name: one.to_local() for name, one in model.named_parameters() if isinstance(one, DTensor)}
     assert gathered
     return [name for name, one in gathered.items() if one.data_ptr() != held[name].local.data_ptr()]

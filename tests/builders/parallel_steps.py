@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from danlu.models.families import read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Parts
 from danlu.recipe import Recipe, load
 from danlu.types import Pack
@@ -46,13 +47,12 @@ def see(files: Sequence[str], packs: int, micro: int, world: int | None = None) 
 
 def see_without_sums(files: Sequence[str], packs: int, micro: int) -> dict[str, Seen]:
     """The same with a mistake: gradients that torch leaves to us are not summed. For a process that ends with it."""
-    finish = Spread.finish
+    reduce_gradients = StepParallel.reduce_gradients
 
-    def finish_alone(spread: Spread) -> None:
-        spread.sums = ()
-        finish(spread)
+    def without_sums(parallel: StepParallel) -> None:
+        reduce_gradients(replace(parallel, partial_gradients=()))
 
-    Spread.finish = finish_alone  # type: ignore[method-assign]
+    StepParallel.reduce_gradients = without_sums  # type: ignore[method-assign]
     return see(files, packs, micro)
 
 

@@ -28,6 +28,7 @@ from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.sent import Sent
+from danlu.parallel.step_parallel import MicroBatchContext, StepParallel
 from danlu.parallel.tensor import Cuts, cut
 from danlu.parallel.traffic import Traffic
 from danlu.plan.traffic import Cut, Weight, data_sent, tensor_sent
@@ -157,13 +158,13 @@ def small_model(**changes: Any) -> Decoder:
 
 def _steps(section: Parallel, ranks: Ranks, bf16: bool) -> Counted:
     model = small_model()
-    weights, begin, apart = placed(model, section, ranks, bf16)
+    weights, micro_batch, apart = placed(model, section, ranks, bf16)
     # Not looked at: before its second forward pass, DDP sends once in which order its buckets go.
     for _ in range(2):
-        step(model, begin, 1, bf16)
+        step(model, micro_batch, 1, bf16)
     return {
         case_name(section, bf16, rounds): (
-            counted_step(model, begin, ranks, apart, rounds, bf16),
+            counted_step(model, micro_batch, ranks, apart, rounds, bf16),
             list(data_sent(weights, ranks.layout, section, micro_batches=rounds)),
         )
         for rounds in (1, 3)
@@ -171,10 +172,10 @@ def _steps(section: Parallel, ranks: Ranks, bf16: bool) -> Counted:
 
 
 def counted_step(
-    model: Decoder, begin: data.Begin, ranks: Ranks, apart: Sequence[nn.Parameter], rounds: int, bf16: bool
+    model: Decoder, micro_batch: MicroBatchContext, ranks: Ranks, apart: Sequence[nn.Parameter], rounds: int, bf16: bool
 ) -> list[Sent]:
     with Traffic(ranks.layout) as traffic:
-        step(model, begin, rounds, bf16)
+        step(model, micro_batch, rounds, bf16)
         if apart:
             ranks.data.sum(torch.cat([one.grad.flatten() for one in apart if one.grad is not None]))
     return traffic.sent()
@@ -188,10 +189,10 @@ def with_frozen(names: Sequence[str]) -> Counted:
         section = Parallel(shard=shard)  # type: ignore[arg-type]
         ranks = ranks_of(layout_of(section, dist.get_world_size()), "cpu")
         model = small_model()
-        weights, begin, apart = placed(model, section, ranks, False, frozen=names)
+        weights, micro_batch, apart = placed(model, section, ranks, False, frozen=names)
         for _ in range(2):
-            step(model, begin, 1, False)
-        measured = counted_step(model, begin, ranks, apart, 2, False)
+            step(model, micro_batch, 1, False)
+        measured = counted_step(model, micro_batch, ranks, apart, 2, False)
         counted[shard] = measured, list(data_sent(weights, ranks.layout, section, micro_batches=2))
     return counted
 
@@ -207,10 +208,10 @@ def with_adapters() -> Counted:
             module.store(FourBitWeight.pack(module.get_parameter("weight").detach()))
     adapters = adapter_set(model)
     adapters.add("new", Lora(rank=2))
-    weights, begin, _ = placed(model, section, ranks, False, frozen=[".weight"])
+    weights, micro_batch, _ = placed(model, section, ranks, False, frozen=[".weight"])
     adapters.follow()
     assert {one.gathered_bytes for one in weights} == {1, 4}
-    measured = counted_step(model, begin, ranks, [], 2, False)
+    measured = counted_step(model, micro_batch, ranks, [], 2, False)
     wide = [replace(one, gathered_bytes=4) for one in weights]
     return {
         "QLoRA": (measured, list(data_sent(weights, ranks.layout, section, micro_batches=2))),
@@ -227,30 +228,31 @@ def remade() -> Counted:
     for kind in ("selective", "full", "every"):
         model = small_model()
         wrap(model, plan_of(Recompute(kind=kind, layers=3 if kind == "every" else None), model))  # type: ignore[arg-type]
-        weights, begin, apart = placed(model, section, ranks, False)
-        measured = counted_step(model, begin, ranks, apart, 2, False)
+        weights, micro_batch, apart = placed(model, section, ranks, False)
+        measured = counted_step(model, micro_batch, ranks, apart, 2, False)
         counted[kind] = measured, list(data_sent(weights, ranks.layout, section, micro_batches=2))
     return counted
 
 
 def placed(
     model: Decoder, section: Parallel, ranks: Ranks, bf16: bool, frozen: Sequence[str] = ()
-) -> tuple[list[Weight], data.Begin, list[nn.Parameter]]:
-    """The model among data ranks: its weights as the formula sees them, what begins a micro-batch, and the norms, whose
-    gradients are summed apart."""
+) -> tuple[list[Weight], MicroBatchContext, list[nn.Parameter]]:
+    """The model among data ranks: its weights as the formula sees them, the context of its micro-batches, and the
+    norms, whose gradients are summed apart."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not any(part in name for part in frozen)
     apart = {f"{name}.weight": one.weight for name, one in model.named_modules() if isinstance(one, RMSNorm)}
     if section.shard == "none":
         wrapped = data.replicate(_Loss(model), ranks, section)
         model.task = [wrapped]  # type: ignore[assignment]  # in a list: no part of the model
-        return weights_of(model, bf16), data.local_accumulation(wrapped), []
+        return weights_of(model, bf16), data.replicated_step(StepParallel(ranks), wrapped).micro_batch, []
     gathered = torch.bfloat16 if bf16 else None
     sharder = data.Sharder(model, ranks, section, gathered=gathered, whole=apart)
     for name, layer in model.layers.items():
         sharder.layer(f"layers.{name}", layer)
     sharder.rest(list(model.layers.values()))
-    return weights_of(model, bf16), data.accumulation(model, section), list(apart.values())
+    micro_batch = data.sharded_step(StepParallel(ranks), model, section).micro_batch
+    return weights_of(model, bf16), micro_batch, list(apart.values())
 
 
 def weights_of(model: nn.Module, bf16: bool) -> list[Weight]:
@@ -266,11 +268,11 @@ def weights_of(model: nn.Module, bf16: bool) -> list[Weight]:
     ]
 
 
-def step(model: Decoder, begin: data.Begin, rounds: int, bf16: bool) -> None:
+def step(model: Decoder, micro_batch: MicroBatchContext, rounds: int, bf16: bool) -> None:
     """Forward and backward passes; what comes out of a sum over processes that are not there means nothing."""
     task = model.task[0] if hasattr(model, "task") else _Loss(model)  # type: ignore[index]
     for number in range(1, rounds + 1):
-        with begin(number == rounds):
+        with micro_batch(number == rounds):
             task(torch.arange(8), torch.bfloat16 if bf16 else torch.float32).backward()
 
 
@@ -311,14 +313,14 @@ def tensor_step(section: Parallel, ranks: Ranks, kind: str, family: str, bf16: b
     plan = plan_of(Recompute(kind=kind), model)  # type: ignore[arg-type]
     wrap(model, plan, gathered=section.sequence)
     weights: list[Weight] = []
-    begin: data.Begin = _nothing
+    micro_batch: MicroBatchContext = _nothing
     norms: list[nn.Parameter] = []
     if ranks.data.size > 1:
-        weights, begin, norms = placed(model, section, ranks, bf16)
+        weights, micro_batch, norms = placed(model, section, ranks, bf16)
     dtype = torch.bfloat16 if bf16 else torch.float32
     with Traffic(ranks.layout) as traffic:
         for number in range(1, ROUNDS + 1):
-            with begin(number == ROUNDS):
+            with micro_batch(number == ROUNDS):
                 _cut_loss(model, ranks.tensor, dtype).backward()
         partial = _sum_partial(model, cuts)
         if norms:

@@ -10,7 +10,7 @@ from builders.tiny_run import MadePacks, tiny_model
 from torch import Tensor
 
 from danlu.models.decoder import Decoder
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, replica, shares_of
 from danlu.recipe.sections import LossOptions
 from danlu.train.evaluation import evaluate
@@ -27,7 +27,9 @@ def model() -> Decoder:
 @pytest.fixture
 def threaded(model: Decoder) -> Iterator[ThreadedCompute]:
     replicas = Replicas(model, [CPU] * 3)
-    yield ThreadedCompute(model, model, CPU, torch.float32, 4, LossOptions(), spread=Spread(), replicas=replicas)
+    yield ThreadedCompute(
+        model, model, CPU, torch.float32, 4, LossOptions(), parallel=StepParallel(), replicas=replicas
+    )
     replicas.close()
 
 

@@ -15,7 +15,7 @@ from danlu.optim.build import Optimizers
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import load
 from danlu.train import step
 from danlu.verify import observing
@@ -25,8 +25,8 @@ TOUCHED = [
     (step, "clip_grad_norm"),
     (observing, "accumulate"),
     (observing, "clip_grad_norm"),
-    (Spread, "finish"),
-    (Spread, "own"),
+    (StepParallel, "reduce_gradients"),
+    (StepParallel, "local_range"),
     (Decoder, "head_weight"),
     (dropout.Noise, "begin"),
     (dropout.Dropout, "__call__"),

@@ -11,7 +11,7 @@ from danlu.data.images import read_images
 from danlu.errors import ModelError, RecipeError, ResourceError
 from danlu.models import lenet
 from danlu.models.hf_folder import resolve_folder
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.precision import DTYPES
 from danlu.recipe.sections import LossOptions, Source
 from danlu.terminal import echo
@@ -37,7 +37,7 @@ def evaluate_images(model: str, data: str, useless: list[str], *, as_json: bool,
         DTYPES["fp32" if precision == "auto" else precision],
         MOST_IMAGES,
         LossOptions(),
-        Spread(),
+        StepParallel(),
     )
     scores = evaluate(classifier, (pictures.image(number) for number in range(len(pictures))))
     if scores is None or scores.loss != scores.loss:

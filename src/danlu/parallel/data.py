@@ -18,8 +18,9 @@ several layers share (VeRA's projections, the network behind a prefix): FSDP2 sh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,10 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from danlu.numerics.quantized_weight import PackedWeight
 from danlu.parallel.comm import Group
 from danlu.parallel.ranks import Ranks
+from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
-
-Begin = Callable[[bool], AbstractContextManager[None]]
-"""Called around a micro-batch, with whether it is the step's last."""
 
 BUCKET_MB = 25
 
@@ -97,20 +96,23 @@ class Sharder:
             fully_shard(unit, reshard_after_forward=reshard, ignored_params=own, **self._options)
 
 
-def accumulation(model: nn.Module, section: Parallel) -> Begin:
-    """What happens around each micro-batch of a sharded model."""
+def sharded_step(parallel: StepParallel, model: nn.Module, section: Parallel) -> StepParallel:
+    """`parallel` of a model that a `Sharder` has sharded: when its gradients are reduced and its parameters gathered.
+
+    Parameters that are gathered (zero1 and zero2) stay so from the first forward to the last backward pass of a step.
+    """
     local = section.accumulate == "local" or (section.accumulate == "auto" and section.shard == "zero1")
     root: Any = model
 
-    def begin(last: bool) -> AbstractContextManager[None]:
-        root.set_is_last_backward(last)
-        root.set_requires_gradient_sync(last or not local)
-        root.set_requires_all_reduce(last)  # over copies of the sharded model
+    def micro_batch(is_last: bool) -> AbstractContextManager[None]:
+        root.set_is_last_backward(is_last)
+        root.set_requires_gradient_sync(is_last or not local)
+        root.set_requires_all_reduce(is_last)  # over copies of the sharded model
         if section.shard != "zero3":
-            root.set_reshard_after_backward(last)  # gathered once a step
+            root.set_reshard_after_backward(is_last)  # gathered once a step
         return nullcontext()
 
-    return begin
+    return replace(parallel, micro_batch=micro_batch, reshard=lambda: reshard(model))
 
 
 def to_empty(model: nn.Module, device: torch.device, *, offload: bool) -> None:
@@ -128,7 +130,7 @@ def to_empty(model: nn.Module, device: torch.device, *, offload: bool) -> None:
     model._apply(empty)
 
 
-def drop_gathered(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Frees parameters that are whole, so that the next forward pass gathers what shards hold now."""
     for module in _units(model):
         module.reshard()
@@ -163,15 +165,9 @@ def settle(wrapped: DistributedDataParallel, *inputs: Any) -> None:
         parameter.grad = None
 
 
-def local_accumulation(wrapped: DistributedDataParallel) -> Begin:
-    """Nothing is sent until the last micro-batch."""
-
-    @contextmanager
-    def begin(last: bool) -> Iterator[None]:
-        with nullcontext() if last else wrapped.no_sync():
-            yield
-
-    return begin
+def replicated_step(parallel: StepParallel, wrapped: DistributedDataParallel) -> StepParallel:
+    """`parallel` of a model under DDP: gradients are accumulated locally and reduced in a step's last backward pass."""
+    return replace(parallel, micro_batch=lambda is_last: nullcontext() if is_last else wrapped.no_sync())
 
 
 def _sum_bucket(state: tuple[Group, str], bucket: Any) -> torch.futures.Future[Tensor]:

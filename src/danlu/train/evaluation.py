@@ -38,15 +38,15 @@ def evaluate(compute: Learner, packs: Iterable[Item], *, stop: Callable[[], bool
     Of many processes each takes its share; all of them ask `stop` equally often.
     """
     sums = torch.zeros(5, dtype=torch.float64)  # nll, correct, weight, tokens, trained
-    for group in _groups(packs, compute.micro) if compute.spread.alone else _own_groups(compute, list(packs)):
+    for group in _groups(packs, compute.micro) if compute.parallel.alone else _own_groups(compute, list(packs)):
         if stop():
             return None
         batch = compute.collate(group)
         entropy = compute.losses(batch, LossOptions())
         counts = torch.tensor([batch.weight, sum(pack.tokens for pack in group), len(batch.targets)])
         sums += torch.cat((torch.stack((entropy.nll, entropy.correct)).double().cpu(), counts.double()))
-    nll, correct, weight, tokens, trained = compute.spread.total(sums).tolist()
-    compute.spread.forget()
+    nll, correct, weight, tokens, trained = compute.parallel.all_reduce_data(sums).tolist()
+    compute.parallel.reshard()
     if not weight:
         return None
     return Scores(loss=nll / weight, accuracy=correct / weight, tokens=int(tokens), trained_tokens=int(trained))
@@ -60,6 +60,6 @@ def _groups(packs: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 def _own_groups(compute: Learner, packs: list[Item]) -> Iterator[list[Item]]:
     """As many on each process; where others have packs left, one has none."""
-    own, size = compute.spread.own(packs), compute.micro
-    for number in range(compute.spread.rounds(len(packs), size)):
+    own, size = compute.parallel.local_range(packs), compute.micro
+    for number in range(compute.parallel.num_micro_batches(len(packs), size)):
         yield [packs[place] for place in own[number * size : (number + 1) * size]]

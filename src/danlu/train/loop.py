@@ -40,7 +40,7 @@ def fit(run: Run) -> None:
             take_step(run)
     except DanluError as error:
         # Saving is done together: of several processes all have a TrainingError, of another kind perhaps one alone.
-        if run.compute.spread.alone or isinstance(error, TrainingError):
+        if run.compute.parallel.alone or isinstance(error, TrainingError):
             save_before(run, error)
         raise
     if run.state.step > run.state.saved_step:
@@ -105,7 +105,7 @@ def _step(run: Run) -> None:
         run.optimizer.step(free_gradients=True)
         if run.ema is not None:
             run.ema.update()
-        run.compute.spread.put_away()
+        run.compute.parallel.release_pages()
     run.optimizer.zero_grad()
     run.state.tokens += gradients.tokens
     if run.due(run.cadence.log, since=step - 1):
@@ -179,7 +179,7 @@ def assess(run: Run) -> Scores | None:
             texts = run.generate(run.sample_prompts) if run.generate is not None and run.sample_prompts else []
         except DanluError as error:
             problem = error
-        run.compute.spread.forget()
+        run.compute.parallel.reshard()
     if (agreed := run.agreed(problem)) is not None:
         told = type(agreed)(f"step {run.state.step}, while evaluating: {agreed}")
         save_before(run, told)
@@ -226,7 +226,7 @@ def save(run: Run, scores: Scores | None = None) -> None:
     groups, state = snapshot(run)
     loss = None if scores is None else scores.loss
     run.store.save(run.state.step, groups, state, loss=loss, pieces=pieces(run, groups))
-    run.compute.spread.put_away()
+    run.compute.parallel.release_pages()
 
 
 def save_before(run: Run, error: DanluError) -> None:

@@ -95,11 +95,11 @@ class Run:
 
     def stopping(self) -> bool:
         """Whether a signal asks to stop, on any process; all of them ask at the same places."""
-        return self.compute.spread.any(self.faults.requested)
+        return self.compute.parallel.any_rank(self.faults.requested)
 
     def agreed(self, error: E | None) -> E | None:
         """The error of the first process that has one; all of them ask."""
-        return next((one for one in self.compute.spread.ranks.world.objects(error) if one is not None), None)
+        return next((one for one in self.compute.parallel.ranks.world.objects(error) if one is not None), None)
 
     def tell(self, event: str, **values: Value) -> None:
         for recorder in self.recorders:
@@ -139,7 +139,7 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
 
 def pieces(run: Run, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Piece]] | None:
     """Which box of a whole tensor each tensor of `snapshot` is; None where every tensor is whole."""
-    held = run.compute.spread.held
+    held = run.compute.parallel.local_parameters
     if not held:
         return None
     found: dict[str, dict[str, Piece]] = {}
@@ -158,7 +158,7 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     """
     model = run.compute.weights()
     into = {"model": model} if run.ema is None else {"model": model, "ema": run.ema.state_tensors()}
-    together = run.compute.spread.ranks.world
+    together = run.compute.parallel.ranks.world
     state = load_checkpoint(path, into, pieces(run, into), together)
     wanted = (
         {"run", "feed", "optimizer", "watch"} | ({"scaler"} if run.scaler else set()) | ({"ema"} if run.ema else set())
@@ -172,7 +172,7 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
         run.scaler.load(state["scaler"])
     if run.ema is not None:
         run.ema.updates = int(state["ema"]["updates"])
-    run.compute.spread.forget()
+    run.compute.parallel.reshard()
     run.watch.load(state["watch"])
     run.feed.restore(state["feed"])
     known = {field.name for field in fields(RunState)}

@@ -23,7 +23,7 @@ from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
 from danlu.optim.clip import HasGradient, clip_grad_norm, non_finite
 from danlu.optim.sparse import compact
 from danlu.parallel.hangs import WHERE
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, shares_of
 from danlu.recipe.sections import LossOptions
 from danlu.train.diagnosis import explain_non_finite
@@ -62,7 +62,7 @@ class Learner(Protocol):
     def activations(self) -> Activations | None: ...
 
     @property
-    def spread(self) -> Spread: ...
+    def parallel(self) -> StepParallel: ...
 
     def weights(self) -> dict[str, Tensor]: ...  # what training changes, by name, live: as much as this process holds
 
@@ -88,7 +88,7 @@ class Compute:
     loss: LossOptions
     adapters: AdapterSet | None = None  # with one, the model itself is frozen
     activations: Activations | None = None  # counts what autograd keeps; None where the forward is compiled
-    spread: Spread = field(default_factory=Spread)
+    parallel: StepParallel = field(default_factory=StepParallel)
     through: Callable[..., CrossEntropy] | None = None  # DDP around `Losses`
     away: Offload | None = None  # where activations wait for the backward pass, if not on the device
     multiple: int = 1  # of which the number of tokens is one, where ranks cut them
@@ -96,7 +96,7 @@ class Compute:
     def weights(self) -> dict[str, Tensor]:
         """What training changes, by name, live: all of the model, or the adapter that is trained."""
         named = trained_weights(self.model, self.adapters)
-        held = self.spread.held
+        held = self.parallel.local_parameters
         return {name: held[name].local.detach() for name in named} if held else named
 
     def collate(self, packs: Sequence[Pack]) -> Batch:
@@ -127,8 +127,9 @@ class Compute:
 
     def explain(self, batch: Batch, step: int) -> Exception:
         """Why the loss of `batch` is not finite."""
-        found = self.spread.ranks.world.objects(non_finite(self.model.named_parameters()))  # each has its part of them
-        names = list(dict.fromkeys(name for one in found for name in one))
+        # Each process has its part of the parameters.
+        by_rank = self.parallel.ranks.world.objects(non_finite(self.model.named_parameters()))
+        names = list(dict.fromkeys(name for names in by_rank for name in names))
         return explain_non_finite(self.model, batch, self.dtype, step, names, multiple=self.multiple)
 
 
@@ -259,9 +260,9 @@ def accumulate(
 
     Raises TrainingError, which names step, rows and tensor, when a loss is not finite.
     """
-    spread = compute.spread
-    own = [(number, packs[number]) for number in spread.own(packs)]
-    rounds = spread.rounds(len(packs), compute.micro)
+    parallel = compute.parallel
+    own = [(number, packs[number]) for number in parallel.local_range(packs)]
+    rounds = parallel.num_micro_batches(len(packs), compute.micro)
     groups = [own[start : start + compute.micro] for start in range(0, rounds * compute.micro, compute.micro)]
     sums: list[Tensor] = []
     weight = 0.0
@@ -270,22 +271,22 @@ def accumulate(
         batch = compute.collate([pack for _, pack in group])
         compute.noise(step, group)
         WHERE.begin("forward", step)
-        with spread.begin(number == rounds):
+        with parallel.micro_batch(number == rounds):
             with nullcontext() if compute.activations is None else compute.activations.counted(len(batch.targets)):
                 entropy = compute.losses(batch, compute.loss, loss_scale)
             WHERE.begin("backward")
             entropy.total.backward()
         compute.noise(None)
-        if spread.alone:
+        if parallel.alone:
             compact(compute.model.parameters())
         sums.append(torch.stack((entropy.total.detach(), entropy.nll, entropy.correct)))
         weight += batch.weight
         trained += len(batch.targets)
     WHERE.begin("sum of gradients")
-    spread.finish()
+    parallel.reduce_gradients()
     by_micro = torch.stack(sums).double().cpu()  # one wait for the device, after all the work has been handed to it
     counts = torch.tensor([weight, trained], dtype=torch.float64)
-    total, nll, correct, weight, every_trained = spread.total(torch.cat((by_micro.sum(0), counts))).tolist()
+    total, nll, correct, weight, every_trained = parallel.all_reduce_data(torch.cat((by_micro.sum(0), counts))).tolist()
     if not math.isfinite(total):
         raise _explained(compute, by_micro, groups, step)
     tokens = sum(pack.tokens for pack in packs)
@@ -296,8 +297,8 @@ def accumulate(
         compute.model.parameters() if holders is None else holders,
         clip,
         scale=1 / (weight * loss_scale),
-        across=None if spread.alone else spread.ranks.world,
-        shares=None if spread.alone else spread.shares(),
+        across=None if parallel.alone else parallel.ranks.world,
+        shares=None if parallel.alone else parallel.norm_weights(),
         device=compute.device,
     )
     return Gradients(
@@ -319,5 +320,5 @@ def _explained(
     mine = compute.explain(
         compute.collate([pack for _, pack in groups[int(culprits[0]) if len(culprits) else 0]]), step
     )
-    found = compute.spread.ranks.world.objects((len(culprits) > 0, mine))
+    found = compute.parallel.ranks.world.objects((len(culprits) > 0, mine))
     return next(error for bad, error in found if bad)

@@ -61,8 +61,8 @@ def write_summary(
         "tokens_per_second": median(line["tokens_per_second"] for line in steps) if steps else None,
         # A part of the run that another process trained may have needed more than this one.
         "peak_memory_bytes": max([peak_memory_bytes(run.compute.device), *(line["memory_bytes"] for line in steps)]),
-        "parameters": parameters_of(run.compute.model, run.compute.spread.held),
-        "trained_parameters": trained_parameters_of(run.compute.model, run.compute.spread.held),
+        "parameters": parameters_of(run.compute.model, run.compute.parallel.local_parameters),
+        "trained_parameters": trained_parameters_of(run.compute.model, run.compute.parallel.local_parameters),
         "loss": steps[-1]["loss"] if steps else None,
         "evaluation": {"last": _number(losses[-1]), "best": _number(_lowest(losses))} if losses else None,
         "result": {

@@ -18,7 +18,7 @@ from torch import Tensor
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import AXES, Layout
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.report.verification import Finding
 from danlu.types import Item
@@ -50,7 +50,7 @@ class Case:
         owners = [0] * len(items)
         for index in range(size):
             group = Group("data", tuple(range(size)), index)
-            for number in Spread(Ranks(self.layout, data=group)).own(items):
+            for number in StepParallel(Ranks(self.layout, data=group)).local_range(items):
                 owners[number] = index
         return owners
 

@@ -22,7 +22,7 @@ from danlu.optim.build import Optimizers
 from danlu.optim.clip import clip_grad_norm
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.recipe.sections import LossOptions
 from danlu.train import step as training
@@ -90,7 +90,7 @@ def _weight(learner: Learner, items: Sequence[Item]) -> float:
 
 
 def _own_weight(learner: Learner, items: Sequence[Item]) -> float:
-    return _weight(learner, [items[number] for number in learner.spread.own(items)])
+    return _weight(learner, [items[number] for number in learner.parallel.local_range(items)])
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def _mean_of_means(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 @contextmanager
 def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
     def factor(learner: Learner, items: Sequence[Item], batch: Any) -> float:
-        rounds = -(-len(learner.spread.own(items)) // learner.micro)
+        rounds = -(-len(learner.parallel.local_range(items)) // learner.micro)
         return _own_weight(learner, items) / (rounds * batch.weight) if batch.weight else 1.0
 
     with _scaled(factor):
@@ -115,28 +115,30 @@ def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _doubled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    real, size = Spread.finish, ranks.data.size if ranks.data.size > 1 else ranks.tensor.size
+    real, size = StepParallel.reduce_gradients, ranks.data.size if ranks.data.size > 1 else ranks.tensor.size
 
-    def finish(self: Spread) -> None:
+    def reduce_gradients(self: StepParallel) -> None:
         real(self)
-        for one in self.held.values():
+        for one in self.local_parameters.values():
             if one.local.grad is not None:
                 one.local.grad.mul_(size)
 
-    with _replaced(Spread, "finish", finish):
+    with _replaced(StepParallel, "reduce_gradients", reduce_gradients):
         yield
 
 
 @contextmanager
 def _without_sum_of_norms(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    real = Spread.finish
+    real = StepParallel.reduce_gradients
     axis = "tensor" if recipe.parallel.sequence else ranks.data.name
 
-    def finish(self: Spread) -> None:
-        left = replace(self, sums=[(group, name) for group, name in self.sums if group.name != axis])
+    def reduce_gradients(self: StepParallel) -> None:
+        left = replace(
+            self, partial_gradients=[(group, name) for group, name in self.partial_gradients if group.name != axis]
+        )
         real(left)
 
-    with _replaced(Spread, "finish", finish):
+    with _replaced(StepParallel, "reduce_gradients", reduce_gradients):
         yield
 
 
@@ -190,13 +192,13 @@ def _stale(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _repeated_rows(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    def own(self: Spread, packs: Sequence[Any]) -> range:
+    def local_range(self: StepParallel, packs: Sequence[Any]) -> range:
         """As many for each, which a sampler reaches by giving some rows to two processes."""
         data, each = self.ranks.data, -(-len(packs) // self.ranks.data.size)
         first = min(data.index * each, len(packs) - each)
         return range(first, first + each)
 
-    with _replaced(Spread, "own", own):
+    with _replaced(StepParallel, "local_range", local_range):
         yield
 
 
@@ -220,7 +222,7 @@ def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 def _never_filled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
     def accumulate(learner: Learner, items: Sequence[Item], *, step: int, **options: Any) -> Any:
         if step == 2 and ranks.world.index == ranks.world.size - 1:
-            trained = (one.local for one in learner.spread.held.values() if one.local.requires_grad)
+            trained = (one.local for one in learner.parallel.local_parameters.values() if one.local.requires_grad)
             next(one for one in trained if one.numel()).detach().fill_(math.nan)
         return training.accumulate(learner, items, step=step, **options)
 

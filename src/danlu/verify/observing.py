@@ -141,7 +141,7 @@ def observe(
         if held_out:
             with run.averaged():
                 scores = evaluate(run.compute, list(held_out))
-                run.compute.spread.forget()
+                run.compute.parallel.reshard()
             seen.evaluation = None if scores is None else scores.loss
     return seen
 
@@ -159,14 +159,14 @@ def _as_far_as_finite(learning: Learning, seen: Seen) -> Iterator[None]:
 
 def take_step(learning: Learning, run: Run) -> StepSeen:
     """One step as `train.loop` takes it."""
-    placed, spread, optimizer = learning.placed, run.compute.spread, run.optimizer
+    placed, parallel, optimizer = learning.placed, run.compute.parallel, run.optimizer
     number, items = run.state.step + 1, run.feed.take()
     holders = optimizer.gradient_holders()
     scale = _FP16_SCALE if learning.recipe.precision == "fp16" else 1.0
     found = accumulate(run.compute, items, step=number, clip=None, loss_scale=scale, holders=holders)
     gradients = parts_of(placed, weights=False)
-    across = None if spread.alone else spread.ranks.world
-    shares = None if spread.alone else spread.shares()
+    across = None if parallel.alone else parallel.ranks.world
+    shares = None if parallel.alone else parallel.norm_weights()
     clip_grad_norm(holders, run.clip, across=across, shares=shares)
     clipped = clip_grad_norm(holders, None, across=across, shares=shares)
     optimizer.set_learning_rate(multiplier(number, run.cadence.total, run.schedule))
@@ -190,7 +190,7 @@ def save_checkpoint(run: Run) -> Path:
 def go_on(learning: Learning, run: Run, checkpoint: Path, seen: Seen) -> None:
     """Takes up what another layout has saved, and takes the next step from there."""
     restore(run, checkpoint)
-    run.compute.spread.forget()
+    run.compute.parallel.reshard()
     seen.loaded = parts_of(learning.placed, weights=True)
     try:
         seen.resumed = take_step(learning, run)
@@ -230,7 +230,7 @@ def parts_of(placed: PlacedModel, *, weights: bool) -> dict[str, tuple[Piece, Te
     for name, parameter in placed.parameters():
         value = parameter.detach() if weights else parameter.grad
         if parameter.requires_grad and value is not None:
-            held = placed.spread.held.get(name)
+            held = placed.parallel.local_parameters.get(name)
             piece = Piece.all_of(parameter.shape) if held is None else held.piece
             value = value.to_dense() if value.is_sparse else value
             parts[name] = piece, value.to(device="cpu", copy=True)

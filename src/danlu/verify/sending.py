@@ -51,23 +51,23 @@ def sent_in_a_step(learning: Learning, packs: Sequence[Item]) -> Sending:
 
 def _forward_and_backward(learning: Learning, packs: Sequence[Item]) -> None:
     compute = learning.compute
-    spread = compute.spread
+    parallel = compute.parallel
     groups = list(_groups(learning, packs))
     for number, group in enumerate(groups, 1):
         batch = compute.collate([pack for _, pack in group])
         compute.noise(1, group)
-        with spread.begin(number == len(groups)):
+        with parallel.micro_batch(number == len(groups)):
             compute.losses(batch, compute.loss, 1.0).total.backward()
         compute.noise(None)
-    spread.finish()
+    parallel.reduce_gradients()
     for _, parameter in learning.placed.parameters():
         parameter.grad = None
 
 
 def _groups(learning: Learning, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
-    spread, micro = learning.compute.spread, learning.compute.micro
-    own = [(number, items[number]) for number in spread.own(items)]
-    for number in range(spread.rounds(len(items), micro)):
+    parallel, micro = learning.compute.parallel, learning.compute.micro
+    own = [(number, items[number]) for number in parallel.local_range(items)]
+    for number in range(parallel.num_micro_batches(len(items), micro)):
         yield own[number * micro : (number + 1) * micro]
 
 
@@ -110,8 +110,8 @@ def _cut(learning: OnProcesses, groups: Groups) -> Cut:
         tokens += len(batch.tokens)
         targets += len(batch.targets)
     partial: Counter[int] = Counter()
-    for across, name in compute.spread.sums:
-        parameter = compute.spread.held[name].local
+    for across, name in compute.parallel.partial_gradients:
+        parameter = compute.parallel.local_parameters[name].local
         if parameter.requires_grad and set(across.ranks) <= set(learning.ranks.tensor.ranks):
             partial[across.size] += parameter.numel()
     plan = placed.placed.plan

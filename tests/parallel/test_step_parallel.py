@@ -12,7 +12,7 @@ from danlu.parallel.comm import Group
 from danlu.parallel.held import Held
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.spread import Spread
+from danlu.parallel.step_parallel import StepParallel
 from danlu.types import Piece
 
 
@@ -37,7 +37,7 @@ def test_gradients_of_offloaded_shards_and_of_whole_parameters_are_summed_apart(
     # The meta device stands for a GPU. One collective for each device, in the same order on every process.
     every = {one.name: one for one in (held("a", 3, "cpu"), held("norm", 5, "meta"), held("b", 4, "cpu"))}
     group = Doubling("tensor", (0, 1))
-    spread = Spread(Ranks(Layout(tensor=2)), every, tuple((group, name) for name in every))
-    spread.finish()
+    parallel = StepParallel(Ranks(Layout(tensor=2)), every, tuple((group, name) for name in every))
+    parallel.reduce_gradients()
     assert group.sums == [("cpu", 7), ("meta", 5)]
     assert [every[name].local.grad.tolist() for name in ("a", "b")] == [[2.0] * 3, [2.0] * 4]  # type: ignore[union-attr]

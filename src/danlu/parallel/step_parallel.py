@@ -1,0 +1,105 @@
+"""How one process takes part in a step that several processes share: its items, its micro-batches, and the sums.
+
+On a single process everything here does nothing. Every process makes the same number of micro-batches in a step, for
+each of them makes the same collectives; a process that has fewer items than another ends with a micro-batch that has no
+targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from danlu.parallel.comm import Group
+from danlu.parallel.held import Held
+from danlu.parallel.ranks import Ranks
+
+T = TypeVar("T")
+
+MicroBatchContext = Callable[[bool], AbstractContextManager[None]]
+"""Makes the context of a micro-batch's forward and backward pass, from whether it is the step's last."""
+
+
+def _no_context(is_last: bool) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class StepParallel:
+    """The part of one process, one among `ranks`, in each step."""
+
+    ranks: Ranks = field(default_factory=Ranks)
+    local_parameters: Mapping[str, Held] = field(default_factory=dict)
+    """By name, what this process has of each parameter; empty on a single process, which has all of the model."""
+    partial_gradients: Sequence[tuple[Group, str]] = ()
+    """A group and a parameter's name: after the backward pass its gradient is one term of a sum over the group."""
+    micro_batch: MicroBatchContext = _no_context
+    """Around each micro-batch: decides whether gradients are reduced and parameters resharded in it (`no_sync`)."""
+    reshard: Callable[[], None] = _nothing
+    """Frees parameters that FSDP2 gathered, after their shards have changed outside of a step."""
+    release_pages: Callable[[], None] = _nothing
+    """Lets the system take back the memory of parameters that lie in a file, after an update or a checkpoint."""
+
+    @property
+    def alone(self) -> bool:
+        return self.ranks.alone
+
+    def local_range(self, items: Sequence[T]) -> range:
+        """The positions of a step's items that this process takes: contiguous, each item on one data rank."""
+        data = self.ranks.data
+        return range(len(items) * data.index // data.size, len(items) * (data.index + 1) // data.size)
+
+    def num_micro_batches(self, items: int, micro: int) -> int:
+        """Micro-batches of `micro` items that every process makes in a step of `items` on all of them together."""
+        size = self.ranks.data.size
+        largest = max(items * (index + 1) // size - items * index // size for index in range(size))
+        return -(-largest // micro)
+
+    def all_reduce_data(self, values: Tensor) -> Tensor:
+        """`values` [n], summed in place over the data ranks, which take different items."""
+        return self.ranks.data.sum(values)
+
+    def any_rank(self, fact: bool) -> bool:
+        """Whether `fact` is true on any process; every process must ask."""
+        if self.alone:
+            return fact
+        return bool(self.ranks.world.max(torch.tensor([float(fact)])).item())
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Completes the gradients after a step's last backward pass: in `local.grad`, summed over all processes.
+
+        FSDP2 and DDP have summed most of them by then; what is left are `partial_gradients`.
+        """
+        if self.alone:
+            return
+        for parameter in self.local_parameters.values():
+            parameter.take_gradient()
+        # Gradients of offloaded shards lie on the host, those of parameters that are not sharded on the device.
+        by_group: dict[tuple[int, torch.device], tuple[Group, list[Tensor]]] = {}
+        for group, name in self.partial_gradients:
+            if (grad := self.local_parameters[name].local.grad) is not None:
+                by_group.setdefault((id(group), grad.device), (group, []))[1].append(grad)
+        for group, grads in by_group.values():
+            _all_reduce_flat(group, grads)
+
+    def norm_weights(self) -> dict[Tensor, float]:
+        """For the global gradient norm: local parameter -> what its gradient's square counts here, 1 / its copies."""
+        return {parameter.local: 1 / parameter.piece.copies for parameter in self.local_parameters.values()}
+
+
+def _all_reduce_flat(group: Group, grads: Sequence[Tensor]) -> None:
+    """Sums many small tensors over `group`, in place, with one collective."""
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    group.sum(flat)
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
