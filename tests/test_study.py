@@ -22,8 +22,9 @@ from builders.tiny_world import World, differences, last_state, metrics, start
 from danlu import recipe as recipes
 from danlu import study
 from danlu.errors import CheckpointError, RecipeError, ResourceError
-from danlu.report.study import known_runs, read_study, read_varied
-from danlu.study import Plan, Planned, plan
+from danlu.recipe.parameter_grid import parse_vary_options
+from danlu.report.study_results import known_runs, read_study
+from danlu.study import Plan, PlannedRun, plan
 
 
 class Heard:
@@ -35,17 +36,17 @@ class Heard:
         self.failures: dict[str, str] = {}
         self.said = ""
 
-    def skipped(self, run: Planned) -> None:
+    def skipped(self, run: PlannedRun) -> None:
         self.skips.append(run.run.name)
 
-    def began(self, run: Planned) -> None:
+    def began(self, run: PlannedRun) -> None:
         self.begins.append(run.run.name)
 
     def wrote(self, text: str) -> None:
         assert text.endswith("\n")
         self.said += text
 
-    def ended(self, run: Planned, failure: str | None) -> None:
+    def ended(self, run: PlannedRun, failure: str | None) -> None:
         if failure is not None:
             self.failures[run.run.name] = failure
 
@@ -67,8 +68,8 @@ class Forked:
         os.kill(self.process.pid, number)
 
 
-def forked(before: Callable[[], None] | None = None) -> Callable[[Planned], Forked]:
-    def launch(run: Planned) -> Forked:
+def forked(before: Callable[[], None] | None = None) -> Callable[[PlannedRun], Forked]:
+    def launch(run: PlannedRun) -> Forked:
         run.log.touch()
         return Forked(start(["train", run.recipe_file], run.log, before))
 
@@ -85,7 +86,7 @@ class Over:
         raise AssertionError("there is nothing to be told")
 
 
-def written(run: Planned) -> Over:
+def written(run: PlannedRun) -> Over:
     """A run that takes no time."""
     run.log.touch()
     write_run(run.folder)
@@ -98,7 +99,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(recipe: Path, *vary: str, seeds: str | None = None, overrides: tuple[str, ...] = ()) -> Plan:
-    return plan(recipe, read_varied(vary, seeds), overrides)
+    return plan(recipe, parse_vary_options(vary, seeds), overrides)
 
 
 def names(of: Plan) -> list[str]:
@@ -444,7 +445,7 @@ def test_a_signal_that_comes_while_a_run_is_started_reaches_it(
         def send_signal(self, number: int) -> None:
             told.append(number)
 
-    def launch(run: Planned) -> Told:
+    def launch(run: PlannedRun) -> Told:
         run.log.touch()
         signal.raise_signal(signal.SIGHUP)
         return Told()
@@ -463,7 +464,7 @@ def ignored() -> Iterator[None]:
 
 
 def test_what_nohup_ignores_stays_ignored(ignored: None) -> None:
-    with study.Relay() as relay:
+    with study.SignalForwarder() as relay:
         signal.raise_signal(signal.SIGHUP)
         assert not relay.stopping()
         signal.raise_signal(signal.SIGTERM)

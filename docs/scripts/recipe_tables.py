@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from danlu.recipe.comparing import HARMLESS
-from danlu.recipe.forms import choices, fields, item, kinds, sections
+from danlu.recipe.diff import HARMLESS
 from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.short_forms import field_types, list_item_type, literal_values, section_types, variants_of
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGES = ("recipe.md", "checkpoints.md")
@@ -29,13 +29,13 @@ def _tables(name: str) -> str:
     if name == "harmless":
         return "\n".join(["| key | why |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in HARMLESS.items()), ""])
     if name == "recipe":
-        simple = [key for key, hint in fields(Recipe).items() if not sections(hint)]
+        simple = [key for key, hint in field_types(Recipe).items() if not section_types(hint)]
         return _table((key, _default(Recipe, key), _about(Recipe, key)) for key in simple)
-    hint = fields(Recipe)[name]
-    variants = kinds(hint)
+    hint = field_types(Recipe)[name]
+    variants = variants_of(hint)
     if variants:
         return "\n".join(_variants(name, variants))
-    return _table(_rows(name, sections(hint)[0]))
+    return _table(_rows(name, section_types(hint)[0]))
 
 
 def _variants(name: str, variants: Mapping[str, type[Section]]) -> Iterator[str]:
@@ -58,13 +58,13 @@ def _variants(name: str, variants: Mapping[str, type[Section]]) -> Iterator[str]
 
 def _rows(above: str, section: type[Section], skip: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:
     """(key, default, meaning) of a section's keys, those of the sections inside it after their own."""
-    for key, hint in fields(section).items():
+    for key, hint in field_types(section).items():
         if key in skip:
             continue
         dotted = f"{above}.{key}"
         yield dotted, _default(section, key), _about(section, key)
         if key != "eval":  # its sources are those of `train`
-            for below in sections(hint) or sections(item(hint) or str):
+            for below in section_types(hint) or section_types(list_item_type(hint) or str):
                 yield from _rows(dotted, below)
 
 
@@ -82,7 +82,7 @@ def _default(section: type[Section], key: str) -> str:
 
 def _about(section: type[Section], key: str) -> str:
     text = " ".join((section.model_fields[key].description or "").split()).replace("|", r"\|")
-    words = [option for option in choices(fields(section)[key]) if isinstance(option, str)]
+    words = [option for option in literal_values(field_types(section)[key]) if isinstance(option, str)]
     if all(word in text for word in words):
         return text
     return f"{text} One of {', '.join(f'`{word}`' for word in words)}.".strip()

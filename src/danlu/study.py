@@ -21,8 +21,9 @@ from danlu.errors import CheckpointError, RecipeError, ResourceError
 from danlu.exclusive import is_lock_of
 from danlu.recipe import Recipe, changes, resolved_yaml
 from danlu.recipe.explanation import value_at
+from danlu.recipe.parameter_grid import SEED, Combination, VariedKey, parameter_grid
 from danlu.recipe.sections import Section
-from danlu.report.study import SEED, STUDY, Combination, Varied, grid, is_finished, known_runs, study_json
+from danlu.report.study_results import STUDY, is_finished, known_runs, study_json
 from danlu.train.durable import UNFINISHED, write_durably
 from danlu.train.lock import LOCK_FILE, RunLock
 
@@ -32,7 +33,7 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """A run with its recipe, whose `output` is the run's own folder."""
 
     run: Combination
@@ -57,7 +58,7 @@ class Plan:
 
     folder: Path
     keys: tuple[str, ...]
-    runs: tuple[Planned, ...]
+    runs: tuple[PlannedRun, ...]
     others: tuple[Combination, ...]
 
 
@@ -69,18 +70,18 @@ class Child(Protocol):
     def send_signal(self, sig: int, /) -> None: ...
 
 
-class Shows(Protocol):
+class StudyObserver(Protocol):
     """Told what becomes of the runs."""
 
-    def skipped(self, run: Planned) -> None: ...
+    def skipped(self, run: PlannedRun) -> None: ...
 
-    def began(self, run: Planned) -> None: ...
+    def began(self, run: PlannedRun) -> None: ...
 
     def wrote(self, text: str) -> None:
         """What the run under way has told its console since the last time, in whole lines."""
         ...
 
-    def ended(self, run: Planned, failure: str | None) -> None:
+    def ended(self, run: PlannedRun, failure: str | None) -> None:
         """failure: why, for one that failed."""
         ...
 
@@ -103,14 +104,14 @@ class Outcome:
 # -- what is to be run ------------------------------------------------------------------------------------------------
 
 
-def plan(path: Path, varied: Sequence[Varied], overrides: Sequence[str]) -> Plan:
+def plan(path: Path, varied: Sequence[VariedKey], overrides: Sequence[str]) -> Plan:
     """The runs that the arguments ask for, each with its checked recipe, and the folder that they go to.
 
     A combination that the folder knows already keeps the name that it has there; others join it. Nothing is written.
     Raises RecipeError with all that is wrong with any combination, ResourceError for a folder of something else, and
     CheckpointError for one that holds a study of another recipe.
     """
-    combinations = grid(varied)
+    combinations = parameter_grid(varied)
     recipes_of = _load(path, varied, combinations, overrides)
     folder = Path(recipes_of[0].output).expanduser()
     _refuse_strangers(folder)
@@ -118,7 +119,7 @@ def plan(path: Path, varied: Sequence[Varied], overrides: Sequence[str]) -> Plan
     keys = tuple(dict.fromkeys((*keys, *(one.key for one in varied))))
     if known:
         _refuse_another(folder, known[0], recipes_of[0], keys)
-    planned: list[Planned] = []
+    planned: list[PlannedRun] = []
     for combination, recipe in zip(combinations, recipes_of, strict=True):
         here = [one for one in planned if _same(one.recipe, recipe, keys)]
         if here:
@@ -126,7 +127,7 @@ def plan(path: Path, varied: Sequence[Varied], overrides: Sequence[str]) -> Plan
         there = [one.run.name for one in known if _same(one.recipe, recipe, keys)]
         name = there[0] if there else _free(combination.name, {one.run.name for one in (*known, *planned)})
         run = _filled(Combination(name, combination.values), recipe, keys)
-        planned.append(Planned(run, recipe.model_copy(update={"output": str(folder / name)})))
+        planned.append(PlannedRun(run, recipe.model_copy(update={"output": str(folder / name)})))
     names = {one.run.name for one in planned}
     others = tuple(_filled(one.run, one.recipe, keys) for one in known if one.run.name not in names)
     return Plan(folder, keys, tuple(planned), others)
@@ -149,7 +150,7 @@ def _filled(run: Combination, recipe: Recipe, keys: Sequence[str]) -> Combinatio
 
 
 def _load(
-    path: Path, varied: Sequence[Varied], combinations: Sequence[Combination], overrides: Sequence[str]
+    path: Path, varied: Sequence[VariedKey], combinations: Sequence[Combination], overrides: Sequence[str]
 ) -> list[Recipe]:
     """The recipe of each combination. Raises RecipeError with every problem once, told of the argument it is of."""
     set_twice = [
@@ -214,14 +215,14 @@ def _refuse_strangers(folder: Path) -> None:
         )
 
 
-def _known(folder: Path) -> tuple[tuple[str, ...], list[Planned]]:
+def _known(folder: Path) -> tuple[tuple[str, ...], list[PlannedRun]]:
     """Keys and runs of the study in a folder, with their recipes as they were written there."""
     keys, runs = known_runs(folder)
     known = []
     for run in runs:
         file = folder / f"{run.name}.yaml"
         try:
-            known.append(Planned(run, recipes.load(file).recipe))
+            known.append(PlannedRun(run, recipes.load(file).recipe))
         except RecipeError as error:
             lines = "\n  ".join(error.problems)
             raise CheckpointError(
@@ -231,7 +232,7 @@ def _known(folder: Path) -> tuple[tuple[str, ...], list[Planned]]:
     return keys, known
 
 
-def _refuse_another(folder: Path, known: Planned, recipe: Recipe, keys: Sequence[str]) -> None:
+def _refuse_another(folder: Path, known: PlannedRun, recipe: Recipe, keys: Sequence[str]) -> None:
     """Raises CheckpointError if the recipes differ in more than the keys that vary."""
     found = [one for one in changes(known.recipe, recipe) if one.matters and not _is_varied(one.key, keys)]
     if found:
@@ -282,10 +283,10 @@ def _write(plan: Plan) -> None:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def launch(run: Planned) -> Child:
+def launch(run: PlannedRun) -> Child:
     """`danlu train` of the run's recipe; what it tells its console goes to the end of its log.
 
-    In a process group of its own, so that Ctrl-C reaches it once: through `Relay`.
+    In a process group of its own, so that Ctrl-C reaches it once: through `SignalForwarder`.
     """
     # -P: a file of the working directory that is named like a package (datasets.py) must not take its place.
     command = [sys.executable, "-P", "-m", "danlu", "train", str(run.recipe_file)]
@@ -295,7 +296,7 @@ def launch(run: Planned) -> Child:
         )
 
 
-class Relay:
+class SignalForwarder:
     """While entered, SIGINT, SIGTERM and SIGHUP are passed on to the run under way, which saves and stops.
 
     A signal that was ignored before (`nohup`) stays so.
@@ -306,7 +307,7 @@ class Relay:
         self._child: Child | None = None
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> SignalForwarder:
         for number in _PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
@@ -334,7 +335,7 @@ class Relay:
             self._child.send_signal(self.received)
 
 
-def run(plan: Plan, shows: Shows) -> Outcome:
+def run(plan: Plan, shows: StudyObserver) -> Outcome:
     """Trains what is not finished, in order. Another `danlu study` of the folder is kept out meanwhile.
 
     A run that fails is told of, and the next one begins. After a signal the run under way saves and stops, and no other
@@ -342,7 +343,7 @@ def run(plan: Plan, shows: Shows) -> Outcome:
     """
     failed: list[str] = []
     stopped_in = None
-    with RunLock(plan.folder), Relay() as relay:
+    with RunLock(plan.folder), SignalForwarder() as relay:
         _write(plan)
         for one in plan.runs:
             if relay.stopping():
@@ -369,7 +370,7 @@ def run(plan: Plan, shows: Shows) -> Outcome:
     return Outcome(done, len(plan.runs), tuple(failed), relay.received, stopped_in)
 
 
-def _follow(child: Child, log: Path, start: int, shows: Shows) -> int:
+def _follow(child: Child, log: Path, start: int, shows: StudyObserver) -> int:
     """Waits for the end of a process, telling meanwhile what it writes; its exit code."""
     with log.open("rb") as told:
         told.seek(start)

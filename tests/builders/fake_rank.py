@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from danlu.cli.working import loaded_torch, print_into, work
+from danlu.cli.worker import loaded_torch, print_into, work
 from danlu.errors import DataError, RecipeError, Stopped
 from danlu.parallel import endings
 from danlu.parallel.world import World, found

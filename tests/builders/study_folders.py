@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from danlu.report.study import STUDY, Combination, study_json
+from danlu.recipe.parameter_grid import Combination
+from danlu.report.study_results import STUDY, study_json
 
 
 def write_run(

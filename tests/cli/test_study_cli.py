@@ -16,7 +16,7 @@ from builders.study_folders import write_run
 from builders.tiny_world import World, danlu, start
 
 from danlu import study
-from danlu.study import Planned
+from danlu.study import PlannedRun
 
 
 class Ended:
@@ -33,18 +33,18 @@ class Ended:
 
 
 @pytest.fixture
-def launching(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Planned], Ended]], None]:
+def launching(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[PlannedRun], Ended]], None]:
     return lambda launch: monkeypatch.setattr(study, "launch", launch)
 
 
-def trained(run: Planned) -> Ended:
+def trained(run: PlannedRun) -> Ended:
     process = start(["train", run.recipe_file], run.log)
     process.join()
     assert process.exitcode is not None
     return Ended(process.exitcode)
 
 
-def pretended(run: Planned) -> Ended:
+def pretended(run: PlannedRun) -> Ended:
     write_run(run.folder, evaluations={2: 2.0 + run.recipe.seed})
     run.log.write_text("step 1/2 loss 4.000\nstep 2/2 loss 3.000\n")
     return Ended(0)
@@ -106,7 +106,7 @@ def test_seeds_are_one_row(
 def test_failures_are_told_once_and_the_rest_is_done(
     tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], launching: Any
 ) -> None:
-    def launch(run: Planned) -> Ended:
+    def launch(run: PlannedRun) -> Ended:
         if run.recipe.seed > 1:
             return pretended(run)
         run.log.write_text("data: 100 rows\nerror: rows.jsonl:3: broken\nSet data.on_bad_row: skip\n")
@@ -135,7 +135,7 @@ def test_failures_are_told_once_and_the_rest_is_done(
 def test_stopped_it_says_how_to_go_on(
     tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], launching: Any
 ) -> None:
-    def launch(run: Planned) -> Ended:
+    def launch(run: PlannedRun) -> Ended:
         if run.recipe.seed == 0:
             return pretended(run)
         run.log.touch()
@@ -193,7 +193,7 @@ def test_no_room_for_the_plots(
 def test_a_process_that_cannot_be_started(
     tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], launching: Any
 ) -> None:
-    def launch(run: Planned) -> Ended:
+    def launch(run: PlannedRun) -> Ended:
         raise BlockingIOError("Resource temporarily unavailable")
 
     launching(launch)

@@ -57,16 +57,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         "recipe/test_overrides.py",
     ),
     Mutation(
-        "recipe/comparing.py",
+        "recipe/diff.py",
         'if key == "checkpoint.every" and recipe.watch.policy == "rewind":',
         'if key == "checkpoint.every" and recipe.watch.policy == "warn":',
-        "recipe/test_comparing.py",
+        "recipe/test_diff.py",
     ),
     Mutation(
-        "recipe/comparing.py",
+        "recipe/diff.py",
         "different = [key for key in keys if before.get(key) != after.get(key)]",
         "different = [key for key in after if before.get(key) != after.get(key)]",
-        "recipe/test_comparing.py",
+        "recipe/test_diff.py",
     ),
     Mutation(
         "recipe/rules.py",
@@ -523,13 +523,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- report
     Mutation(
-        "report/study.py",
+        "recipe/parameter_grid.py",
         'return [key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys]',
         'return [key.rpartition(".")[2] for key in keys]',
-        "report/test_study.py",
+        "recipe/test_parameter_grid.py",
     ),
     Mutation(
-        "report/preview_words.py",
+        "report/preview_content.py",
         "total = math.ceil(math.ceil(epochs * packed.packs) / per_step)",
         "total = math.ceil(epochs * packed.packs)",
         "report/test_preview.py cli/test_preview.py",

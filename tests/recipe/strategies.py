@@ -8,8 +8,8 @@ import annotated_types
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from danlu.recipe.forms import branches, fields, origin
 from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.short_forms import field_types, generic_origin, union_members
 
 TEXTS = st.text(max_size=12) | st.sampled_from(
     ["${HOME}", "$${x}", "2e-4", "no", "null", "~", "1:30", "a: b", " x ", "#", "\x85", "a\u2028\n"]
@@ -23,11 +23,11 @@ JSON = st.recursive(
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
     """Any value that a field of this type may hold."""
-    return st.one_of([_branch(branch, bounds) for branch, bounds in branches(hint)])
+    return st.one_of([_branch(branch, bounds) for branch, bounds in union_members(hint)])
 
 
 def _branch(branch: Any, bounds: tuple[FieldInfo, ...]) -> st.SearchStrategy[Any]:
-    form = origin(branch)
+    form = generic_origin(branch)
     if branch is type(None):
         return st.none()
     if form is Literal:
@@ -44,7 +44,7 @@ def _branch(branch: Any, bounds: tuple[FieldInfo, ...]) -> st.SearchStrategy[Any
     if branch is str:
         return TEXTS
     if isinstance(branch, type) and issubclass(branch, Section):
-        return sections(branch)
+        return section_types(branch)
     return _numbers(branch, {type(limit): limit for bound in bounds for limit in bound.metadata})
 
 
@@ -64,8 +64,8 @@ def _numbers(kind: type, limits: dict[type, Any]) -> st.SearchStrategy[Any]:
     )
 
 
-def sections(section: type[Section]) -> st.SearchStrategy[Any]:
-    return st.builds(section, **{name: values(hint) for name, hint in fields(section).items()})
+def section_types(section: type[Section]) -> st.SearchStrategy[Any]:
+    return st.builds(section, **{name: values(hint) for name, hint in field_types(section).items()})
 
 
-RECIPES = sections(Recipe)
+RECIPES = section_types(Recipe)

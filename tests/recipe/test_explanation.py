@@ -9,9 +9,9 @@ import pytest
 from danlu.errors import RecipeError
 from danlu.recipe import explain, load
 from danlu.recipe.explanation import keys
-from danlu.recipe.forms import fields, item, sections
+from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.words import ELSEWHERE
+from danlu.recipe.short_forms import field_types, list_item_type, section_types
 from danlu.registry import INSTEAD, VERBS
 
 Write = Callable[..., str]
@@ -113,13 +113,13 @@ def test_words_that_people_try(word: str, said: str) -> None:
 def test_every_word_that_people_try_leads_somewhere() -> None:
     """Each verb, each kind of a section, and each key of another tool."""
     known = set(keys())
-    assert len(ELSEWHERE) > 100
-    assert {word: key for word, key in ELSEWHERE.items() if key not in known} == {}
+    assert len(KEYS_OF_OTHER_TOOLS) > 100
+    assert {word: key for word, key in KEYS_OF_OTHER_TOOLS.items() if key not in known} == {}
     kinds = {
         kind for key in known for kind in explain(key).allowed if not kind.isdecimal() and kind not in ("True", "False")
     }
     assert {"lora", "muon", "nf4"} <= kinds
-    for word in {*VERBS, *INSTEAD, *kinds, *ELSEWHERE} - known:
+    for word in {*VERBS, *INSTEAD, *kinds, *KEYS_OF_OTHER_TOOLS} - known:
         with pytest.raises(RecipeError) as caught:
             explain(word)
         assert "set " in str(caught.value) or "thing to do" in str(caught.value) or "Did you mean" in str(caught.value)
@@ -127,8 +127,12 @@ def test_every_word_that_people_try_leads_somewhere() -> None:
 
 def test_every_key_can_be_explained_and_says_what_it_is() -> None:
     def undocumented(section: type[Section]) -> list[str]:
-        found = [name for name in fields(section) if not section.model_fields[name].description and name != "kind"]
-        inner = [below for hint in fields(section).values() for below in sections(hint) or sections(item(hint) or str)]
+        found = [name for name in field_types(section) if not section.model_fields[name].description and name != "kind"]
+        inner = [
+            below
+            for hint in field_types(section).values()
+            for below in section_types(hint) or section_types(list_item_type(hint) or str)
+        ]
         return [f"{section.__name__}.{name}" for name in found] + [
             name for kind in inner for name in undocumented(kind)
         ]

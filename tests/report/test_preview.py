@@ -20,8 +20,8 @@ from danlu.data.statistics import Statistics
 from danlu.errors import RecipeError
 from danlu.recipe import Recipe
 from danlu.recipe import load as load_recipe
-from danlu.report import own_page, preview_page, preview_text
-from danlu.report import preview_words as words
+from danlu.report import html_page, preview_page, preview_text
+from danlu.report import preview_content as content
 from danlu.types import Pack, Sample
 
 T, U, A, E = Reason.TEMPLATE, Reason.USER, Reason.ASSISTANT, Reason.TERMINATOR
@@ -98,11 +98,11 @@ PACK = Pack(
     ],
 )
 def test_whatever_cannot_be_seen_is_made_visible(text: str, shown: str) -> None:
-    assert words.visible(text) == shown
+    assert content.visible(text) == shown
 
 
 def test_runs_are_of_one_reason_and_weight() -> None:
-    runs = [(run.reason, run.state, run.start, run.stop, run.omitted) for run in words.runs_of(ANSWER, None)]
+    runs = [(run.reason, run.state, run.start, run.stop, run.omitted) for run in content.runs_of(ANSWER, None)]
     assert runs == [
         (T, "context", 0, 1, 0),
         (U, "context", 1, 4, 0),
@@ -115,7 +115,7 @@ def test_runs_are_of_one_reason_and_weight() -> None:
 
 @pytest.mark.parametrize("most", range(1, 14))
 def test_of_a_long_sample_the_beginning_and_the_end_are_shown(most: int) -> None:
-    runs = list(words.runs_of(ANSWER, most))
+    runs = list(content.runs_of(ANSWER, most))
     places = [place for run in runs for place in range(run.start, run.stop)]
     assert len(places) == min(most, 12) == len(set(places)) and places == sorted(places)
     assert sum(run.omitted for run in runs) == 12 - len(places)
@@ -124,7 +124,7 @@ def test_of_a_long_sample_the_beginning_and_the_end_are_shown(most: int) -> None
 
 def test_facts_count_what_was_lost(recipe: Any) -> None:
     chosen = recipe(data={"on_bad_row": "skip"})
-    facts = {fact.label: fact for fact in words.facts(overview_of(COUNTS).train, chosen.data)}
+    facts = {fact.label: fact for fact in content.facts(overview_of(COUNTS).train, chosen.data)}
     assert {label: fact.value for label, fact in facts.items() if fact.value} == {
         "rows": "9",
         "bad rows": "1 (skipped)",
@@ -139,16 +139,16 @@ def test_facts_count_what_was_lost(recipe: Any) -> None:
     assert facts["by reason"].bars == (("user", 280, 0.8), ("assistant", 70, 0.2))
     assert facts["sample lengths"].bars[-1] == ("49-56", 7, 1.0)
     nothing = Side(Statistics(rows=2), np.empty(0, np.int32), None)
-    assert [fact.label for fact in words.facts(nothing, chosen.data)] == ["rows", "samples", "tokens"]
+    assert [fact.label for fact in content.facts(nothing, chosen.data)] == ["rows", "samples", "tokens"]
 
 
 def test_lengths_fall_into_ranges_of_one_width() -> None:
-    assert list(words.histogram(np.array([5, 5, 5]))) == [("5", 3, 1.0)]
+    assert list(content.histogram(np.array([5, 5, 5]))) == [("5", 3, 1.0)]
     lengths = np.array([*range(1, 1025)])
-    bins = list(words.histogram(lengths))
+    bins = list(content.histogram(lengths))
     assert bins[0] == ("1-128", 128, 0.125) and bins[-1][0] == "897-1024" and len(bins) == 8
-    assert next(words.histogram(np.array([100, 700]))) == ("65-128", 1, 0.5)
-    assert sum(number for _, number, _ in words.histogram(np.array([1, 17, 300, 301]))) == 4
+    assert next(content.histogram(np.array([100, 700]))) == ("65-128", 1, 0.5)
+    assert sum(number for _, number, _ in content.histogram(np.array([1, 17, 300, 301]))) == 4
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ def test_lengths_fall_into_ranges_of_one_width() -> None:
     ],
 )
 def test_steps_are_those_of_the_recipes_batch(recipe: Any, changes: Any, said: str) -> None:
-    found = words.steps(recipe(**changes), overview_of(COUNTS))
+    found = content.steps(recipe(**changes), overview_of(COUNTS))
     assert found is not None and found.startswith(said)
 
 
 def test_no_steps_for_data_that_is_refused(recipe: Any) -> None:
     refused = replace(overview_of(COUNTS), train=replace(overview_of(COUNTS).train, packed=None))
-    assert words.steps(recipe(), refused) is None
+    assert content.steps(recipe(), refused) is None
 
 
 # -- lines and colours ------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_the_checker_finds_what_is_not_well_formed() -> None:
 
 def test_every_token_is_on_the_page_once_with_its_reason(recipe: Any) -> None:
     page = Page(page_of(ROW, recipe=recipe()))
-    assert [shown for _, shown in page.tokens] == [words.visible(text) for text in ANSWER.texts]
+    assert [shown for _, shown in page.tokens] == [content.visible(text) for text in ANSWER.texts]
     assert page.tokens[1] == ("user, context, token 1 of the sample, id 101", "龘")
     assert page.tokens[9] == ("assistant, trained x0.5, token 9 of the sample, id 109", "half")
     runs = [attributes["class"] for tag, attributes in page.elements if "run" in (attributes.get("class") or "")]
@@ -387,12 +387,16 @@ def test_both_grounds_have_enough_contrast() -> None:
         low, high = sorted((luminance(one), luminance(other)))
         return (high + 0.05) / (low + 0.05)
 
-    grounds = re.findall(r"--ground: (#\w+)", own_page.STYLE)
+    grounds = re.findall(r"--ground: (#\w+)", html_page.STYLE)
     assert grounds == ["#fff", "#0d1117"]
     for text in ("ink", "quiet", "wrong"):
-        light, dark = re.findall(rf"--{text}: (#\w+)", own_page.STYLE)
+        light, dark = re.findall(rf"--{text}: (#\w+)", html_page.STYLE)
         assert contrast(light, "#ffffff") >= 4.5 and contrast(dark, grounds[1]) >= 4.5
-    assert set(preview_page._COLOURS) == {words.name(reason) for reason in Reason} == set(map(words.name, words.ABOUT))
+    assert (
+        set(preview_page._COLOURS)
+        == {content.name(reason) for reason in Reason}
+        == set(map(content.name, content.ABOUT))
+    )
     for light, dark in preview_page._COLOURS.values():
         assert contrast(light, "#ffffff") >= 4.5 and contrast(dark, grounds[1]) >= 4.5
         assert contrast(light, grounds[1]) < contrast(dark, grounds[1])
@@ -400,15 +404,15 @@ def test_both_grounds_have_enough_contrast() -> None:
 
 def test_only_an_earlier_preview_is_written_over(recipe: Any, tmp_path: Path) -> None:
     target = tmp_path / "page.html"
-    preview_page.OWN.check_target(target)
+    preview_page.PAGE.check_target(target)
     target.write_text(page_of(ROW, recipe=recipe()), encoding="utf-8")
-    preview_page.OWN.check_target(target)
-    for content in ("", "<!doctype html>\n<p>mine", "notes"):
-        target.write_text(content)
+    preview_page.PAGE.check_target(target)
+    for text in ("", "<!doctype html>\n<p>mine", "notes"):
+        target.write_text(text)
         with pytest.raises(RecipeError, match=r"page.html: exists and is no danlu preview, so it stays as it is"):
-            preview_page.OWN.check_target(target)
-        assert target.read_text() == content
+            preview_page.PAGE.check_target(target)
+        assert target.read_text() == text
     with pytest.raises(RecipeError, match=r"there is no folder .*nowhere"):
-        preview_page.OWN.check_target(tmp_path / "nowhere" / "page.html")
+        preview_page.PAGE.check_target(tmp_path / "nowhere" / "page.html")
     with pytest.raises(RecipeError, match="this is a folder; name a file in it"):
-        preview_page.OWN.check_target(tmp_path)
+        preview_page.PAGE.check_target(tmp_path)

@@ -9,8 +9,8 @@ import pytest
 from builders.study_folders import write_run, write_study
 from matplotlib.axes import Axes
 
-from danlu.report.study import Study, read_study
 from danlu.report.study_plots import draw, figures
+from danlu.report.study_results import Study, read_study
 
 
 def made(folder: Path, values: dict[str, dict[str, str]], **runs: dict[str, Any]) -> Study:

@@ -11,7 +11,7 @@ from builders.tiny_world import danlu, tiny_world
 from danlu.cli.verify import _print
 from danlu.parallel.sent import Row
 from danlu.report.verification import Check, Finding, Module, Verification, lines, shown
-from danlu.report.verification_page import OWN, page
+from danlu.report.verification_page import PAGE, page
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_layout_that_is_right_ends_with_0(file: Path, tmp_path: Path, capsys: 
     assert "the same as one process: zero3, data 2 computes what one process does" in said
     assert "layers.0.attention" in said and "reduce-scatter" in said and "WRONG" not in said
     written = html.read_text()
-    assert written.startswith(OWN.start) and "the same as one process" in written and "reduce-scatter" in written
+    assert written.startswith(PAGE.start) and "the same as one process" in written and "reduce-scatter" in written
 
 
 @pytest.mark.distributed

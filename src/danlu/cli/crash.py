@@ -135,6 +135,6 @@ def _place(error: BaseException) -> str:
     package = Path(__file__).parents[1]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
-        if package in file.parents and file.name not in ("main.py", "working.py"):
+        if package in file.parents and file.name not in ("main.py", "worker.py"):
             return f" ({Path('danlu', *file.relative_to(package).parts).as_posix()}:{frame.lineno})"
     return ""

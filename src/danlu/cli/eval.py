@@ -24,7 +24,7 @@ from danlu.cli.generate import (
     say_notes,
 )
 from danlu.errors import DataError, ModelError, RecipeError
-from danlu.recipe.composing import compose
+from danlu.recipe.from_arguments import recipe_from_arguments
 from danlu.recipe.rules import language_stage
 from danlu.terminal import echo, tell, tell_early
 
@@ -152,7 +152,7 @@ def evaluation_recipe(folder: Path, data: str, overrides: list[str], context: in
         },
         "output": ".",
     }
-    recipe = compose(values, overrides, verb="danlu eval", open_keys=KEYS)
+    recipe = recipe_from_arguments(values, overrides, verb="danlu eval", open_keys=KEYS)
     if recipe.data.max_length > context:
         raise RecipeError(
             f"data.max_length: {recipe.data.max_length} is more than the {context} tokens that {folder} can see"

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from danlu.cli.working import LOGS, ending_file, log_file
+from danlu.cli.worker import LOGS, ending_file, log_file
 from danlu.errors import ResourceError, Stopped
 from danlu.machine import kills_for_memory, usable_cores
 from danlu.parallel import endings
@@ -56,7 +56,7 @@ def launch(
 ) -> int:
     """Runs `python ARGUMENTS` in so many processes of one group, to their end.
 
-    arguments: of attempt 0, 1, .. restarts. Each process calls `danlu.cli.working.work`.
+    arguments: of attempt 0, 1, .. restarts. Each process calls `danlu.cli.worker.work`.
     folder: of the run, which the processes print into.
     threads: for each process, where OMP_NUM_THREADS is not set; by default an even share of the cores.
     progress_s: between lines about how many of the processes have started; None tells nothing.

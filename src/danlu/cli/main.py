@@ -31,7 +31,7 @@ HEADINGS = ("Begin", "Train", "Use", "Look")  # of the help page, in order; each
 
 def show_script(shell: str | None) -> None:
     if shell is not None:
-        from danlu.cli.completing import script
+        from danlu.cli.completion import script
 
         echo(script(shell), end="")
         raise typer.Exit
@@ -39,7 +39,7 @@ def show_script(shell: str | None) -> None:
 
 def install_script(shell: str | None) -> None:
     if shell is not None:
-        from danlu.cli.completing import install
+        from danlu.cli.completion import install
 
         echo(install(shell))
         raise typer.Exit
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         if COMPLETE in os.environ:  # the shell asks what could be typed next
-            from danlu.cli.completing import answer
+            from danlu.cli.completion import answer
 
             echo(answer(os.environ), end="")
             return 0

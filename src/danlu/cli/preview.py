@@ -46,13 +46,13 @@ def preview(
     from danlu.assembly.recipe_adapters import check_without_weights
     from danlu.data.preview import Ingredients, look, measure, survey
     from danlu.report import preview_json
-    from danlu.report.preview_page import OWN, page
+    from danlu.report.preview_page import PAGE, page
     from danlu.report.preview_text import screen, show_overview, show_rows
     from danlu.train.durable import write_durably
     from danlu.train.progress import RowProgress
 
     if html is not None:
-        OWN.check_target(html)
+        PAGE.check_target(html)
     for note in loaded.notes:
         tell(note)
     chosen, most = loaded.recipe, tokens or None

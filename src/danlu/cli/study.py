@@ -17,8 +17,8 @@ from danlu.terminal import echo, printable, tell
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from danlu.report.study import Study
-    from danlu.study import Outcome, Plan, Planned
+    from danlu.report.study_results import Study
+    from danlu.study import Outcome, Plan, PlannedRun
 
 
 def study(
@@ -44,9 +44,10 @@ def study(
     """
     # A tenth of a second, which `danlu study --help` need not take.
     from danlu import study as studies
-    from danlu.report.study import read_study, read_varied
+    from danlu.recipe.parameter_grid import parse_vary_options
+    from danlu.report.study_results import read_study
 
-    plan = studies.plan(recipe, read_varied(vary or [], seeds), overrides or [])
+    plan = studies.plan(recipe, parse_vary_options(vary or [], seeds), overrides or [])
     several = "runs" if len(plan.runs) > 1 else "run"
     tell(f"{len(plan.runs)} {several} in {plan.folder}")
     for note in studies.notes(plan):
@@ -117,10 +118,10 @@ class Screen:
         self._now = ""
         self._last_failure = ""
 
-    def skipped(self, run: Planned) -> None:
+    def skipped(self, run: PlannedRun) -> None:
         self._line(f"{self._name(run)}: finished before{_facts(run)}")
 
-    def began(self, run: Planned) -> None:
+    def began(self, run: PlannedRun) -> None:
         self._now = self._name(run)
         if self._live is None:
             self._line(f"{self._now}: training")
@@ -133,7 +134,7 @@ class Screen:
         else:
             self._below(text.rstrip().rpartition("\n")[2])
 
-    def ended(self, run: Planned, failure: str | None) -> None:
+    def ended(self, run: PlannedRun, failure: str | None) -> None:
         self._below("")
         if failure is None:
             self._line(f"{self._name(run)}: finished{_facts(run)}", "green")
@@ -146,7 +147,7 @@ class Screen:
         told = "".join(f"\n  {line}" for line in failure.splitlines())
         self._line(f"{self._name(run)}: failed{told}\n  all that it said: {run.log}; alone: {again}", "red")
 
-    def _name(self, run: Planned) -> str:
+    def _name(self, run: PlannedRun) -> str:
         return f"[{self._plan.runs.index(run) + 1}/{len(self._plan.runs)}] {run.run.name}"
 
     def _line(self, text: str, colour: str = "") -> None:
@@ -162,9 +163,9 @@ class Screen:
             self._live.update(Text(printable(f"{self._now}  {text}"), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def _facts(run: Planned) -> str:
+def _facts(run: PlannedRun) -> str:
     """`, evaluation loss 2.0312, 0:01:12`."""
-    from danlu.report.study import read_summary
+    from danlu.report.study_results import read_summary
     from danlu.train.units import format_duration
 
     summary = read_summary(run.folder)

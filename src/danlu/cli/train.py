@@ -16,7 +16,7 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.adapters.description import is_adapter
-from danlu.cli.working import loaded_torch, print_into, work
+from danlu.cli.worker import loaded_torch, print_into, work
 from danlu.errors import RecipeError
 from danlu.machine import memory_bytes, usable_cores
 from danlu.models.hf_folder import LENET, model_type

@@ -58,12 +58,12 @@ def verify(
         )
     tell_early(f"verifying {recipe}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
-    from danlu.report.verification_page import OWN, page
+    from danlu.report.verification_page import PAGE, page
     from danlu.train.durable import write_durably
     from danlu.verify import proving
 
     if html is not None:
-        OWN.check_target(html)
+        PAGE.check_target(html)
     for note in loaded.notes:
         tell(note)
     options = proving.Options(

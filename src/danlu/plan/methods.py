@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from danlu.models.config import ModelConfig, parameter_shapes
-from danlu.recipe.sections.quantizations import Fp4, Int4, Int8, Nf4, QuantizationSection
+from danlu.recipe.sections.quantization import Fp4, Int4, Int8, Nf4, QuantizationSection
 
 Method = Literal["full", "lora", "qlora"]
 BLOCK, NESTED_BLOCK = 64, 256

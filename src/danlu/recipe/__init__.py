@@ -6,11 +6,11 @@ writes a recipe in full; `explain`, `schema` and `changes` answer questions abou
 
 from __future__ import annotations
 
-from danlu.recipe.comparing import Change, changes
-from danlu.recipe.editor import schema
+from danlu.recipe.diff import Change, changes
 from danlu.recipe.explanation import Explanation, explain
+from danlu.recipe.json_schema import schema
 from danlu.recipe.loading import Loaded, load
+from danlu.recipe.resolved_yaml import resolved_yaml
 from danlu.recipe.sections import Recipe
-from danlu.recipe.writing import resolved_yaml
 
 __all__ = ["Change", "Explanation", "Loaded", "Recipe", "changes", "explain", "load", "resolved_yaml", "schema"]

@@ -9,10 +9,10 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from danlu.errors import RecipeError
-from danlu.recipe.forms import Hint, choices, fields, item, kinds, sections
 from danlu.recipe.loading import Loaded
+from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.words import ELSEWHERE, describe, nearest
+from danlu.recipe.short_forms import Hint, field_types, list_item_type, literal_values, section_types, variants_of
 from danlu.registry import instead_of
 
 
@@ -40,23 +40,23 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
     if not owners:
         raise RecipeError(_unknown(key))
     section, name, _ = owners[0]
-    hint = fields(section)[name]
-    found = sections(hint) or sections(item(hint) or str)
-    words = dict.fromkeys(str(choice) for owner, _, _ in owners for choice in choices(fields(owner)[name]))
-    allowed = tuple(words) or tuple(sorted(kinds(hint)))
+    hint = field_types(section)[name]
+    found = section_types(hint) or section_types(list_item_type(hint) or str)
+    words = dict.fromkeys(str(choice) for owner, _, _ in owners for choice in literal_values(field_types(owner)[name]))
+    allowed = tuple(words) or tuple(sorted(variants_of(hint)))
     value = origin = None
     if loaded is not None:
         value, origin = _as_yaml(value_at(loaded.recipe, key)), loaded.origin(key)
     return Explanation(
         key=key,
-        takes=describe(hint) if len(owners) == 1 or not choices(hint) else f"one of {', '.join(allowed)}",
+        takes=describe_type(hint) if len(owners) == 1 or not literal_values(hint) else f"one of {', '.join(allowed)}",
         defaults={variant: _default(owner, name) for owner, name, variant in owners},
         allowed=allowed,
         about=" ".join((section.model_fields[name].description or "").split()),
         short=found[0].short if found else None,
-        below=tuple((entry, first_sentence(kind, entry)) for kind in found for entry in fields(kind))
+        below=tuple((entry, first_sentence(kind, entry)) for kind in found for entry in field_types(kind))
         if len(found) == 1
-        else tuple((kind, _first_line(variant)) for kind, variant in sorted(kinds(hint).items())),
+        else tuple((kind, _first_line(variant)) for kind, variant in sorted(variants_of(hint).items())),
         value=value,
         origin=origin,
     )
@@ -68,10 +68,10 @@ def keys() -> list[str]:
 
 
 def _keys(above: str, section: type[Section]) -> Iterator[str]:
-    for name, hint in fields(section).items():
+    for name, hint in field_types(section).items():
         key = f"{above}.{name}" if above else name
         yield key
-        for below in sections(hint) or sections(item(hint) or str):
+        for below in section_types(hint) or section_types(list_item_type(hint) or str):
             yield from _keys(key, below)
 
 
@@ -80,22 +80,27 @@ def _owners(key: str) -> list[tuple[type[Section], str, str]]:
     candidates: list[tuple[Hint, str]] = [(Recipe, "")]
     *above, name = [part for part in key.split(".") if not part.isdecimal()] or [""]
     for part in above:
-        found = [(fields(kind)[part], kind) for hint, _ in candidates for kind in _inside(hint) if part in fields(kind)]
+        found = [
+            (field_types(kind)[part], kind)
+            for hint, _ in candidates
+            for kind in _inside(hint)
+            if part in field_types(kind)
+        ]
         candidates = [(hint, "") for hint, _ in found]
     return [
         (kind, name, _variant_name(hint, kind))
         for hint, _ in candidates
         for kind in _inside(hint)
-        if name in fields(kind)
+        if name in field_types(kind)
     ]
 
 
 def _inside(hint: Hint) -> list[type[Section]]:
-    return sections(hint) or sections(item(hint) or str)
+    return section_types(hint) or section_types(list_item_type(hint) or str)
 
 
 def _variant_name(hint: Hint, section: type[Section]) -> str:
-    return next((kind for kind, variant in kinds(hint).items() if variant is section), "")
+    return next((kind for kind, variant in variants_of(hint).items() if variant is section), "")
 
 
 def _default(section: type[Section], name: str) -> str:
@@ -145,13 +150,13 @@ def _as_value(word: str) -> str | None:
     found: dict[str, type[Section] | None] = {}
     for key in keys():
         for section, name, _ in _owners(key):
-            hint = fields(section)[name]
-            if word in (*kinds(hint), *choices(hint)):
-                found.setdefault(key.removesuffix(".kind"), kinds(hint).get(word))
+            hint = field_types(section)[name]
+            if word in (*variants_of(hint), *literal_values(hint)):
+                found.setdefault(key.removesuffix(".kind"), variants_of(hint).get(word))
     if not found:
         return None
     key, variant = next(iter(found.items()))
-    others = [name for name in fields(variant) if name != "kind"] if variant is not None else []
+    others = [name for name in field_types(variant) if name != "kind"] if variant is not None else []
     more = f" It has {', '.join(others)}: `danlu explain {key}.{others[0]}`" if others else f" `danlu explain {key}`"
     return f"is a value of {' and of '.join(found)}: set {key} to {word}.{more}"
 
@@ -164,8 +169,8 @@ def _unknown(key: str) -> str:
     last = key.rpartition(".")[2]
     same_name = [other for other in known if other.rpartition(".")[2] == last]
     guess = (
-        ELSEWHERE.get(key.lower().replace("-", "_"))
-        or (same_name[0] if same_name else nearest(key, known))
-        or nearest(last, known)
+        KEYS_OF_OTHER_TOOLS.get(key.lower().replace("-", "_"))
+        or (same_name[0] if same_name else closest_match(key, known))
+        or closest_match(last, known)
     )
     return f"no recipe has the key {key!r}.{f' Did you mean {guess!r}?' if guess else ''} `danlu explain` lists them"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from danlu.errors import DanluError, RecipeError, ResourceError
-from danlu.recipe.words import nearest
+from danlu.recipe.messages import closest_match
 
 
 def folder() -> Path:
@@ -28,7 +28,7 @@ def copy(name: str, to: Path) -> Path:
     """Write a shipped recipe to `to` (a file, or a folder to put it in); an existing file is never overwritten."""
     source = folder() / f"{name}.yaml"
     if name not in shipped():
-        guess = nearest(name, list(shipped()))
+        guess = closest_match(name, list(shipped()))
         hint = f" Did you mean {guess!r}?" if guess else ""
         raise RecipeError(f"no recipe called {name!r}.{hint} There are: {', '.join(shipped())}")
     target = to / source.name if to.is_dir() else to

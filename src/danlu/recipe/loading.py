@@ -10,11 +10,11 @@ from pathlib import Path
 from danlu.errors import RecipeError
 from danlu.recipe import overrides as overriding
 from danlu.recipe import rules
-from danlu.recipe.check import check
-from danlu.recipe.forms import full
+from danlu.recipe.messages import closest_match
 from danlu.recipe.sections import Recipe
-from danlu.recipe.tree import MOST_BYTES, Node, Origin, Problem, parse
-from danlu.recipe.words import nearest
+from danlu.recipe.short_forms import expand
+from danlu.recipe.validation import validate
+from danlu.recipe.yaml_tree import MOST_BYTES, Node, Origin, Problem, parse
 from danlu.small_files import read_small
 
 
@@ -54,11 +54,11 @@ def _check(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Rec
         said = "the file is empty" if empty else "a recipe is a mapping of keys such as 'stage: sft'"
         problems.append(Problem("", f"{said}. `danlu recipes copy sft` writes one to begin with", tree.origin))
         return None
-    tree.value = full(tree, Recipe).value
+    tree.value = expand(tree, Recipe).value
     overriding.apply(tree, overrides, problems)
-    tree.value = full(tree, Recipe).value
+    tree.value = expand(tree, Recipe).value
     broken = {problem.key for problem in problems if problem.key}  # cannot be judged a second time
-    recipe, found = check(tree)
+    recipe, found = validate(tree)
     problems += [problem for problem in found if not _touches(problem, broken)]
     sound = recipe or _without(tree, broken | {problem.key for problem in found})
     if sound is not None:
@@ -76,7 +76,7 @@ def _without(tree: Node, keys: set[str]) -> Recipe | None:
         node, exact = rest.nearest(above)
         if exact and isinstance(node.value, dict):
             node.value.pop(name, None)
-    return check(rest)[0]
+    return validate(rest)[0]
 
 
 def _touches(problem: Problem, keys: set[str]) -> bool:
@@ -125,7 +125,7 @@ def _not_found(path: Path) -> str:
     if not folder.is_dir():
         return f"{path}: no such file, and no folder {str(folder)!r}"
     names = {entry.stem.lower(): entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml")}
-    guess = nearest(path.stem, list(names))
+    guess = closest_match(path.stem, list(names))
     if guess is not None:
         return f"{path}: no such file. Did you mean {str(folder / names[guess])!r}?"
     return f"{path}: no such file. `danlu recipes list` shows recipes to copy"

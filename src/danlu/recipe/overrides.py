@@ -10,9 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from danlu.recipe.forms import Hint, fields, full, item, kinds, sections, variant
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.tree import Node, Origin, Problem, parse
+from danlu.recipe.short_forms import (
+    Hint,
+    expand,
+    field_types,
+    list_item_type,
+    matching_variant,
+    section_types,
+    variants_of,
+)
+from danlu.recipe.yaml_tree import Node, Origin, Problem, parse
 
 MOST_SHOWN = 120
 """Characters of an override in a message."""
@@ -51,7 +59,7 @@ def _put(node: Node, hint: Hint, parts: Sequence[str], value: Node, default: Any
         _replace(node, hint, value, default)
         return
     part, rest = parts[0], parts[1:]
-    inside = item(hint) if hint is not None else None
+    inside = list_item_type(hint) if hint is not None else None
     if inside is not None and part.isdecimal() and not isinstance(node.value, dict | list):
         node.value, node.origin = [], value.origin
     if isinstance(node.value, list):
@@ -59,12 +67,12 @@ def _put(node: Node, hint: Hint, parts: Sequence[str], value: Node, default: Any
         return
     if not isinstance(node.value, dict):
         node.value, node.origin = _start(default, value.origin), value.origin
-    section = (variant(hint, node) or _class_of(hint, default)) if hint is not None else None
+    section = (matching_variant(hint, node) or _class_of(hint, default)) if hint is not None else None
     if section is not None and part in section.one_of and (rest or value.value is not None):
         _drop(node.value, [name for name in section.one_of if name != part])
-    if hint is not None and kinds(hint) and part == "kind" and not rest:
+    if hint is not None and variants_of(hint) and part == "kind" and not rest:
         _change_kind(node, value.value)
-    below = fields(section).get(part) if section is not None else None
+    below = field_types(section).get(part) if section is not None else None
     below_default = section.model_fields[part].default if section is not None and below is not None else None
     child = node.value.setdefault(part, Node(None, value.origin))
     _put(child, below, rest, value, below_default)
@@ -90,17 +98,17 @@ def _start(default: Any, origin: Origin) -> dict[str, Node]:
 
 
 def _class_of(hint: Hint, default: Any) -> type[Section] | None:
-    return type(default) if isinstance(default, Section) and type(default) in sections(hint) else None
+    return type(default) if isinstance(default, Section) and type(default) in section_types(hint) else None
 
 
 def _replace(node: Node, hint: Hint, value: Node, default: Any) -> None:
-    written = full(value, hint, default) if hint is not None else value
+    written = expand(value, hint, default) if hint is not None else value
     bare = not isinstance(value.value, dict) and isinstance(written.value, dict)
     if not (bare and isinstance(node.value, dict) and isinstance(written.value, dict)):
         node.value, node.origin, node.key_origin = written.value, written.origin, None
         return
-    section = variant(hint, written)
-    if kinds(hint):
+    section = matching_variant(hint, written)
+    if variants_of(hint):
         _change_kind(node, value.value)
     for name, child in written.value.items():
         if section is not None and name in section.one_of:

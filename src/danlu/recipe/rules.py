@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from danlu.errors import RecipeError
+from danlu.recipe.messages import closest_match, format_value
 from danlu.recipe.sections import (
     SGD,
     Adafactor,
@@ -31,8 +32,7 @@ from danlu.recipe.sections import (
     Section,
     Source,
 )
-from danlu.recipe.tree import Problem
-from danlu.recipe.words import nearest, show
+from danlu.recipe.yaml_tree import Problem
 
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4095
 """Of Linux and its file systems."""
@@ -58,21 +58,21 @@ def paths_can_be(recipe: Recipe) -> Iterator[Problem]:
 
 def _impossible(path: str) -> str | None:
     if "\0" in path:
-        return f"{show(path)} holds a NUL character, which no file name can. Take it out"
+        return f"{format_value(path)} holds a NUL character, which no file name can. Take it out"
     if not path.strip():
-        return f"{show(path)} is an empty path. Name a file or a folder, or leave the key out"
+        return f"{format_value(path)} is an empty path. Name a file or a folder, or leave the key out"
     if path.startswith("~"):
         try:
             Path(path).expanduser()
         except RuntimeError:
             user = path.partition("/")[0].removeprefix("~")
             whose = f"there is no user {user!r}" if user else "this user has no home folder"
-            return f"{show(path)}: {whose}. Write the path in full"
+            return f"{format_value(path)}: {whose}. Write the path in full"
     part, whole = max(len(os.fsencode(part)) for part in path.split("/")), len(os.fsencode(path))
     if part > MOST_NAME_BYTES or whole > MOST_PATH_BYTES:
         return (
-            f"{show(path)} is too long: a name may have {MOST_NAME_BYTES} bytes and a path {MOST_PATH_BYTES:,}, not "
-            f"{part if part > MOST_NAME_BYTES else whole:,}"
+            f"{format_value(path)} is too long: a name may have {MOST_NAME_BYTES} bytes and a path "
+            f"{MOST_PATH_BYTES:,}, not {part if part > MOST_NAME_BYTES else whole:,}"
         )
     return None
 
@@ -311,7 +311,9 @@ def streaming_suits(recipe: Recipe) -> Iterator[Problem]:
             "steps", "missing: a stream has no known end, so streaming needs steps", reads=("data.streaming",)
         )
     if isinstance(data.eval, int | float):
-        message = f"{show(data.eval)} of a stream cannot be set aside. Give evaluation rows as files of their own"
+        message = (
+            f"{format_value(data.eval)} of a stream cannot be set aside. Give evaluation rows as files of their own"
+        )
         yield Problem("data.eval", message, reads=("data.streaming",))
 
 
@@ -555,7 +557,7 @@ def _not_there(place: Path, written: str) -> str:
         names = {entry.name.lower(): entry.name for entry in islice(folder.iterdir(), MOST_NAMES)}
     except OSError:  # a folder that may be entered but not listed
         names = {}
-    guess = nearest(place.name, list(names))
+    guess = closest_match(place.name, list(names))
     hint = f" Did you mean {str(Path(written).parent / names[guess])!r}?" if guess else ""
     return f"no file or folder {written!r} in {str(folder)!r}.{hint}"
 

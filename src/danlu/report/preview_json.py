@@ -10,7 +10,7 @@ from typing import Any
 from danlu.data.preview import Overview, Packed, ShownRow, ShownSample, Side
 from danlu.data.spans import Reason
 from danlu.recipe.sections import Recipe
-from danlu.report import preview_words as words
+from danlu.report import preview_content as content
 from danlu.types import Pack
 
 
@@ -26,8 +26,8 @@ def as_json(recipe: Recipe, rows: Sequence[ShownRow], overview: Overview, refuse
             "max_length": recipe.data.max_length,
             "packing": recipe.data.packing.kind,
             "refused": refused,
-            "warnings": list(words.warnings(overview)),
-            "reasons": {words.name(reason): words.ABOUT[reason] for reason in Reason},
+            "warnings": list(content.warnings(overview)),
+            "reasons": {content.name(reason): content.ABOUT[reason] for reason in Reason},
             "rows": [_row(row, recipe) for row in rows],
             "packs": [] if train is None else [_pack(pack, number) for number, pack in enumerate(train.first)],
             "steps": None if train is None else _steps(recipe, train, overview.block),
@@ -59,7 +59,7 @@ def _sample(sample: ShownSample) -> dict[str, Any]:
         "ids": sample.tokens.tolist(),
         "texts": list(sample.texts),
         "weights": sample.weights.tolist(),
-        "reasons": [words.name(Reason(reason)) for reason in sample.reasons.tolist()],
+        "reasons": [content.name(Reason(reason)) for reason in sample.reasons.tolist()],
         "special": sample.special.tolist(),
     }
 
@@ -87,7 +87,7 @@ def _side(side: Side) -> dict[str, Any]:
     return {
         "statistics": {**counted.to_json(), "reasons": reasons, "trained_share": counted.trained_share},
         "lengths": [
-            {"from": first, "to": last, "samples": number} for first, last, number in words.length_bins(side.lengths)
+            {"from": first, "to": last, "samples": number} for first, last, number in content.length_bins(side.lengths)
         ],
         "packed": None
         if packed is None

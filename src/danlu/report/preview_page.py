@@ -8,11 +8,11 @@ from html import escape
 from danlu import __version__
 from danlu.data.preview import Overview, ShownRow, ShownSample
 from danlu.recipe.sections import Data, Recipe
-from danlu.report import preview_words as words
-from danlu.report.own_page import OwnPage
+from danlu.report import preview_content as content
+from danlu.report.html_page import HtmlPage
 from danlu.types import Pack
 
-OWN = OwnPage("preview")
+PAGE = HtmlPage("preview")
 
 
 def page(
@@ -32,7 +32,7 @@ def page(
         *_packs(overview, recipe),
         *_counts(overview, recipe),
     ]
-    return OWN.written(f"danlu preview of {name}", f"Preview of {name}", body, STYLE)
+    return PAGE.written(f"danlu preview of {name}", f"Preview of {name}", body, STYLE)
 
 
 def _settings(recipe: Recipe) -> str:
@@ -40,7 +40,7 @@ def _settings(recipe: Recipe) -> str:
     said = [
         f"stage {recipe.stage}",
         f"tokenizer {recipe.model.tokenizer or recipe.model.path}",
-        f"max_length {words.count(data.max_length)}",
+        f"max_length {content.count(data.max_length)}",
         f"overlong {data.overlong}",
         f"packing {data.packing.kind}",
     ]
@@ -60,34 +60,34 @@ def _rows(rows: Sequence[ShownRow], data: Data, most: int | None) -> Iterator[st
     if not rows:
         return
     yield "<section><h2>Rows</h2>"
-    trained, context = (text.partition(":")[2] for text in (words.TRAINED, words.CONTEXT))
+    trained, context = (text.partition(":")[2] for text in (content.TRAINED, content.CONTEXT))
     yield f'<ul class="legend"><li><span class="run trained"><span>trained</span></span>{trained}</li>'
     yield f'<li><span class="run"><span>context</span></span>{context}</li>'
-    for reason in words.reasons_in(rows):
-        tag = words.name(reason)
-        yield f'<li><b class="tag r-{tag}">{tag}</b> {escape(words.ABOUT[reason])}</li>'
-    for sign, meaning in words.SIGNS.items():
+    for reason in content.reasons_in(rows):
+        tag = content.name(reason)
+        yield f'<li><b class="tag r-{tag}">{tag}</b> {escape(content.ABOUT[reason])}</li>'
+    for sign, meaning in content.SIGNS.items():
         yield f"<li><code>{sign}</code> {escape(meaning)}</li>"
-    yield f"</ul><p>{words.FIRST_TOKEN[0].upper()}{words.FIRST_TOKEN[1:]}.</p>"
+    yield f"</ul><p>{content.FIRST_TOKEN[0].upper()}{content.FIRST_TOKEN[1:]}.</p>"
     for row in rows:
-        yield f"<article><h3>{escape(words.title(row, data))}</h3>"
-        for remark in words.remarks(row, data):
+        yield f"<article><h3>{escape(content.title(row, data))}</h3>"
+        for remark in content.remarks(row, data):
             yield f'<p class="remark">{_lines(remark)}</p>'
-        samples = words.samples_of(row, most)
+        samples = content.samples_of(row, most)
         for number, sample in enumerate(samples, 1):
-            yield f"<p>{words.measure_of(sample, number, len(row.samples))}</p>"
+            yield f"<p>{content.measure_of(sample, number, len(row.samples))}</p>"
             yield f'<div class="tokens">{"".join(_tokens(sample, most))}</div>'
         if more := len(row.samples) - len(samples):
-            yield f"<p>… {words.many(more, 'sample')} of this row not shown</p>"
+            yield f"<p>… {content.many(more, 'sample')} of this row not shown</p>"
         yield "</article>"
     yield "</section>"
 
 
 def _tokens(sample: ShownSample, most: int | None) -> Iterator[str]:
-    for run in words.runs_of(sample, most):
+    for run in content.runs_of(sample, most):
         if run.omitted:
-            yield f'<span class="omitted">… {words.tokens(run.omitted)} not shown</span>'
-        reason = words.name(run.reason)
+            yield f'<span class="omitted">… {content.tokens(run.omitted)} not shown</span>'
+        reason = content.name(run.reason)
         trained = " trained" if run.weight else ""
         shown = reason if run.weight in (0, 1) else f"{reason} x{run.weight:g}"
         yield f'<span class="run r-{reason}{trained}"><b class="tag">{shown}{" · trained" if trained else ""}</b>'
@@ -95,7 +95,7 @@ def _tokens(sample: ShownSample, most: int | None) -> Iterator[str]:
             text = sample.texts[place]
             about = f"{reason}, {run.state}, token {place} of the sample, id {sample.tokens[place]}"
             special = ' class="special"' if sample.special[place] else ""
-            yield f'<span{special} title="{about}">{escape(words.visible(text))}</span>'
+            yield f'<span{special} title="{about}">{escape(content.visible(text))}</span>'
             if "\n" in text:
                 yield "<br>"
         yield "</span>"
@@ -105,13 +105,13 @@ def _packs(overview: Overview, recipe: Recipe) -> Iterator[str]:
     packed = overview.train.packed
     if packed is None:
         return
-    yield f"<section><h2>Packed sequences</h2><p>{escape(words.packs_title(packed, recipe.data))}</p>"
+    yield f"<section><h2>Packed sequences</h2><p>{escape(content.packs_title(packed, recipe.data))}</p>"
     if packed.first:
         yield "<table><thead><tr><th>sequence</th><th>filled</th><th>documents (tokens, row)</th></tr></thead><tbody>"
         for number, pack in enumerate(packed.first):
             yield f"<tr><th>{number}</th><td>{_bar(pack, recipe.data)}</td><td>{_documents(pack)}</td></tr>"
         yield "</tbody></table>"
-    if (said := words.steps(recipe, overview)) is not None:
+    if (said := content.steps(recipe, overview)) is not None:
         yield f"<p>{escape(said)}</p>"
     yield "</section>"
 
@@ -119,37 +119,37 @@ def _packs(overview: Overview, recipe: Recipe) -> Iterator[str]:
 def _bar(pack: Pack, data: Data) -> str:
     share = f"{pack.tokens / data.max_length:.1%}"
     parts = "".join(
-        f'<i style="width:{len(sample.tokens) / data.max_length:.2%}" title="{escape(words.document(sample))}"></i>'
+        f'<i style="width:{len(sample.tokens) / data.max_length:.2%}" title="{escape(content.document(sample))}"></i>'
         for sample in pack.samples
     )
     return f'<span class="pack" role="img" aria-label="{share} full">{parts}</span> {share}'
 
 
 def _documents(pack: Pack) -> str:
-    named = [escape(words.document(sample)) for sample in pack.samples[: words.MOST_DOCUMENTS]]
+    named = [escape(content.document(sample)) for sample in pack.samples[: content.MOST_DOCUMENTS]]
     if more := len(pack.samples) - len(named):
-        rest = "".join(f"<li>{escape(words.document(sample))}</li>" for sample in pack.samples[-more:])
+        rest = "".join(f"<li>{escape(content.document(sample))}</li>" for sample in pack.samples[-more:])
         return f"{' · '.join(named)}<details><summary>{more} more</summary><ul>{rest}</ul></details>"
     return " · ".join(named)
 
 
 def _counts(overview: Overview, recipe: Recipe) -> Iterator[str]:
-    for warning in words.warnings(overview):
+    for warning in content.warnings(overview):
         yield f'<p class="remark">{escape(warning)}</p>'
-    for heading, side in words.sides(overview, recipe.data):
+    for heading, side in content.sides(overview, recipe.data):
         yield f"<section><h2>{escape(heading[0].upper() + heading[1:])}</h2><table><tbody>"
         if overview.eval is not None and side is overview.eval and side.packed is not None:
-            yield f"<tr><th>packs</th><td>{escape(words.packs_title(side.packed, recipe.data))}</td></tr>"
-        for fact in words.facts(side, recipe.data):
+            yield f"<tr><th>packs</th><td>{escape(content.packs_title(side.packed, recipe.data))}</td></tr>"
+        for fact in content.facts(side, recipe.data):
             yield f"<tr><th>{escape(fact.label)}</th><td>{escape(fact.value)}{_below(fact)}</td></tr>"
         yield "</tbody></table></section>"
 
 
-def _below(fact: words.Fact) -> str:
+def _below(fact: content.Fact) -> str:
     examples = "".join(f"<li>{_lines(example)}</li>" for example in fact.examples)
     most = max((share for _, _, share in fact.bars), default=1.0)
     bars = "".join(
-        f"<tr><th>{escape(name)}</th><td>{words.count(number)}</td><td>{share:.1%}</td>"
+        f"<tr><th>{escape(name)}</th><td>{content.count(number)}</td><td>{share:.1%}</td>"
         f'<td><span class="bar" style="width:{12 * share / most:.2f}em"></span></td></tr>'
         for name, number, share in fact.bars
     )

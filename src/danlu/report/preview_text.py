@@ -1,4 +1,4 @@
-"""A preview on the terminal: coloured tokens where there are colours, else plain lines with the reasons in words."""
+"""A preview on the terminal: coloured tokens where there are colours, else plain lines with the reasons in content."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from danlu.data.preview import Overview, ShownRow, ShownSample
 from danlu.data.spans import Reason
 from danlu.recipe.sections import Data, Recipe
-from danlu.report import preview_words as words
+from danlu.report import preview_content as content
 from danlu.terminal import printable
 from danlu.types import Pack
 
@@ -68,38 +68,38 @@ def show_rows(out: Screen, rows: Iterable[ShownRow], data: Data, most: int | Non
     if not rows:
         return
     out.heading("rows")
-    out.legend(words.reasons_in(rows))
+    out.legend(content.reasons_in(rows))
     for row in rows:
-        out.title(words.title(row, data))
-        for remark in words.remarks(row, data):
+        out.title(content.title(row, data))
+        for remark in content.remarks(row, data):
             out.line(remark)
-        samples = words.samples_of(row, most)
+        samples = content.samples_of(row, most)
         for number, sample in enumerate(samples, 1):
-            out.line(words.measure_of(sample, number, len(row.samples)))
+            out.line(content.measure_of(sample, number, len(row.samples)))
             out.tokens(sample, most)
         if more := len(row.samples) - len(samples):
-            out.line(f"… {words.many(more, 'sample')} of this row not shown (--tokens 0 shows all)")
+            out.line(f"… {content.many(more, 'sample')} of this row not shown (--tokens 0 shows all)")
 
 
 def show_overview(out: Screen, overview: Overview, recipe: Recipe) -> None:
     """The first packs, and the counts over everything."""
     if (packed := overview.train.packed) is not None:
-        out.heading(words.packs_title(packed, recipe.data))
+        out.heading(content.packs_title(packed, recipe.data))
         for number, pack in enumerate(packed.first):
             out.line(*_pack(pack, recipe.data, number))
-    if (said := words.steps(recipe, overview)) is not None:
+    if (said := content.steps(recipe, overview)) is not None:
         out.line(said)
-    for heading, side in words.sides(overview, recipe.data):
+    for heading, side in content.sides(overview, recipe.data):
         out.heading(heading)
         if overview.eval is not None and side is overview.eval and side.packed is not None:
-            out.line(words.packs_title(side.packed, recipe.data), "packs")
-        for fact in words.facts(side, recipe.data):
+            out.line(content.packs_title(side.packed, recipe.data), "packs")
+        for fact in content.facts(side, recipe.data):
             _fact(out, fact)
-    for warning in words.warnings(overview):
+    for warning in content.warnings(overview):
         out.line(warning, "note")
 
 
-def _fact(out: Screen, fact: words.Fact) -> None:
+def _fact(out: Screen, fact: content.Fact) -> None:
     if fact.value:
         out.line(fact.value, fact.label)
     for example in fact.examples:
@@ -108,13 +108,13 @@ def _fact(out: Screen, fact: words.Fact) -> None:
     width = max((len(name) for name, _, _ in fact.bars), default=0)
     for place, (name, number, share) in enumerate(fact.bars):
         filled = "█" * round(BAR * share / most) or "▏" * (number > 0)
-        text = f"{name:>{width}}  {words.count(number):>9} {share:>6.1%}  {filled}"
+        text = f"{name:>{width}}  {content.count(number):>9} {share:>6.1%}  {filled}"
         out.line(text.rstrip(), fact.label if place == 0 else " ")
 
 
 def _pack(pack: Pack, data: Data, number: int) -> tuple[str, str]:
     """What a pack holds, and its label."""
-    named = [words.document(sample) for sample in pack.samples[: words.MOST_DOCUMENTS]]
+    named = [content.document(sample) for sample in pack.samples[: content.MOST_DOCUMENTS]]
     if more := len(pack.samples) - len(named):
         named.append(f"{more} more")
     listed = " · ".join(named)
@@ -149,23 +149,23 @@ class Plain:
         self._write(f"  {label:<15}{text}" if label else f"  {text}")
 
     def legend(self, reasons: Iterable[Reason]) -> None:
-        self._write(f"  label mask: {words.TRAINED}; {words.CONTEXT}")
+        self._write(f"  label mask: {content.TRAINED}; {content.CONTEXT}")
         for reason in reasons:
-            self._write(f"  {f'[{words.name(reason)}]':<13} {words.ABOUT[reason]}")
-        signs = ", ".join(f"{sign} {meaning}" for sign, meaning in words.SIGNS.items())
+            self._write(f"  {f'[{content.name(reason)}]':<13} {content.ABOUT[reason]}")
+        signs = ", ".join(f"{sign} {meaning}" for sign, meaning in content.SIGNS.items())
         self._write(f"  {BORDER} between tokens, {signs}, ‹E9› a byte or character that cannot be shown")
-        self._write(f"  {words.FIRST_TOKEN}")
+        self._write(f"  {content.FIRST_TOKEN}")
 
     def tokens(self, sample: ShownSample, most: int | None) -> None:
-        runs = list(words.runs_of(sample, most))
+        runs = list(content.runs_of(sample, most))
         width = max(len(run.state) for run in runs)
         for run in runs:
             if run.omitted:
-                self._write(f"    … {words.tokens(run.omitted)} not shown (--tokens 0 shows all)")
-            start = f"    {run.state:<{width}}  {f'[{words.name(run.reason)}]':<13} "
+                self._write(f"    … {content.tokens(run.omitted)} not shown (--tokens 0 shows all)")
+            start = f"    {run.state:<{width}}  {f'[{content.name(run.reason)}]':<13} "
             held: list[str] = []
             for text in sample.texts[run.start : run.stop]:
-                held.append(words.visible(text).replace(BORDER, f"\\{BORDER}"))
+                held.append(content.visible(text).replace(BORDER, f"\\{BORDER}"))
                 if "\n" in text:
                     self._write(start + BORDER.join(held))
                     held = []
@@ -192,26 +192,26 @@ class Coloured:
         self._write((f"  {label:<15}" if label else "  ", "cyan"), (text, ""))
 
     def legend(self, reasons: Iterable[Reason]) -> None:
-        self._write(("  label mask: ", ""), (words.TRAINED, "reverse"), (f"; {words.CONTEXT}", ""))
+        self._write(("  label mask: ", ""), (content.TRAINED, "reverse"), (f"; {content.CONTEXT}", ""))
         for reason in reasons:
-            self._write((f"  {words.name(reason):<11}", COLOURS[reason]), (f" {words.ABOUT[reason]}", ""))
-        signs = ", ".join(f"{sign} {meaning}" for sign, meaning in words.SIGNS.items())
+            self._write((f"  {content.name(reason):<11}", COLOURS[reason]), (f" {content.ABOUT[reason]}", ""))
+        signs = ", ".join(f"{sign} {meaning}" for sign, meaning in content.SIGNS.items())
         self._write(
             (f"  every second token is underlined, {signs}, ‹E9› a byte or character that cannot be shown", "dim")
         )
-        self._write((f"  {words.FIRST_TOKEN}", "dim"))
+        self._write((f"  {content.FIRST_TOKEN}", "dim"))
 
     def tokens(self, sample: ShownSample, most: int | None) -> None:
         parts: list[tuple[str, str]] = []
-        for run in words.runs_of(sample, most):
+        for run in content.runs_of(sample, most):
             if run.omitted:
-                parts.append((f"\n… {words.tokens(run.omitted)} not shown (--tokens 0 shows all)\n", "dim"))
+                parts.append((f"\n… {content.tokens(run.omitted)} not shown (--tokens 0 shows all)\n", "dim"))
             if run.weight not in (0, 1):
                 parts.append((f"‹x{run.weight:g}›", "dim"))
             style = f"{COLOURS[run.reason]}{' reverse' if run.weight else ''}"
             for place in range(run.start, run.stop):
                 marks = f"{' underline' if place % 2 else ''}{' bold' if sample.special[place] else ''}"
-                parts.append((words.visible(sample.texts[place]), style + marks))
+                parts.append((content.visible(sample.texts[place]), style + marks))
                 if "\n" in sample.texts[place] and place + 1 < len(sample.texts):
                     parts.append(("\n", ""))  # without the style, which would fill the rest of the line
         self._write(*parts)

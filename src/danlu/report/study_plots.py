@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from danlu.report.study import Group, Study, Summary, numbers, short_keys, spread
+from danlu.recipe.parameter_grid import short_keys
+from danlu.report.study_results import Group, Study, Summary, numbers, spread
 
 FORMATS = ("png", "svg")
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans SC", "WenQuanYi Micro Hei")  # those that are installed
@@ -40,7 +41,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Across:
+class XAxis:
     """The x axis of a study: one key and its values."""
 
     key: str
@@ -54,10 +55,10 @@ def figures(study: Study) -> dict[str, Figure]:
     """By name: `evaluation_loss` and `cost` where a key varies, `loss_curves` always. Only finished runs are drawn."""
     with _settings():
         made = {}
-        across = _across(study)
-        if across is not None:
-            made["evaluation_loss" if study.evaluated else "training_loss"] = _losses(study, across)
-            made["cost"] = _cost(across)
+        x_axis = _x_axis(study)
+        if x_axis is not None:
+            made["evaluation_loss" if study.evaluated else "training_loss"] = _losses(study, x_axis)
+            made["cost"] = _cost(x_axis)
         made["loss_curves"] = _curves(study)
         return made
 
@@ -94,7 +95,7 @@ def _settings() -> AbstractContextManager[None]:
 # -- against what varies ----------------------------------------------------------------------------------------------
 
 
-def _across(study: Study) -> Across | None:
+def _x_axis(study: Study) -> XAxis | None:
     """The first key that varies as the x axis, and a line for each combination of the others; None without a key."""
     if not study.varied or not study.groups:
         return None
@@ -110,7 +111,7 @@ def _across(study: Study) -> Across | None:
     series = [
         Series(label, [place_of[group.values[key]] for group in groups], groups) for label, groups in joined.items()
     ]
-    return Across(key, texts, places, logarithmic, series)
+    return XAxis(key, texts, places, logarithmic, series)
 
 
 def _label(group: Group, keys: Sequence[str]) -> str:
@@ -118,38 +119,38 @@ def _label(group: Group, keys: Sequence[str]) -> str:
     return ", ".join(f"{short} {group.values[key]}" for short, key in zip(short_keys(keys), keys, strict=True))
 
 
-def _losses(study: Study, across: Across) -> Figure:
+def _losses(study: Study, x_axis: XAxis) -> Figure:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     if study.evaluated:
         axes.set_ylabel("evaluation loss (nats per token)")
         runs = [run for group in study.groups for run in group.summaries]
         if any(run.evaluation_best != run.evaluation_last for run in runs):
-            _lines(axes, across, lambda run: run.evaluation_best, about="best", style="--o")
-        _lines(axes, across, lambda run: run.evaluation_last, about="last", style="-o")
+            _lines(axes, x_axis, lambda run: run.evaluation_best, about="best", style="--o")
+        _lines(axes, x_axis, lambda run: run.evaluation_last, about="last", style="-o")
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(fontsize="small", handlelength=3)
     else:
-        _lines(axes, across, lambda run: run.loss, about="", style="-o")
+        _lines(axes, x_axis, lambda run: run.loss, about="", style="-o")
         axes.set_ylabel("training loss of the last step (nats per token)")
     return figure
 
 
-def _cost(across: Across) -> Figure:
+def _cost(x_axis: XAxis) -> Figure:
     figure = Figure(figsize=(10, 4), layout="constrained")
     speed, memory = figure.subplots(1, 2)
-    _lines(speed, across, lambda run: run.tokens_per_second, about="", style="-o")
+    _lines(speed, x_axis, lambda run: run.tokens_per_second, about="", style="-o")
     speed.set_ylabel("tokens/s (median of the steps)")
-    _lines(memory, across, lambda run: run.peak_memory_bytes / MIB, about="", style="-o")
+    _lines(memory, x_axis, lambda run: run.peak_memory_bytes / MIB, about="", style="-o")
     memory.set_ylabel("peak memory (MiB)")
     for axes in (speed, memory):
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # from 0: a difference of a percent should look like one
     return figure
 
 
-def _lines(axes: Axes, across: Across, value: Callable[[Summary], float | None], *, about: str, style: str) -> None:
+def _lines(axes: Axes, x_axis: XAxis, value: Callable[[Summary], float | None], *, about: str, style: str) -> None:
     """A line for each series, with the standard deviation over seeds as bars."""
-    for series, colour in zip(across.series, _colours(len(across.series)), strict=True):
+    for series, colour in zip(x_axis.series, _colours(len(x_axis.series)), strict=True):
         points = [
             (x, found)
             for x, group in zip(series.x, series.groups, strict=True)
@@ -160,12 +161,12 @@ def _lines(axes: Axes, across: Across, value: Callable[[Summary], float | None],
         axes.plot(places, heights, style, color=colour, label=label, markersize=4)
         if any(len(found) > 1 for _, found in points):
             axes.errorbar(places, heights, yerr=[spread(found) for _, found in points], fmt="none", ecolor=colour)
-    axes.set_xlabel(across.key)
-    if across.logarithmic:
+    axes.set_xlabel(x_axis.key)
+    if x_axis.logarithmic:
         axes.set_xscale("log")
-    axes.set_xticks(across.places, labels=across.texts)
+    axes.set_xticks(x_axis.places, labels=x_axis.texts)
     axes.xaxis.set_minor_locator(NullLocator())
-    if len(across.series) > 1:
+    if len(x_axis.series) > 1:
         axes.legend(fontsize="small")
 
 

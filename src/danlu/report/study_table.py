@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
 
-from danlu.report.study import Group, Result, Study, Summary, short_keys, spread
+from danlu.recipe.parameter_grid import short_keys
+from danlu.report.study_results import Group, Result, Study, Summary, spread
 
 UNITS = {
     "bytes": (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)),

@@ -7,10 +7,10 @@ from html import escape
 
 from danlu import __version__
 from danlu.parallel.sent import HEADINGS, Row
-from danlu.report.own_page import OwnPage
+from danlu.report.html_page import HtmlPage
 from danlu.report.verification import Check, Verification, shown, verdict
 
-OWN = OwnPage("verification")
+PAGE = HtmlPage("verification")
 
 
 def page(found: Verification, traffic: Sequence[Row] = ()) -> str:
@@ -27,7 +27,7 @@ def page(found: Verification, traffic: Sequence[Row] = ()) -> str:
         *_checks(found.checks),
         *_traffic(traffic),
     ]
-    return OWN.written(f"danlu verify {found.recipe}", f"{found.recipe}: {found.layout}", body, STYLE)
+    return PAGE.written(f"danlu verify {found.recipe}", f"{found.recipe}: {found.layout}", body, STYLE)
 
 
 def _modules(found: Verification) -> Iterator[str]:

@@ -27,8 +27,10 @@ from danlu.recipe.sections.adapters import (
     RsLora,
     Vera,
 )
-from danlu.recipe.sections.kept import Checkpoint, Log
-from danlu.recipe.sections.machine import Memory, Parallel, Recompute
+from danlu.recipe.sections.base import Beta, NonNegative, PositiveInt, Section, Share, Steps
+from danlu.recipe.sections.checkpoint import Checkpoint, Log
+from danlu.recipe.sections.data import Data, Packing, Source
+from danlu.recipe.sections.model import Model
 from danlu.recipe.sections.optimizers import (
     SGD,
     Adafactor,
@@ -41,12 +43,10 @@ from danlu.recipe.sections.optimizers import (
     Optimizer,
     PagedAdamW,
 )
-from danlu.recipe.sections.quantizations import Fp4, Int4, Int8, Nf4, Quantization, QuantizationSection
-from danlu.recipe.sections.rows import Data, Packing, Source
-from danlu.recipe.sections.section import Beta, NonNegative, PositiveInt, Section, Share, Steps
-from danlu.recipe.sections.start import Model
+from danlu.recipe.sections.parallel import Memory, Parallel, Recompute
+from danlu.recipe.sections.quantization import Fp4, Int4, Int8, Nf4, Quantization, QuantizationSection
+from danlu.recipe.sections.recipe import Recipe
 from danlu.recipe.sections.training import BatchSize, EarlyStop, Ema, Evaluation, LossOptions, Samples, Schedule, Watch
-from danlu.recipe.sections.whole import Recipe
 
 __all__ = [
     "SGD",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.section import Beta, PositiveInt, Section
+from danlu.recipe.sections.base import Beta, PositiveInt, Section
 
 
 class _Targeted(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.section import Beta, NonNegative, PositiveInt, Section
+from danlu.recipe.sections.base import Beta, NonNegative, PositiveInt, Section
 
 Decay = Literal["matrices", "all"]
 

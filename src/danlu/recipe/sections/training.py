@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.section import NonNegative, PositiveInt, Section, Share, Steps
+from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, Share, Steps
 
 
 class Schedule(Section):

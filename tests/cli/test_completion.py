@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from danlu.cli import completing
-from danlu.cli.completing import SCRIPTS, answer, candidates, split
+from danlu.cli import completion
+from danlu.cli.completion import SCRIPTS, answer, candidates, split
 from danlu.cli.main import main
 from danlu.recipe.explanation import keys
 from danlu.registry import VERBS
@@ -83,7 +83,7 @@ def test_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert offered("danlu eval m --data ro") == ["rows.jsonl"]
     assert offered("danlu train no/where/") == []
     assert answer({"_DANLU_COMPLETE": "bash", "_DANLU_LINE": "danlu train b"}) == "'b c.yml'\n"
-    monkeypatch.setattr(completing, "MOST_PATHS", 1)
+    monkeypatch.setattr(completion, "MOST_PATHS", 1)
     assert offered("danlu train ") == ["a.yaml"]
 
 
@@ -114,10 +114,10 @@ def test_words_of_options_are_those_that_the_verbs_take() -> None:
     from danlu.cli.generate import QUANTIZATIONS
     from danlu.rollout.request import DEVICES, PRECISIONS
 
-    assert completing.CHOICES["device"] == tuple(DEVICES)
-    assert completing.CHOICES["dtype"] == tuple(PRECISIONS)
-    assert completing.CHOICES["quantization"] == (*QUANTIZATIONS, "none")
-    assert completing.CHOICES["install-completion"] == tuple(SCRIPTS)
+    assert completion.CHOICES["device"] == tuple(DEVICES)
+    assert completion.CHOICES["dtype"] == tuple(PRECISIONS)
+    assert completion.CHOICES["quantization"] == (*QUANTIZATIONS, "none")
+    assert completion.CHOICES["install-completion"] == tuple(SCRIPTS)
 
 
 def test_the_protocol_of_a_new_process_and_no_torch() -> None:
@@ -162,7 +162,7 @@ def test_the_scripts_are_right_by_their_own_shell(shell: str, tmp_path: Path) ->
     """Its syntax, where that shell is here."""
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    (tmp_path / "script").write_text(completing.script(shell))
+    (tmp_path / "script").write_text(completion.script(shell))
     subprocess.run([shell, "--no-execute" if shell == "fish" else "-n", str(tmp_path / "script")], check=True)
 
 

@@ -7,14 +7,16 @@ from typing import Any
 
 from danlu.errors import RecipeError
 from danlu.recipe import overrides as overriding
-from danlu.recipe.check import check
-from danlu.recipe.forms import full
+from danlu.recipe.messages import closest_match
 from danlu.recipe.sections import Recipe
-from danlu.recipe.tree import Node, Origin, Problem
-from danlu.recipe.words import nearest
+from danlu.recipe.short_forms import expand
+from danlu.recipe.validation import validate
+from danlu.recipe.yaml_tree import Node, Origin, Problem
 
 
-def compose(values: Mapping[str, Any], overrides: Sequence[str], *, verb: str, open_keys: Sequence[str]) -> Recipe:
+def recipe_from_arguments(
+    values: Mapping[str, Any], overrides: Sequence[str], *, verb: str, open_keys: Sequence[str]
+) -> Recipe:
     """The recipe that `values` (as YAML would give them) and the overrides say.
 
     Args:
@@ -24,7 +26,7 @@ def compose(values: Mapping[str, Any], overrides: Sequence[str], *, verb: str, o
     Raises RecipeError with one line for each problem. Rules between keys and files that are not there are left to the
     verb, which knows what it needs.
     """
-    tree = full(_node(values, Origin(verb)), Recipe)
+    tree = expand(_node(values, Origin(verb)), Recipe)
     problems = [
         Problem("", _refused(key, verb, open_keys), Origin(f"override {text!r}", (1, index, 0)))
         for index, text in enumerate(overrides)
@@ -33,7 +35,7 @@ def compose(values: Mapping[str, Any], overrides: Sequence[str], *, verb: str, o
     allowed = [text for text in overrides if text.partition("=")[0].strip() in open_keys]
     overriding.apply(tree, allowed, problems)
     broken = {problem.key for problem in problems}
-    recipe, found = check(full(tree, Recipe))
+    recipe, found = validate(expand(tree, Recipe))
     problems += [problem for problem in found if problem.key not in broken]
     if problems or recipe is None:
         raise RecipeError([str(_line(problem, verb)) for problem in problems])
@@ -50,7 +52,7 @@ def _node(value: Any, origin: Origin) -> Node:
 
 def _refused(key: str, verb: str, open_keys: Sequence[str]) -> str:
     by_name = {one.rpartition(".")[2]: one for one in open_keys}
-    guess = nearest(key.rpartition(".")[2], list(by_name))
+    guess = closest_match(key.rpartition(".")[2], list(by_name))
     hint = f" Did you mean {by_name[guess]!r}?" if guess is not None else ""
     return f"{verb} takes no {key!r}.{hint} It takes {', '.join(open_keys)}"
 

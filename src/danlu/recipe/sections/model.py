@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from danlu.recipe.sections.section import Section
+from danlu.recipe.sections.base import Section
 
 
 class Model(Section):

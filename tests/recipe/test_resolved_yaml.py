@@ -8,9 +8,9 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 
 from danlu.recipe import Recipe, load, resolved_yaml
-from danlu.recipe.check import check
-from danlu.recipe.forms import full
-from danlu.recipe.tree import parse
+from danlu.recipe.short_forms import expand
+from danlu.recipe.validation import validate
+from danlu.recipe.yaml_tree import parse
 from tests.recipe.strategies import RECIPES
 
 Write = Callable[..., str]
@@ -21,7 +21,7 @@ Write = Callable[..., str]
 def test_loads_again_to_an_equal_recipe(recipe: Recipe) -> None:
     tree = parse(resolved_yaml(recipe), "recipe.yaml", problems := [])
     assert tree is not None
-    again, found = check(full(tree, Recipe))
+    again, found = validate(expand(tree, Recipe))
     assert (problems, found) == ([], [])
     assert again == recipe
     assert resolved_yaml(recipe) == resolved_yaml(again)  # type: ignore[arg-type]

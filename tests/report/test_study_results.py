@@ -10,75 +10,17 @@ from pathlib import Path
 import pytest
 from builders.study_folders import write_run, write_study
 
-from danlu.errors import RecipeError, ResourceError
-from danlu.report import study as studies
-from danlu.report.study import Study, Summary, grid, read_study, read_varied
+from danlu.errors import ResourceError
+from danlu.report import study_results
+from danlu.report.study_results import Study, Summary, read_study
 from danlu.report.study_table import aligned, as_csv, markdown, remarks, table
 from danlu.train import run_folder, summary
-
-# -- which runs -------------------------------------------------------------------------------------------------------
-
-
-def combinations(*vary: str, seeds: str | None = None) -> dict[str, list[str]]:
-    return {one.name: one.overrides for one in grid(read_varied(vary, seeds))}
-
-
-def test_every_combination_with_a_name_of_its_own() -> None:
-    assert combinations("adapter.rank=4,8", "optimizer.learning_rate=1e-4, 2e-4", seeds="0,1") == {
-        f"rank-{rank}_learning_rate-{rate}_seed-{seed}": [
-            f"adapter.rank={rank}", f"optimizer.learning_rate={rate}", f"seed={seed}",
-        ]
-        for rank in ("4", "8") for rate in ("1e-4", "2e-4") for seed in ("0", "1")
-    }  # fmt: skip
-
-
-def test_keys_that_end_alike_are_named_in_full() -> None:
-    assert list(combinations("optimizer.kind=lion", "schedule.kind=wsd", "seed=3")) == [
-        "optimizer.kind-lion_schedule.kind-wsd_seed-3"
-    ]
-
-
-def test_commas_inside_brackets_and_quotes_belong_to_the_value() -> None:
-    (one,) = read_varied(["data.train=[a.json,b.json],{path: c.json, rows: 5},'d,e.json',f"], None)
-    assert one.values == ("[a.json,b.json]", "{path: c.json, rows: 5}", "'d,e.json'", "f")
-
-
-def test_values_that_no_folder_can_be_called_are_told_apart() -> None:
-    names = list(combinations("model=a/b,a-b,a:b,../..,模型"))
-    assert names[1] == "model-a-b"
-    assert len(set(names)) == 5 and all(set(name) <= set("abcdefmol-.0123456789") for name in names)
-    assert [name.rpartition("-")[0] for name in names] == ["model-a-b", "model-a", "model-a-b", "model-..-..", "model"]
-    (long,) = combinations(f"model={'x' * 300}")
-    assert len(long) < 60
-    assert names == list(combinations("model=a/b,a-b,a:b,../..,模型"))  # and the same tomorrow
-
-
-@pytest.mark.parametrize(
-    ("vary", "seeds", "said"),
-    [
-        ([], None, ["nothing varies: say what does, for example --vary adapter.rank=4,8,16, or --seeds 0,1,2"]),
-        (["adapter.rank"], None, ["--vary 'adapter.rank': write a key and its values, for example --vary a"]),
-        (["=4"], None, ["--vary '=4': write a key"]),
-        (["a=4,,8"], None, ["--vary 'a=4,,8': write a key"]),
-        ([], "", ["--seeds '': write a key"]),
-        (["a=4,8,4"], None, ["--vary 'a=4,8,4': 4 is given twice"]),
-        (["output=a,b"], None, ["--vary 'output=a,b': every run has a folder of its own"]),
-        (["seed=1,2"], "0,1", ["--vary 'seed=1,2' and --seeds '0,1': both vary seed. Give its values in one"]),
-        (["a=1,1", "b"], None, ["'a=1,1': 1 is given twice", "--vary 'b': write"]),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_meant(vary: list[str], seeds: str | None, said: list[str]) -> None:
-    with pytest.raises(RecipeError) as caught:
-        read_varied(vary, seeds)
-    assert len(caught.value.problems) == len(said)
-    assert all(part in problem for part, problem in zip(said, caught.value.problems, strict=True))
-
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def test_file_names_are_those_of_the_run_folder() -> None:
-    assert (studies.METRICS, studies.SUMMARY) == (run_folder.METRICS, summary.SUMMARY)
+    assert (study_results.METRICS, study_results.SUMMARY) == (run_folder.METRICS, summary.SUMMARY)
 
 
 @pytest.fixture

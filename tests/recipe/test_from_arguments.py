@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from danlu.errors import RecipeError
-from danlu.recipe.composing import compose
+from danlu.recipe.from_arguments import recipe_from_arguments
 
 VALUES: dict[str, Any] = {
     "stage": "sft",
@@ -19,7 +19,7 @@ OPEN = ("data.max_length", "data.train_on", "data.system")
 
 
 def composed(*overrides: str) -> Any:
-    return compose(VALUES, overrides, verb="danlu eval", open_keys=OPEN)
+    return recipe_from_arguments(VALUES, overrides, verb="danlu eval", open_keys=OPEN)
 
 
 def test_values_short_forms_and_overrides() -> None:

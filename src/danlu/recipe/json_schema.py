@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from danlu.recipe import sections
-from danlu.recipe.forms import fields, kinds
 from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.short_forms import field_types, variants_of
 
 
 def schema() -> dict[str, Any]:
@@ -17,9 +17,9 @@ def schema() -> dict[str, Any]:
         section = getattr(sections, name)
         definition["properties"] = {key: _or_one(entry) for key, entry in definition["properties"].items()}
         definitions[name] = _with_short(section, definition)
-    for key, hint in fields(Recipe).items():
-        if kinds(hint):
-            whole["properties"][key] = _variants(whole["properties"][key], sorted(kinds(hint)))
+    for key, hint in field_types(Recipe).items():
+        if variants_of(hint):
+            whole["properties"][key] = _variants(whole["properties"][key], sorted(variants_of(hint)))
     whole["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     whole["title"] = "danlu recipe"
     return whole

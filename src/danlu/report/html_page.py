@@ -17,7 +17,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 @dataclass(frozen=True)
-class OwnPage:
+class HtmlPage:
     """A kind of page: "preview", "verification"."""
 
     kind: str

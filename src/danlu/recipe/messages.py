@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from danlu.recipe.forms import Hint, branches, kinds, origin
 from danlu.recipe.sections import Section
+from danlu.recipe.short_forms import Hint, generic_origin, union_members, variants_of
 
 # Names that other tools use, and danlu's key for the same thing.
-ELSEWHERE = {
+KEYS_OF_OTHER_TOOLS = {
     "accumulate_grad_batches": "batch.tokens",
     "activation_checkpointing": "memory.recompute",
     "adam_beta1": "optimizer.betas",
@@ -144,13 +144,13 @@ ELSEWHERE = {
 }
 
 
-def nearest(word: object, words: list[str]) -> str | None:
+def closest_match(word: object, words: list[str]) -> str | None:
     """The word most like a misspelt one, if any is like it at all."""
     found = get_close_matches(str(word).lower(), words, n=1, cutoff=0.6)
     return found[0] if found else None
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as the user may have written it, short enough for a message."""
     if isinstance(value, dict):
         return f"a mapping ({', '.join(value) or 'empty'})"
@@ -189,17 +189,17 @@ def _number(noun: str, bounds: tuple[FieldInfo, ...]) -> str:
     return f"{noun} {least}" if str(least).startswith("above") else f"{noun}, {least} or more"
 
 
-def describe(hint: Hint) -> str:
+def describe_type(hint: Hint) -> str:
     """What a field takes: `a whole number, 1 or more, or auto`."""
     parts: list[str] = []
     options: list[str] = []
-    if kinds(hint):
-        return f"one of {', '.join(sorted(kinds(hint)))}, or a mapping with a 'kind'"
-    for branch, bounds in branches(hint):
-        form = origin(branch)
+    if variants_of(hint):
+        return f"one of {', '.join(sorted(variants_of(hint)))}, or a mapping with a 'kind'"
+    for branch, bounds in union_members(hint):
+        form = generic_origin(branch)
         if form is Literal:
-            alone = len(branches(hint)) == 1  # a number beside others is covered by what they take
-            words = [option if isinstance(option, str) else show(option) for option in get_args(branch)]
+            alone = len(union_members(hint)) == 1  # a number beside others is covered by what they take
+            words = [option if isinstance(option, str) else format_value(option) for option in get_args(branch)]
             options += words if alone else [option for option in get_args(branch) if isinstance(option, str)]
         elif branch is type(None):
             options.append("null")
@@ -213,7 +213,7 @@ def describe(hint: Hint) -> str:
 
 
 def _describe_branch(branch: Hint, bounds: tuple[FieldInfo, ...]) -> str:
-    form = origin(branch)
+    form = generic_origin(branch)
     if branch is bool:
         return "true or false"
     if branch is int:
@@ -228,7 +228,7 @@ def _describe_branch(branch: Hint, bounds: tuple[FieldInfo, ...]) -> str:
             return f"a list of {inside.__name__.lower()}s"
         return "a list of texts" if inside is str else "a list"
     if form is tuple:
-        return f"a list of {len(get_args(branch))}, each {describe(get_args(branch)[0])}"
+        return f"a list of {len(get_args(branch))}, each {describe_type(get_args(branch)[0])}"
     if form is dict:
         return "a mapping"
     assert isinstance(branch, type) and issubclass(branch, Section), f"no words for {branch}"

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from danlu.recipe.sections import Recipe
-from danlu.recipe.tree import Dumper
+from danlu.recipe.yaml_tree import Dumper
 
 
 def resolved_yaml(recipe: Recipe) -> str:

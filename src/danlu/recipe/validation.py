@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from danlu.recipe.forms import choices, fields, hint_at, kinds, sections
+from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type, format_value
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.tree import Node, Problem
-from danlu.recipe.words import ELSEWHERE, describe, nearest, show
+from danlu.recipe.short_forms import field_types, literal_values, section_types, type_at, variants_of
+from danlu.recipe.yaml_tree import Node, Problem
 
 
-def check(tree: Node) -> tuple[Recipe | None, list[Problem]]:
+def validate(tree: Node) -> tuple[Recipe | None, list[Problem]]:
     """The recipe that a tree (in full form) says, or what is wrong with it."""
     try:
         # Checked as JSON, where a list may fill a tuple although the sections are strict.
@@ -45,7 +45,7 @@ def _key(location: tuple[int | str, ...], kind: str, tree: Node) -> str:
 
 def _problem(key: str, kind: str, tree: Node) -> Problem:
     node, exact = tree.nearest(key)
-    hint, section = hint_at(Recipe, tree, key) if key else (Recipe, None)
+    hint, section = type_at(Recipe, tree, key) if key else (Recipe, None)
     name = key.rpartition(".")[2]
     if kind == "missing":
         assert hint is not None
@@ -53,7 +53,7 @@ def _problem(key: str, kind: str, tree: Node) -> Problem:
     if kind == "extra_forbidden" or hint is None:
         origin = node.key_origin if exact and node.key_origin is not None else node.origin
         return Problem(key, _unknown(key, section), origin)
-    kind_node = node.child("kind") if kinds(hint) else None
+    kind_node = node.child("kind") if variants_of(hint) else None
     if kind_node is not None:
         return Problem(f"{key}.kind", unexpected(node.plain, hint), kind_node.origin)
     return Problem(key, unexpected(node.plain, hint), node.origin)
@@ -63,7 +63,7 @@ def _missing(key: str, name: str, hint: Any, section: type[Section] | None) -> s
     above = key.rpartition(".")[0]
     where = f"under '{above}'" if above else "at the top level"
     doc = _first_sentence(section.model_fields[name].description) if section is not None else ""
-    return f"missing: add '{name}: ...' {where} ({describe(hint)}){': ' + doc if doc else '.'}"
+    return f"missing: add '{name}: ...' {where} ({describe_type(hint)}){': ' + doc if doc else '.'}"
 
 
 def _first_sentence(text: str | None) -> str:
@@ -74,10 +74,10 @@ def _unknown(key: str, section: type[Section] | None) -> str:
     """Say what the key might have been: a like word here, another tool's name, or a field of another section."""
     section = section or Recipe
     said = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
-    known, name = list(fields(section)), key.rpartition(".")[2]
-    guess = nearest(name, known)
+    known, name = list(field_types(section)), key.rpartition(".")[2]
+    guess = closest_match(name, known)
     if guess is None:
-        elsewhere = ELSEWHERE.get(name.lower().replace("-", "_")) or _home_of(name)
+        elsewhere = KEYS_OF_OTHER_TOOLS.get(name.lower().replace("-", "_")) or _home_of(name)
         if elsewhere is not None and elsewhere != key:
             return f"{said}. danlu's key for it is {elsewhere}"
         return f"{said}. Known: {', '.join(known)}"
@@ -86,22 +86,22 @@ def _unknown(key: str, section: type[Section] | None) -> str:
 
 def _home_of(name: str) -> str | None:
     """The dotted key of the field with this name in some section, if there is one."""
-    for top, hint in fields(Recipe).items():
-        for section in sections(hint):
-            if name in fields(section):
+    for top, hint in field_types(Recipe).items():
+        for section in section_types(hint):
+            if name in field_types(section):
                 return f"{top}.{name}"
     return None
 
 
 def unexpected(value: Any, hint: Any) -> str:
     """Why a value does not fit a type: what was expected, what was found, and the nearest that would do."""
-    variants = kinds(hint)
+    variants = variants_of(hint)
     if variants and isinstance(value, dict | str):
         return _unknown_kind(value, sorted(variants))
-    expected, found = describe(hint), show(value)
-    options = [option for option in choices(hint) if isinstance(option, str)]
+    expected, found = describe_type(hint), format_value(value)
+    options = [option for option in literal_values(hint) if isinstance(option, str)]
     if isinstance(value, str) and options:
-        guess = nearest(value, options)
+        guess = closest_match(value, options)
         return f"expected {expected}, not {found}.{f' Did you mean {guess!r}?' if guess else ''}"
     if isinstance(value, str) and _reads_as_number(value):
         return f"expected {expected}, not the text {found}. Write it without quotes"
@@ -117,9 +117,10 @@ def _unknown_kind(value: dict[str, Any] | str, variants: list[str]) -> str:
     if kind is None:
         return f"missing 'kind'. One of: {', '.join(variants)}"
     if not isinstance(kind, str):
-        return f"expected one of {', '.join(variants)}, not {show(kind)}"
-    guess = nearest(kind, variants)
-    return f"unknown kind {show(kind)}.{f' Did you mean {guess!r}?' if guess else ''} One of: {', '.join(variants)}"
+        return f"expected one of {', '.join(variants)}, not {format_value(kind)}"
+    guess = closest_match(kind, variants)
+    hint = f" Did you mean {guess!r}?" if guess else ""
+    return f"unknown kind {format_value(kind)}.{hint} One of: {', '.join(variants)}"
 
 
 def _reads_as_number(text: str) -> bool:

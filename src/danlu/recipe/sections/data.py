@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.section import PositiveInt, Section
+from danlu.recipe.sections.base import PositiveInt, Section
 
 
 class Source(Section):

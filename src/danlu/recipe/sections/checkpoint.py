@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from danlu.recipe.sections.section import PositiveInt, Section
+from danlu.recipe.sections.base import PositiveInt, Section
 
 
 class Checkpoint(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from danlu.recipe import Recipe, changes
-from danlu.recipe.comparing import HARMLESS, MATTERS_WITHIN, matters
+from danlu.recipe.diff import HARMLESS, MATTERS_WITHIN, matters
 from danlu.recipe.explanation import keys
 from danlu.recipe.sections import AdamW, BatchSize, Data, EarlyStop, Evaluation, Lion, Model, Source, Watch
 

@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from danlu.recipe.sections.adapters import Adapter
-from danlu.recipe.sections.kept import Checkpoint, Log
-from danlu.recipe.sections.machine import Memory, Parallel
+from danlu.recipe.sections.base import NonNegative, PositiveInt, Section
+from danlu.recipe.sections.checkpoint import Checkpoint, Log
+from danlu.recipe.sections.data import Data
+from danlu.recipe.sections.model import Model
 from danlu.recipe.sections.optimizers import AdamW, Optimizer
-from danlu.recipe.sections.quantizations import Quantization
-from danlu.recipe.sections.rows import Data
-from danlu.recipe.sections.section import NonNegative, PositiveInt, Section
-from danlu.recipe.sections.start import Model
+from danlu.recipe.sections.parallel import Memory, Parallel
+from danlu.recipe.sections.quantization import Quantization
 from danlu.recipe.sections.training import BatchSize, Ema, Evaluation, LossOptions, Schedule, Watch
 
 

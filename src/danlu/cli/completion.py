@@ -18,9 +18,16 @@ import typer
 
 from danlu.errors import ResourceError
 from danlu.recipe.explanation import first_sentence
-from danlu.recipe.forms import branches, choices, fields, item, kinds, sections
 from danlu.recipe.library import shipped
 from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.short_forms import (
+    field_types,
+    list_item_type,
+    literal_values,
+    section_types,
+    union_members,
+    variants_of,
+)
 from danlu.registry import VERBS
 
 LINE = "_DANLU_LINE"
@@ -240,10 +247,10 @@ def _keys(current: str) -> Iterator[Candidate]:
     above, _, _ = current.rpartition(".")
     seen: dict[str, Candidate] = {}
     for section in _sections(above):
-        for name, hint in fields(section).items():
+        for name, hint in field_types(section).items():
             key = f"{above}.{name}" if above else name
             seen.setdefault(f"{key}=", Candidate(f"{key}=", first_sentence(section, name)))
-            if sections(hint) and item(hint) is None:
+            if section_types(hint) and list_item_type(hint) is None:
                 seen.setdefault(f"{key}.", Candidate(f"{key}.", f"the keys of {key}"))
     yield from seen.values()
 
@@ -252,7 +259,7 @@ def _sections(above: str) -> list[type[Section]]:
     """The section classes at a dotted key: several where a `kind` chooses between them."""
     level: list[type[Section]] = [Recipe]
     for part in above.split(".") if above else ():
-        level = [below for one in level if part in fields(one) for below in sections(fields(one)[part])]
+        level = [below for one in level if part in field_types(one) for below in section_types(field_types(one)[part])]
     return level
 
 
@@ -260,10 +267,12 @@ def _values(key: str) -> Iterator[str]:
     above, _, name = key.rpartition(".")
     found: dict[str, None] = {}
     for section in _sections(above):
-        hint = fields(section).get(name)
+        hint = field_types(section).get(name)
         if hint is not None:
-            types = [branch for branch, _ in branches(hint)]
-            found |= dict.fromkeys([*sorted(kinds(hint)), *(one for one in choices(hint) if isinstance(one, str))])
+            types = [branch for branch, _ in union_members(hint)]
+            found |= dict.fromkeys(
+                [*sorted(variants_of(hint)), *(one for one in literal_values(hint) if isinstance(one, str))]
+            )
             found |= dict.fromkeys(["true", "false"] if bool in types else [])
             found |= dict.fromkeys(["null"] if type(None) in types else [])
     yield from found
