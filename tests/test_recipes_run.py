@@ -22,7 +22,7 @@ from danlu.models.saving import save
 from danlu.recipe import library
 from danlu.recipe.sections import Model
 from danlu.rollout.load_model import load_chat_tokenizer
-from danlu.study import Planned
+from danlu.study import PlannedRun
 
 PROMPT = "The fox lives in"
 SIZE = ["steps=4", "data.max_length=64", "data.cache=cache", "checkpoint.every=2"]
@@ -113,7 +113,7 @@ def test_the_recipe_of_a_classifier_trains(here: Path, capsys: pytest.CaptureFix
 class Ended:
     """A run of a study that was trained in this process."""
 
-    def __init__(self, run: Planned) -> None:
+    def __init__(self, run: PlannedRun) -> None:
         run.log.touch()
         self.code = danlu("train", run.recipe_file)
 
