@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders.adapted import logits
 from builders.adapter_folders import adapter_folder
+from builders.tiny_adapters import logits
 from builders.tiny_world import World, danlu, differences, last_state, metrics, write_rows
 from safetensors.torch import load_file
 from torch import Tensor

@@ -9,9 +9,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from builders.adapted import logits
 from builders.adapter_folders import changed
 from builders.peft_reference import TOKENS, hugging_face, theirs
+from builders.tiny_adapters import logits
 from builders.tiny_run import tiny_model
 from torch import Tensor
 

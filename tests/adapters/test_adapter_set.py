@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.adapted import adapter_set, hidden_states, logits, stirred
+from builders.tiny_adapters import adapter_set, hidden_states, logits, perturb
 from builders.tiny_run import tiny_model
 
 from danlu.adapters.adapter_set import CHANGES_BASE, NO_WEIGHTS
@@ -74,7 +74,7 @@ def test_an_adapter_starts_as_the_base_and_then_differs(section: Any) -> None:
     adapters.add("one", section)
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
     adapters.train_only("one")
-    stirred(adapters, "one")
+    perturb(adapters, "one")
     assert (logits(model) - before).abs().max() > 0.05
 
 
@@ -87,7 +87,7 @@ def test_disabled_is_the_base_bit_for_bit(section: Any) -> None:
     base = {name: parameter.detach().clone() for name, parameter in adapters.base_parameters().items()}
     with adapters.disabled():
         before = logits(model)
-    stirred(adapters, "one")
+    perturb(adapters, "one")
     adapted = logits(model, before=adapters.virtual_tokens)
     with adapters.disabled():
         assert adapters.virtual_tokens == ()
@@ -102,7 +102,7 @@ def test_merged_is_unmerged_and_comes_apart_again(section: Any) -> None:
     adapters = adapter_set(model)
     adapters.add("one", section)
     adapters.train_only("one")
-    stirred(adapters, "one")
+    perturb(adapters, "one")
     widen(adapters)
     apart = wide_logits(model)
     weights = {name: parameter.detach().clone() for name, parameter in adapters.base_parameters().items()}
@@ -151,7 +151,7 @@ def test_bfloat16_activations_leave_parameters_and_gradients_in_float32(section:
     adapters = adapter_set(model)
     adapters.add("one", section)
     adapters.train_only("one")
-    stirred(adapters, "one", size=0.1)
+    perturb(adapters, "one", size=0.1)
     exact = logits(model, before=adapters.virtual_tokens)
     hidden = hidden_states(model, dtype=torch.bfloat16, before=adapters.virtual_tokens)
     assert hidden.dtype == torch.bfloat16
@@ -205,7 +205,7 @@ def test_several_at_once_add_up_and_are_switched() -> None:
     alone = []
     for name, section in {"one": sections.Lora(targets=["mlp"]), "two": sections.Lora(rank=2)}.items():
         adapters.add(name, section)
-        stirred_all(adapters, name)
+        perturb_all(adapters, name)
         widen(adapters)
         adapters.activate(name)
         alone.append(wide_logits(model))
@@ -226,9 +226,9 @@ def wide_logits(model: Any) -> torch.Tensor:
     return logits(model, dtype=torch.float64)
 
 
-def stirred_all(adapters: Any, name: str) -> None:
+def perturb_all(adapters: Any, name: str) -> None:
     adapters.train_only(name)
-    stirred(adapters, name, seed=len(name))
+    perturb(adapters, name, seed=len(name))
 
 
 def test_dora_cannot_lie_upon_another() -> None:
@@ -246,7 +246,7 @@ def test_the_head_of_a_tied_model_gets_an_adapter_of_its_own() -> None:
     adapters = adapter_set(model)
     adapters.add("one", sections.Lora(targets=["lm_head"]))
     adapters.train_only("one")
-    stirred(adapters, "one")
+    perturb(adapters, "one")
     widen(adapters)
     apart = wide_logits(model)
     assert not torch.allclose(apart, before)
@@ -267,7 +267,7 @@ def test_a_start_that_was_taken_out_of_the_base_comes_back_when_the_adapter_is_n
     adapters, others = adapter_set(model), adapter_set(alone)
     adapters.add("start", section)
     adapters.train_only("start")
-    stirred(adapters, "start")
+    perturb(adapters, "start")
     widen(adapters)
     trained = wide_logits(model)
     with adapters.disabled():
@@ -281,7 +281,7 @@ def test_a_start_that_was_taken_out_of_the_base_comes_back_when_the_adapter_is_n
     adapters.activate()
     for one in (adapters, others):
         one.add("other", other)
-        stirred_all(one, "other")
+        perturb_all(one, "other")
         widen(one)
     adapters.activate("other")
     assert_same(wide_logits(model), wide_logits(alone), of_float32=1e-6)

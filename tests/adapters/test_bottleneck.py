@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from builders.adapted import adapter_set, hidden_states, logits, stirred
+from builders.tiny_adapters import adapter_set, hidden_states, logits, perturb
 from builders.tiny_run import tiny_model
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def test_each_sits_behind_the_branch_it_is_named_for() -> None:
     adapters = adapter_set(model)
     adapters.add("one", sections.Bottleneck(width=4))
     adapters.train_only("one")
-    stirred(adapters, "one")
+    perturb(adapters, "one")
     modules = adapters.added["one"].modules
     assert list(modules) == [f"layers.{layer}.{slot}" for layer in "01" for slot in ("after_attention", "after_mlp")]
     layer, seen = model.layers["0"], {}
@@ -76,7 +76,7 @@ def test_several_go_through_each_other_and_are_switched() -> None:
     for name in ("one", "three"):
         adapters.add(name, sections.Bottleneck(width=4, placement="pfeiffer" if name == "one" else "houlsby"))
         adapters.train_only(name)
-        stirred(adapters, name, seed=len(name))
+        perturb(adapters, name, seed=len(name))
         adapters.activate(name)
         alone[name] = logits(model)
     adapters.activate("one", "three")

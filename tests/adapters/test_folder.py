@@ -12,9 +12,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from builders.adapted import adapter_set, logits, stirred
 from builders.adapter_folders import changed
 from builders.peft_reference import TOKENS, hugging_face, theirs
+from builders.tiny_adapters import adapter_set, logits, perturb
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -57,7 +57,7 @@ def test_peft_computes_what_danlu_wrote(bases: dict[str, Path], tmp_path: Path, 
     base = logits(model, TOKENS)
     adapters.add("mine", section)
     adapters.train_only("mine")
-    stirred(adapters, "mine", size=0.05)
+    perturb(adapters, "mine", size=0.05)
     ours = logits(model, TOKENS, before=adapters.virtual_tokens)
     write_adapter(adapters, "mine", tmp_path, base=str(bases[family]), base_fingerprint=None)
     assert not any("mine" in key for key in load_file(tmp_path / WEIGHTS))
@@ -173,7 +173,7 @@ def test_a_start_is_taken_out_of_the_base_as_it_is_stored(bases: dict[str, Path]
     adapters = adapter_set(model)
     adapters.add("ours", sections.Olora(rank=5))
     adapters.train_only("ours")
-    stirred(adapters, "ours")
+    perturb(adapters, "ours")
     adapters.activate()
     add_adapter(adapters, "theirs", open_adapter(tmp_path))
     torch.testing.assert_close(logits(model, TOKENS), expected, rtol=1e-5, atol=1e-5)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.adapted import DOCUMENTS, adapter_set, logits, stirred
+from builders.tiny_adapters import DOCUMENTS, adapter_set, logits, perturb
 from builders.tiny_run import tiny_model
 from torch import Tensor
 
@@ -65,7 +65,7 @@ def test_dropout_leaves_a_start_that_is_switched_off_alone(section: Any) -> None
     adapters = adapter_set(model, noise=noise)
     adapters.add("one", section)
     adapters.train_only("one")
-    stirred(adapters, "one", size=0.05)
+    perturb(adapters, "one", size=0.05)
     still = logits(model)
     noise.begin(3, [(0, DOCUMENTS[-1])])
     assert (logits(model) - still).abs().max() > 1e-2  # the negative control: switched on it acts
@@ -82,7 +82,7 @@ def test_a_start_that_is_switched_off_takes_no_dropout_from_a_neighbour() -> Non
     adapters.add("starts", sections.Pissa(dropout=0.5, targets=["q_proj"]))
     adapters.add("two", sections.Lora(dropout=0.5, targets=["k_proj"]))
     adapters.train_only("two")
-    stirred(adapters, "two")
+    perturb(adapters, "two")
     adapters.activate("two")
     still = logits(model)
     noise.begin(3, [(0, DOCUMENTS[-1])])

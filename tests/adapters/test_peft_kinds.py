@@ -9,8 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from builders.adapted import adapter_set, logits, stirred
 from builders.peft_reference import TOKENS, hugging_face, theirs
+from builders.tiny_adapters import adapter_set, logits, perturb
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -74,7 +74,7 @@ def test_peft_computes_what_danlu_wrote(bases: dict[str, Path], tmp_path: Path, 
     base = logits(model, TOKENS)
     adapters.add("mine", section)
     adapters.train_only("mine")
-    stirred(adapters, "mine", size=0.2)
+    perturb(adapters, "mine", size=0.2)
     expected = ours(model, adapters)
     written(adapters, "mine", tmp_path, bases[family])
     with_peft = theirs(peft.PeftModel.from_pretrained(hugging_face(bases[family]), tmp_path))
@@ -89,7 +89,7 @@ def test_danlu_reads_what_it_wrote(bases: dict[str, Path], tmp_path: Path, famil
     base = logits(model, TOKENS)
     adapters.add("mine", section)
     adapters.train_only("mine")
-    stirred(adapters, "mine", size=0.2)
+    perturb(adapters, "mine", size=0.2)
     expected = ours(model, adapters)
     values, tensors = written(adapters, "mine", tmp_path, bases[family])
     assert not any("mine" in key for key in tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders.adapted import adapter_set, logits, stirred
+from builders.tiny_adapters import adapter_set, logits, perturb
 from builders.tiny_run import tiny_model
 from torch import Tensor
 
@@ -96,7 +96,7 @@ def test_a_projection_is_folded_into_a_plain_prefix() -> None:
     adapters = adapter_set(model)
     adapters.add("through", sections.Prefix(tokens=3, projection=4))
     adapters.train_only("through")
-    stirred(adapters, "through")
+    perturb(adapters, "through")
     expected = logits(model, before=adapters.virtual_tokens)
     added = adapters.added["through"]
     values, tensors = to_peft(added.section, added.modules, adapters.sites)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders.adapted import adapter_set
+from builders.tiny_adapters import adapter_set
 from builders.tiny_run import tiny_model
 from torch import Tensor
 

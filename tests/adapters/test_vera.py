@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from builders.adapted import adapter_set
+from builders.tiny_adapters import adapter_set
 from builders.tiny_run import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM

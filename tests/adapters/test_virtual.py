@@ -10,7 +10,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from builders.adapted import DOCUMENTS, adapter_set, logits, stirred
+from builders.tiny_adapters import DOCUMENTS, adapter_set, logits, perturb
 from builders.tiny_run import VOCABULARY, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -39,7 +39,7 @@ def adapted(section: Any, **model: Any) -> tuple[Decoder, AdapterSet]:
     adapters = adapter_set(decoder)
     adapters.add("one", section)
     adapters.train_only("one")
-    stirred(adapters, "one")
+    perturb(adapters, "one")
     return decoder, adapters
 
 
@@ -111,7 +111,7 @@ def test_several_have_ids_of_their_own_and_stand_in_the_order_they_are_active() 
     for name, section in {"a": sections.Prompt(tokens=2), "b": sections.Prefix(tokens=3), "c": sections.Lora()}.items():
         adapters.add(name, section)
         adapters.train_only(name)
-        stirred(adapters, name)
+        perturb(adapters, name)
     assert adapters.virtual_tokens == (64, 65, 66, 67, 68)
     together = logits(model, TOKENS, before=adapters.virtual_tokens)
     adapters.activate("b", "a")
@@ -149,7 +149,7 @@ def test_an_adapter_of_the_embedding_leaves_virtual_tokens_alone() -> None:
     model, adapters = adapted(sections.Prompt(tokens=2))
     adapters.add("words", sections.Lora(targets=["embed_tokens"]))
     adapters.train_only("words")
-    stirred(adapters, "words")
+    perturb(adapters, "words")
     before = torch.tensor(adapters.virtual_tokens)
     rows = model.embed_tokens(before, torch.float32)
     assert torch.equal(rows, adapters.tensors("one")["embed_tokens.adapter.one.embedding.weight"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders.adapted import logits
 from builders.adapter_folders import adapted_logits, adapter_folder
+from builders.tiny_adapters import logits
 from builders.tiny_run import tiny_model
 
 from danlu.adapters.description import stacked

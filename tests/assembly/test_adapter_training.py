@@ -8,8 +8,8 @@ from shutil import copytree
 
 import pytest
 import torch
-from builders.adapted import logits
 from builders.adapter_folders import adapted_logits, adapter_folder
+from builders.tiny_adapters import logits
 from builders.tiny_world import World
 
 from danlu.adapters.adapter_set import AdapterSet

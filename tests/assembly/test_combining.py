@@ -9,8 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from builders.adapted import logits
 from builders.adapter_folders import adapted_logits, adapter_folder, changed, of_another_tool, widened
+from builders.tiny_adapters import logits
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.adapted import logits, stirred
+from builders.tiny_adapters import logits, perturb
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -174,7 +174,7 @@ def test_only_the_adapter_of_a_packed_base_gets_gradients(folder: Path) -> None:
         folder, dtype=torch.float32, quantization=sections.Nf4(), new={"one": sections.Dora(modules_to_save=["norm"])}
     )
     adapted.adapters.train_only("one")
-    stirred(adapted.adapters, "one", size=0.1)
+    perturb(adapted.adapters, "one", size=0.1)
     trained = {name for name, parameter in adapted.model.named_parameters() if parameter.requires_grad}
     assert trained == set(adapted.adapters.tensors("one"))
     assert all(buffer.grad is None for buffer in adapted.model.buffers())

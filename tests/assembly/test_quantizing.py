@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders.adapted import DOCUMENTS, logits
 from builders.adapter_folders import adapter_folder, changed
+from builders.tiny_adapters import DOCUMENTS, logits
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from builders.adapted import logits, stirred
+from builders.tiny_adapters import logits, perturb
 from danlu.adapters.description import open_adapter
 from danlu.adapters.folder import DANLU, WEIGHTS, write_adapter
 from danlu.assembly.adapter_stacks import AdapterStacks
@@ -26,7 +26,7 @@ def adapter_folder(
     adapters = adapters_of(load(base))
     adapters.add("made", section)
     adapters.train_only("made")
-    stirred(adapters, "made", seed=seed, size=size)
+    perturb(adapters, "made", seed=seed, size=size)
     folder.mkdir(parents=True)
     found = find_base(base)
     paths = [str(one.resolve()) for one in below]

@@ -39,7 +39,7 @@ _FOLDERS = tempfile.TemporaryDirectory(prefix="danlu-tokenizers-")
 
 
 @functools.cache
-def made(style: str, kind: Kind = "byte") -> tuple[Tokenizer, Any]:
+def tokenizer_and_oracle(style: str, kind: Kind = "byte") -> tuple[Tokenizer, Any]:
     """A tokenizer with a chat template of that style, and what transformers makes of the same folder: the oracle."""
     folder = make_tokenizer(Path(_FOLDERS.name) / f"{style}-{kind}", STYLES[style], kind)
     return load_tokenizer(str(folder)), pretrained(folder)

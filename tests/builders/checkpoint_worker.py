@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from builders.adapted import adapter_set, stirred
+from builders.tiny_adapters import adapter_set, perturb
 from builders.tiny_run import tiny_model
 from danlu.adapters.folder import write_adapter
 from danlu.errors import DanluError
@@ -389,7 +389,7 @@ KINDS = ("lora", "dora", "pissa", "vera", "mora", "ia3", "bottleneck", "prefix",
 
 
 def adapted(kind: str | None) -> Any:
-    """A tiny model; with a kind, the stirred adapter "mine" on it."""
+    """A tiny model; with a kind, the perturbed adapter "mine" on it."""
     model = tiny_model()
     if kind is None:
         return model, None
@@ -407,7 +407,7 @@ def adapted(kind: str | None) -> Any:
     }[kind]
     adapters.add("mine", made)
     adapters.train_only("mine")
-    stirred(adapters, "mine")
+    perturb(adapters, "mine")
     return model, adapters
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from builders.tiny_run import MadePacks
+from builders.tiny_run import SyntheticPacks
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
 from danlu.models.hf_folder import read_config
@@ -22,13 +22,13 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Parts
 from danlu.recipe import Recipe, load
 from danlu.types import Pack
-from danlu.verify.language import SmallDecoder
-from danlu.verify.observing import Learning, Seen, observe
+from danlu.verify.decoder_proxy import DecoderProxy
+from danlu.verify.trace import ProxyTraining, Trace, observe
 
 
 def steps_of(count: int, packs: int) -> list[list[Pack]]:
     """Packs of a few steps; a step of any number of packs, so that processes have different shares."""
-    source = MadePacks()
+    source = SyntheticPacks()
     return [[source.at(step * packs + place) for place in range(packs)] for step in range(count)]
 
 
@@ -39,13 +39,13 @@ def config_of(recipe: Recipe) -> ModelConfig:
     return read_config_values({"vocab_size": 400, "tie_word_embeddings": False, **recipe.model.config})
 
 
-def see(files: Sequence[str], packs: int, micro: int, world: int | None = None) -> dict[str, Seen]:
+def see(files: Sequence[str], packs: int, micro: int, world: int | None = None) -> dict[str, Trace]:
     """What this process sees of each recipe; alone where `world` is 1."""
     torch.set_num_threads(1)
     return {file: _see(file, packs, micro, world) for file in files}
 
 
-def see_without_sums(files: Sequence[str], packs: int, micro: int) -> dict[str, Seen]:
+def see_without_sums(files: Sequence[str], packs: int, micro: int) -> dict[str, Trace]:
     """The same with a mistake: gradients that torch leaves to us are not summed. For a process that ends with it."""
     reduce_gradients = StepParallel.reduce_gradients
 
@@ -75,15 +75,15 @@ def matrices_left(file: str) -> list[tuple[int, int]]:
     Parts.arrived = arrived  # type: ignore[method-assign]
     recipe = load(Path(file)).recipe
     ranks = _groups(layout_of(recipe.parallel, torch.distributed.get_world_size()))
-    Learning.of(recipe, SmallDecoder(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
+    ProxyTraining.of(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
     return found
 
 
-def _see(file: str, packs: int, micro: int, world: int | None) -> Seen:
+def _see(file: str, packs: int, micro: int, world: int | None) -> Trace:
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     ranks = _groups(layout)
-    learning = Learning.of(recipe, SmallDecoder(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
+    learning = ProxyTraining.of(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
     return observe(learning, steps_of(2, packs), steps_of(1, 3)[0])
 
 

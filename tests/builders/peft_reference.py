@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from builders.adapted import DOCUMENTS
+from builders.tiny_adapters import DOCUMENTS
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},

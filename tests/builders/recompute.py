@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from builders.adapted import adapter_set, stirred
+from builders.tiny_adapters import adapter_set, perturb
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
 from danlu.memory import frames
@@ -47,7 +47,7 @@ ADAPTERS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Made:
+class RecomputeCase:
     """A model, what of it is trained, its dropout, and tokens that stand before each document."""
 
     model: Decoder
@@ -73,12 +73,12 @@ def decoder(**changes: Any) -> Decoder:
     return model
 
 
-def full(family: str = "llama", **changes: Any) -> Made:
+def full(family: str = "llama", **changes: Any) -> RecomputeCase:
     model = decoder(**{**FAMILIES[family], **changes})
-    return Made(model, dict(model.named_parameters()), Noise(0))
+    return RecomputeCase(model, dict(model.named_parameters()), Noise(0))
 
 
-def adapted(kind: str, pack: Callable[[Tensor], PackedWeight] | None = None, **changes: Any) -> Made:
+def adapted(kind: str, pack: Callable[[Tensor], PackedWeight] | None = None, **changes: Any) -> RecomputeCase:
     """With an adapter that has been trained for a while; `pack` makes it QLoRA."""
     noise = Noise(0)
     model = decoder(**changes)
@@ -88,10 +88,10 @@ def adapted(kind: str, pack: Callable[[Tensor], PackedWeight] | None = None, **c
         for layer in model.layers.modules():
             if isinstance(layer, Linear) and layer.weight is not None:
                 layer.store(pack(layer.weight.data))
-    stirred(adapters, "one", size=0.1)
+    perturb(adapters, "one", size=0.1)
     adapters.train_only("one")
     trained = {name: one for name, one in adapters.tensors("one").items() if one.requires_grad}
-    return Made(model, trained, noise, adapters.virtual_tokens, adapters)
+    return RecomputeCase(model, trained, noise, adapters.virtual_tokens, adapters)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Step:
     kept_bytes: int  # by autograd between forward and backward, beside weights; each storage once
 
 
-def step(made: Made, dtype: torch.dtype = torch.float32, number: int = 1, seed: int = 1) -> Step:
+def step(made: RecomputeCase, dtype: torch.dtype = torch.float32, number: int = 1, seed: int = 1) -> Step:
     """One forward and one backward pass over three packed documents."""
     tokens = torch.randint(0, 64, (BOUNDARIES[-1],), generator=torch.Generator().manual_seed(seed))
     front = torch.tensor(made.before, dtype=torch.int64)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from builders.recompute import Made, full, step
+from builders.recompute import RecomputeCase, full, step
 from danlu.memory import nvme
 from danlu.memory.nvme import offload_parameters
 from danlu.memory.recompute import LayerPlan, wrap
@@ -29,7 +29,7 @@ def sharded_steps(plans: Sequence[Sequence[LayerPlan]]) -> list[dict[str, Tensor
         for layer in made.model.layers.values():
             fully_shard(layer, mesh=mesh)
         fully_shard(made.model, mesh=mesh)
-        sharded = Made(made.model, dict(made.model.named_parameters()), made.noise)
+        sharded = RecomputeCase(made.model, dict(made.model.named_parameters()), made.noise)
         found: dict[str, Tensor] = {}
         for number in range(2):  # the second goes by what the first left
             found = step(sharded, seed=10 * (number + 1) + dist.get_rank() + seed).gradients
@@ -56,7 +56,7 @@ def sharded_in_files(folder: str, intermediate_size: int, *, filled_up_too: bool
             fully_shard(layer, mesh=mesh)
         fully_shard(made.model, mesh=mesh)
         offloaded = None if place is None else offload_parameters(made.model, place)
-        sharded = Made(made.model, dict(made.model.named_parameters()), made.noise)
+        sharded = RecomputeCase(made.model, dict(made.model.named_parameters()), made.noise)
         # As an optimizer has them: taken before the first pass.
         shares = {name: one.to_local().detach() for name, one in sharded.trained.items() if isinstance(one, DTensor)}
         for number in range(2):

@@ -12,12 +12,12 @@ from builders.parallel_steps import config_of, steps_of
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
 from danlu.recipe import load
-from danlu.verify.language import SmallDecoder
-from danlu.verify.observing import Learning
-from danlu.verify.sending import Sending, sent_in_a_step
+from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
+from danlu.verify.decoder_proxy import DecoderProxy
+from danlu.verify.trace import ProxyTraining
 
 
-def sendings(files: Mapping[str, str]) -> dict[str, Sending]:
+def sendings(files: Mapping[str, str]) -> dict[str, StepTraffic]:
     """Worker: of each recipe; all have one layout."""
     torch.set_num_threads(1)
     recipes = {name: load(Path(file)).recipe for name, file in files.items()}
@@ -26,6 +26,6 @@ def sendings(files: Mapping[str, str]) -> dict[str, Sending]:
     ranks = ranks_of(layouts.pop(), "cpu")
     found = {}
     for name, recipe in recipes.items():
-        learning = Learning.of(recipe, SmallDecoder(config_of(recipe)), ranks, torch.device("cpu"), micro=2)
-        found[name] = sent_in_a_step(learning, steps_of(1, 5)[0])
+        learning = ProxyTraining.of(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=2)
+        found[name] = measure_step_traffic(learning, steps_of(1, 5)[0])
     return found

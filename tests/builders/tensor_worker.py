@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from builders.adapted import adapter_set, stirred
 from builders.recompute import kept_bytes
+from builders.tiny_adapters import adapter_set, perturb
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
 from danlu.adapters.lora import LowRank
@@ -96,7 +96,7 @@ def _adapted(model: Decoder, noise: Noise, case: Case) -> AdapterSet:
     adapters = adapter_set(model, noise=noise)
     for number, section in enumerate(case.adapters):
         adapters.add(f"a{number}", section)
-        stirred(adapters, f"a{number}", seed=number + 1)
+        perturb(adapters, f"a{number}", seed=number + 1)
     adapters.train_only(f"a{len(case.adapters) - 1}")
     if case.quantization is not None:
         saved = adapters.trained_in_full()

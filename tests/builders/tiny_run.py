@@ -50,7 +50,7 @@ def tiny_model(seed: int = 0, **changes: Any) -> Decoder:
     return model
 
 
-class MadePacks:
+class SyntheticPacks:
     """Pack n is a function of (seed, n): one to four documents of counting numbers, which can be learnt."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -100,7 +100,7 @@ def tiny_run(
         optimizer=build_optimizer(decoder.named_parameters(), sections.AdamW(learning_rate=1e-2)),
         schedule=sections.Schedule(warmup=2),
         clip=1.0,
-        feed=Feed(source or MadePacks(), per_step=3, total=None),
+        feed=Feed(source or SyntheticPacks(), per_step=3, total=None),
         cadence=Cadence(total=steps, log=1, checkpoint=checkpoint, evaluation=evaluation),
         watch=Watch(watch or sections.Watch()),
         store=CheckpointStore(folder / "checkpoints", keep=100, background=False),
@@ -109,6 +109,6 @@ def tiny_run(
         faults=faults or StopRequest(),
         scaler=scaler,
         ema=Ema(decoder.named_parameters(), 0.9) if ema else None,
-        held_out=[MadePacks(seed=7).at(n) for n in range(4)] if evaluation else None,
+        held_out=[SyntheticPacks(seed=7).at(n) for n in range(4)] if evaluation else None,
         early_stop=early_stop,
     )

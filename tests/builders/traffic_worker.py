@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from builders.adapted import adapter_set
+from builders.tiny_adapters import adapter_set
 from danlu.memory.recompute import plan_of, wrap
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Linear, RMSNorm

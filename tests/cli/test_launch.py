@@ -27,7 +27,7 @@ from danlu.parallel import world as worlds
 
 pytestmark = pytest.mark.distributed
 
-STAND_IN = str(Path(fake_rank.__file__))
+FAKE_RANK = str(Path(fake_rank.__file__))
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def start(tmp_path: Path, said: list[str]) -> Callable[..., int]:
         progress_s: float | None = None,
         **plan: Any,
     ) -> int:
-        command = ["-P", STAND_IN, str(tmp_path), json.dumps(plan)]
+        command = ["-P", FAKE_RANK, str(tmp_path), json.dumps(plan)]
         return launch(
             lambda attempt: command,
             processes,
@@ -230,7 +230,7 @@ def test_an_error_that_cannot_be_left_for_the_launcher_is_told_at_once(start: Ca
 @pytest.mark.slow
 def test_processes_whose_launcher_is_gone_stop_and_save(tmp_path: Path) -> None:
     plan = json.dumps({"torch": True, "steps": 100000, "pause_s": 0.02})
-    command = ["-P", STAND_IN, str(tmp_path), plan]
+    command = ["-P", FAKE_RANK, str(tmp_path), plan]
     program = (
         "from pathlib import Path; from danlu.cli.launching import launch;"
         f"launch(lambda attempt: {command!r}, 2, Path({str(tmp_path)!r}), say=print)"

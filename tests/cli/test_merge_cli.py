@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders.adapted import logits
 from builders.adapter_folders import adapted_logits, adapter_folder
+from builders.tiny_adapters import logits
 from builders.tiny_world import World, danlu
 
 from danlu.assembly.quantizing import quantize

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.inline_workers import Here
+from builders.inline_workers import InlineWorkers
 from builders.tiny_world import World, danlu, write_rows
 
 from danlu.data.prepare import prepare
@@ -36,7 +36,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("preview", "prepare", "stream"):
-        monkeypatch.setattr(f"danlu.data.{module}.Workers", Here)
+        monkeypatch.setattr(f"danlu.data.{module}.Workers", InlineWorkers)
 
 
 @pytest.fixture

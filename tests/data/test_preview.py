@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.chat_tokenizers import make_tokenizer
-from builders.inline_workers import Here
+from builders.inline_workers import InlineWorkers
 from builders.tiny_world import World, write_rows
 
 from danlu.data.packs import Packs
@@ -59,7 +59,7 @@ def shown_here(tokenizer: Tokenizer, path: Path, **data: Any) -> list[ShownRow]:
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("preview", "prepare", "stream"):
-        monkeypatch.setattr(f"danlu.data.{module}.Workers", Here)
+        monkeypatch.setattr(f"danlu.data.{module}.Workers", InlineWorkers)
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------

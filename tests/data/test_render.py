@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from builders import chat_tokenizers
 from builders.chat_templates import CHATML, NO_TERMINATOR, RAISES, STYLES, TERMINATORS
-from builders.chat_tokenizers import KINDS, Kind, WrongMask, check_sample, made, make_tokenizer, pretrained
+from builders.chat_tokenizers import (
+    KINDS,
+    Kind,
+    WrongMask,
+    check_sample,
+    make_tokenizer,
+    pretrained,
+    tokenizer_and_oracle,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +54,7 @@ def messages(*turns: tuple[str, str], **columns: Any) -> dict[str, Any]:
 def rendered(
     style: str, row: dict[str, Any], rendering: Rendering = ASSISTANT, kind: Kind = "byte"
 ) -> tuple[Tokenizer, list[Rendered]]:
-    tokenizer = made(style, kind)[0]
+    tokenizer = tokenizer_and_oracle(style, kind)[0]
     return tokenizer, render(parse(row, "auto", "chat.jsonl:1"), "chat.jsonl:1", tokenizer, rendering)
 
 
@@ -73,7 +81,7 @@ def test_ids_are_those_of_transformers_and_the_trained_ones_what_the_assistant_w
     style: str, kind: Kind, data: st.DataObject
 ) -> None:
     row = data.draw(chat_tokenizers.rows(tools=style == "qwen3"))
-    tokenizer, oracle = made(style, kind)
+    tokenizer, oracle = tokenizer_and_oracle(style, kind)
     turns, tools = turns_shown(row, tokenizer)
     _, samples = rendered(style, row, kind=kind)
     for sample in samples:
@@ -138,7 +146,7 @@ WRONG: dict[str, Callable[[Rendered], Rendered]] = {
 @pytest.mark.parametrize("style", ["chatml", "llama3", "no-terminator", "qwen3"])
 def test_the_check_catches_wrong_samples(style: str, wrong: str) -> None:
     row = messages(*TWO_TURNS)
-    tokenizer, oracle = made(style)
+    tokenizer, oracle = tokenizer_and_oracle(style)
     turns, tools = turns_shown(row, tokenizer)
     sample = WRONG[wrong](rendered(style, row)[1][0])
     with nullcontext() if wrong == "nothing" else pytest.raises(WrongMask):
@@ -147,7 +155,7 @@ def test_the_check_catches_wrong_samples(style: str, wrong: str) -> None:
 
 def test_marked_templates_train_what_transformers_marks() -> None:
     row = messages(*TWO_TURNS)
-    _, oracle = made("marked")
+    _, oracle = tokenizer_and_oracle("marked")
     _, (sample,) = rendered("marked", row)
     marked = oracle.apply_chat_template(row["messages"], tokenize=True, return_assistant_tokens_mask=True)
     assert sample.tokens.tolist() == marked["input_ids"]
@@ -155,7 +163,7 @@ def test_marked_templates_train_what_transformers_marks() -> None:
 
 
 def test_many_rows_at_once_are_what_they_are_one_by_one() -> None:
-    tokenizer, _ = made("chatml")
+    tokenizer, _ = tokenizer_and_oracle("chatml")
     texts = [*({"text": text} for text in ("One.", "", "é" * 30)), {"prompt": "a", "completion": "b"}]
     values = [messages(*TWO_TURNS), *(text for text in texts if text.get("text") != ""), messages(*TWO_TURNS[:2])]
     rows, wheres = [parse(value, "auto", "row") for value in values], [f"row {n}" for n in range(len(values))]
@@ -331,7 +339,7 @@ def test_the_same_calls_in_the_sharegpt_format_give_the_same_tokens() -> None:
 )
 def test_a_template_without_tools_does_not_lose_them_silently(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
-        render(parse(row, "auto", "calls:1"), "calls:1", made("chatml")[0], ASSISTANT)
+        render(parse(row, "auto", "calls:1"), "calls:1", tokenizer_and_oracle("chatml")[0], ASSISTANT)
 
 
 # -- system prompts ----------------------------------------------------------------------------------------------------
@@ -538,7 +546,7 @@ def test_a_template_that_writes_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_half_a_character_is_a_bad_row(kind: Kind, value: dict[str, Any]) -> None:
-    tokenizer, _ = made("chatml", kind)
+    tokenizer, _ = tokenizer_and_oracle("chatml", kind)
     rows = [parse(one, "auto", "row") for one in (value, CHAT_ROW)]
     bad, good = render_many(rows, ["x.jsonl:1", "x.jsonl:2"], tokenizer, ASSISTANT)
     assert str(bad).startswith(r"x.jsonl:1: the text holds \ud83d, half a character") and isinstance(good, list)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from builders import chat_tokenizers
 from builders.chat_templates import CHATML, STYLES
-from builders.chat_tokenizers import made
+from builders.chat_tokenizers import tokenizer_and_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,7 +75,7 @@ def test_a_content_is_not_taken_for_the_templates_own_words() -> None:
 def test_an_earlier_answer_is_not_taken_for_a_piece_of_a_later_message() -> None:
     # The template shows the first answer without its thought, here as nothing, and its text is in the next question.
     turns = say("Q", "<think>\nmore\n</think>", "Tell me </think> more", "<think>\nx\n</think>\n\nA")
-    whole, *_ = scripts(turns, None, made("qwen3")[0].template(), [1, 3])
+    whole, *_ = scripts(turns, None, tokenizer_and_oracle("qwen3")[0].template(), [1, 3])
     assert list(whole.stops) == sorted(whole.stops)
     assert ("Tell me </think> more", Reason.USER, 2) in parts(whole)
 
@@ -102,7 +102,7 @@ def test_contents_that_the_template_puts_in_another_order() -> None:
 
 def test_a_turn_that_is_not_wanted_has_no_script_of_its_own() -> None:
     turns = say("A", "<think>\na\n</think>\n\nAlpha", "B", "Beta")
-    qwen = made("qwen3")[0].template()
+    qwen = tokenizer_and_oracle("qwen3")[0].template()
     assert [script.trained for script in scripts(turns, None, qwen, [1, 3])] == [{3}, {1}]
     assert [script.trained for script in scripts(turns, None, qwen, [3])] == [{3}]
 
@@ -134,7 +134,7 @@ def test_spans_in_bytes() -> None:
 @given(data=st.data())
 def test_shapes_give_what_scripts_give(style: str, data: st.DataObject) -> None:
     texts = st.one_of(chat_tokenizers.plain_texts(), chat_tokenizers.plain_texts(), chat_tokenizers.odd_texts())
-    one = made(style)[0].template()
+    one = tokenizer_and_oracle(style)[0].template()
     value = data.draw(chat_tokenizers.rows(texts))
     if not one.takes_system:
         value["messages"] = [turn for turn in value["messages"] if turn["role"] != "system"]
@@ -152,7 +152,7 @@ def test_shapes_are_used_where_they_can_be(style: str, monkeypatch: pytest.Monke
     calls = []
     original = spans.scripts
     monkeypatch.setattr(spans, "scripts", lambda *arguments: calls.append(arguments) or original(*arguments))
-    shapes = Shapes(made(style)[0].template(), by_bytes=True)
+    shapes = Shapes(tokenizer_and_oracle(style)[0].template(), by_bytes=True)
     for number in range(10):
         shapes.scripts(say(f"Question {number}", f"Answer {number}"), None, (1,))
     assert len(calls) == 1
@@ -171,13 +171,13 @@ def test_shapes_are_not_used_for_contents_that_may_look_different(
     turns: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spans.Shapes, "_shapes", lambda *_: pytest.fail("a shape was asked for"))
-    shapes = Shapes(made("qwen3")[0].template(), by_bytes=False)
-    assert shapes.scripts(turns, None, (1,)) == scripts(turns, None, made("qwen3")[0].template(), [1])
+    shapes = Shapes(tokenizer_and_oracle("qwen3")[0].template(), by_bytes=False)
+    assert shapes.scripts(turns, None, (1,)) == scripts(turns, None, tokenizer_and_oracle("qwen3")[0].template(), [1])
 
 
 def test_an_answer_that_begins_as_the_prompt_ends_has_no_shape() -> None:
     # The prompt of this template ends in <think>: it is not written by an answer that begins so.
-    one = made("open-thought")[0].template()
+    one = tokenizer_and_oracle("open-thought")[0].template()
     shapes = Shapes(one, by_bytes=False)
     shapes.scripts(say("Hi", "Hello"), None, (1,))  # so that the shape is known
     (script,) = shapes.scripts(say("Hi", "<think>Hello"), None, (1,))

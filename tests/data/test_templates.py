@@ -19,7 +19,7 @@ from builders.chat_templates import (
     STYLES,
     TERMINATORS,
 )
-from builders.chat_tokenizers import made
+from builders.chat_tokenizers import tokenizer_and_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +48,7 @@ def test_texts_are_those_of_transformers(style: str, data: st.DataObject) -> Non
     row = parse(data.draw(chat_tokenizers.rows(tools=style == "qwen3")), "auto", "row")
     assert isinstance(row, Conversation)
     turns = [turn_of(message) for message in row.messages]
-    tokenizer, oracle = made(style)
+    tokenizer, oracle = tokenizer_and_oracle(style)
     for prompt in (False, True):
 
         def expected(prompt: bool = prompt) -> Any:
@@ -78,7 +78,7 @@ LANGUAGE = {
 
 @pytest.mark.parametrize("what", LANGUAGE)
 def test_the_language_is_that_of_transformers(what: str) -> None:
-    _, oracle = made("chatml")
+    _, oracle = tokenizer_and_oracle("chatml")
     expected = oracle.apply_chat_template(TURNS, chat_template=LANGUAGE[what], tokenize=False)
     specials = oracle.special_tokens_map
     assert ChatTemplate(LANGUAGE[what], specials, MARKS, "tokenizer").render(TURNS) == expected
@@ -188,7 +188,7 @@ def test_a_template_that_is_too_large_when_it_is_compiled(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("style", STYLES)
 def test_terminators(style: str) -> None:
-    found = made(style)[0].template().terminators
+    found = tokenizer_and_oracle(style)[0].template().terminators
     end = TERMINATORS.get(style)
     assert found == (("<|end|>", "</s>") if style == "phi3" else (end,) if end else ())
 

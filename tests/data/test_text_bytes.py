@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders.chat_tokenizers import KINDS, Kind, made
+from builders.chat_tokenizers import KINDS, Kind, tokenizer_and_oracle
 
 from danlu.data.render import Rendered, Rendering, fit, render
 from danlu.data.rows import Completion, Text
@@ -15,7 +15,7 @@ TEXTS = ["The quick brown fox.", "naïve 丹炉 — 🎈🎈!", "  two spaces, t
 
 def block(kind: Kind, texts: list[str], max_length: int | None = None) -> Block:
     """Texts as samples, without an end-of-text token; longer ones are split."""
-    tokenizer, _ = made("chatml", kind)
+    tokenizer, _ = tokenizer_and_oracle("chatml", kind)
     whole = [render(Text(text), "row", tokenizer, Rendering(append_eos=False))[0] for text in texts]
     parts = [part for one in whole for part in fit(one, max_length, "split").samples]
     return joined(parts)
@@ -34,7 +34,7 @@ def joined(parts: list[Rendered]) -> Block:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_are_those_of_the_scored_text(kind: Kind) -> None:
-    tokenizer, _ = made("chatml", kind)
+    tokenizer, _ = tokenizer_and_oracle("chatml", kind)
     for text in TEXTS:
         samples = block(kind, [text])
         if not len(samples):  # a text of one token has nothing that is scored
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_scored_text(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_of_a_document_have_the_bytes_of_the_whole(kind: Kind) -> None:
-    tokenizer, _ = made("chatml", kind)
+    tokenizer, _ = tokenizer_and_oracle("chatml", kind)
     text = " ".join(TEXTS)
     whole = weighted_bytes(block(kind, [text]), tokenizer)
     for length in (2, 5, 8):
@@ -61,5 +61,5 @@ def test_pieces_of_a_document_have_the_bytes_of_the_whole(kind: Kind) -> None:
 
 
 def test_other_rows_are_no_plain_text() -> None:
-    tokenizer, _ = made("chatml", "byte")
+    tokenizer, _ = tokenizer_and_oracle("chatml", "byte")
     assert not is_plain_text(joined(render(Completion("a b", " c d"), "row", tokenizer, Rendering(append_eos=False))))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from builders import chat_tokenizers
 from builders.chat_templates import CHATML, LLAMA3, PHI3, RAISES
-from builders.chat_tokenizers import KINDS, SPECIALS, Kind, made, make_tokenizer, pretrained
-from builders.inline_workers import Here
+from builders.chat_tokenizers import KINDS, SPECIALS, Kind, make_tokenizer, pretrained, tokenizer_and_oracle
+from builders.inline_workers import InlineWorkers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +62,7 @@ def check_places(tokenizer: Tokenizer, oracle: Any, texts: list[str], encoded: E
     texts=st.lists(st.one_of(st.just(""), chat_tokenizers.odd_texts(), st.text(max_size=12)), min_size=1, max_size=4)
 )
 def test_ids_and_places_are_those_of_transformers(kind: Kind, texts: list[str]) -> None:
-    tokenizer, oracle = made("chatml", kind)
+    tokenizer, oracle = tokenizer_and_oracle("chatml", kind)
     check_places(tokenizer, oracle, texts, tokenizer.encode_many(texts))
     assert [tokenizer.encode(text) for text in texts] == [
         oracle(text, add_special_tokens=False)["input_ids"] for text in texts
@@ -70,7 +70,7 @@ def test_ids_and_places_are_those_of_transformers(kind: Kind, texts: list[str]) 
 
 
 def test_the_check_of_places_catches_a_shift() -> None:
-    tokenizer, oracle = made("chatml")
+    tokenizer, oracle = tokenizer_and_oracle("chatml")
     encoded = tokenizer.encode_many(["hello there"])
     moved = Encoded(encoded.ids, encoded.starts + 1, encoded.stops + 1, encoded.counts, encoded.sizes)
     check_places(tokenizer, oracle, ["hello there"], encoded)
@@ -79,17 +79,17 @@ def test_the_check_of_places_catches_a_shift() -> None:
 
 
 def test_kinds_that_write_bytes_are_counted_in_bytes() -> None:
-    assert [made("chatml", kind)[0].by_bytes for kind in KINDS] == [True, True, False, False]
+    assert [tokenizer_and_oracle("chatml", kind)[0].by_bytes for kind in KINDS] == [True, True, False, False]
 
 
 def test_bytes_of_a_character_are_told_apart() -> None:
-    tokenizer, _ = made("chatml")
+    tokenizer, _ = tokenizer_and_oracle("chatml")
     encoded = tokenizer.encode_many(["é😀"])
     assert list(zip(encoded.starts.tolist(), encoded.stops.tolist(), strict=True)) == [(n, n + 1) for n in range(6)]
 
 
 def test_a_text_that_is_normalised_has_its_places_in_what_was_written() -> None:
-    tokenizer, _ = made("chatml", "byte-nfc")
+    tokenizer, _ = tokenizer_and_oracle("chatml", "byte-nfc")
     texts = ["hello", "e\u0301 is é", "bye"]
     encoded = tokenizer.encode_many(texts)
     assert tokenizer.decode(encoded.ids.tolist()) == "helloé is ébye"
@@ -118,7 +118,7 @@ def test_characters_that_the_vocabulary_lacks(shared_data: Path) -> None:
 
 def test_no_texts_and_empty_texts() -> None:
     for kind in KINDS:
-        tokenizer, _ = made("chatml", kind)
+        tokenizer, _ = tokenizer_and_oracle("chatml", kind)
         assert tokenizer.encode_many([]).ids.tolist() == []
         assert tokenizer.encode_many(["", ""]).counts.tolist() == [0, 0]
 
@@ -127,7 +127,7 @@ def test_no_texts_and_empty_texts() -> None:
 @given(text=chat_tokenizers.plain_texts())
 @settings(max_examples=25, deadline=None)
 def test_decoding_gives_the_text_back(kind: Kind, text: str) -> None:
-    tokenizer, _ = made("chatml", kind)
+    tokenizer, _ = tokenizer_and_oracle("chatml", kind)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.encode(f"<|im_start|>{text}")).removeprefix("<|im_start|>").strip() == text
 
@@ -136,7 +136,7 @@ def test_decoding_gives_the_text_back(kind: Kind, text: str) -> None:
 
 
 def test_special_tokens(tmp_path: Path) -> None:
-    tokenizer, oracle = made("chatml")
+    tokenizer, oracle = tokenizer_and_oracle("chatml")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
         oracle.bos_token_id, oracle.eos_token_id, oracle.pad_token_id,
     )  # fmt: skip
@@ -236,7 +236,7 @@ def test_a_result_s_tokenizer_is_read_as_the_one_trained_with(
 ) -> None:
     """transformers chooses the class by the model's type too: beside a Mistral it cannot read GPT-2's files."""
     monkeypatch.setattr(tokenizer_room, "CONVERTED", str(tmp_path / "converted"))
-    monkeypatch.setattr("danlu.data.workers.Workers", Here)
+    monkeypatch.setattr("danlu.data.workers.Workers", InlineWorkers)
     source = shared_data / "tokenizers/gpt2"
     trained = load_tokenizer(str(source))
     with pytest.raises(DataError, match="the tokenizer cannot be read"):
@@ -255,7 +255,7 @@ def test_a_result_whose_tokenizer_would_be_read_as_another_is_known(
 ) -> None:
     """Beside a Qwen2 transformers cuts text as Qwen2 does, whatever tokenizer.json says."""
     monkeypatch.setattr(tokenizer_room, "CONVERTED", str(tmp_path / "converted"))
-    monkeypatch.setattr("danlu.data.workers.Workers", Here)
+    monkeypatch.setattr("danlu.data.workers.Workers", InlineWorkers)
     source = shared_data / "tokenizers/minimind"
     assert exported(str(source), "qwen2") == Exported(source, faithful=False)
     own = beside(source, tmp_path / "own", "qwen2")
@@ -286,7 +286,7 @@ def test_a_chat_template_that_is_no_text(template: Any, tmp_path: Path) -> None:
 def test_a_finished_run_has_its_tokenizer_in_model(tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "run/model", CHATML)
     assert tokenizer_folder(str(tmp_path / "run")) == tmp_path / "run/model"
-    assert load_tokenizer(str(tmp_path / "run")).size == made("chatml")[0].size
+    assert load_tokenizer(str(tmp_path / "run")).size == tokenizer_and_oracle("chatml")[0].size
 
 
 def test_where_there_is_no_tokenizer(tmp_path: Path) -> None:

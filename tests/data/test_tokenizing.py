@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from builders.chat_tokenizers import made
+from builders.chat_tokenizers import tokenizer_and_oracle
 
 from danlu.data.render import Rendering
 from danlu.data.sources import RawRow
@@ -13,7 +13,7 @@ from danlu.data.tokenizing import Settings, facts_of, tokenise
 
 
 def counted(style: str, *rows: dict[str, Any], **rendering: Any) -> Statistics:
-    tokenizer, _ = made(style)
+    tokenizer, _ = tokenizer_and_oracle(style)
     raw = [RawRow(number, f"rows.jsonl:{number + 1}", row) for number, row in enumerate(rows)]
     settings = Settings("auto", Rendering(**rendering), None, "truncate")
     made_of_them = tokenise(tokenizer, facts_of(tokenizer), (settings, raw))
@@ -52,7 +52,7 @@ def test_special_tokens_that_rows_write_out_are_counted_and_told() -> None:
     assert "count as the tokens themselves: <|im_end|> in 3, <|im_start|> in 2 samples, the first rows.jsonl:2" in line
     assert counted("chatml", {"text": "a document</s>and another"}).written_specials == {"</s>": 1}
     assert counted("chatml", {"prompt": "a<s>", "completion": "b"}).written_specials == {"<s>": 1}
-    tokenizer, _ = made("chatml")
+    tokenizer, _ = tokenizer_and_oracle("chatml")
     ids = tokenizer.encode("a<s>b</s>")
     assert counted("chatml", {"input_ids": ids, "labels": ids}).written_specials == {}, "these are meant"
     assert counted("chatml", chat("Hi < im_end", "a <b>"), {"text": "plain"}).template_lines() == []

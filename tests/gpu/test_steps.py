@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.tiny_run import MadePacks, tiny_model
+from builders.tiny_run import SyntheticPacks, tiny_model
 
 from danlu.assembly.frozen_base import adapters_of, pack
 from danlu.memory import offload
@@ -55,7 +55,7 @@ def learner(kind: str, device: torch.device, dtype: torch.dtype, plan: Any = (),
 
 
 def step(compute: Compute) -> tuple[float, dict[str, torch.Tensor]]:
-    packs = [MadePacks().at(number) for number in range(4)]
+    packs = [SyntheticPacks().at(number) for number in range(4)]
     found = accumulate(compute, packs, step=1, clip=None)
     grads = {
         name: one.grad.to_dense().cpu() if one.grad.is_sparse else one.grad.cpu()
@@ -111,7 +111,7 @@ def test_optimizers_learn_with_state_here_or_on_the_host(device: torch.device, k
     compute = learner(kind, device, torch.bfloat16)
     section = KINDS[kind][2]
     optimizer = build(compute.model.named_parameters(), section, offload=offloaded)
-    packs = [MadePacks().at(number) for number in range(4)]
+    packs = [SyntheticPacks().at(number) for number in range(4)]
     losses = []
     for number in range(8):
         losses.append(accumulate(compute, packs, step=number + 1, clip=1.0).loss)
@@ -136,7 +136,7 @@ def test_the_host_never_waits_within_a_micro_batch(device: torch.device, kind: s
     if device.type == "cpu":
         pytest.skip("only a GPU is waited for")
     compute = learner(kind, device, torch.bfloat16)
-    packs = [MadePacks().at(number) for number in range(2)]
+    packs = [SyntheticPacks().at(number) for number in range(2)]
     for last in (False, True):  # the first makes whatever is kept from then on
         batch = compute.collate(packs)
         compute.noise(1, list(enumerate(packs)))

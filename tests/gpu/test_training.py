@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders.tiny_run import MadePacks, tiny_model, tiny_run
+from builders.tiny_run import SyntheticPacks, tiny_model, tiny_run
 
 from danlu.models.attend import PackedAttention, ReferenceAttention
 from danlu.numerics.loss_scaling import LossScaler
@@ -38,7 +38,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 def test_training_there_equals_training_here(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
     for device in ("cpu", "cuda"):
         trained(tmp_path / device, device=device, dtype=dtype)
-    trained(tmp_path / "other", source=MadePacks(seed=1), dtype=dtype)
+    trained(tmp_path / "other", source=SyntheticPacks(seed=1), dtype=dtype)
     here, there, other = (torch.tensor(losses(tmp_path / name)) for name in ("cpu", "cuda", "other"))
     torch.testing.assert_close(there, here, rtol=tolerance, atol=tolerance)
     assert not torch.allclose(other, here, rtol=tolerance, atol=tolerance)

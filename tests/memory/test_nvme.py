@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders.process_group import run_group
-from builders.recompute import LAYERS, Made, adapted, full, step
+from builders.recompute import LAYERS, RecomputeCase, adapted, full, step
 from builders.recompute_worker import resident_bytes, sharded_in_files
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def test_tensors_come_back_from_the_file_as_they_went(tmp_path: Path) -> None:
     assert torch.equal(there["a"], tensors["a"] + 1.0) and not torch.equal(there["a"], tensors["a"])
 
 
-def trained(made: Made, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+def trained(made: RecomputeCase, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, and what plain gradient descent makes of the weights."""
     losses = []
     for number in range(steps):
@@ -63,7 +63,7 @@ def trained(made: Made, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]
 @pytest.mark.parametrize("recomputed", ["nothing", "layers", "segments"])
 @pytest.mark.parametrize("base", ["full", "lora", "qlora"])
 def test_the_bits_are_those_of_weights_in_memory(tmp_path: Path, base: str, recomputed: str) -> None:
-    def fresh() -> Made:
+    def fresh() -> RecomputeCase:
         if base == "full":
             return full(**WIDE)
         return adapted("lora-dropout", FourBitWeight.pack if base == "qlora" else None, **WIDE)

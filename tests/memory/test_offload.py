@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders.recompute import LAYERS, Made, Step, adapted, full, same, step
+from builders.recompute import LAYERS, RecomputeCase, Step, adapted, full, same, step
 from builders.recompute_worker import resident_bytes
 from torch import Tensor
 
@@ -20,7 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KINDS: tuple[Kind | None, ...] = (None, "selective", "full")
 
 
-def offloaded_step(made: Made, away: Offload, dtype: torch.dtype = torch.float32) -> Step:
+def offloaded_step(made: RecomputeCase, away: Offload, dtype: torch.dtype = torch.float32) -> Step:
     """The step, with the forward pass under `away`."""
     forward = made.model.forward
 
@@ -152,7 +152,7 @@ def test_where_activations_go_and_what_is_said_of_it(tmp_path: Path) -> None:
 def test_on_a_gpu_the_bits_are_those_of_activations_that_stay(kind: Kind | None) -> None:
     made = full(hidden_size=256, intermediate_size=512)
     model = made.model.to("cuda")
-    made = Made(model, dict(model.named_parameters()), made.noise)
+    made = RecomputeCase(model, dict(model.named_parameters()), made.noise)
     if kind is not None:
         wrap(model, [LayerPlan(layer, kind) for layer in range(LAYERS)])
     expected = step(made)

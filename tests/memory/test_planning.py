@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from builders.recompute import BOUNDARIES, LAYERS, Made, adapted, full, same, step
+from builders.recompute import BOUNDARIES, LAYERS, RecomputeCase, adapted, full, same, step
 
 from danlu.errors import RecipeError
 from danlu.memory import planning
@@ -83,7 +83,7 @@ def test_a_budget_that_nothing_fits_says_what_would() -> None:
     assert [one.kind for one in cheapest(costs, 6 * GIB)] == ["none", "none"]
 
 
-def costs_of(made: Made) -> list[LayerCosts]:
+def costs_of(made: RecomputeCase) -> list[LayerCosts]:
     tokens = torch.randint(0, 64, (BOUNDARIES[-1],), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(end - start) for start, end in pairwise(BOUNDARIES)])
     return measure(made.model, tokens, positions, PackedAttention(BOUNDARIES), torch.float32)
@@ -91,7 +91,7 @@ def costs_of(made: Made) -> list[LayerCosts]:
 
 @pytest.mark.parametrize("adapter", [None, "lora-dropout", "ia3"])
 def test_measured_bytes_add_up_to_those_of_a_step(adapter: str | None) -> None:
-    def fresh() -> Made:
+    def fresh() -> RecomputeCase:
         return full() if adapter is None else adapted(adapter)
 
     made = fresh()

@@ -9,7 +9,18 @@ from itertools import pairwise
 import pytest
 import torch
 from builders.process_group import run_group
-from builders.recompute import ADAPTERS, BOUNDARIES, FAMILIES, LAYERS, Made, adapted, full, made_again, same, step
+from builders.recompute import (
+    ADAPTERS,
+    BOUNDARIES,
+    FAMILIES,
+    LAYERS,
+    RecomputeCase,
+    adapted,
+    full,
+    made_again,
+    same,
+    step,
+)
 from builders.recompute_worker import sharded_steps
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,7 +40,7 @@ PLANS: dict[str, Plan] = {
     "every-3": [LayerPlan(layer, "full", layer // 3) for layer in range(LAYERS)],
     "mixed": [LayerPlan(layer, kind) for layer, kind in enumerate((*KINDS, "full"))],
 }
-BASES: dict[str, Callable[[], Made]] = {
+BASES: dict[str, Callable[[], RecomputeCase]] = {
     **{family: lambda family=family: full(family) for family in FAMILIES},  # type: ignore[misc]
     "biased": lambda: full(attention_bias=True, mlp_bias=True),
     **{kind: lambda kind=kind: adapted(kind) for kind in ADAPTERS},  # type: ignore[misc]
@@ -64,7 +75,7 @@ def test_the_bits_are_those_of_a_step_that_keeps_everything(base: str) -> None:
         assert same(step(made, dtype), before) and step(made, dtype).kept_bytes == before.kept_bytes
 
 
-def numbers(made: Made, kind: Kind) -> int:
+def numbers(made: RecomputeCase, kind: Kind) -> int:
     """What the module's table says, for all tokens and layers."""
     config = made.model.config
     d, q, k = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -78,14 +89,14 @@ def numbers(made: Made, kind: Kind) -> int:
     return LAYERS * BOUNDARIES[-1] * each
 
 
-def scores(made: Made) -> int:
+def scores(made: RecomputeCase) -> int:
     """Attention probabilities in blocks of rows (on a CPU), which count as attention's statistics."""
     lengths = [end - start for start, end in pairwise(BOUNDARIES)]
     filled = [-(-length // 32) * 32 for length in lengths]
     return LAYERS * made.model.config.heads * sum(rows * rows for rows in filled)
 
 
-def around(made: Made) -> int:
+def around(made: RecomputeCase) -> int:
     """Bytes kept outside of the layers: the final norm's input and statistics, two rotary tables, tokens."""
     config, tokens = made.model.config, BOUNDARIES[-1]
     return tokens * (4 * config.hidden_size + 4 + 2 * 4 * config.head_dim + 8)
@@ -159,7 +170,7 @@ def test_a_copy_of_a_wrapped_model_has_layers_of_its_own() -> None:
     with torch.no_grad():
         for one in made.model.layers.parameters():
             one.zero_()
-    copied = Made(model, dict(model.named_parameters()), made.noise)
+    copied = RecomputeCase(model, dict(model.named_parameters()), made.noise)
     assert same(step(copied), step(full())) and not same(step(copied), step(made))
 
 

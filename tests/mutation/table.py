@@ -536,22 +536,22 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- verify
     Mutation(
-        "verify/comparing.py",
-        "farthest = worst_error(_finite((stirred[name] - one[name]).norm().item() for name in one))",
-        "farthest = worst_error((stirred[name] - one[name]).norm().item() for name in one)",
-        "verify/test_comparing.py",
+        "verify/comparison.py",
+        "farthest = worst_error(_finite((perturbed[name] - one[name]).norm().item() for name in one))",
+        "farthest = worst_error((perturbed[name] - one[name]).norm().item() for name in one)",
+        "verify/test_comparison.py",
     ),
     Mutation(
-        "verify/comparing.py",
+        "verify/comparison.py",
         "ranks = None if other is None else (0, other)",
         "ranks = None",
-        "verify/test_comparing.py",
+        "verify/test_comparison.py",
     ),
     Mutation(
-        "verify/diagnosing.py",
+        "verify/diagnosis.py",
         "none, more = (shares < 0.5).sum(), (shares > 1.5).sum()",
         "none, more = (shares < 0.5).sum(), (shares < 0.5).sum()",
-        "verify/test_diagnosing.py",
+        "verify/test_diagnosis.py",
     ),
     # -- the surface
     Mutation(

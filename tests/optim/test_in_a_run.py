@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.tiny_run import MadePacks, tiny_run
+from builders.tiny_run import SyntheticPacks, tiny_run
 from torch import Tensor
 
 from danlu.errors import CheckpointError, TrainingError
@@ -66,7 +66,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, section: Optimize
             take_step(first)
         fit(resume(first, second))
         assert equal(everything(second), everything(whole))
-    other = run_with(tmp_path / "other", section, ema=True, source=MadePacks(seed=1))
+    other = run_with(tmp_path / "other", section, ema=True, source=SyntheticPacks(seed=1))
     fit(other)
     assert not equal(everything(other), everything(whole))
 

@@ -16,7 +16,7 @@ from builders.tiny_world import World
 from torch import Tensor
 
 from danlu.numerics.relative_error import relative_error
-from danlu.verify.observing import Seen, whole
+from danlu.verify.trace import Trace, whole
 
 pytestmark = pytest.mark.distributed
 
@@ -70,8 +70,8 @@ SLOW = [case for case in ALL if case not in FAST]
 class Matrix:
     """What was seen: by each process in each case, and by one process of each kind and precision."""
 
-    many: Mapping[Case, list[Seen]]
-    one: Mapping[tuple[str, str], Seen]
+    many: Mapping[Case, list[Trace]]
+    one: Mapping[tuple[str, str], Trace]
 
 
 def matrix_of(cases: list[Case], world: World, folder: Path) -> Matrix:
@@ -86,7 +86,7 @@ def matrix_of(cases: list[Case], world: World, folder: Path) -> Matrix:
         case: file("-".join(map(str, case)), case[2], case[4], parallel=LAYOUTS[case[0]][case[1]], memory=case[3])
         for case in cases
     }
-    many: dict[Case, list[Seen]] = {}
+    many: dict[Case, list[Trace]] = {}
     for size in LAYOUTS:
         own = {case: path for case, path in files.items() if case[0] == size}
         found = run_group(see, size, list(own.values()), PACKS, MICRO, timeout=900)
@@ -117,11 +117,11 @@ def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple
     return errors[worst], worst
 
 
-def gradients(seen: list[Seen], step: int) -> dict[str, Tensor]:
+def gradients(seen: list[Trace], step: int) -> dict[str, Tensor]:
     return whole([one.steps[step].gradients for one in seen])
 
 
-def weights(seen: list[Seen], step: int) -> dict[str, Tensor]:
+def weights(seen: list[Trace], step: int) -> dict[str, Tensor]:
     return whole([one.steps[step].weights for one in seen])
 
 
@@ -132,7 +132,7 @@ def problems(matrix: Matrix, case: Case) -> list[str]:
     return differences(many, one) if precision == "fp32" else further_off(many, one, exact)
 
 
-def differences(many: list[Seen], one: Seen) -> list[str]:
+def differences(many: list[Trace], one: Trace) -> list[str]:
     found = []
     for step, wanted in enumerate(one.steps):
         pairs = [("gradient", gradients(many, step), gradients([one], step))]
@@ -152,7 +152,7 @@ def approx(value: Any) -> Any:
     return pytest.approx(value, rel=1e-6)
 
 
-def further_off(many: list[Seen], one: Seen, exact: Seen) -> list[str]:
+def further_off(many: list[Trace], one: Trace, exact: Trace) -> list[str]:
     wanted = gradients([exact], 0)
 
     def off(found: Mapping[str, Tensor]) -> float:

@@ -20,7 +20,7 @@ from danlu.numerics.relative_error import worst_relative_error
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, load
-from danlu.verify.observing import Seen, whole
+from danlu.verify.trace import Trace, whole
 
 CPU = torch.device("cpu")
 # Rows that two processes cannot share evenly, in layers large enough to go to a file.
@@ -61,7 +61,7 @@ def recipes(world: World, folder: Path, name: str) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Seen, list[Seen]]]:
+def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Trace, list[Trace]]]:
     """Of each case: what one process sees, and what each of two does."""
     folder = tmp_path_factory.mktemp("memory")
     files = {name: recipes(tiny_world, folder, name) for name in CASES}
@@ -72,7 +72,7 @@ def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
-def test_a_layout_that_saves_memory_is_one_process(seen: Mapping[str, tuple[Seen, list[Seen]]], name: str) -> None:
+def test_a_layout_that_saves_memory_is_one_process(seen: Mapping[str, tuple[Trace, list[Trace]]], name: str) -> None:
     one, many = seen[name]
     for step, wanted in enumerate(one.steps):
         found = [each.steps[step] for each in many]

@@ -12,7 +12,7 @@ from builders.process_group import run_group
 from builders.tiny_world import World
 
 from danlu.numerics.relative_error import worst_relative_error
-from danlu.verify.observing import Seen, whole
+from danlu.verify.trace import Trace, whole
 
 pytestmark = pytest.mark.distributed
 
@@ -49,7 +49,7 @@ def recipe_of(world: World, folder: Path, name: str, tensor: int = 1) -> str:
 
 
 @pytest.fixture(scope="module")
-def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, int], list[Seen]]:
+def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, int], list[Trace]]:
     """Of each adapter: what one process sees (in place of 0 ranks), and what each of several does."""
     folder = tmp_path_factory.mktemp("sharded")
     found = {}
@@ -64,7 +64,7 @@ def seen(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping
 
 @pytest.mark.parametrize(("name", "tensor"), CASES)
 def test_a_sharded_adapter_learns_as_on_one_process(
-    seen: Mapping[tuple[str, int], list[Seen]], name: str, tensor: int
+    seen: Mapping[tuple[str, int], list[Trace]], name: str, tensor: int
 ) -> None:
     (one,), many = seen[name, 0], seen[name, tensor]
     for step, wanted in enumerate(one.steps):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from builders.tiny_run import MadePacks, tiny_model
+from builders.tiny_run import SyntheticPacks, tiny_model
 from torch import Tensor
 
 from danlu.models.decoder import Decoder
@@ -34,7 +34,7 @@ def threaded(model: Decoder) -> Iterator[ThreadedCompute]:
 
 
 def learnt(compute: Compute) -> tuple[Gradients, dict[str, Tensor]]:
-    found = accumulate(compute, [MadePacks().at(n) for n in range(6)], step=1, clip=None)
+    found = accumulate(compute, [SyntheticPacks().at(n) for n in range(6)], step=1, clip=None)
     gradients = {name: parameter.grad for name, parameter in compute.model.named_parameters()}
     for parameter in compute.model.parameters():
         parameter.grad = None
@@ -70,7 +70,7 @@ def test_a_replica_that_is_left_out_is_missed(
 
 
 def test_evaluation_over_replicas_is_that_of_one_model(model: Decoder, threaded: ThreadedCompute) -> None:
-    packs = [MadePacks(seed=3).at(n) for n in range(5)]
+    packs = [SyntheticPacks(seed=3).at(n) for n in range(5)]
     one = evaluate(Compute(model, model, CPU, torch.float32, 4, LossOptions()), packs)
     many = evaluate(threaded, packs)
     assert one is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders.chat_tokenizers import KINDS, Kind, made, make_tokenizer
+from builders.chat_tokenizers import KINDS, Kind, make_tokenizer, tokenizer_and_oracle
 
 from danlu.data.tokenizer import load_tokenizer
 from danlu.errors import DataError
@@ -12,7 +12,7 @@ from danlu.rollout.chat_tokenizer import ChatTokenizer
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_are_those_of_transformers(kind: Kind) -> None:
-    tokenizer, oracle = made("chatml", kind)
+    tokenizer, oracle = tokenizer_and_oracle("chatml", kind)
     chat = ChatTokenizer(tokenizer)
     for text in ("Hello there", " a 丹炉", "<s>given"):
         begun = text.startswith("<s>")
@@ -32,7 +32,7 @@ def test_an_empty_prompt_is_the_beginning_or_an_error(tmp_path) -> None:
 
 
 def test_marks_of_the_conversation_do_not_show(tmp_path) -> None:
-    chat = ChatTokenizer(made("chatml", "byte")[0])
+    chat = ChatTokenizer(tokenizer_and_oracle("chatml", "byte")[0])
     ids = chat.tokenizer.encode("<s>Hello<|im_end|></s><pad> there")
     assert chat.decode(ids) == "Hello there"
     end = chat.tokenizer.encode("<|im_end|>")[0]

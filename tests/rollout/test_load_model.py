@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders.adapted import logits
 from builders.adapter_folders import adapted_logits, adapter_folder, changed
+from builders.tiny_adapters import logits
 from builders.tiny_world import CONFIG, World
 
 from danlu.assembly.quantizing import quantize

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.tiny_run import MadePacks, tiny_config
+from builders.tiny_run import SyntheticPacks, tiny_config
 
 from danlu.assembly.frozen_base import adapters_of
 from danlu.memory.recompute import LayerPlan, wrap
@@ -41,7 +41,7 @@ def compute_on_meta(kind: str, recompute: Any = None, **model: Any) -> Compute:
 
 
 def micro_batch(compute: Compute) -> torch.Tensor:
-    packs = [MadePacks().at(number) for number in range(2)]
+    packs = [SyntheticPacks().at(number) for number in range(2)]
     batch = compute.collate(packs)
     compute.noise(1, list(enumerate(packs)))
     total = compute.losses(batch, compute.loss).total

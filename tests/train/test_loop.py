@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.tiny_run import MadePacks, tiny_run
+from builders.tiny_run import SyntheticPacks, tiny_run
 
 from danlu.errors import DanluError, DataError, ModelError, RecipeError, ResourceError, TrainingError
 from danlu.numerics.loss_scaling import LossScaler
@@ -159,7 +159,7 @@ def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
     assert run.store.latest() is not None and run.store.latest().step == 1  # type: ignore[union-attr]
 
 
-class Poisoned(MadePacks):
+class Poisoned(SyntheticPacks):
     """One step's packs hold noise, whose loss stands out once the model has learnt to count."""
 
     def __init__(self, at: range) -> None:
@@ -306,7 +306,7 @@ def test_what_keeps_a_state_from_being_saved_does_not_hide_the_error(
 
 
 def test_rows_that_cannot_be_read_lose_no_step(tmp_path: Path) -> None:
-    class Breaking(MadePacks):
+    class Breaking(SyntheticPacks):
         def at(self, n: int) -> Pack:
             if n == 10:  # the second of step 4
                 raise DataError("rows.jsonl:31: broken JSON")
@@ -326,7 +326,7 @@ def test_rows_that_cannot_be_read_lose_no_step(tmp_path: Path) -> None:
     assert differences(whole, again) == []
 
 
-class PartlyUntrained(MadePacks):
+class PartlyUntrained(SyntheticPacks):
     """Some packs carry no weight."""
 
     def __init__(self, untrained: range) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders.recompute import LAYERS, adapted
-from builders.tiny_run import MadePacks, tiny_model
+from builders.tiny_run import SyntheticPacks, tiny_model
 from torch import Tensor
 
 from danlu.data.batch import fill_up
@@ -20,7 +20,7 @@ from danlu.recipe.sections import LossOptions
 from danlu.train.step import Compute, Gradients, accumulate
 from danlu.types import Batch, Pack
 
-PACKS = [MadePacks().at(n) for n in range(5)]
+PACKS = [SyntheticPacks().at(n) for n in range(5)]
 
 
 def compute(model: Decoder, micro: int, dtype: torch.dtype = torch.float32) -> Compute:
@@ -55,7 +55,7 @@ def test_packed_equals_one_document_at_a_time() -> None:
 
 
 def test_filling_up_to_few_sizes_changes_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    packs = [MadePacks().at(n) for n in range(40)]
+    packs = [SyntheticPacks().at(n) for n in range(40)]
     got, got_gradients = gradients_of(100, packs)
     monkeypatch.setattr("danlu.train.step.fill_up", lambda batch, multiple: batch)
     want, want_gradients = gradients_of(100, packs)

@@ -60,13 +60,13 @@ def verify(
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu.report.verification_page import PAGE, page
     from danlu.train.durable import write_durably
-    from danlu.verify import proving
+    from danlu.verify import verification
 
     if html is not None:
         PAGE.check_target(html)
     for note in loaded.notes:
         tell(note)
-    options = proving.Options(
+    options = verification.Options(
         processes=processes,
         full=full,
         steps=steps,
@@ -76,13 +76,13 @@ def verify(
         timeout_s=timeout,
     )
     if pretend is not None:
-        layout, rows = proving.pretend(loaded.recipe, pretend, options)
+        layout, rows = verification.pretend(loaded.recipe, pretend, options)
         _show(
             f"one process of a simulated world size of {pretend} ({layout}) sends in a step with two micro-batches:",
             rows,
         )
         return
-    found, rows = proving.prove(recipe.name, loaded.recipe, options)
+    found, rows = verification.prove(recipe.name, loaded.recipe, options)
     _print(found)
     if traffic:
         _show("one process sends in a step:", rows)

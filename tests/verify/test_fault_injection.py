@@ -18,13 +18,13 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import load
 from danlu.train import step
-from danlu.verify import observing
-from danlu.verify.faults import FAULTS
+from danlu.verify import trace
+from danlu.verify.fault_injection import FAULTS
 
 TOUCHED = [
     (step, "clip_grad_norm"),
-    (observing, "accumulate"),
-    (observing, "clip_grad_norm"),
+    (trace, "accumulate"),
+    (trace, "clip_grad_norm"),
     (StepParallel, "reduce_gradients"),
     (StepParallel, "local_range"),
     (Decoder, "head_weight"),

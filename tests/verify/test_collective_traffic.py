@@ -14,7 +14,7 @@ from builders.tiny_world import World
 
 from danlu.parallel.sent import Sent, table
 from danlu.recipe import sections
-from danlu.verify.sending import Sending
+from danlu.verify.collective_traffic import StepTraffic
 
 pytestmark = pytest.mark.distributed
 
@@ -52,7 +52,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def found(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sending]:
+def found(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, StepTraffic]:
     folder = tmp_path_factory.mktemp("sending")
     base = {"path": str(tiny_world.base), "config": None, "tokenizer": None}
     below = adapter_folder(tiny_world.base, folder / "below", sections.Lora(targets=["all-linear"]))
@@ -64,7 +64,7 @@ def found(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mappin
             changes |= {"adapter": ADAPTERS[adapter], "model": model}
         name = named(adapter, memory, sequence)
         files[name] = recipe_file(tiny_world, folder, f"{len(files)}", **changes)
-    first: Mapping[str, Sending] = run_group(sendings, 2, files)[0]
+    first: Mapping[str, StepTraffic] = run_group(sendings, 2, files)[0]
     return first
 
 
@@ -73,13 +73,13 @@ def named(adapter: str, memory: str, sequence: bool) -> str:
 
 
 @pytest.mark.parametrize("name", [named(*case) for case in CASES])
-def test_a_step_sends_what_the_formulas_say(found: Mapping[str, Sending], name: str) -> None:
+def test_a_step_sends_what_the_formulas_say(found: Mapping[str, StepTraffic], name: str) -> None:
     rows = table(found[name].counted, found[name].formula, beside_bytes=0)
     assert rows
     assert all(row.agrees for row in rows), "\n".join(" ".join(row.cells()) for row in rows)
 
 
-def test_the_formula_of_another_recipe_does_not_fit(found: Mapping[str, Sending]) -> None:
+def test_the_formula_of_another_recipe_does_not_fit(found: Mapping[str, StepTraffic]) -> None:
     """Negative control, for pairs of which one does what the other does not."""
     for one, other in (
         ("none, kept, sequence", "none, kept, tensor"),

@@ -25,7 +25,7 @@ from danlu.types import Site
 RANK = 4
 WIDTH = 8
 TOKENS = 3
-_STIRRED = 0.1  # standard deviation that is put on every number, of which many begin as zero
+_PERTURBATION = 0.1  # standard deviation that is put on every number, of which many begin as zero
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
 
 
@@ -101,7 +101,7 @@ def _write(section: Any, base: Base, target: Path, below: Sequence[str], seed: i
     for name, parameter in adapters.tensors("made").items():
         if parameter.requires_grad:
             generator = named_generator(seed, f"{name} of {target.name}")
-            parameter.add_(torch.empty_like(parameter).normal_(std=_STIRRED, generator=generator))
+            parameter.add_(torch.empty_like(parameter).normal_(std=_PERTURBATION, generator=generator))
     target.mkdir(parents=True)
     write_adapter(adapters, "made", target, base=base.named, base_fingerprint=base.fingerprint, below=below)
 

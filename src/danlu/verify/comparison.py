@@ -2,8 +2,8 @@
 
 How much may two right computations differ? Sums are rounded in another order, and an optimizer that divides by the size
 of gradients (Adam) or takes their sign makes much of little where one is almost zero. So one process runs a second time
-with first weights that differ by rounding (`processes.STIR`), and the layout may be as far from the first run as a few
-times what this second one is.
+with first weights that differ by rounding (`workers.PERTURBATION`), and the layout may be as far from the first run as
+a few times what this second one is.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from danlu.numerics.relative_error import relative_error, worst_error
 from danlu.recipe.sections import Optimizer
 from danlu.report.verification import EXACT, Check, Module
-from danlu.verify.observing import Parts, Seen, StepSeen, joined
-from danlu.verify.processes import Observed
-from danlu.verify.shrinking import EPS
+from danlu.verify.proxy_model import EPS
+from danlu.verify.trace import Parts, StepTrace, Trace, joined
+from danlu.verify.workers import Observed
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-1, "fp16": 3e-2}
 """Relative, of each parameter's gradient; other types are told apart from float32 by their digits."""
@@ -126,23 +126,23 @@ def turns_of(optimizer: Optimizer) -> float:
 
 
 def _compared(observed: Observed, rounding: _Rounding) -> Iterator[Compared]:
-    many, one, stirred = observed.many, observed.one, observed.stirred
+    many, one, perturbed = observed.many, observed.one, observed.perturbed
     lead = many[0]
     for name, value in joined([one.first_weights])[0].items():
         yield _tensor("first weights", "first weights", name, [seen.first_weights for seen in many], value, 0.0)
     before = joined([one.first_weights])[0]
-    for number, (theirs, again) in enumerate(zip(one.steps, stirred.steps, strict=True), 1):
+    for number, (theirs, again) in enumerate(zip(one.steps, perturbed.steps, strict=True), 1):
         if number > len(lead.steps):
             yield _number(f"loss of step {number}", "loss", [math.nan], theirs.loss, 0.0)
             return
         yield from _step(f"step {number}", [seen.steps[number - 1] for seen in many], theirs, again, before, rounding)
         before = joined([theirs.weights])[0]
-    if one.evaluation is not None and stirred.evaluation is not None:
-        allowed = rounding.number(stirred.evaluation, one.evaluation)
+    if one.evaluation is not None and perturbed.evaluation is not None:
+        allowed = rounding.number(perturbed.evaluation, one.evaluation)
         scores = [math.nan if seen.evaluation is None else seen.evaluation for seen in many]
         yield _number("evaluation", "evaluation", scores, one.evaluation, allowed)
     if not lead.ended or lead.loaded:
-        yield from _resumed(many, one, stirred, rounding, observed.reshards)
+        yield from _resumed(many, one, perturbed, rounding, observed.reshards)
 
 
 class _Rounding:
@@ -158,24 +158,24 @@ class _Rounding:
         self._turns = 0.0  # the same over all steps until now
         self._moved = 0.0  # relative, by turned numbers in the steps before
 
-    def number(self, stirred: float, one: float) -> float:
+    def number(self, perturbed: float, one: float) -> float:
         """For a number: the most that any number has been off until now."""
-        self._number = max(self._number, *_finite([_relative(stirred, one)]))
+        self._number = max(self._number, *_finite([_relative(perturbed, one)]))
         return max(self.tolerance, _TIMES * self._number, _TIMES * self._moved)
 
-    def gradients(self, stirred: Mapping[str, Tensor], one: Mapping[str, Tensor], *, first: bool) -> dict[str, float]:
+    def gradients(self, perturbed: Mapping[str, Tensor], one: Mapping[str, Tensor], *, first: bool) -> dict[str, float]:
         """Relative, by parameter; later than the first step weights differ too, and any of them anywhere counts."""
-        errors = {name: relative_error(stirred[name], one[name]) for name in one}
+        errors = {name: relative_error(perturbed[name], one[name]) for name in one}
         worst = worst_error(_finite(errors.values()))
         return {
             name: max(self.tolerance, _TIMES * (error if first and math.isfinite(error) else max(worst, self._moved)))
             for name, error in errors.items()
         }
 
-    def weights(self, stirred: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> dict[str, float]:
+    def weights(self, perturbed: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> dict[str, float]:
         """Relative, by parameter. A gradient that is zero but for rounding moves one number of any tensor by one
         learning rate, so distances count, wherever they are."""
-        farthest = worst_error(_finite((stirred[name] - one[name]).norm().item() for name in one))
+        farthest = worst_error(_finite((perturbed[name] - one[name]).norm().item() for name in one))
         lengths = {name: max(value.norm().item(), EXACT) for name, value in one.items()}
         self._moved += worst_error(_finite(self._turned / length for length in lengths.values()))
         self._turns += self._turned
@@ -189,23 +189,23 @@ def _finite(errors: Iterable[float]) -> list[float]:
 
 def _step(
     label: str,
-    many: Sequence[StepSeen],
-    one: StepSeen,
-    stirred: StepSeen,
+    many: Sequence[StepTrace],
+    one: StepTrace,
+    perturbed: StepTrace,
     before: Mapping[str, Tensor],
     rounding: _Rounding,
 ) -> Iterator[Compared]:
-    loss = rounding.number(stirred.loss, one.loss)
+    loss = rounding.number(perturbed.loss, one.loss)
     yield _number(f"targets of {label}", "targets", [s.trained_tokens for s in many], one.trained_tokens, 0)
     yield _number(f"loss of {label}", "loss", [seen.loss for seen in many], one.loss, loss)
-    theirs, again = joined([one.gradients])[0], joined([stirred.gradients])[0]
+    theirs, again = joined([one.gradients])[0], joined([perturbed.gradients])[0]
     allowed = rounding.gradients(again, theirs, first=label == "step 1")
     for name, value in theirs.items():
         yield _tensor(f"gradients of {label}", "gradients", name, [s.gradients for s in many], value, allowed[name])
-    norm = max([rounding.number(stirred.norm, one.norm), *allowed.values()])
+    norm = max([rounding.number(perturbed.norm, one.norm), *allowed.values()])
     yield _number(f"norm of {label}", "gradient norm", [seen.norm for seen in many], one.norm, norm)
     yield _number(f"clipped norm of {label}", "clipped norm", [seen.clipped for seen in many], one.clipped, norm)
-    theirs, again = joined([one.weights])[0], joined([stirred.weights])[0]
+    theirs, again = joined([one.weights])[0], joined([perturbed.weights])[0]
     allowed = rounding.weights(again, theirs)
     for name, value in theirs.items():
         yield _tensor(
@@ -213,12 +213,14 @@ def _step(
         )
 
 
-def _resumed(many: Sequence[Seen], one: Seen, stirred: Seen, rounding: _Rounding, reshards: bool) -> Iterator[Compared]:
+def _resumed(
+    many: Sequence[Trace], one: Trace, perturbed: Trace, rounding: _Rounding, reshards: bool
+) -> Iterator[Compared]:
     """Saved on one side and loaded on the other (or the same): weights at once, and after the step that follows."""
-    assert one.next is not None and stirred.next is not None
+    assert one.next is not None and perturbed.next is not None
     weights = joined([one.steps[-1].weights])[0]
     after = joined([one.next.weights])[0]
-    allowed = rounding.weights(joined([stirred.next.weights])[0], after)
+    allowed = rounding.weights(joined([perturbed.next.weights])[0], after)
     saved_by_many = joined([seen.steps[-1].weights for seen in many])[0]
     of_one, of_many = ("one process's", weights), ("the layout's", saved_by_many)
     theirs, ours = (of_one, of_many) if reshards else (of_many, of_one)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from danlu.errors import DanluError, RecipeError, TrainingError
-from danlu.verify.processes import _failure
+from danlu.verify.workers import _failure
 
 
 def failed(folder: Path, name: str, error: DanluError | None, trace: str) -> Path:
@@ -44,7 +44,7 @@ def test_files_of_the_working_directory_are_not_imported(tmp_path: Path) -> None
     # A script that lies elsewhere, as the command does; and a new process: a fork server that runs would be used again.
     script = tmp_path / "script.py"
     script.write_text(
-        "from pathlib import Path; from danlu.verify.processes import _run\n"
+        "from pathlib import Path; from danlu.verify.workers import _run\n"
         "if __name__ == '__main__':\n    _run(Path('.'), [('one', 0)], 60)\n"
     )
     done = subprocess.run([sys.executable, str(script)], cwd=here, capture_output=True, text=True, env=os.environ)

@@ -24,7 +24,7 @@ from danlu.plan.flops import Shape
 from danlu.plan.memory import activation_bytes
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
-from danlu.verify.small_adapters import RANK, small_section, small_stack
+from danlu.verify.proxy_adapters import RANK, small_section, small_stack
 
 LONGEST = 128  # tokens of a pack
 WINDOW = 24  # tokens, of sliding attention
@@ -36,7 +36,7 @@ its weight by a whole learning rate, this way in one layout and that way in anot
 _KEPT = 0.7
 """Of what all activations of a micro-batch are estimated to take: with 0.6 of it a small Gemma 2 has no plan, with all
 of it a small Llama makes nothing again."""
-_STIRRED = 0.1  # standard deviation that is put on norms and biases, which otherwise are all alike
+_PERTURBATION = 0.1  # standard deviation that is put on norms and biases, which otherwise are all alike
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ def small_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Pa
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1:
                     noise = torch.empty_like(parameter).normal_(
-                        generator=named_generator(recipe.seed, f"{name} stirred")
+                        generator=named_generator(recipe.seed, f"{name} stirred")  # the name is the seed: it stays
                     )
-                    parameter.add_(noise, alpha=_STIRRED)
+                    parameter.add_(noise, alpha=_PERTURBATION)
         save(model, folder / "model")
         start: dict[str, object] = {"path": str(folder / "model")}
         if recipe.model.adapters:

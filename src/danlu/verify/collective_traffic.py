@@ -26,19 +26,19 @@ from danlu.plan.traffic import Cut, Weight, data_sent, tensor_sent
 from danlu.recipe.sections import Bottleneck
 from danlu.train.step import Compute
 from danlu.types import Item
-from danlu.verify.likeness import Groups, OnProcesses
-from danlu.verify.observing import Learning
+from danlu.verify.proxy import Groups, PlacedProxy
+from danlu.verify.trace import ProxyTraining
 
 
 @dataclass(frozen=True)
-class Sending:
+class StepTraffic:
     """What one process sends in a step."""
 
     counted: list[Sent]
     formula: list[Sent]
 
 
-def sent_in_a_step(learning: Learning, packs: Sequence[Item]) -> Sending:
+def measure_step_traffic(learning: ProxyTraining, packs: Sequence[Item]) -> StepTraffic:
     """Counted in one step, after one that is not: DDP sends the order of its buckets once.
 
     Only forward and backward passes and the sums behind them: numbers may mean nothing (on pretended processes).
@@ -46,10 +46,10 @@ def sent_in_a_step(learning: Learning, packs: Sequence[Item]) -> Sending:
     _forward_and_backward(learning, packs)
     with Traffic(learning.ranks.layout) as traffic:
         _forward_and_backward(learning, packs)
-    return Sending(traffic.sent(), learning.likeness.sent(learning, list(_groups(learning, packs))))
+    return StepTraffic(traffic.sent(), learning.proxy.sent(learning, list(_groups(learning, packs))))
 
 
-def _forward_and_backward(learning: Learning, packs: Sequence[Item]) -> None:
+def _forward_and_backward(learning: ProxyTraining, packs: Sequence[Item]) -> None:
     compute = learning.compute
     parallel = compute.parallel
     groups = list(_groups(learning, packs))
@@ -64,14 +64,14 @@ def _forward_and_backward(learning: Learning, packs: Sequence[Item]) -> None:
         parameter.grad = None
 
 
-def _groups(learning: Learning, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
+def _groups(learning: ProxyTraining, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
     parallel, micro = learning.compute.parallel, learning.compute.micro
     own = [(number, items[number]) for number in parallel.local_range(items)]
     for number in range(parallel.num_micro_batches(len(items), micro)):
         yield own[number * micro : (number + 1) * micro]
 
 
-def sent_over_data(learning: OnProcesses, groups: Groups, *, gathered: torch.dtype) -> list[Sent]:
+def sent_over_data(learning: PlacedProxy, groups: Groups, *, gathered: torch.dtype) -> list[Sent]:
     """What data ranks send by `plan.traffic`; gathered: the type that parameters are gathered in."""
     section, layout = learning.recipe.parallel, learning.ranks.layout
     weights = [
@@ -88,7 +88,7 @@ def sent_over_data(learning: OnProcesses, groups: Groups, *, gathered: torch.dty
     return list(data_sent(weights, layout, section, micro_batches=len(groups)))
 
 
-def sent_by_decoder(learning: OnProcesses, groups: Groups) -> list[Sent]:
+def sent_by_decoder(learning: PlacedProxy, groups: Groups) -> list[Sent]:
     """What `plan.traffic` says of a decoder's step."""
     placed, layout = learning.placed, learning.ranks.layout
     assert isinstance(placed, PlacedDecoder), "that of a decoder"
@@ -99,7 +99,7 @@ def sent_by_decoder(learning: OnProcesses, groups: Groups) -> list[Sent]:
     return found
 
 
-def _cut(learning: OnProcesses, groups: Groups) -> Cut:
+def _cut(learning: PlacedProxy, groups: Groups) -> Cut:
     compute, placed = learning.compute, learning.placed
     assert isinstance(compute, Compute) and isinstance(placed, PlacedDecoder), "those of a decoder"
     config = compute.model.config
@@ -172,7 +172,7 @@ def _row_norms(model: Decoder, plan: Plan) -> int:
     return numbers
 
 
-def _halves_without_gradient(learning: OnProcesses, layers: int) -> tuple[int, bool]:
+def _halves_without_gradient(learning: PlacedProxy, layers: int) -> tuple[int, bool]:
     """`plan.traffic.Cut.unneeded` and `trained_outside`."""
     trained = [name for name, one in learning.compute.model.named_parameters() if one.requires_grad]
 

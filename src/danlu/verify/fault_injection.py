@@ -28,8 +28,8 @@ from danlu.recipe.sections import LossOptions
 from danlu.train import step as training
 from danlu.train.step import Learner
 from danlu.types import Item
-from danlu.verify import observing
-from danlu.verify.likeness import Likeness
+from danlu.verify import trace
+from danlu.verify.proxy import Proxy
 
 Injected = Callable[[Recipe, Ranks], AbstractContextManager[None]]
 
@@ -39,7 +39,7 @@ class Fault:
     """One mistake: what it is, where it can be made at all, and how it is."""
 
     about: str
-    possible: Callable[[Recipe, Layout, Likeness], bool]
+    possible: Callable[[Recipe, Layout, Proxy], bool]
     injected: Injected
     named: str  # a part of what a verification says of it
 
@@ -79,7 +79,7 @@ def _scaled(factor: Factor) -> Iterator[None]:
     def accumulate(learner: Any, items: Sequence[Item], **options: Any) -> Any:
         return training.accumulate(_Scaled(learner, items, factor), items, **options)
 
-    with _replaced(observing, "accumulate", accumulate):
+    with _replaced(trace, "accumulate", accumulate):
         yield
 
 
@@ -147,7 +147,7 @@ def _local_clip(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
     def local(parameters: Any, max_norm: Any, **options: Any) -> float:
         return clip_grad_norm(parameters, max_norm, **{**options, "across": None})
 
-    with _replaced(training, "clip_grad_norm", local), _replaced(observing, "clip_grad_norm", local):
+    with _replaced(training, "clip_grad_norm", local), _replaced(trace, "clip_grad_norm", local):
         yield
 
 
@@ -226,11 +226,11 @@ def _never_filled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
             next(one for one in trained if one.numel()).detach().fill_(math.nan)
         return training.accumulate(learner, items, step=step, **options)
 
-    with _replaced(observing, "accumulate", accumulate):
+    with _replaced(trace, "accumulate", accumulate):
         yield
 
 
-def _several(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
+def _several(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return layout.data > 1
 
 
@@ -238,30 +238,30 @@ def _sharded(recipe: Recipe, layout: Layout) -> bool:
     return recipe.parallel.shard != "none" and layout.shard > 1
 
 
-def _norms_in_parts(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
-    return likeness.norms and recipe.adapter is None and (recipe.parallel.sequence or _sharded(recipe, layout))
+def _norms_in_parts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return proxy.norms and recipe.adapter is None and (recipe.parallel.sequence or _sharded(recipe, layout))
 
 
-def _cut(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
+def _cut(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return _sharded(recipe, layout) or layout.tensor > 1
 
 
-def _has_dropout(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
+def _has_dropout(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return bool(getattr(recipe.adapter, "dropout", 0.0))
 
 
-def _gathered_once(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
+def _gathered_once(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return _sharded(recipe, layout) and recipe.parallel.shard in ("zero1", "zero2")
 
 
-def _tied(recipe: Recipe, layout: Layout, likeness: Likeness) -> bool:
-    return recipe.adapter is None and likeness.tied
+def _tied(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return recipe.adapter is None and proxy.tied
 
 
 FAULTS: dict[str, Fault] = {
     "doubled": Fault(
         "gradients are summed twice along an axis",
-        lambda recipe, layout, likeness: layout.world > 1,
+        lambda recipe, layout, proxy: layout.world > 1,
         _doubled,
         "too large by a constant",
     ),
@@ -273,7 +273,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "mean-of-micro-batches": Fault(
         "a loss scale that is wrong when gradients accumulate",
-        lambda recipe, layout, likeness: True,
+        lambda recipe, layout, proxy: True,
         _mean_of_micro_batches,
         "each micro-batch counts alike",
     ),
@@ -285,7 +285,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "never-filled": Fault(
         "a process trains on memory that nothing was written to",
-        lambda recipe, layout, likeness: layout.world > 1,
+        lambda recipe, layout, proxy: layout.world > 1,
         _never_filled,
         "never filled",
     ),

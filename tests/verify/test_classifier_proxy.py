@@ -10,8 +10,8 @@ from builders.digits import digits_folder
 from danlu.data.images import Image
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load
-from danlu.verify.images import made_images, prepared
-from danlu.verify.shrinking import EPS
+from danlu.verify.classifier_proxy import made_images, prepared
+from danlu.verify.proxy_model import EPS
 
 
 def recipe(folder: Path, images: Path) -> Recipe:

@@ -24,7 +24,7 @@ from danlu.models.loading import load as load_model
 from danlu.parallel.layout import Layout, Sizes, problems
 from danlu.recipe import Recipe, load, sections
 from danlu.recipe.sections import Parallel
-from danlu.verify.shrinking import EPS, LONGEST, WINDOW, small_config, small_recipe
+from danlu.verify.proxy_model import EPS, LONGEST, WINDOW, small_config, small_recipe
 
 LARGE: dict[str, dict[str, Any]] = {
     "gemma2": {

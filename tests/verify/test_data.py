@@ -11,7 +11,7 @@ from builders.tiny_world import tiny_world
 
 from danlu.errors import CheckpointError
 from danlu.recipe import Recipe, load
-from danlu.verify.feeding import Listed, fed, made_packs, mapped
+from danlu.verify.data import Listed, fed, made_packs, mapped
 
 
 def recipe(folder: Path, **changes: Any) -> Recipe:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from danlu.recipe import sections
 from danlu.types import Piece
-from danlu.verify.comparing import Comparison, compare, module_of, turns_of
-from danlu.verify.observing import Parts, Seen, StepSeen, joined
-from danlu.verify.processes import Observed
+from danlu.verify.comparison import Comparison, compare, module_of, turns_of
+from danlu.verify.trace import Parts, StepTrace, Trace, joined
+from danlu.verify.workers import Observed
 
 NAMES = ("embed_tokens.weight", "layers.0.attention.q_proj.weight", "layers.0.mlp_norm.weight", "lm_head.weight")
 SHAPES = ((6, 4), (4, 4), (4,), (6, 4))
@@ -41,14 +41,14 @@ def shard(values: dict[str, Tensor], rank: int) -> dict[str, tuple[Piece, Tensor
     return found
 
 
-def step(number: int, values: dict[str, Tensor] | None = None, rank: int | None = None) -> StepSeen:
+def step(number: int, values: dict[str, Tensor] | None = None, rank: int | None = None) -> StepTrace:
     gradients, weights = tensors(10 * number), values or tensors(10 * number + 1)
     cut = whole_parts if rank is None else lambda of: shard(of, rank)
-    return StepSeen(2.5 / number, 1.5, 1.0, 100, cut(gradients), cut(weights))
+    return StepTrace(2.5 / number, 1.5, 1.0, 100, cut(gradients), cut(weights))
 
 
-def seen(rank: int | None = None) -> Seen:
-    made = Seen([step(1, rank=rank), step(2, rank=rank)], evaluation=2.0)
+def seen(rank: int | None = None) -> Trace:
+    made = Trace([step(1, rank=rank), step(2, rank=rank)], evaluation=2.0)
     cut = whole_parts if rank is None else lambda of: shard(of, rank)
     made.first_weights = cut(tensors(0))
     made.next = made.resumed = step(3, rank=rank)
@@ -187,7 +187,7 @@ def test_a_number_that_is_not_finite_is_wrong_on_whichever_sides_it_is(name: str
     """On all sides too: a layout that is as broken as one process has proved nothing."""
     for sides in ((True, False, False), (False, True, True), (True, True, True)):
         found = observed()
-        for broken, side in zip(sides, (found.many, [found.one], [found.stirred]), strict=True):
+        for broken, side in zip(sides, (found.many, [found.one], [found.perturbed]), strict=True):
             for one in side if broken else []:
                 if name in (parts := getattr(one.steps[0], what)):
                     parts[name][1].view(-1)[-1] = NAN
@@ -200,7 +200,7 @@ def test_a_number_that_is_not_finite_is_wrong_on_whichever_sides_it_is(name: str
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
 def test_a_number_that_is_not_finite_on_all_sides_is_wrong(number: str, bad: float) -> None:
     found = observed()
-    for one in (*found.many, found.one, found.stirred):
+    for one in (*found.many, found.one, found.perturbed):
         setattr(one.steps[0], number, bad)
     stage = {"loss": "loss", "norm": "norm", "clipped": "clipped norm"}[number]
     assert (f"{stage} of step 1", None) in wrong(compare(found, 1e-6))
@@ -211,7 +211,7 @@ def test_a_number_that_is_not_finite_on_all_sides_is_wrong(number: str, bad: flo
 def test_rounding_that_is_not_finite_allows_nothing(name: str, what: str) -> None:
     """Of the second run by one process: it neither hides a mistake nor makes one of what is right."""
     found = observed()
-    first = found.stirred.steps[0]
+    first = found.perturbed.steps[0]
     if what == "loss":
         first.loss = NAN
     else:
@@ -227,7 +227,7 @@ def test_rounding_that_is_not_finite_allows_nothing(name: str, what: str) -> Non
 
 def test_as_much_as_rounding_does_is_allowed() -> None:
     found = observed()
-    for parts, share in ((found.stirred.steps[0].gradients, 1e-4), (found.many[0].steps[0].gradients, 4e-4)):
+    for parts, share in ((found.perturbed.steps[0].gradients, 1e-4), (found.many[0].steps[0].gradients, 4e-4)):
         parts[NAMES[1]][1].mul_(1 + share)
     assert compare(found, 1e-6).first_wrong() is None
     found.many[0].steps[0].gradients[NAMES[1]][1].mul_(1.01)

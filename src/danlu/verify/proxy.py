@@ -24,7 +24,7 @@ Groups = Sequence[Sequence[tuple[int, Any]]]
 
 
 @dataclass
-class OnProcesses:
+class PlacedProxy:
     """A recipe's model on the processes of a layout."""
 
     placed: PlacedModel
@@ -33,7 +33,7 @@ class OnProcesses:
     ranks: Ranks
 
 
-class Likeness(Protocol):
+class Proxy(Protocol):
     """What all processes of a verification know of the small model, beside the recipe."""
 
     @property
@@ -46,7 +46,7 @@ class Likeness(Protocol):
         """The model on the processes of a layout; resumed: a checkpoint that will be loaded into it."""
         ...
 
-    def sent(self, learning: OnProcesses, groups: Groups) -> list[Sent]: ...  # in a step on this process, by formulas
+    def sent(self, learning: PlacedProxy, groups: Groups) -> list[Sent]: ...  # in a step on this process, by formulas
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Prepared:
     """A recipe made ready to be verified: small, unless it was asked for as it is."""
 
     recipe: Recipe
-    likeness: Likeness
+    proxy: Proxy
     items: Sequence[Item]
     parameters: int
     counted_in: str  # "packed sequences", "images"

@@ -15,12 +15,12 @@ from danlu.models.families import read_config_values
 from danlu.parallel.layout import Layout
 from danlu.recipe import load
 from danlu.types import Pack, Piece
-from danlu.verify.comparing import compare
-from danlu.verify.diagnosing import Case, finding
-from danlu.verify.feeding import made_packs
-from danlu.verify.language import SmallDecoder
-from danlu.verify.observing import Added, Seen, StepSeen
-from danlu.verify.processes import Observed, Task
+from danlu.verify.comparison import compare
+from danlu.verify.data import made_packs
+from danlu.verify.decoder_proxy import DecoderProxy
+from danlu.verify.diagnosis import Case, finding
+from danlu.verify.trace import ItemGradient, StepTrace, Trace
+from danlu.verify.workers import Observed, Task
 
 NAMES = ("embed_tokens.weight", "layers.0.mlp.up_proj.weight", "norm.weight")
 SHAPES = ((8, 8), (6, 8), (24,))
@@ -36,11 +36,11 @@ def case(tmp_path: Path, shares: list[float] | None = None, layout: Layout = LAY
         {**recipe.model.config, "vocab_size": 400, "tie_word_embeddings": tied}  # type: ignore[dict-item]
     )
     packs = made_packs(recipe, PACKS)
-    task = Task(recipe, SmallDecoder(config), layout, [packs, packs], [], 2, "cpu")
+    task = Task(recipe, DecoderProxy(config), layout, [packs, packs], [], 2, "cpu")
     generator = torch.Generator().manual_seed(0)
     by_item = [{name: _made(shape, generator) for name, shape in zip(NAMES, SHAPES, strict=True)} for _ in packs]
     one = _seen(_summed(by_item, [1.0] * PACKS))
-    one.by_item = [Added(_weight(pack), _parts(parts)) for pack, parts in zip(packs, by_item, strict=True)]
+    one.by_item = [ItemGradient(_weight(pack), _parts(parts)) for pack, parts in zip(packs, by_item, strict=True)]
     many = [_seen(_summed(by_item, shares or [1.0] * PACKS)) for _ in range(layout.world)]
     return Case(task, Observed(many, one, _seen(_summed(by_item, [1.0] * PACKS))))
 
@@ -58,11 +58,11 @@ def _parts(values: dict[str, Tensor]) -> dict[str, tuple[Piece, Tensor]]:
     return {name: (Piece.all_of(value.shape), value.clone()) for name, value in values.items()}
 
 
-def _seen(gradients: dict[str, Tensor]) -> Seen:
-    def step() -> StepSeen:
-        return StepSeen(2.0, 1.0, 1.0, 50, _parts(gradients), _parts({name: torch.ones(3, 3) for name in NAMES}))
+def _seen(gradients: dict[str, Tensor]) -> Trace:
+    def step() -> StepTrace:
+        return StepTrace(2.0, 1.0, 1.0, 50, _parts(gradients), _parts({name: torch.ones(3, 3) for name in NAMES}))
 
-    made = Seen([step()], _parts({name: torch.full((3, 3), 0.9) for name in NAMES}), 2.0)
+    made = Trace([step()], _parts({name: torch.full((3, 3), 0.9) for name in NAMES}), 2.0)
     made.loaded = _parts({name: torch.ones(3, 3) for name in NAMES})
     made.next = made.resumed = step()
     return made
@@ -172,7 +172,7 @@ def test_norms_that_differ_by_rank_are_local(tmp_path: Path) -> None:
 
 def test_right_weights_and_a_wrong_loss_are_parameters_out_of_date(tmp_path: Path) -> None:
     of = case(tmp_path)
-    for seen in (*of.observed.many, of.observed.one, of.observed.stirred):
+    for seen in (*of.observed.many, of.observed.one, of.observed.perturbed):
         seen.steps.append(replace(seen.steps[0]))
     for seen in of.observed.many:
         seen.steps[1] = replace(seen.steps[1], loss=2.1)
@@ -181,7 +181,7 @@ def test_right_weights_and_a_wrong_loss_are_parameters_out_of_date(tmp_path: Pat
 
 def test_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
     of = case(tmp_path)
-    for seen in (of.observed.one, of.observed.stirred):
+    for seen in (of.observed.one, of.observed.perturbed):
         seen.steps.append(replace(seen.steps[0]))
     for seen in of.observed.many:
         seen.ended = True

@@ -22,9 +22,9 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.report.verification import Finding
 from danlu.types import Item
-from danlu.verify.comparing import Compared, Comparison
-from danlu.verify.observing import Added, Parts, joined
-from danlu.verify.processes import Observed, Task
+from danlu.verify.comparison import Compared, Comparison
+from danlu.verify.trace import ItemGradient, Parts, joined
+from danlu.verify.workers import Observed, Task
 
 _SAME = 1e-3  # relative: what counts as one number, and as nothing left
 
@@ -132,7 +132,7 @@ def _of_gradient(first: Compared, comparison: Comparison, case: Case) -> tuple[s
                 f"the all-reduce of this gradient over {axis} ranks is missing",
             )
         return where, "processes that hold one parameter do not sum its gradient to the same"
-    if case.task.likeness.tied and [one.name for one in wrong] == ["embed_tokens.weight"] and len(all_of) > 1:
+    if case.task.proxy.tied and [one.name for one in wrong] == ["embed_tokens.weight"] and len(all_of) > 1:
         return _ratio_of(first, case), (
             "the tie of head and embedding is lost: the head's gradient does not arrive at the shared parameter"
         )
@@ -187,7 +187,7 @@ def _sum_of(name: str, parts: Sequence[Parts], one: Tensor) -> Tensor | None:
     return total
 
 
-def _shares_of_items(first: Compared, by_item: Sequence[Added]) -> Tensor | None:
+def _shares_of_items(first: Compared, by_item: Sequence[ItemGradient]) -> Tensor | None:
     """[items] by how much each counts in the layout's gradient; None where no numbers for them explain it."""
     assert first.name is not None
     columns = [joined([one.gradients])[0].get(first.name, torch.zeros_like(first.one)) for one in by_item]

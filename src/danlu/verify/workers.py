@@ -29,23 +29,23 @@ from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.traffic import pretended
 from danlu.recipe import Recipe
 from danlu.types import Item
-from danlu.verify.faults import FAULTS
-from danlu.verify.likeness import Likeness
-from danlu.verify.observing import (
-    Learning,
-    Seen,
+from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
+from danlu.verify.fault_injection import FAULTS
+from danlu.verify.proxy import Proxy
+from danlu.verify.trace import (
+    ProxyTraining,
+    Trace,
     go_on,
     gradients_by_item,
     observe,
+    perturb,
     save_checkpoint,
-    stir,
     take_step,
 )
-from danlu.verify.sending import Sending, sent_in_a_step
 
-STIR = 2.0**-22
+PERTURBATION = 2.0**-22
 """By which share of itself each number is changed where the effect of rounding is measured: two units of float32."""
-Result = tuple[Seen, Sending | None]
+Result = tuple[Trace, StepTraffic | None]
 _MARK = "checkpoint-is-in"
 _SECONDS_TO_TELL = 0.5  # for other processes, once one has failed
 
@@ -55,7 +55,7 @@ class Task:
     """What all processes of a verification are told."""
 
     recipe: Recipe
-    likeness: Likeness
+    proxy: Proxy
     layout: Layout
     steps: Sequence[Sequence[Item]]  # one more than are compared: the last is taken after a checkpoint was loaded
     held_out: Sequence[Item]
@@ -73,10 +73,10 @@ class Task:
 class Observed:
     """What came of a task."""
 
-    many: list[Seen]  # by rank
-    one: Seen
-    stirred: Seen  # one process again, with first weights that differ by rounding
-    sending: Sending | None = None  # of the first process in a step, where asked for
+    many: list[Trace]  # by rank
+    one: Trace
+    perturbed: Trace  # one process again, with first weights that differ by rounding
+    sending: StepTraffic | None = None  # of the first process in a step, where asked for
     reshards: bool = True  # as the task had it
 
 
@@ -89,16 +89,16 @@ def observed(task: Task) -> Observed:
     with tempfile.TemporaryDirectory(prefix="danlu-verify-") as name:
         folder = Path(name)
         (folder / "task").write_bytes(pickle.dumps(task))
-        roles = [*(("many", rank) for rank in range(task.layout.world)), ("one", 0), ("stirred", 0)]
+        roles = [*(("many", rank) for rank in range(task.layout.world)), ("one", 0), ("perturbed", 0)]
         _run(folder, roles, task.timeout_s)
         found = {role: _result(folder, *role) for role in roles}
         many = [found["many", rank] for rank in range(task.layout.world)]
         return Observed(
-            [seen for seen, _ in many], found["one", 0][0], found["stirred", 0][0], many[0][1], task.reshards
+            [seen for seen, _ in many], found["one", 0][0], found["perturbed", 0][0], many[0][1], task.reshards
         )
 
 
-def pretended_sending(task: Task) -> Sending:
+def pretended_traffic(task: Task) -> StepTraffic:
     """What the first process of a layout sends in a step, though there are no others. Raises as `observed` does."""
     with tempfile.TemporaryDirectory(prefix="danlu-verify-") as name:
         folder = Path(name)
@@ -111,8 +111,8 @@ def pretended_sending(task: Task) -> Sending:
 
 def _run(folder: Path, roles: Sequence[tuple[str, int]], timeout_s: float) -> None:
     server = multiprocessing.get_context("forkserver")
-    kinds = ["danlu.verify.images", "danlu.verify.language"]
-    server.set_forkserver_preload(["danlu.verify.processes", *kinds, "torch.distributed.fsdp", "torch.nn.parallel"])
+    kinds = ["danlu.verify.classifier_proxy", "danlu.verify.decoder_proxy"]
+    server.set_forkserver_preload(["danlu.verify.workers", *kinds, "torch.distributed.fsdp", "torch.nn.parallel"])
     processes: list[Any] = [server.Process(target=_work, args=(str(folder), *role), daemon=True) for role in roles]
     try:
         with _safe_path():
@@ -210,41 +210,41 @@ def _many(task: Task, folder: Path, rank: int) -> Result:
         theirs = _await(folder / f"{'one' if task.reshards else 'many'}-{_MARK}", task.timeout_s)
         assert theirs is not None, "both sides have got so far"
         _resume(task, task.recipe, ranks, device, theirs, seen)
-    return seen, sent_in_a_step(learning, task.steps[0]) if task.traffic else None
+    return seen, measure_step_traffic(learning, task.steps[0]) if task.traffic else None
 
 
 def _pretended(task: Task, folder: Path, rank: int) -> Result:
     """The first process of the layout, without the others."""
     with pretended(task.layout.world):
         ranks = ranks_of(task.layout, "cpu")
-        learning = Learning.of(task.recipe, task.likeness, ranks, torch.device("cpu"), micro=task.micro)
-        return Seen(), sent_in_a_step(learning, task.steps[0])
+        learning = ProxyTraining.of(task.recipe, task.proxy, ranks, torch.device("cpu"), micro=task.micro)
+        return Trace(), measure_step_traffic(learning, task.steps[0])
 
 
 def _one(task: Task, folder: Path, rank: int) -> Result:
-    return _alone(task, folder, stirred=False)
+    return _alone(task, folder, perturbed=False)
 
 
-def _stirred(task: Task, folder: Path, rank: int) -> Result:
-    return _alone(task, folder, stirred=True)
+def _perturbed(task: Task, folder: Path, rank: int) -> Result:
+    return _alone(task, folder, perturbed=True)
 
 
-_ROLES = {"many": _many, "one": _one, "stirred": _stirred, "pretended": _pretended}
+_ROLES = {"many": _many, "one": _one, "perturbed": _perturbed, "pretended": _pretended}
 
 
-def _alone(task: Task, folder: Path, *, stirred: bool) -> Result:
+def _alone(task: Task, folder: Path, *, perturbed: bool) -> Result:
     """One process with the whole model, in the arithmetic of the layout's."""
     recipe, device = reference(task.recipe), torch.device(task.device)
-    learning, run = _begun(task, recipe, Ranks(), device, folder / ("stirred" if stirred else "one"))
-    if stirred:
-        stir(learning, STIR, recipe.seed)
-    by_item = gradients_by_item(learning, task.steps[0]) if task.by_item and not stirred else []
+    learning, run = _begun(task, recipe, Ranks(), device, folder / ("perturbed" if perturbed else "one"))
+    if perturbed:
+        perturb(learning, PERTURBATION, recipe.seed)
+    by_item = gradients_by_item(learning, task.steps[0]) if task.by_item and not perturbed else []
     seen = observe(learning, task.steps[:-1], task.held_out, run=run)
     seen.by_item = by_item
-    if not stirred:
+    if not perturbed:
         _tell(folder / f"one-{_MARK}", save_checkpoint(run))
     seen.next = take_step(learning, run)
-    if not stirred:
+    if not perturbed:
         theirs = _await(folder / f"{'many' if task.reshards else 'one'}-{_MARK}", task.timeout_s)
         if theirs is not None:
             _resume(task, recipe, Ranks(), device, theirs, seen)
@@ -256,14 +256,14 @@ def reference(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"parallel": type(recipe.parallel)(), "memory": type(recipe.memory)()})
 
 
-def _begun(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, folder: Path) -> tuple[Learning, Any]:
-    learning = Learning.of(recipe, task.likeness, ranks, device, micro=task.micro)
+def _begun(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, folder: Path) -> tuple[ProxyTraining, Any]:
+    learning = ProxyTraining.of(recipe, task.proxy, ranks, device, micro=task.micro)
     return learning, learning.run(task.steps, folder)
 
 
-def _resume(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path, seen: Seen) -> None:
+def _resume(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path, seen: Trace) -> None:
     """Anew, as another start of the program would, from a checkpoint."""
-    learning = Learning.of(recipe, task.likeness, ranks, device, micro=task.micro, resumed=checkpoint)
+    learning = ProxyTraining.of(recipe, task.proxy, ranks, device, micro=task.micro, resumed=checkpoint)
     go_on(learning, learning.run(task.steps), checkpoint, seen)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders.adapted import logits
 from builders.adapter_folders import adapted_logits, adapter_folder
+from builders.tiny_adapters import logits
 
 from danlu.adapters.description import describe, stacked
 from danlu.errors import ModelError, RecipeError
@@ -20,8 +20,8 @@ from danlu.models.loading import build, load
 from danlu.models.saving import save
 from danlu.parallel.layout import Layout
 from danlu.recipe import sections
-from danlu.verify.shrinking import small_config
-from danlu.verify.small_adapters import RANK, TOKENS, WIDTH, small_section, small_stack
+from danlu.verify.proxy_adapters import RANK, TOKENS, WIDTH, small_section, small_stack
+from danlu.verify.proxy_model import small_config
 
 LARGE = read_config_values(
     {

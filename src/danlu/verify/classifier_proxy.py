@@ -17,14 +17,14 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.sent import Sent
 from danlu.recipe import Recipe
 from danlu.train.run_folder import Start
-from danlu.verify.likeness import Groups, OnProcesses, Prepared
-from danlu.verify.sending import sent_over_data
-from danlu.verify.shrinking import small_optimizer
+from danlu.verify.collective_traffic import sent_over_data
+from danlu.verify.proxy import Groups, PlacedProxy, Prepared
+from danlu.verify.proxy_model import small_optimizer
 
 
 @dataclass(frozen=True)
-class WholeClassifier:
-    """A `Likeness`: the classifier itself."""
+class ClassifierProxy:
+    """A `Proxy`: the classifier itself."""
 
     tied: bool = False
     norms: bool = False
@@ -32,7 +32,7 @@ class WholeClassifier:
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedClassifier:
         return Classifying(recipe).place(ranks, device, None if resumed is None else Start(resumed, ()))
 
-    def sent(self, learning: OnProcesses, groups: Groups) -> list[Sent]:
+    def sent(self, learning: PlacedProxy, groups: Groups) -> list[Sent]:
         return sent_over_data(learning, groups, gathered=torch.float32)
 
 
@@ -48,7 +48,7 @@ def prepared(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: 
     parameters = sum(parameter.numel() for parameter in lenet.LeNet5().parameters())
     return Prepared(
         recipe=recipe.model_copy(update={"optimizer": optimizer}),
-        likeness=WholeClassifier(),
+        proxy=ClassifierProxy(),
         items=items,
         parameters=parameters,
         counted_in="images",

@@ -16,12 +16,12 @@ from danlu.parallel.sent import Row, table
 from danlu.plan.precision import fastest, product_speeds
 from danlu.recipe import Recipe
 from danlu.report.verification import Verification
-from danlu.verify import images, language
-from danlu.verify.comparing import TOLERANCES, compare, turns_of
-from danlu.verify.diagnosing import Case, finding
-from danlu.verify.faults import FAULTS
-from danlu.verify.likeness import Likeness
-from danlu.verify.processes import Task, observed, pretended_sending
+from danlu.verify import classifier_proxy, decoder_proxy
+from danlu.verify.comparison import TOLERANCES, compare, turns_of
+from danlu.verify.diagnosis import Case, finding
+from danlu.verify.fault_injection import FAULTS
+from danlu.verify.proxy import Proxy
+from danlu.verify.workers import Task, observed, pretended_traffic
 
 MOST_DATA_RANKS = 4  # that a verification starts by itself
 _MOST_NUMBERS = 100_000_000  # of gradients by item that are kept
@@ -71,7 +71,7 @@ def pretend(recipe: Recipe, world: int, options: Options) -> tuple[Layout, list[
         item = task.steps[0][0]
         # Two micro-batches for each data rank; what they hold decides tokens alone.
         task = replace(task, steps=[[item] * (2 * task.layout.data)], micro=1)
-        sending = pretended_sending(task)
+        sending = pretended_traffic(task)
     return task.layout, table(sending.counted, sending.formula)
 
 
@@ -84,14 +84,14 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     per_step = 2 * layout.data + 1  # so that data ranks have other numbers of items
     held_out = layout.data + 2
     count = per_step * (options.steps + 1) + held_out
-    kind = images if recipe.stage == "classify" else language
+    kind = classifier_proxy if recipe.stage == "classify" else decoder_proxy
     small = kind.prepared(recipe, layout, count, folder, full=options.full)
     items = small.items
     steps = [items[start : start + per_step] for start in range(0, len(items) - held_out, per_step)]
     micro = 2 if small.recipe.batch.micro == "auto" else min(2, small.recipe.batch.micro)
     task = Task(
         recipe=small.recipe,
-        likeness=small.likeness,
+        proxy=small.proxy,
         layout=layout,
         steps=steps,
         held_out=items[-held_out:],
@@ -100,7 +100,7 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
         by_item=per_step * small.parameters <= _MOST_NUMBERS,
         traffic=options.traffic,
         reshards=not _in_blocks(small.recipe),
-        fault=_fault(options.fault, small.recipe, layout, small.likeness),
+        fault=_fault(options.fault, small.recipe, layout, small.proxy),
         counted_in=small.counted_in,
         timeout_s=options.timeout_s,
     )
@@ -171,10 +171,10 @@ def _device(recipe: Recipe, layout: Layout) -> str:
     return "cuda" if wanted and torch.cuda.device_count() >= layout.world else "cpu"
 
 
-def _fault(name: str | None, recipe: Recipe, layout: Layout, likeness: Likeness) -> str | None:
+def _fault(name: str | None, recipe: Recipe, layout: Layout, proxy: Proxy) -> str | None:
     if name is None:
         return None
-    possible = [one for one, fault in FAULTS.items() if fault.possible(recipe, layout, likeness)]
+    possible = [one for one, fault in FAULTS.items() if fault.possible(recipe, layout, proxy)]
     if name not in possible:
         raise RecipeError(
             f"--inject {name}: not a mistake that this layout can make. It can make {', '.join(possible)}"

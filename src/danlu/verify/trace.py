@@ -33,8 +33,8 @@ from danlu.train.state import Cadence, Run, restore
 from danlu.train.step import accumulate
 from danlu.train.watch import Watch
 from danlu.types import Item, Piece
-from danlu.verify.feeding import Listed
-from danlu.verify.likeness import Likeness, OnProcesses
+from danlu.verify.data import Listed
+from danlu.verify.proxy import PlacedProxy, Proxy
 
 Parts = Mapping[str, tuple[Piece, Tensor]]
 """What one process holds of each tensor, by name."""
@@ -43,7 +43,7 @@ _FP16_SCALE = 1024.0
 
 
 @dataclass
-class StepSeen:
+class StepTrace:
     """One optimizer step."""
 
     loss: float
@@ -55,7 +55,7 @@ class StepSeen:
 
 
 @dataclass(frozen=True)
-class Added:
+class ItemGradient:
     """What one pack or image of a step adds to it."""
 
     weight: float
@@ -63,43 +63,43 @@ class Added:
 
 
 @dataclass
-class Seen:
+class Trace:
     """All that one process saw."""
 
-    steps: list[StepSeen] = field(default_factory=list)
+    steps: list[StepTrace] = field(default_factory=list)
     first_weights: Parts = field(default_factory=dict)
     evaluation: float | None = None
-    by_item: list[Added] = field(default_factory=list)
+    by_item: list[ItemGradient] = field(default_factory=list)
     """Of one process: what each item adds to the gradient of the first step."""
-    next: StepSeen | None = None
+    next: StepTrace | None = None
     """Of one process: the step after those that all have taken, without any checkpoint."""
     loaded: Parts = field(default_factory=dict)
     """Weights after the other side's checkpoint was loaded; `resumed` is the same step from there."""
-    resumed: StepSeen | None = None
+    resumed: StepTrace | None = None
     ended: bool = False
     """Of several processes: that numbers were not finite, so that nothing came after what is here."""
 
 
 @dataclass
-class Learning(OnProcesses):
+class ProxyTraining(PlacedProxy):
     """A recipe on the processes of a layout, ready for steps; no data, and no folder but for checkpoints."""
 
-    likeness: Likeness
+    proxy: Proxy
 
     @classmethod
     def of(
         cls,
         recipe: Recipe,
-        likeness: Likeness,
+        proxy: Proxy,
         ranks: Ranks,
         device: torch.device,
         *,
         micro: int,
         resumed: Path | None = None,
-    ) -> Learning:
+    ) -> ProxyTraining:
         """resumed: a checkpoint that will be loaded, so that there is only memory for weights."""
-        placed = likeness.place(recipe, ranks, device, resumed)
-        return cls(placed, placed.learner(micro), recipe, ranks, likeness)
+        placed = proxy.place(recipe, ranks, device, resumed)
+        return cls(placed, placed.learner(micro), recipe, ranks, proxy)
 
     def run(self, steps: Sequence[Sequence[Item]], folder: Path | None = None) -> Run:
         """The same as a run over the items of steps, all of one size; its checkpoints are in `folder`, if any."""
@@ -126,15 +126,15 @@ class Learning(OnProcesses):
 
 
 def observe(
-    learning: Learning, steps: Sequence[Sequence[Item]], held_out: Sequence[Item] = (), *, run: Run | None = None
-) -> Seen:
+    learning: ProxyTraining, steps: Sequence[Sequence[Item]], held_out: Sequence[Item] = (), *, run: Run | None = None
+) -> Trace:
     """Trains on the items of each step, and looks; then evaluates on held-out ones.
 
     run: one of `learning` over these steps, to go on with afterwards; it may have more.
-    Raises TrainingError for numbers that are not finite in one process; of several, `Seen.ended` says it.
+    Raises TrainingError for numbers that are not finite in one process; of several, `Trace.ended` says it.
     """
     run = run or learning.run(steps)
-    seen = Seen(first_weights=parts_of(learning.placed, weights=True))
+    seen = Trace(first_weights=parts_of(learning.placed, weights=True))
     with _as_far_as_finite(learning, seen):
         for _ in steps:
             seen.steps.append(take_step(learning, run))
@@ -147,7 +147,7 @@ def observe(
 
 
 @contextmanager
-def _as_far_as_finite(learning: Learning, seen: Seen) -> Iterator[None]:
+def _as_far_as_finite(learning: ProxyTraining, seen: Trace) -> Iterator[None]:
     """All processes of a layout end together where a number is not finite; one process has no excuse for it."""
     try:
         yield
@@ -157,7 +157,7 @@ def _as_far_as_finite(learning: Learning, seen: Seen) -> Iterator[None]:
         seen.ended = True
 
 
-def take_step(learning: Learning, run: Run) -> StepSeen:
+def take_step(learning: ProxyTraining, run: Run) -> StepTrace:
     """One step as `train.loop` takes it."""
     placed, parallel, optimizer = learning.placed, run.compute.parallel, run.optimizer
     number, items = run.state.step + 1, run.feed.take()
@@ -175,7 +175,7 @@ def take_step(learning: Learning, run: Run) -> StepSeen:
         run.ema.update()
     optimizer.zero_grad()
     run.state.step = number
-    return StepSeen(found.loss, found.norm, clipped, found.trained_tokens, gradients, parts_of(placed, weights=True))
+    return StepTrace(found.loss, found.norm, clipped, found.trained_tokens, gradients, parts_of(placed, weights=True))
 
 
 def save_checkpoint(run: Run) -> Path:
@@ -187,7 +187,7 @@ def save_checkpoint(run: Run) -> Path:
     return latest.path
 
 
-def go_on(learning: Learning, run: Run, checkpoint: Path, seen: Seen) -> None:
+def go_on(learning: ProxyTraining, run: Run, checkpoint: Path, seen: Trace) -> None:
     """Takes up what another layout has saved, and takes the next step from there."""
     restore(run, checkpoint)
     run.compute.parallel.reshard()
@@ -198,24 +198,24 @@ def go_on(learning: Learning, run: Run, checkpoint: Path, seen: Seen) -> None:
         seen.ended = True
 
 
-def gradients_by_item(learning: Learning, items: Sequence[Item]) -> list[Added]:
+def gradients_by_item(learning: ProxyTraining, items: Sequence[Item]) -> list[ItemGradient]:
     """In one process: what each item of the first step adds to the gradient of the step's mean loss."""
     compute = learning.compute
-    found: list[Added] = []
+    found: list[ItemGradient] = []
     batches = [compute.collate([item]) for item in items]
     weight = sum(batch.weight for batch in batches)
     for number, (item, batch) in enumerate(zip(items, batches, strict=True)):
         compute.noise(1, [(number, item)])
         compute.losses(batch, compute.loss, 1 / weight).total.backward()
         compute.noise(None)
-        found.append(Added(batch.weight, parts_of(learning.placed, weights=False)))
+        found.append(ItemGradient(batch.weight, parts_of(learning.placed, weights=False)))
         for parameter in compute.model.parameters():
             parameter.grad = None
     return found
 
 
 @torch.no_grad()
-def stir(learning: Learning, share: float, seed: int) -> None:
+def perturb(learning: ProxyTraining, share: float, seed: int) -> None:
     """Changes every number of a model by up to this share of itself: about what rounding does to its products."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in learning.compute.model.parameters():

@@ -14,9 +14,9 @@ from danlu.errors import RecipeError, TrainingError
 from danlu.numerics.relative_error import worst_error
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load, sections
-from danlu.verify import proving
-from danlu.verify.faults import FAULTS
-from danlu.verify.proving import Options, pretend, prove
+from danlu.verify import verification
+from danlu.verify.fault_injection import FAULTS
+from danlu.verify.verification import Options, pretend, prove
 
 TIED = {"tokenizer": None, "config": {**CONFIG, "tie_word_embeddings": True}}
 LORA = {"kind": "lora", "rank": 8, "dropout": 0.2}
@@ -65,13 +65,13 @@ def test_a_right_layout_is_the_same(
 
 @pytest.mark.distributed
 def test_precision_auto_is_decided_before_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proving, "product_speeds", lambda device: {"fp32": 1e9, "bf16": 2e9})
+    monkeypatch.setattr(verification, "product_speeds", lambda device: {"fp32": 1e9, "bf16": 2e9})
     auto = recipe(tmp_path, "parallel=zero2", "precision=auto")
     found, _ = prove("recipe.yaml", auto, Options(steps=1, precision="recipe"))
     assert found.finding is None
     assert "precision: auto is bf16 on this machine" in found.about
     assert "in bf16, which hides differences below 0.1" in found.about
-    _, about = proving._task(auto, Options(steps=1), tmp_path)
+    _, about = verification._task(auto, Options(steps=1), tmp_path)
     assert "float32 instead of auto, to tell mistakes from rounding (--precision recipe)" in about
 
 
@@ -186,7 +186,7 @@ def test_many_data_ranks_are_verified_on_few(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_processes_that_do_not_come_to_an_end_are_told(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"there is no result of many-0, many-1, one-0, stirred-0"):
+    with pytest.raises(TrainingError, match=r"there is no result of many-0, many-1, one-0, perturbed-0"):
         prove("recipe.yaml", recipe(tmp_path, "parallel.data=2"), Options(timeout_s=0.01))
 
 

@@ -18,17 +18,17 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.sent import Sent
 from danlu.placing import place, saved_adapter, subject_of
 from danlu.recipe import Recipe
-from danlu.verify.feeding import fed, mapped
-from danlu.verify.likeness import Groups, OnProcesses, Prepared
-from danlu.verify.sending import sent_by_decoder
-from danlu.verify.shrinking import LONGEST, Small, small_recipe
+from danlu.verify.collective_traffic import sent_by_decoder
+from danlu.verify.data import fed, mapped
+from danlu.verify.proxy import Groups, PlacedProxy, Prepared
+from danlu.verify.proxy_model import LONGEST, Small, small_recipe
 
 _WORDS = 32_000  # where nobody knows how large the vocabulary will be
 
 
 @dataclass(frozen=True)
-class SmallDecoder:
-    """A `Likeness`: a decoder."""
+class DecoderProxy:
+    """A `Proxy`: a decoder."""
 
     config: ModelConfig
     words: int | None = None
@@ -51,7 +51,7 @@ class SmallDecoder:
         )
         return PlacedDecoder(recipe, place(subject, recipe, ranks, device, resumed=resumed is not None), device)
 
-    def sent(self, learning: OnProcesses, groups: Groups) -> list[Sent]:
+    def sent(self, learning: PlacedProxy, groups: Groups) -> list[Sent]:
         return sent_by_decoder(learning, groups)
 
     def _encoded(self, text: str, recipe: Recipe) -> list[int]:
@@ -86,7 +86,7 @@ def prepared(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: 
     words = small.config.vocab_size
     return Prepared(
         recipe=small.recipe,
-        likeness=SmallDecoder(small.config, None if full else words),
+        proxy=DecoderProxy(small.config, None if full else words),
         items=packs.packs if full and packs.words is not None else mapped(packs.packs, words),
         parameters=small.config.parameter_count(),
         counted_in="packed sequences",

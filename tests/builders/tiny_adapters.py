@@ -34,7 +34,7 @@ def adapter_set(model: Decoder, *, seed: int = 0, noise: Noise | None = None, **
     )
 
 
-def stirred(adapters: AdapterSet, name: str, seed: int = 1, size: float = 0.3) -> None:
+def perturb(adapters: AdapterSet, name: str, seed: int = 1, size: float = 0.3) -> None:
     """Values as after training: every trained number of one adapter is moved."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in adapters.tensors(name).values():
