@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gpu import NEEDED, WHEELS
 
-MOST_BYTES = 60 * 2**20
+MAX_BYTES = 60 * 2**20
 PLATFORMS = ("manylinux_2_28_{}", "manylinux_2_27_{}", "manylinux_2_24_{}", "manylinux_2_17_{}", "manylinux2014_{}")
 WITH_TORCH = ("torch", "typing-extensions")  # torch cannot be imported without the second
 
@@ -69,8 +69,8 @@ def main() -> None:
         total += wheel.stat().st_size
         print(f"{wheel.stat().st_size / 2**20:6.1f} MiB  {wheel.name}")
     print(f"{total / 2**20:6.1f} MiB in {WHEELS}")
-    if total > MOST_BYTES:
-        raise SystemExit(f"more than {MOST_BYTES / 2**20:.0f} MiB: leave something out (--no-bitsandbytes)")
+    if total > MAX_BYTES:
+        raise SystemExit(f"more than {MAX_BYTES / 2**20:.0f} MiB: leave something out (--no-bitsandbytes)")
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
 from danlu.adapters.making import Making
-from danlu.memory.offload import Offload, activations
-from danlu.memory.planning import cheapest, held_bytes, measure
+from danlu.memory.activation_offload import ActivationOffload, offload_for
 from danlu.memory.recompute import LayerPlan, describe, plan_of, unwrap_layer, wrap
+from danlu.memory.recompute_planner import fastest_plan, measure_layers, peak_bytes
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Layer
@@ -78,7 +78,7 @@ class Bench:
         self.tokens = torch.randint(0, VOCABULARY, (tokens,))
         self.positions = torch.cat([torch.arange(end - start) for start, end in pairwise(self.boundaries)])
 
-    def step(self, away: Offload | None) -> float:
+    def step(self, away: ActivationOffload | None) -> float:
         start = time.perf_counter()
         with nullcontext() if away is None else away.active():
             hidden = self.model(self.tokens, self.positions, PackedAttention(self.boundaries), torch.bfloat16)
@@ -101,7 +101,7 @@ class Bench:
             self.model(self.tokens, self.positions, PackedAttention(self.boundaries), torch.bfloat16)
         return sum(found.values())
 
-    def peak(self, away: Offload | None) -> int:
+    def peak(self, away: ActivationOffload | None) -> int:
         weights = [*self.model.parameters(), *self.model.buffers()]
         with Live([*weights, *(one.grad for one in weights if one.grad is not None)]) as live:
             self.step(away)
@@ -124,10 +124,10 @@ def main() -> None:
     bench = Bench(model, options.tokens, options.documents)
     bench.step(None)  # from here on there are gradients
     start = time.perf_counter()
-    costs = measure(model, bench.tokens, bench.positions, PackedAttention(bench.boundaries), torch.bfloat16)
+    costs = measure_layers(model, bench.tokens, bench.positions, PackedAttention(bench.boundaries), torch.bfloat16)
     seconds = time.perf_counter() - start
-    whole = held_bytes(costs, [LayerPlan(one.layer, "none") for one in costs])
-    half = cheapest(costs, whole // 2)
+    whole = peak_bytes(costs, [LayerPlan(one.layer, "none") for one in costs])
+    half = fastest_plan(costs, whole // 2)
     print(f"measured in {seconds:.1f} s; half of {mib(whole)} MiB: {describe(half)}")
     words: dict[str, Sequence[LayerPlan]] = {
         kind: plan_of(sections.Recompute(kind=kind), model) for kind in ("none", "selective", "full", "every")
@@ -135,8 +135,8 @@ def main() -> None:
     words["elementwise"] = [LayerPlan(one.layer, "elementwise") for one in costs]
     words["planned, half"] = half
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        to_files = activations(torch.device("cpu"), Path(folder))
-        cases: list[tuple[str, Sequence[LayerPlan], Offload | None]] = [
+        to_files = offload_for(torch.device("cpu"), Path(folder))
+        cases: list[tuple[str, Sequence[LayerPlan], ActivationOffload | None]] = [
             *((name, plan, None) for name, plan in words.items()),
             ("none, offloaded to a file", words["none"], to_files),
             ("full, offloaded to a file", words["full"], to_files),
@@ -144,7 +144,9 @@ def main() -> None:
         report(bench, cases, options.rounds)
 
 
-def report(bench: Bench, cases: Sequence[tuple[str, Sequence[LayerPlan], Offload | None]], rounds: int) -> None:
+def report(
+    bench: Bench, cases: Sequence[tuple[str, Sequence[LayerPlan], ActivationOffload | None]], rounds: int
+) -> None:
     times: dict[str, list[float]] = {}
     kept: dict[str, int] = {}
     peaks: dict[str, int] = {}

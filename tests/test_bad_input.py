@@ -408,7 +408,7 @@ def test_a_model_of_absurd_size_is_refused_before_rows_are_read(
 def test_a_model_that_only_several_processes_can_hold(
     monkeypatch: pytest.MonkeyPatch, tiny_world: World, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory_estimate, "host_bytes", lambda: 100_000)
+    monkeypatch.setattr(memory_estimate, "host_memory_bytes", lambda: 100_000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = read_config_values({**CONFIG, "vocab_size": 400, "tie_word_embeddings": False})
     assert config.parameter_count() == 44_192

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "danlu"
 LAYERS: dict[str, int] = {
     "": 0,  # danlu/__init__.py: the version
     "errors": 0,
-    "exclusive": 0,
+    "file_lock": 0,
     "machine": 0,
     "recipe": 0,
     "registry": 0,

@@ -15,9 +15,9 @@ from danlu import machine
 
 def test_what_linux_says() -> None:
     assert 1 <= machine.usable_cores() <= (os.cpu_count() or 1)
-    assert 0 < machine.free_memory_bytes() <= machine.memory_bytes()
+    assert 0 < machine.free_memory_bytes() <= machine.total_memory_bytes()
     assert machine.pid_is_alive(os.getpid()) and not machine.pid_is_alive(2**22 + 1)
-    assert machine.started_at(os.getpid()).isdecimal() and machine.started_at(2**22 + 1) == ""
+    assert machine.process_start_ticks(os.getpid()).isdecimal() and machine.process_start_ticks(2**22 + 1) == ""
 
 
 @pytest.mark.usefixtures("tokenising_here")
@@ -36,7 +36,7 @@ def test_a_run_without_what_only_linux_has(
     monkeypatch.setattr(os, "sysconf_names", known)
     for name in ("sched_getaffinity", "posix_fallocate", "posix_fadvise"):
         monkeypatch.delattr(os, name)
-    assert machine.usable_cores() == os.cpu_count() and machine.free_memory_bytes() == machine.memory_bytes() // 2
+    assert machine.usable_cores() == os.cpu_count() and machine.free_memory_bytes() == machine.total_memory_bytes() // 2
     optimizer = {"kind": "paged-adamw", "learning_rate": 1e-2, "folder": str(tmp_path)}
     recipe = tiny_world.recipe(
         tmp_path / "run",
@@ -67,6 +67,6 @@ def test_windows_is_told_at_once() -> None:
 
 def test_kills_for_want_of_memory_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_MEMORY_EVENTS", tmp_path / "memory.events")
-    assert machine.kills_for_memory() is None
+    assert machine.oom_kill_count() is None
     (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
-    assert machine.kills_for_memory() == 2
+    assert machine.oom_kill_count() == 2

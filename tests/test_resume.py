@@ -296,11 +296,11 @@ def test_the_size_of_micro_batches_is_kept_when_it_was_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = tiny_world.recipe(tmp_path / "run", batch={"micro": "auto"})
-    monkeypatch.setattr(memory_estimate, "MOST_CPU_TOKENS", 128)
+    monkeypatch.setattr(memory_estimate, "MAX_CPU_TOKENS", 128)
     in_step(3, send(signal.SIGINT))
     assert danlu("train", recipe) == 130
     assert last_state(tmp_path / "run")[2]["micro"] == 2
-    monkeypatch.setattr(memory_estimate, "MOST_CPU_TOKENS", 256)  # as if more memory were free now
+    monkeypatch.setattr(memory_estimate, "MAX_CPU_TOKENS", 256)  # as if more memory were free now
     assert danlu("train", recipe) == 0
     assert last_state(tmp_path / "run")[2]["micro"] == 2
     assert danlu("train", tiny_world.recipe(tmp_path / "new", batch={"micro": "auto"})) == 0

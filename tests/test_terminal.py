@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from builders.tiny_world import World
 
-from danlu.terminal import echo, printable, tell, tell_early, wrapped
+from danlu.terminal import echo, print_status, print_status_early, printable, wrap_line
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "danlu"
 
@@ -33,19 +33,19 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "danlu"
     ],
 )
 def test_lines_break_between_words(line: str, lines: list[str]) -> None:
-    assert wrapped(line, 22) == lines
-    assert wrapped(line, 200) == [line]
+    assert wrap_line(line, 22) == lines
+    assert wrap_line(line, 200) == [line]
 
 
 def test_only_a_terminal_gets_its_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     text = "words " * 20 + "end"
-    tell(text)
+    print_status(text)
     assert capsys.readouterr().err == text + "\n"
     screen = io.StringIO()
     screen.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", screen)
-    tell(text)
+    print_status(text)
     assert max(map(len, screen.getvalue().splitlines())) <= 40 and screen.getvalue().split() == text.split()
 
 
@@ -85,7 +85,7 @@ def test_a_pipe_gets_the_text_and_a_terminal_what_it_can_show(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     echo("\x1b[2Ja", end="")
-    tell("\x1b[2Jb")
+    print_status("\x1b[2Jb")
     assert capsys.readouterr() == ("\x1b[2Ja", "\\x1b[2Jb\n")
     screen = io.StringIO()
     screen.isatty = lambda: True  # type: ignore[method-assign]
@@ -107,9 +107,9 @@ def test_a_verb_says_what_it_does_only_where_libraries_are_still_to_be_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", sys)
-    tell_early("reading a")
+    print_status_early("reading a")
     monkeypatch.delitem(sys.modules, "torch")
-    tell_early("reading \x1b")
+    print_status_early("reading \x1b")
     out = capsys.readouterr()
     assert (out.out, out.err) == ("", "reading \\x1b\n")
 
@@ -117,8 +117,8 @@ def test_a_verb_says_what_it_does_only_where_libraries_are_still_to_be_loaded(
 @pytest.mark.slow
 def test_generate_says_what_it_reads_before_it_reads_it(tiny_world: World) -> None:
     """In a process of its own, to which a pipe is no terminal: the line comes first, and stdout has the text alone."""
-    watch = "import sys; from danlu.cli import main; import danlu.cli.generate as g; real = g.tell_early\n"
-    watch += "g.tell_early = lambda text: (real(text), print('torch' in sys.modules))\n"
+    watch = "import sys; from danlu.cli import main; import danlu.cli.generate as g; real = g.print_status_early\n"
+    watch += "g.print_status_early = lambda text: (real(text), print('torch' in sys.modules))\n"
     watch += f"sys.exit(main.main(['generate', {str(tiny_world.base)!r}, '--prompt', 'a', '--max-new-tokens', '1']))"
     done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr.splitlines()[0] == f"reading {tiny_world.base}", done.stderr
@@ -141,7 +141,7 @@ def raw_writes(source: str, name: str) -> list[str]:
 
 
 def test_danlu_writes_through_these_functions_alone() -> None:
-    """`print` would show what it is given as it is: use `echo` for results and `tell` for remarks."""
+    """`print` would show what it is given as it is: use `echo` for results and `print_status` for remarks."""
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 100
     found = [

@@ -159,7 +159,7 @@ class PlacedClassifier:
             weights=sum(parameter.nbytes for _, parameter in self.parameters()),
             adapter=0,
             gradients=run.optimizer.gradient_bytes(),
-            optimizer=run.optimizer.held_state_bytes(),
+            optimizer=run.optimizer.resident_state_bytes(),
             average=0 if run.ema is None else sum(one.nbytes for one in run.ema.state_tensors().values()),
             activations=counted.most,
             logits=0,  # autograd keeps them, so they are among the activations

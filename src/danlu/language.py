@@ -365,7 +365,7 @@ def _held(
         weights=model_bytes(model) + _aside_bytes(adapters) - adapter,
         adapter=adapter,
         gradients=optimizer.gradient_bytes(),
-        optimizer=optimizer.held_state_bytes(),
+        optimizer=optimizer.resident_state_bytes(),
         average=average,
         activations=0,
         logits=0,
@@ -390,7 +390,7 @@ def _estimate(
     model, ranks = placed.subject.model, placed.parallel.ranks
     average = sum(one.nbytes for one in optimizer.parameters.values()) if recipe.ema is not None else 0
     held = _held(model, placed.subject.adapters, weights, optimizer, average)
-    elsewhere = optimizer.state_bytes() - optimizer.held_state_bytes()
+    elsewhere = optimizer.state_bytes() - optimizer.resident_state_bytes()
     if ranks.data.size > 1 and shards_on_host(recipe, device):
         elsewhere += held.total
         held = replace(held, weights=0, adapter=0, gradients=0, optimizer=0, average=0)

@@ -13,7 +13,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def memory_bytes() -> int:
+def total_memory_bytes() -> int:
     """Of the whole machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -22,10 +22,10 @@ def free_memory_bytes() -> int:
     """What nobody uses; half of the machine's memory where the system does not say (macOS)."""
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return memory_bytes() // 2
+    return total_memory_bytes() // 2
 
 
-def kills_for_memory() -> int | None:
+def oom_kill_count() -> int | None:
     """How often the system has killed a process of this control group because memory ran out; None: nothing tells."""
     try:
         events = dict(line.split() for line in _MEMORY_EVENTS.read_text(encoding="utf-8").splitlines())
@@ -45,7 +45,7 @@ def pid_is_alive(pid: int) -> bool:
     return True
 
 
-def started_at(pid: int) -> str:
+def process_start_ticks(pid: int) -> str:
     """When a process of this machine began, in the kernel's ticks since the machine did; "" where that is not told.
 
     With it a number that has been given to another process meanwhile is told from the first.

@@ -24,7 +24,7 @@ from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapters_of
 from danlu.data.tokenizing import TokenizerFacts
 from danlu.errors import ModelError, RecipeError
-from danlu.memory.available import available_bytes, host_bytes
+from danlu.memory.available_memory import available_bytes, host_memory_bytes
 from danlu.memory.recompute import Kind, LayerPlan, plan_of
 from danlu.models.attention_kernels import kernels_of
 from danlu.models.config import ModelConfig
@@ -48,7 +48,7 @@ from danlu.train.summary import parameters_of
 from danlu.train.units import format_bytes, parameters_and_trained
 
 # More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
-MOST_CPU_TOKENS = 4096
+MAX_CPU_TOKENS = 4096
 _FLOAT32 = 4
 
 
@@ -65,7 +65,7 @@ def check_size(recipe: Recipe, config: ModelConfig, where: str, processes: int) 
     if recipe.parallel.shard != "none" or recipe.parallel.tensor > 1:
         least /= processes
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available() and "parameters" not in offload
-    room = torch.cuda.get_device_properties(0).total_memory if on_gpu else host_bytes()
+    room = torch.cuda.get_device_properties(0).total_memory if on_gpu else host_memory_bytes()
     if room is not None and least > room:
         name, size = config.largest_size
         need, machine = f"{least / 2**30:,.1f} GiB", "GPU" if on_gpu else "machine"
@@ -156,7 +156,7 @@ def largest_micro(one: MemoryEstimate, per_step: int, *, held: int = 0) -> int:
     else:
         free = one.available(held)
         budget = math.inf if free is None else 0.8 * (free - fixed)
-    most = per_step if one.device_type != "cpu" else min(per_step, max(1, MOST_CPU_TOKENS // length))
+    most = per_step if one.device_type != "cpu" else min(per_step, max(1, MAX_CPU_TOKENS // length))
     return memory.largest_micro(each, budget, most)
 
 
@@ -354,7 +354,7 @@ def estimate(recipe: Recipe, config: ModelConfig, *, layout: Layout, device_type
     average = sum(here(name, one.nbytes) for name, one in trained) if recipe.ema is not None else 0
     optimizer = build_optimizer(trained, _in_memory(recipe.optimizer))
     ratio = sum(here(name, one.nbytes) for name, one in trained) / max(1, sum(one.nbytes for _, one in trained))
-    gradients, state = int(ratio * optimizer.gradient_bytes()), int(ratio * optimizer.held_state_bytes())
+    gradients, state = int(ratio * optimizer.gradient_bytes()), int(ratio * optimizer.resident_state_bytes())
     whole_parameters, whole_gradients = _gathered(gathered, recipe)
     elsewhere = 0
     offload = recipe.memory.offload

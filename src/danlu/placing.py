@@ -22,8 +22,8 @@ from danlu.assembly.base_model import Base
 from danlu.assembly.frozen_base import Adapted
 from danlu.data.batch import collate, fill_up
 from danlu.errors import RecipeError
-from danlu.memory import offload, planning, recompute
-from danlu.memory.nvme import offload_parameters
+from danlu.memory import activation_offload, recompute, recompute_planner
+from danlu.memory.parameter_offload import offload_parameters
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder, RMSNorm
@@ -246,7 +246,7 @@ def offload_notes(recipe: Recipe, device: torch.device) -> list[str]:
     section = recipe.memory
     folder = None if section.folder is None else Path(section.folder).expanduser()
     found = []
-    if "activations" in section.offload and (line := offload.note(device, folder)) is not None:
+    if "activations" in section.offload and (line := activation_offload.unused_note(device, folder)) is not None:
         found.append(line)
     idle = [part for part in section.offload if part != "activations"]
     if idle and device.type == "cpu" and folder is None:
@@ -281,14 +281,14 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
     noise = None if subject.adapters is None else subject.adapters.making.noise
     if noise is not None:  # what dropout makes is kept too
         noise.begin(0, [(0, len(batch.tokens))])
-    costs = planning.measure(
+    costs = recompute_planner.measure_layers(
         probe, batch.tokens, batch.positions, attend, DTYPES[recipe.precision], gathered=shares > 1
     )
     if noise is not None:
         noise.end()
     if probe is not model:
         costs = [replace(costs[0], layer=int(name)) for name in model.layers]
-    return ranks.world.from_first(lambda: planning.cheapest(costs, int((section.budget or 0) * 2**30)))
+    return ranks.world.from_first(lambda: recompute_planner.fastest_plan(costs, int((section.budget or 0) * 2**30)))
 
 
 def _token_shares(recipe: Recipe, ranks: Ranks) -> int:
@@ -310,7 +310,7 @@ def learner(
     away = None
     if "activations" in recipe.memory.offload:
         folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
-        away = offload.activations(device, folder)
+        away = activation_offload.offload_for(device, folder)
     compute = Compute(
         model,
         model.compiled() if compiled else model,

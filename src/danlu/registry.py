@@ -44,7 +44,7 @@ VERBS: dict[str, Verb] = {
 
 
 # What people ask for by another tool's word, or by a word that stands below a verb: what to type here.
-INSTEAD = {
+SUGGESTIONS = {
     "api": "`danlu generate` for one prompt; a server such as vLLM reads the model folder of a run as it is",
     "convert": "`danlu checkpoint export` (a checkpoint as a model), `danlu merge` or `danlu quantize`",
     "copy": "`danlu recipes copy`",
@@ -79,10 +79,10 @@ INSTEAD = {
 }
 
 
-def instead_of(word: str) -> str | None:
+def suggested_verb(word: str) -> str | None:
     """What to type for a verb of another name; of a verb itself, its help. None for a word that is neither."""
     word = word.lower()
-    return f"`danlu {word} --help`" if word in VERBS else INSTEAD.get(word)
+    return f"`danlu {word} --help`" if word in VERBS else SUGGESTIONS.get(word)
 
 
 def resolve(target: str) -> Any:

@@ -14,21 +14,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of a file that is read whole when no other bound is given: tokenizer.json, the largest of them, has about 20 MiB."""
 
 
-def read_small(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+def read_small(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """The whole content of a regular file.
 
     Raises OSError as open() does; also, without reading more than the bound, for a file that has more than
-    `most_bytes`, and for what is neither a file nor a folder: a pipe, a socket, a device.
+    `max_bytes`, and for what is neither a file nor a folder: a pipe, a socket, a device.
     """
     check_regular(path)
     with path.open("rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        size = f"{most_bytes >> 20} MiB" if most_bytes >= 1 << 20 else f"{most_bytes >> 10} KiB"
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        size = f"{max_bytes >> 20} MiB" if max_bytes >= 1 << 20 else f"{max_bytes >> 10} KiB"
         raise OSError(errno.EFBIG, f"larger than {size}, the most that such a file may have", str(path))
     return content
 
@@ -41,16 +41,16 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
 
 
-def check_entries(folder: Path) -> None:
+def check_regular_entries(folder: Path) -> None:
     """`check_regular` for all that lies in a folder; a link that leads nowhere is left for whoever needs its file."""
     for entry in folder.iterdir():
         with suppress(FileNotFoundError):
             check_regular(entry)
 
 
-def read_small_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_small_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """`read_small` as UTF-8 text. Raises UnicodeDecodeError too."""
-    return read_small(path, most_bytes).decode("utf-8")
+    return read_small(path, max_bytes).decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:

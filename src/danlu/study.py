@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from danlu import recipe as recipes
 from danlu.errors import CheckpointError, RecipeError, ResourceError
-from danlu.exclusive import is_lock_of
+from danlu.file_lock import is_lock_of
 from danlu.recipe import Recipe, changes, resolved_yaml
 from danlu.recipe.explanation import value_at
 from danlu.recipe.parameter_grid import SEED, Combination, VariedKey, parameter_grid

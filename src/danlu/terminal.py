@@ -32,16 +32,16 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
 
 
-def tell(text: str, *, end: str = "\n") -> None:
+def print_status(text: str, *, end: str = "\n") -> None:
     """A remark, on stderr; on a terminal in lines that break between words."""
     shown = printable(text)
-    _write(sys.stderr, (fitted(shown, sys.stderr) if end == "\n" else shown) + end)
+    _write(sys.stderr, (wrap_to_terminal(shown, sys.stderr) if end == "\n" else shown) + end)
 
 
-def tell_early(text: str) -> None:
+def print_status_early(text: str) -> None:
     """What a verb is about to do, told only where torch is not imported yet: that may take seconds of silence."""
     if "torch" not in sys.modules:
-        tell(text)
+        print_status(text)
 
 
 def echo(text: str, *, end: str = "\n") -> None:
@@ -49,7 +49,7 @@ def echo(text: str, *, end: str = "\n") -> None:
     _write(sys.stdout, (printable(text) if sys.stdout.isatty() else text) + end)
 
 
-def fitted(text: str, stream: TextIO) -> str:
+def wrap_to_terminal(text: str, stream: TextIO) -> str:
     """A text as wide as a terminal; as it is where the stream is none."""
     if not stream.isatty():
         return text
@@ -57,10 +57,10 @@ def fitted(text: str, stream: TextIO) -> str:
         width = int(os.environ.get("COLUMNS") or os.get_terminal_size(stream.fileno()).columns)
     except (OSError, ValueError):
         width = 80
-    return "\n".join(line for whole in text.split("\n") for line in wrapped(whole, max(width, 20)))
+    return "\n".join(line for whole in text.split("\n") for line in wrap_line(whole, max(width, 20)))
 
 
-def wrapped(line: str, width: int) -> list[str]:
+def wrap_line(line: str, width: int) -> list[str]:
     """A line in several of at most `width` columns, the others indented by two more.
 
     A word that is longer stays whole, and so does a command in backticks: it can be copied as it stands.

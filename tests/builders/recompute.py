@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from builders.tiny_adapters import adapter_set, perturb
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import Noise
-from danlu.memory import frames
+from danlu.memory import recomputed_function
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Linear
 from danlu.models.initialize import initialize
@@ -150,12 +150,12 @@ def same(one: Step, other: Step) -> bool:
 def made_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The places whose frames run once more within it, in order."""
     places: list[str] = []
-    remake = frames._Frame._remake
+    remake = recomputed_function._Frame._remake
 
-    def counted(frame: frames._Frame) -> None:
+    def counted(frame: recomputed_function._Frame) -> None:
         places.append(frame._where)
         remake(frame)
 
     with monkeypatch.context() as patch:
-        patch.setattr(frames._Frame, "_remake", counted)
+        patch.setattr(recomputed_function._Frame, "_remake", counted)
         yield places

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from builders.recompute import RecomputeCase, full, step
-from danlu.memory import nvme
-from danlu.memory.nvme import offload_parameters
+from danlu.memory import parameter_offload
+from danlu.memory.parameter_offload import offload_parameters
 from danlu.memory.recompute import LayerPlan, wrap
 
 
@@ -47,7 +47,7 @@ def sharded_in_files(folder: str, intermediate_size: int, *, filled_up_too: bool
     filled_up_too: with a mistake: shares that FSDP2 fills up go to the file. For a process that ends with it.
     """
     if filled_up_too:
-        nvme._goes = lambda tensor, held: held.nbytes > nvme._SMALL
+        parameter_offload._goes = lambda tensor, held: held.nbytes > parameter_offload._SMALL
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def weights(place: Path | None, seed: int = 0) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ def test_more_processes_than_cores_are_told_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "usable_cores", lambda: 2)
-    monkeypatch.setattr(train, "memory_bytes", lambda: 4 << 30)
+    monkeypatch.setattr(train, "total_memory_bytes", lambda: 4 << 30)
     train.check_processes(2)
     assert capsys.readouterr() == ("", "")
     train.check_processes(6)

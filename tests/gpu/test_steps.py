@@ -11,7 +11,7 @@ import torch
 from builders.tiny_run import SyntheticPacks, tiny_model
 
 from danlu.assembly.frozen_base import adapters_of, pack
-from danlu.memory import offload
+from danlu.memory import activation_offload
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.optim.build import build
 from danlu.recipe import sections
@@ -97,7 +97,7 @@ def test_what_is_recomputed_is_the_same(device: torch.device, kind: str, recompu
 def test_offloaded_activations_come_back_the_same(device: torch.device, recompute: str, tmp_path: Any) -> None:
     loss, grads = step(learner("full", device, torch.float32))
     folder = tmp_path if device.type == "cpu" else None
-    away = offload.activations(device, folder, small=0)
+    away = activation_offload.offload_for(device, folder, small=0)
     assert away is not None
     again, found = step(learner("full", device, torch.float32, RECOMPUTE[recompute], away))
     assert away.sent_bytes > 0

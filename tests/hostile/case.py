@@ -67,7 +67,7 @@ class Case:
                    they name what is wrong and where
         arrange    makes the input
         most_calls Python functions, and those in C that Python calls, until it is told
-        most_bytes read until it is told
+        max_bytes read until it is told
         on_stdout  whether it is the report of a verb that looks for faults, not an error of it
         environ    variables to set, or with None to unset
     """
@@ -78,7 +78,7 @@ class Case:
     says: tuple[str, ...]
     arrange: Arrange = nothing
     most_calls: int = 1_000_000
-    most_bytes: int = 20 << 20
+    max_bytes: int = 20 << 20
     on_stdout: bool = False
     environ: Mapping[str, str | None] = field(default_factory=dict)
 

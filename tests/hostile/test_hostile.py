@@ -111,7 +111,7 @@ def test_bad_input(
     arguments = [place.said(argument) for argument in case.arguments]
     capsys.readouterr()
     with giving_up():
-        with at_most(case.most_calls, case.most_bytes):
+        with at_most(case.most_calls, case.max_bytes):
             code = danlu(*arguments)
         out, err = capsys.readouterr()
     assert faults(case, place, code, out, err) == [], out + err

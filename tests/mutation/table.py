@@ -399,10 +399,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- memory
     Mutation(
-        "memory/planning.py",
+        "memory/recompute_planner.py",
         "if partial.kept_bytes + one.whole_bytes <= budget_bytes",
         "if partial.kept_bytes <= budget_bytes",
-        "memory/test_planning.py",
+        "memory/test_recompute_planner.py",
     ),
     Mutation(
         "memory/recompute.py",
@@ -412,10 +412,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "plans_by or in_words",
     ),
     Mutation(
-        "memory/frames.py",
+        "memory/recomputed_function.py",
         "(tensor.shape, tensor.dtype) != self._shapes[number]",
         "tensor.dtype != self._shapes[number][1]",
-        "memory/test_frames.py",
+        "memory/test_recomputed_function.py",
     ),
     # -- train
     Mutation("train/watch.py", "_DEVIATIONS_PER_MAD = 1.4826", "_DEVIATIONS_PER_MAD = 1.0", "train/test_watch.py"),

@@ -130,10 +130,10 @@ def test_a_state_is_read_right_into_its_pages_and_late_parameters_begin_at_zero(
 def test_what_stays_in_memory_is_the_share_of_the_largest_parameter() -> None:
     _, optimizer = trained(PagedAdamW(), steps=0)
     largest = 2 * 4 * 96 * 70 + 4
-    assert optimizer.held_state_bytes() == largest
+    assert optimizer.resident_state_bytes() == largest
     assert optimizer.state_bytes() == 2 * largest + 2 * 4 * 70 + 4
     _, plain = trained(AdamW(), steps=0)
-    assert plain.held_state_bytes() == plain.state_bytes() == optimizer.state_bytes()
+    assert plain.resident_state_bytes() == plain.state_bytes() == optimizer.state_bytes()
 
 
 def test_a_folder_that_is_not_there_and_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

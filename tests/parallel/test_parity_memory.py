@@ -14,7 +14,7 @@ from builders.tiny_world import CONFIG, World
 from torch import Tensor
 
 from danlu.errors import RecipeError
-from danlu.memory import planning
+from danlu.memory import recompute_planner
 from danlu.models.families import read_config_values
 from danlu.numerics.relative_error import worst_relative_error
 from danlu.parallel.ranks import Ranks
@@ -97,7 +97,7 @@ def test_plans_are_measured_on_all_tokens_that_a_step_has(
     adapter = {"kind": "prompt", "tokens": virtual} if virtual else {"kind": "lora", "dropout": 0.1}
     recipe = planned(tiny_world, tmp_path, adapter=adapter, data={"max_length": length})
     measured: list[tuple[int, bool]] = []
-    measure = planning.measure
+    measure = recompute_planner.measure_layers
     subject = subject_of(recipe, read_config_values({**CONFIG, "vocab_size": 400}), CPU)
     assert subject.adapters is not None
     noise = subject.adapters.making.noise
@@ -106,7 +106,7 @@ def test_plans_are_measured_on_all_tokens_that_a_step_has(
         measured.append((len(ids), noise.on))
         return measure(model, ids, *args, **options)
 
-    monkeypatch.setattr(planning, "measure", noted)
+    monkeypatch.setattr(recompute_planner, "measure_layers", noted)
     place(subject, recipe, Ranks(), CPU)
     assert measured == [(tokens, True)] and not noise.on
 

@@ -12,7 +12,7 @@ from danlu.recipe.explanation import keys
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import field_types, list_item_type, section_types
-from danlu.registry import INSTEAD, VERBS
+from danlu.registry import SUGGESTIONS, VERBS
 
 Write = Callable[..., str]
 
@@ -119,7 +119,7 @@ def test_every_word_that_people_try_leads_somewhere() -> None:
         kind for key in known for kind in explain(key).allowed if not kind.isdecimal() and kind not in ("True", "False")
     }
     assert {"lora", "muon", "nf4"} <= kinds
-    for word in {*VERBS, *INSTEAD, *kinds, *KEYS_OF_OTHER_TOOLS} - known:
+    for word in {*VERBS, *SUGGESTIONS, *kinds, *KEYS_OF_OTHER_TOOLS} - known:
         with pytest.raises(RecipeError) as caught:
             explain(word)
         assert "set " in str(caught.value) or "thing to do" in str(caught.value) or "Did you mean" in str(caught.value)

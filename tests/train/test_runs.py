@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from builders.tiny_world import World, danlu
 
-from danlu.exclusive import FileLock, Taken, holder_of
+from danlu.file_lock import AlreadyLocked, FileLock, holder_of
 from danlu.train import run_folder, runs, summary
 from danlu.train.lock import RunLock
 from danlu.train.runs import find_runs, read_run
@@ -102,7 +102,7 @@ def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.Mo
     lines = [{"step": 3, "eval_loss": 2.5}, *({"step": step, "loss": step / 10} for step in range(4, 60))]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert runs._last_lines(file) == (lines[-1], lines[0])
-    monkeypatch.setattr(runs, "_MOST_BYTES", 300)
+    monkeypatch.setattr(runs, "_MAX_BYTES", 300)
     assert runs._last_lines(file) == (lines[-1], {})
 
 
@@ -113,14 +113,14 @@ def test_looking_disturbs_nobody(tmp_path: Path) -> None:
     held.acquire()
     holder = holder_of(lock)
     assert holder is not None and str(holder).startswith("pid ")
-    with pytest.raises(Taken):
+    with pytest.raises(AlreadyLocked):
         FileLock(lock).acquire()
     held.release()
     assert holder_of(lock) is None
     program = f"""
 import sys
 from pathlib import Path
-from danlu.exclusive import holder_of
+from danlu.file_lock import holder_of
 print("looking", flush=True)
 while True:
     holder_of(Path({str(lock)!r}))

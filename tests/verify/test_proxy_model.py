@@ -12,7 +12,7 @@ from builders.adapter_folders import adapter_folder
 from builders.tiny_world import tiny_world
 
 from danlu.adapters.description import describe
-from danlu.memory import planning
+from danlu.memory import recompute_planner
 from danlu.memory.recompute import KINDS
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
@@ -176,13 +176,14 @@ def test_a_planned_recompute_has_something_to_plan(tmp_path: Path) -> None:
         model = build(small.config)
         initialize(model, 0)
         tokens, positions = torch.zeros(2 * length, dtype=torch.int64), torch.arange(length).repeat(2)
-        costs = planning.measure(model, tokens, positions, PackedAttention((0, length, 2 * length)), torch.float32)
+        attend = PackedAttention((0, length, 2 * length))
+        costs = recompute_planner.measure_layers(model, tokens, positions, attend, torch.float32)
         costs = [replace(one, options=tuple(map(as_on_an_idle_machine, one.options))) for one in costs]
-        kinds = {one.kind for one in planning.cheapest(costs, int(budget * 2**30))}
+        kinds = {one.kind for one in recompute_planner.fastest_plan(costs, int(budget * 2**30))}
         assert "none" in kinds and len(kinds) > 1
 
 
-def as_on_an_idle_machine(option: planning.Option) -> planning.Option:
+def as_on_an_idle_machine(option: recompute_planner.Option) -> recompute_planner.Option:
     """The bytes as measured, but no seconds: on a machine with other work to do a layer takes any time."""
     return replace(option, time_s=float(KINDS.index(option.kind)))
 

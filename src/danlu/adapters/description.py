@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from danlu.errors import ModelError
-from danlu.small_files import check_entries, parse_json, read_small_text
+from danlu.small_files import check_regular_entries, parse_json, read_small_text
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -109,7 +109,7 @@ def describe(path: Path) -> AdapterFolder:
     if not (path / CONFIG).is_file():
         raise ModelError(f"{path}: no adapter here ({CONFIG} is missing)")
     try:
-        check_entries(path)
+        check_regular_entries(path)
     except OSError as error:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}. Take it out of the folder") from None
     return AdapterFolder(path, _json(path / CONFIG), _json(path / DANLU) if (path / DANLU).is_file() else {})

@@ -33,7 +33,7 @@ from danlu.cli.generate import (
     write_any_character,
 )
 from danlu.errors import DanluError, DataError
-from danlu.terminal import echo, tell, tell_early
+from danlu.terminal import echo, print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.rollout.chat import Conversation
@@ -83,7 +83,7 @@ def chat(
     from danlu.rollout.resolve_model import resolve_model
 
     resolved = resolve_model(model, base, adapter or [])
-    tell_early(f"reading {resolved.given_path}")
+    print_status_early(f"reading {resolved.given_path}")
     context = read_config(resolved.folder).context_length
     options = sampling_options(resolved, asked, seed)
     from danlu.rollout.chat import Conversation
@@ -118,7 +118,7 @@ def chat(
     write_any_character()
     if sys.stdin.isatty():
         speaks = f", adapter {chat_adapters.active_name}" if chat_adapters.adapters else ""
-        tell(f"{resolved.folder}{speaks}  (/help lists the commands, Ctrl-D leaves)")
+        print_status(f"{resolved.folder}{speaks}  (/help lists the commands, Ctrl-D leaves)")
         talk(session)
     else:
         listen(session)
@@ -171,15 +171,15 @@ def talk(session: Session) -> None:
             echo("")
             return
         except KeyboardInterrupt:
-            tell("\n(Ctrl-D or /exit leaves)")
+            print_status("\n(Ctrl-D or /exit leaves)")
             continue
         try:
             if not obey(session, whole_characters(line.strip(), "this line"), strict=True):
                 return
         except KeyboardInterrupt:
-            tell("\n(interrupted; what was said so far is kept)")
+            print_status("\n(interrupted; what was said so far is kept)")
         except DanluError as error:  # the user can go on
-            tell(f"error: {error}. Say something else; /undo takes the last turn back, /reset all")
+            print_status(f"error: {error}. Say something else; /undo takes the last turn back, /reset all")
 
 
 def obey(session: Session, line: str, *, strict: bool) -> bool:
@@ -195,21 +195,21 @@ def obey(session: Session, line: str, *, strict: bool) -> bool:
         case "/exit":
             return False
         case "/help":
-            tell("\n".join(f"{name:9} {about}" for name, about in COMMANDS.items()))
+            print_status("\n".join(f"{name:9} {about}" for name, about in COMMANDS.items()))
         case "/reset":
             conversation.reset()
         case "/undo":
             if not conversation.undo():
-                tell("nothing to take back")
+                print_status("nothing to take back")
         case "/system":
             conversation.reset()
             conversation.system = rest.strip() or None
         case "/adapter" if rest.strip():
             change_adapter(session, rest.strip(), strict=strict)
         case "/adapter":
-            tell(adapters_line(session.chat_adapters))
+            print_status(adapters_line(session.chat_adapters))
         case _ if strict and command.startswith("/"):
-            tell(f"{command}: no such command; there are {', '.join(COMMANDS)}")
+            print_status(f"{command}: no such command; there are {', '.join(COMMANDS)}")
         case _:
             answer(conversation, line)
     return True
@@ -222,9 +222,9 @@ def change_adapter(session: Session, name: str, *, strict: bool) -> None:
     except DataError as error:
         if not strict:
             raise
-        tell(f"error: {error}")
+        print_status(f"error: {error}")
     else:
-        tell(adapters_line(session.chat_adapters))
+        print_status(adapters_line(session.chat_adapters))
 
 
 def adapters_line(chat_adapters: ChatAdapters) -> str:
@@ -245,6 +245,6 @@ def answer(conversation: Conversation, turn: str) -> None:
     completion = conversation.ask(turn, show)
     echo("")
     if completion.finish == "length":
-        tell("(cut: --max-new-tokens)")
+        print_status("(cut: --max-new-tokens)")
     elif completion.finish == "context":
-        tell("(cut: the model's context is full; /undo or /reset makes room)")
+        print_status("(cut: the model's context is full; /undo or /reset makes room)")

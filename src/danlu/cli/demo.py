@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from danlu.terminal import printable, tell
+from danlu.terminal import print_status, printable
 
 if TYPE_CHECKING:
     from danlu.demo import Answered, Place, Result
@@ -40,7 +40,7 @@ def demo(
 
 
 def _say(text: str) -> None:
-    tell(text)
+    print_status(text)
 
 
 def answer_lines(result: Result, colour: bool) -> Iterator[str]:

@@ -26,7 +26,7 @@ from danlu.cli.generate import (
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.recipe.from_arguments import recipe_from_arguments
 from danlu.recipe.rules import language_stage
-from danlu.terminal import echo, tell, tell_early
+from danlu.terminal import echo, print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.data.packs import Packs
@@ -93,7 +93,7 @@ def eval(
     from danlu.rollout.resolve_model import resolve_model
 
     resolved = resolve_model(model, base)
-    tell_early(f"reading {resolved.given_path} and {data}")
+    print_status_early(f"reading {resolved.given_path} and {data}")
     config = read_config(resolved.folder)
     check_headers(resolved.folder, config, packed=True)  # before rows are tokenised
     context = config.context_length - resolved.virtual_tokens_per_prompt
@@ -253,7 +253,7 @@ def show(row: dict[str, Any], bad_examples: list[str], context: int) -> None:
     echo(f"scored         {row['scored_tokens']:,} of {row['tokens']:,} tokens in {row['rows']:,} rows")
     limit = ", all that the model sees" if row["max_length"] == context else ""
     for what, count in (*row["shortened"].items(), *row["dropped"].items()):
-        tell(f"note: {count:,} rows {what} (data.max_length {row['max_length']}{limit})")
+        print_status(f"note: {count:,} rows {what} (data.max_length {row['max_length']}{limit})")
     if row["bad_rows"]:
         first = f"; the first: {bad_examples[0]}" if bad_examples else ""
-        tell(f"note: {row['bad_rows']:,} rows could not be read and were skipped{first}")
+        print_status(f"note: {row['bad_rows']:,} rows could not be read and were skipped{first}")

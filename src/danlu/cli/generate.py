@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from danlu.errors import DataError, ModelError, RecipeError
-from danlu.terminal import echo, tell, tell_early
+from danlu.terminal import echo, print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
@@ -87,7 +87,7 @@ def generate(
     from danlu.rollout.resolve_model import resolve_model
 
     resolved = resolve_model(model, base)
-    tell_early(f"reading {resolved.given_path}")
+    print_status_early(f"reading {resolved.given_path}")
     options = sampling_options(resolved, asked, seed)
     from danlu.models.hf_folder import read_config
     from danlu.rollout.generate import check_prompts
@@ -171,7 +171,7 @@ def whole_characters(text: str, where: str) -> str:
 def say_notes(opened: LoadedModel) -> None:
     """On stderr, what there is to know of how a model was opened."""
     for note in opened.notes:
-        tell(note)
+        print_status(note)
 
 
 def write_any_character() -> None:

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from danlu.cli.worker import LOGS, ending_file, log_file
 from danlu.errors import ResourceError, Stopped
-from danlu.machine import kills_for_memory, usable_cores
+from danlu.machine import oom_kill_count, usable_cores
 from danlu.parallel import endings
 from danlu.parallel.endings import Cause, Ending
 from danlu.parallel.joining import LAUNCHER
@@ -182,7 +182,7 @@ class Agent(LocalElasticAgent):
         self._folder, self._arguments, self._from_where = folder, arguments, from_where
         self._say, self._grace_s = say, grace_s
         self._processes = spec.local_world_size
-        self._memory_kills = kills_for_memory()
+        self._memory_kills = oom_kill_count()
         self._progress_s = progress_s  # None once all have started
         self._told_at = time.monotonic()
         self._patient_until: float | None = None  # with processes that were asked twice to stop
@@ -279,7 +279,7 @@ class Agent(LocalElasticAgent):
             left,
             exits,
             {rank: log_file(self._folder, rank) for rank in range(1, self._processes)},
-            memory_kills=(kills_for_memory() or 0) - (self._memory_kills or 0),
+            memory_kills=(oom_kill_count() or 0) - (self._memory_kills or 0),
         )
         allowed = self._worker_group.spec.max_restarts
         if self.stopping is not None or not self.cause.again:

@@ -13,8 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from danlu import __version__
 from danlu.errors import DanluError, InternalError, RecipeError, ResourceError, Stopped
-from danlu.registry import INSTEAD, VERBS, Verb, resolve
-from danlu.terminal import echo, fitted, printable, tell
+from danlu.registry import SUGGESTIONS, VERBS, Verb, resolve
+from danlu.terminal import echo, print_status, printable, wrap_to_terminal
 
 BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
 INTERRUPTED = 128 + 2
@@ -162,10 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageProblem as error:
         return _report(*_usage(error), code=RecipeError.exit_code)
     except Stopped as stopped:
-        tell(str(stopped))
+        print_status(str(stopped))
         return stopped.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        tell("interrupted")
+        print_status("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python would complain when it flushes stdout at exit.
@@ -185,8 +185,8 @@ def _usage(error: Any) -> list[str]:
     said = error.format_message()
     context = getattr(error, "ctx", None)
     unknown = re.match(r"No such command '([^']*)'\.", said)
-    if unknown is not None and context is not None and context.parent is None and unknown[1] in INSTEAD:
-        said = f"{unknown[0]} Use {INSTEAD[unknown[1]]}"
+    if unknown is not None and context is not None and context.parent is None and unknown[1] in SUGGESTIONS:
+        said = f"{unknown[0]} Use {SUGGESTIONS[unknown[1]]}"
     end = "" if said.endswith((".", "?")) else "."
     return [f"{said}{end} See `{context.command_path if context is not None else 'danlu'} --help`"] if said else []
 
@@ -195,7 +195,7 @@ def _report(*problems: str, code: int) -> int:
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     label = "\033[1;31merror:\033[0m" if colour else "error:"
     for problem in problems:
-        said = fitted(f"error: {printable(problem)}", sys.stderr)
+        said = wrap_to_terminal(f"error: {printable(problem)}", sys.stderr)
         sys.stderr.write(f"{label}{said.removeprefix('error:')}\n")
     sys.stderr.flush()
     return code

@@ -10,7 +10,7 @@ import typer
 
 from danlu.cli.generate import QUANTIZATIONS, quantization_section
 from danlu.errors import RecipeError
-from danlu.terminal import tell, tell_early
+from danlu.terminal import print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.adapters.combine import Combination
@@ -63,7 +63,7 @@ def merge(
             "--as-adapter makes one adapter of several, without a base: give two or more, and leave out --force, "
             "--dtype and --quantization"
         )
-    tell_early(f"merging {', '.join(sources)} into {out}")
+    print_status_early(f"merging {', '.join(sources)} into {out}")
     # torch and pydantic: for this verb, not for its --help.
     from danlu.adapters.combine import Combination
 
@@ -188,4 +188,4 @@ def told(combination: Combination) -> str:
 
 
 def say(line: str) -> None:
-    tell(line)
+    print_status(line)

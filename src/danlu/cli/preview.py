@@ -14,7 +14,7 @@ from danlu import recipe as recipes
 from danlu.errors import DataError, RecipeError, ResourceError
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
-from danlu.terminal import echo, tell, tell_early
+from danlu.terminal import echo, print_status, print_status_early
 
 
 def preview(
@@ -40,7 +40,7 @@ def preview(
 ) -> None:
     """See every token with its reason, the packed sequences and the totals, of what `danlu train` would train on."""
     loaded = recipes.load(recipe, overrides or [])
-    tell_early(f"reading the rows of {recipe}")
+    print_status_early(f"reading the rows of {recipe}")
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
     from danlu.assembly.context_length import max_sample_length
     from danlu.assembly.recipe_adapters import check_without_weights
@@ -54,7 +54,7 @@ def preview(
     if html is not None:
         PAGE.check_target(html)
     for note in loaded.notes:
-        tell(note)
+        print_status(note)
     chosen, most = loaded.recipe, tokens or None
     check_without_weights(chosen.model, chosen.adapter)
     ingredients = Ingredients(
@@ -106,7 +106,7 @@ def preview(
             write_durably(html, text.encode())
         except OSError as error:
             raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
-        (tell if as_json else echo)(f"\nwritten to {html}")
+        (print_status if as_json else echo)(f"\nwritten to {html}")
     if refused is not None:
         raise refused
 

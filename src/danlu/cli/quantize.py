@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from danlu.errors import RecipeError
-from danlu.terminal import tell, tell_early
+from danlu.terminal import print_status, print_status_early
 
 KINDS = ("nf4", "fp4")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -40,7 +40,7 @@ def quantize(
 
     folder = resolve_folder(model)
     read_config(folder)
-    tell_early(f"reading {folder}")
+    print_status_early(f"reading {folder}")
     import torch
 
     from danlu.assembly import quantizing
@@ -53,7 +53,7 @@ def quantize(
     with closing(RowProgress(sys.stderr, doing="quantizing", units="tensors")) as progress:
         shown = progress if sys.stderr.isatty() else None
         written = quantizing.quantize(folder, out, section, dtype=types[dtype], progress=shown)
-    tell(
+    print_status(
         f"{folder} in {kind}: {written.packed:,} of {written.parameters:,} parameters packed to "
         f"{written.bits:.3f} bits each, {format_bytes(written.bytes)} in all\n"
         f"model in {out}: try `danlu eval {out} --data FILE` or `danlu chat {out}`"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from danlu.recipe import library, schema
-from danlu.terminal import echo, fitted
+from danlu.terminal import echo, wrap_to_terminal
 
 app = typer.Typer(help="Recipes that come with danlu.", no_args_is_help=True, add_completion=False)
 
@@ -21,7 +21,7 @@ def list_recipes() -> None:
     recipes = library.shipped()
     width = max(map(len, recipes))
     for name, about in recipes.items():
-        line = fitted(f"{name:{width}}  {about}", sys.stdout)
+        line = wrap_to_terminal(f"{name:{width}}  {about}", sys.stdout)
         echo(line.replace("\n  ", f"\n{'':{width}}  "))
 
 

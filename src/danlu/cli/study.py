@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu.errors import DanluError, ResourceError
-from danlu.terminal import echo, printable, tell
+from danlu.terminal import echo, print_status, printable
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -49,9 +49,9 @@ def study(
 
     plan = studies.plan(recipe, parse_vary_options(vary or [], seeds), overrides or [])
     several = "runs" if len(plan.runs) > 1 else "run"
-    tell(f"{len(plan.runs)} {several} in {plan.folder}")
+    print_status(f"{len(plan.runs)} {several} in {plan.folder}")
     for note in studies.notes(plan):
-        tell(note)
+        print_status(note)
     with _screen(plan, verbose) as screen:
         outcome = studies.run(plan, screen)
     if outcome.stopped:
@@ -62,13 +62,14 @@ def study(
     if found.finished:
         _report(found, plan.folder)
     if outcome.failed:
-        tell(f"failed: {', '.join(outcome.failed)}; the same command tries again")
+        print_status(f"failed: {', '.join(outcome.failed)}; the same command tries again")
         raise typer.Exit(DanluError.exit_code)
 
 
 def _say_how_to_go_on(outcome: Outcome) -> None:
     where = f" in {outcome.stopped_in}" if outcome.stopped_in is not None else ""
-    tell(f"stopped{where}; {outcome.finished} of {outcome.of} are finished, and the same command goes on from there")
+    finished = f"{outcome.finished} of {outcome.of} are finished"
+    print_status(f"stopped{where}; {finished}, and the same command goes on from there")
 
 
 def _report(found: Study, folder: Path) -> None:
@@ -92,7 +93,7 @@ def _report(found: Study, folder: Path) -> None:
             f"{folder}: the table and the plots cannot be written: {error.strerror}. Free some space; the same command "
             "writes them again."
         ) from error
-    tell(f"written to {folder}: study.md, study.csv, {', '.join(path.name for path in pictures)}")
+    print_status(f"written to {folder}: study.md, study.csv, {', '.join(path.name for path in pictures)}")
 
 
 @contextmanager
@@ -130,7 +131,7 @@ class Screen:
 
     def wrote(self, text: str) -> None:
         if self._verbose:
-            tell(text, end="")
+            print_status(text, end="")
         else:
             self._below(text.rstrip().rpartition("\n")[2])
 
@@ -152,7 +153,7 @@ class Screen:
 
     def _line(self, text: str, colour: str = "") -> None:
         if self._live is None:
-            tell(text)
+            print_status(text)
         else:
             self._live.console.print(printable(text), style=colour, markup=False, highlight=False, soft_wrap=True)
 

@@ -18,13 +18,13 @@ from danlu import recipe as recipes
 from danlu.adapters.description import is_adapter
 from danlu.cli.worker import loaded_torch, print_into, work
 from danlu.errors import RecipeError
-from danlu.machine import memory_bytes, usable_cores
+from danlu.machine import total_memory_bytes, usable_cores
 from danlu.models.hf_folder import LENET, model_type
 from danlu.parallel.endings import ENDING
 from danlu.parallel.layout import layout_of
 from danlu.parallel.world import World, found
 from danlu.recipe import Loaded, Recipe
-from danlu.terminal import tell, tell_early
+from danlu.terminal import print_status, print_status_early
 
 LEAST_PROCESS_BYTES = 128 << 20
 """Less than what a process that has loaded danlu's training holds for itself alone: 202 MiB of 283, as Linux counts."""
@@ -148,7 +148,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
 
 def check_processes(processes: int) -> None:
     """Tells of more processes than cores. Raises RecipeError for more than this machine's memory can hold."""
-    cores, memory = usable_cores(), memory_bytes()
+    cores, memory = usable_cores(), total_memory_bytes()
     if processes * LEAST_PROCESS_BYTES > memory:
         raise RecipeError(
             f"--processes {processes}: each takes {LEAST_PROCESS_BYTES >> 20} MiB before it holds any of the model, "
@@ -164,7 +164,7 @@ def check_processes(processes: int) -> None:
 def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
     """Returns the exit code."""
     if not quiet:
-        tell_early(f"training in {loaded.recipe.output}")
+        print_status_early(f"training in {loaded.recipe.output}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu import run
 
@@ -196,7 +196,7 @@ def what_to_try(folder: Path) -> str:
 
 
 def _say(text: str) -> None:
-    tell(text)
+    print_status(text)
 
 
 def _silent(text: str) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.errors import DanluError, RecipeError, ResourceError
-from danlu.terminal import echo, printable, tell, tell_early
+from danlu.terminal import echo, print_status, print_status_early, printable
 
 if TYPE_CHECKING:
     from danlu.parallel.sent import Row
@@ -56,7 +56,7 @@ def verify(
         raise RecipeError(
             f"--precision {precision}: use fp32, or recipe for the recipe's own ({loaded.recipe.precision})"
         )
-    tell_early(f"verifying {recipe}")
+    print_status_early(f"verifying {recipe}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu.report.verification_page import PAGE, page
     from danlu.train.durable import write_durably
@@ -65,7 +65,7 @@ def verify(
     if html is not None:
         PAGE.check_target(html)
     for note in loaded.notes:
-        tell(note)
+        print_status(note)
     options = verification.Options(
         processes=processes,
         full=full,
@@ -91,7 +91,7 @@ def verify(
             write_durably(html, page(found, rows).encode())
         except OSError as error:
             raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
-        tell(f"written to {html}")
+        print_status(f"written to {html}")
     if not found.holds:
         raise typer.Exit(DanluError.exit_code)
 

@@ -35,7 +35,7 @@ import numpy as np
 
 from danlu.data.samples import LABEL, Block
 from danlu.errors import ResourceError
-from danlu.exclusive import FileLock, Taken
+from danlu.file_lock import AlreadyLocked, FileLock
 from danlu.types import Sample
 
 log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class TokenCache:
 def _acquired(lock: FileLock) -> bool:
     try:
         lock.acquire()
-    except Taken:
+    except AlreadyLocked:
         return False
     return True
 

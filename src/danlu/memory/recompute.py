@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from danlu.memory.frames import Dropping, Framed
+from danlu.memory.recomputed_function import OutputDroppingFunction, RecomputedFunction
 from danlu.models.decoder import Decoder, Layer
 from danlu.recipe.sections import Recompute
 
@@ -53,7 +53,7 @@ Plan = Sequence[LayerPlan]
 def plan_of(section: Recompute, model: Decoder, planned: Callable[[], Plan] | None = None) -> list[LayerPlan]:
     """One entry for each layer that `model` has.
 
-    planned: the plan of kind `planned`, whose measurements only the caller can make (see `memory.planning`).
+    planned: the plan of kind `planned`, whose measurements only the caller can make (see `memory.recompute_planner`).
     """
     layers = [int(name) for name in model.layers]
     match section.kind:
@@ -84,8 +84,8 @@ def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:
         if segment is None or len(layers) == 1:
             parts += layers
         else:
-            parts.append(Framed(_Segment(layers), f"segment {segment} of the layers"))
-    model.segments = parts if any(isinstance(part, Framed) for part in parts) else ()
+            parts.append(RecomputedFunction(_Segment(layers), f"segment {segment} of the layers"))
+    model.segments = parts if any(isinstance(part, RecomputedFunction) for part in parts) else ()
 
 
 class _Segment:
@@ -104,14 +104,14 @@ def wrap_layer(layer: Any, kind: Kind, where: str = "layer", *, gathered: bool =
     """One layer. It is not wrapped yet, or was unwrapped."""
     assert isinstance(layer, Layer) and "forward" not in vars(layer), "a layer is wrapped once"
     if kind == "full":
-        layer.forward = Framed(layer.forward, where)  # type: ignore[assignment,method-assign]
+        layer.forward = RecomputedFunction(layer.forward, where)  # type: ignore[assignment,method-assign]
     elif kind != "none" or gathered:
-        dropping = Dropping(layer.forward)
+        dropping = OutputDroppingFunction(layer.forward)
         layer.forward = dropping  # type: ignore[assignment,method-assign]
         for owner, name, place in _between_products(layer, kind):
-            setattr(owner, name, Framed(getattr(owner, name), f"{where}.{place}", dropping))
+            setattr(owner, name, RecomputedFunction(getattr(owner, name), f"{where}.{place}", dropping))
         if gathered:
-            layer.enter = Framed(layer.enter, f"{where}.enter", dropping)
+            layer.enter = RecomputedFunction(layer.enter, f"{where}.enter", dropping)
 
 
 def unwrap_layer(layer: Layer) -> None:
@@ -121,7 +121,7 @@ def unwrap_layer(layer: Layer) -> None:
         *((owner, name) for kind in KINDS for owner, name, _ in _between_products(layer, kind)),
     ]:
         vars(owner).pop(name, None)
-    if isinstance(layer.enter, Framed):
+    if isinstance(layer.enter, RecomputedFunction):
         layer.enter = layer.enter.function
 
 

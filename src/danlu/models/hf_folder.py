@@ -15,7 +15,7 @@ from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
 from danlu.models.tensor_file import Stored, read_header
-from danlu.small_files import check_entries, parse_json, read_small_text
+from danlu.small_files import check_regular_entries, parse_json, read_small_text
 from danlu.tokenizer_files import TOKENIZER_FILES
 
 CONFIG = "config.json"
@@ -67,7 +67,7 @@ def find_config(path_or_id: str | Path) -> ModelConfig:
 def _check_entries(folder: Path) -> None:
     """Raises ModelError for a pipe or a device among a model's files, which would be waited for or passed over."""
     try:
-        check_entries(folder)
+        check_regular_entries(folder)
     except OSError as error:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}. Take it out of the folder") from None
 

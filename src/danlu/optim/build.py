@@ -153,7 +153,7 @@ class Optimizers:
         """Bytes of state once every parameter has been stepped, known before the first step allocates it."""
         return sum(spec.bytes for spec in self._expected(unstepped=set()).values())
 
-    def held_state_bytes(self) -> int:
+    def resident_state_bytes(self) -> int:
         """Those of `state_bytes` that stay in memory: of a paged state, one parameter's share."""
         held = 0
         for part in self.parts:

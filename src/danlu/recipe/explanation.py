@@ -13,7 +13,7 @@ from danlu.recipe.loading import Loaded
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import Hint, field_types, list_item_type, literal_values, section_types, variants_of
-from danlu.registry import instead_of
+from danlu.registry import suggested_verb
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _first_line(section: type[Section]) -> str:
 
 
 def _as_verb(word: str) -> str | None:
-    instead = instead_of(word)
+    instead = suggested_verb(word)
     return None if instead is None else f"is no key of a recipe but a thing to do: {instead}"
 
 

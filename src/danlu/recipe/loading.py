@@ -14,7 +14,7 @@ from danlu.recipe.messages import closest_match
 from danlu.recipe.sections import Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.validation import validate
-from danlu.recipe.yaml_tree import MOST_BYTES, Node, Origin, Problem, parse
+from danlu.recipe.yaml_tree import MAX_BYTES, Node, Origin, Problem, parse
 from danlu.small_files import read_small
 
 
@@ -105,7 +105,7 @@ def _line(problem: Problem, path: str) -> str:
 def _read(path: Path) -> str:
     """The text of a recipe file, or an error that says what is there instead."""
     try:
-        return read_small(path, MOST_BYTES).decode("utf-8-sig")
+        return read_small(path, MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise RecipeError(_not_found(path)) from None
     except IsADirectoryError:

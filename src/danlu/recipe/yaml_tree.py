@@ -102,7 +102,7 @@ CORE = "tag:yaml.org,2002:"
 
 # A recipe has some hundred values, four levels deep. What passes these bounds is another file, or was made to hang its
 # reader: ten lines of aliases of aliases stand for 3e9 values ("billion laughs").
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 MOST_VALUES = 20_000
 MOST_LEVELS = 50
 MOST_DIGITS = 100  # Python itself refuses more than 4,300
@@ -177,8 +177,8 @@ def parse(text: str, name: str, problems: list[Problem], *, override: int | None
     Args: `name` is what places are called: the file's path, or the override's text when `override` is its index.
     """
     reader = _Reader(name, problems, override, os.environ)
-    if len(text) > MOST_BYTES:
-        problems.append(Problem("", f"more than {MOST_BYTES >> 20} MiB, so this is no recipe", reader.whole))
+    if len(text) > MAX_BYTES:
+        problems.append(Problem("", f"more than {MAX_BYTES >> 20} MiB, so this is no recipe", reader.whole))
         return None
     try:
         loader = Loader(text)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from danlu.machine import memory_bytes, usable_cores
+from danlu.machine import total_memory_bytes, usable_cores
 from danlu.train.durable import write_durably
 
 _PACKAGES = ("danlu", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pydantic")
@@ -45,7 +45,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
             "usable_cores": usable_cores(),
             "threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
-            "memory_bytes": memory_bytes(),
+            "memory_bytes": total_memory_bytes(),
         },
         "device": _describe_device(device),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 from danlu.errors import ResourceError
-from danlu.exclusive import FileLock, Taken
+from danlu.file_lock import AlreadyLocked, FileLock
 
 LOCK_FILE = ".lock"
 
@@ -15,7 +15,7 @@ class RunLock:
     """Holds a run folder for this process; a context manager.
 
     Whoever ends lets go of it, however it ends, so there is no stale lock to delete; data workers do not hold it. Only
-    on a disk without locks (`danlu.exclusive`) may what a process of another machine left have to be deleted by hand.
+    on a disk without locks (`danlu.file_lock`) may what a process of another machine left have to be deleted by hand.
 
     Raises ResourceError, naming the process that holds the folder, or why the folder cannot be written.
     """
@@ -36,7 +36,7 @@ class RunLock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-        except Taken as taken:
+        except AlreadyLocked as taken:
             held = f"{folder}: another danlu process ({taken.holder}) is using this run folder. "
             if taken.holder.file is not None:
                 raise ResourceError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from danlu.exclusive import holder_of
+from danlu.file_lock import holder_of
 from danlu.train.lock import LOCK_FILE
 from danlu.train.manifest import STATE, list_checkpoints
 
@@ -25,7 +25,7 @@ RECIPE, ENVIRONMENT, METRICS, CHECKPOINTS, SUMMARY = (
 
 DEEPEST = 4  # levels of folders that are looked through
 _BLOCK_BYTES = 1 << 16
-_MOST_BYTES = 16 << 20  # of a metrics file, from its end: an evaluation that is longer ago is not told
+_MAX_BYTES = 16 << 20  # of a metrics file, from its end: an evaluation that is longer ago is not told
 
 State = Literal["running", "finished", "stopped"]
 
@@ -118,7 +118,7 @@ def _from_the_end(file: Path) -> Iterator[bytes]:
     try:
         with file.open("rb") as handle:
             end = handle.seek(0, os.SEEK_END)
-            least, rest = max(0, end - _MOST_BYTES), b""
+            least, rest = max(0, end - _MAX_BYTES), b""
             while end > least:
                 start = max(least, end - _BLOCK_BYTES)
                 handle.seek(start)

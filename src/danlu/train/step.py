@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.data.batch import NOTHING, collate, fill_up
-from danlu.memory.offload import Offload
+from danlu.memory.activation_offload import ActivationOffload
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
@@ -90,7 +90,7 @@ class Compute:
     activations: Activations | None = None  # counts what autograd keeps; None where the forward is compiled
     parallel: StepParallel = field(default_factory=StepParallel)
     through: Callable[..., CrossEntropy] | None = None  # DDP around `Losses`
-    away: Offload | None = None  # where activations wait for the backward pass, if not on the device
+    away: ActivationOffload | None = None  # where activations wait for the backward pass, if not on the device
     multiple: int = 1  # of which the number of tokens is one, where ranks cut them
 
     def weights(self) -> dict[str, Tensor]:

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from danlu import exclusive
+from danlu import file_lock
 from danlu.data.cache import TokenCache
 from danlu.errors import ResourceError
-from danlu.exclusive import FileLock, Taken, is_lock_of
-from danlu.machine import started_at
+from danlu.file_lock import AlreadyLocked, FileLock, is_lock_of
+from danlu.machine import process_start_ticks
 from danlu.train.lock import RunLock
 from danlu.train.run_folder import refuse_strangers
 
@@ -77,7 +77,7 @@ def test_what_a_killed_process_held_is_free(tmp_path: Path, no_locks: None) -> N
     child.start()
     while not (tmp_path / "held").exists():
         time.sleep(0.002)
-    with pytest.raises(Taken) as caught:
+    with pytest.raises(AlreadyLocked) as caught:
         FileLock(tmp_path / "lock").acquire()
     assert str(caught.value) == f"pid {child.pid}"
     assert child.pid is not None
@@ -91,17 +91,17 @@ def test_a_number_given_to_another_process_meanwhile_holds_nothing(tmp_path: Pat
     host = socket.gethostname()
     (tmp_path / "lock.7").write_text(f"{os.getpid()} 12 {host}\n")
     FileLock(tmp_path / "lock").acquire()
-    assert (tmp_path / "lock.8").read_text() == f"{os.getpid()} {started_at(os.getpid())} {host}\n"
+    assert (tmp_path / "lock.8").read_text() == f"{os.getpid()} {process_start_ticks(os.getpid())} {host}\n"
 
 
 def test_where_no_process_tells_when_it_began_its_number_decides(
     tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exclusive, "started_at", lambda pid: "")  # as on macOS
+    monkeypatch.setattr(file_lock, "process_start_ticks", lambda pid: "")  # as on macOS
     first = FileLock(tmp_path / "lock")
     first.acquire()
     assert (tmp_path / "lock.1").read_text() == f"{os.getpid()} - {socket.gethostname()}\n"
-    with pytest.raises(Taken):
+    with pytest.raises(AlreadyLocked):
         FileLock(tmp_path / "lock").acquire()
     (tmp_path / "lock.1").write_text(f"{2**22 + 1} - {socket.gethostname()}\n")  # of nobody
     FileLock(tmp_path / "lock").acquire()
@@ -123,7 +123,7 @@ def test_of_another_machine_a_person_must_say_that_it_is_gone(tmp_path: Path, no
 def test_a_process_that_ended_before_it_wrote_its_name_holds_nothing(
     tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exclusive, "_WRITING_S", 0.05)
+    monkeypatch.setattr(file_lock, "_WRITING_S", 0.05)
     (tmp_path / "lock.1").touch()
     FileLock(tmp_path / "lock").acquire()
     assert names(tmp_path) == ["lock", "lock.2"]
@@ -143,7 +143,7 @@ def take_turns(folder: Path) -> None:
 
 def test_of_many_one_has_it_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse(errno.ENOSYS))
-    monkeypatch.setattr(exclusive, "_POLL_S", 0.001)
+    monkeypatch.setattr(file_lock, "_POLL_S", 0.001)
     (tmp_path / "lock.1").write_text(f"{2**22 + 1} 5 {socket.gethostname()}\n")  # stale: all of them see that at once
     children = [FORK.Process(target=take_turns, args=(tmp_path,)) for _ in range(4)]
     for child in children:

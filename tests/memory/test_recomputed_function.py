@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from danlu.errors import TrainingError
-from danlu.memory import frames
-from danlu.memory.frames import Dropping, Framed
+from danlu.memory import recomputed_function
+from danlu.memory.recomputed_function import OutputDroppingFunction, RecomputedFunction
 
 ROWS, WIDTH = 6, 8
 
@@ -54,9 +54,9 @@ def test_gradients_and_kept_bytes_are_those_of_torchs_checkpoint() -> None:
         out: Tensor = checkpoint(gelu_twice, x, use_reentrant=False)
         return out
 
-    framed = Framed(gelu_twice, "here")
+    framed = RecomputedFunction(gelu_twice, "here")
     assert same(gradients(framed, x), gradients(gelu_twice, x)) and same(gradients(torchs, x), gradients(gelu_twice, x))
-    assert not same(gradients(Framed(F.gelu, "here"), x), gradients(gelu_twice, x))
+    assert not same(gradients(RecomputedFunction(F.gelu, "here"), x), gradients(gelu_twice, x))
     assert kept(framed, x) == kept(torchs, x) == x.nbytes < kept(gelu_twice, x)
 
 
@@ -70,9 +70,9 @@ def test_an_output_that_a_product_saves_is_dropped_with_what_is_inside(monkeypat
 
         return forward
 
-    def dropping(function: Callable[[Tensor], Tensor]) -> Dropping:
-        framed = Framed(function, "activation")
-        framed.within = whole = Dropping(layer(framed))
+    def dropping(function: Callable[[Tensor], Tensor]) -> OutputDroppingFunction:
+        framed = RecomputedFunction(function, "activation")
+        framed.within = whole = OutputDroppingFunction(layer(framed))
         return whole
 
     plain = layer(gelu_twice)
@@ -83,7 +83,7 @@ def test_an_output_that_a_product_saves_is_dropped_with_what_is_inside(monkeypat
     # Of x, what exp gives, and the output only x is left, beside what comes behind and the weight.
     assert kept(plain, x, weight) - kept(dropping(gelu_twice), x, weight) == 2 * x.nbytes
     # Without a layer around that knows of it, the output is kept by the product.
-    alone = layer(Framed(gelu_twice, "activation"))
+    alone = layer(RecomputedFunction(gelu_twice, "activation"))
     assert kept(plain, x, weight) - kept(alone, x, weight) == x.nbytes
 
 
@@ -103,7 +103,7 @@ def test_views_of_outputs_and_inputs(view: Callable[[Tensor], Tensor]) -> None:
     def inside(x: Tensor) -> Tensor:
         return view(x).sin().sum() * x + view(x).exp().sum()
 
-    framed = Framed(inside, "inside")
+    framed = RecomputedFunction(inside, "inside")
 
     def forward(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
         def run(base: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def test_views_of_outputs_and_inputs(view: Callable[[Tensor], Tensor]) -> None:
 
         return run
 
-    framed.within = whole = Dropping(forward(framed))
+    framed.within = whole = OutputDroppingFunction(forward(framed))
     assert same(gradients(whole, base), gradients(forward(inside), base))
 
 
@@ -125,8 +125,8 @@ def test_an_output_changed_in_place_is_kept_as_it_then_is() -> None:
     def scaled(x: Tensor) -> Tensor:
         return x * 3.0
 
-    framed = Framed(scaled, "scaled")
-    framed.within = whole = Dropping(forward(framed))
+    framed = RecomputedFunction(scaled, "scaled")
+    framed.within = whole = OutputDroppingFunction(forward(framed))
     assert same(gradients(whole, x, weight), gradients(forward(scaled), x, weight))
     assert kept(whole, x, weight) == kept(forward(scaled), x, weight)
 
@@ -136,14 +136,15 @@ def test_memory_that_another_tensor_gets_is_not_taken_for_an_output(monkeypatch:
     x, _ = inputs()
 
     def mistaken() -> bool:
-        whole = Dropping(lambda x: x)
-        whole.outputs = outputs = frames._Outputs()
-        Framed(torch.exp, "once", whole)(x)
+        whole = OutputDroppingFunction(lambda x: x)
+        whole.outputs = outputs = recomputed_function._Outputs()
+        RecomputedFunction(torch.exp, "once", whole)(x)
         others = [torch.exp(x.detach()) for _ in range(100)]
-        return any(isinstance(outputs.pack(other), frames._PartOf) for other in others)
+        return any(isinstance(outputs.pack(other), recomputed_function._PartOf) for other in others)
 
     assert not mistaken()
-    monkeypatch.setattr(frames, "StorageWeakRef", lambda storage: None)  # negative control: by address alone
+    # Negative control: by address alone.
+    monkeypatch.setattr(recomputed_function, "StorageWeakRef", lambda storage: None)
     assert mistaken()
 
 
@@ -173,7 +174,7 @@ def test_what_is_made_again_goes_as_soon_as_it_was_used() -> None:
         return x
 
     x, _ = inputs()
-    y = Framed(several, "several")(x)
+    y = RecomputedFunction(several, "several")(x)
     assert len(made) == 4 and all(one.expired() for one in made)
     y.sum().backward()
     assert alive == [4, 3, 2, 1] and all(one.expired() for one in made)
@@ -182,8 +183,8 @@ def test_what_is_made_again_goes_as_soon_as_it_was_used() -> None:
 def test_nothing_holds_itself() -> None:
     """Memory goes with the last reference, without the garbage collector, whether there was a backward pass or not."""
     x, weight = inputs()
-    framed = Framed(gelu_twice, "activation")
-    framed.within = whole = Dropping(lambda x, weight: framed(x) @ weight)
+    framed = RecomputedFunction(gelu_twice, "activation")
+    framed.within = whole = OutputDroppingFunction(lambda x, weight: framed(x) @ weight)
     gc.collect()
     gc.disable()
     try:
@@ -204,8 +205,8 @@ def test_nothing_holds_itself() -> None:
 
 def test_a_second_backward_pass_makes_the_same_again() -> None:
     x, weight = inputs()
-    framed = Framed(gelu_twice, "activation")
-    framed.within = whole = Dropping(lambda x, weight: framed(x) @ weight)
+    framed = RecomputedFunction(gelu_twice, "activation")
+    framed.within = whole = OutputDroppingFunction(lambda x, weight: framed(x) @ weight)
     y = whole(x, weight).square().sum()
     first = torch.autograd.grad(y, (x, weight), retain_graph=True)
     assert same(torch.autograd.grad(y, (x, weight)), first)
@@ -213,9 +214,9 @@ def test_a_second_backward_pass_makes_the_same_again() -> None:
 
 def test_hooks_around_have_the_say_over_what_is_kept() -> None:
     x, weight = inputs()
-    framed = Framed(gelu_twice, "activation")
-    framed.within = whole = Dropping(lambda x, weight: framed(x) @ weight)
-    outer = Framed(lambda x, weight: whole(whole(x, weight), weight), "outer")
+    framed = RecomputedFunction(gelu_twice, "activation")
+    framed.within = whole = OutputDroppingFunction(lambda x, weight: framed(x) @ weight)
+    outer = RecomputedFunction(lambda x, weight: whole(whole(x, weight), weight), "outer")
 
     def twice(x: Tensor, weight: Tensor) -> Tensor:
         return gelu_twice(gelu_twice(x) @ weight) @ weight
@@ -232,8 +233,8 @@ def test_hooks_around_have_the_say_over_what_is_kept() -> None:
 def test_without_gradients_there_is_no_frame() -> None:
     x, _ = inputs()
     with torch.no_grad():
-        assert torch.equal(Framed(gelu_twice, "here")(x), gelu_twice(x))
-    framed = Framed(gelu_twice, "here")
+        assert torch.equal(RecomputedFunction(gelu_twice, "here")(x), gelu_twice(x))
+    framed = RecomputedFunction(gelu_twice, "here")
     assert kept(framed, x.detach()) == 0
 
 
@@ -249,7 +250,7 @@ def test_hidden_randomness_gives_other_gradients() -> None:
         return gradients(function, x)
 
     assert same(gradient(drawn), gradient(drawn))
-    assert not same(gradient(Framed(drawn, "here")), gradient(drawn))
+    assert not same(gradient(RecomputedFunction(drawn, "here")), gradient(drawn))
 
 
 @pytest.mark.parametrize("change", ["more", "fewer", "other shape", "other output"])
@@ -267,8 +268,8 @@ def test_another_course_the_second_time_is_an_error(change: str) -> None:
             return (x if first else x[:3]).exp().sum() * x
         return x.exp() if first else x.t().contiguous().exp().t()
 
-    framed = Framed(fickle, "layers.3.mlp")
-    framed.within = whole = Dropping(lambda x, weight: framed(x) @ weight)
+    framed = RecomputedFunction(fickle, "layers.3.mlp")
+    framed.within = whole = OutputDroppingFunction(lambda x, weight: framed(x) @ weight)
     loss = whole(x, weight).sum()
     with pytest.raises(TrainingError, match=r"layers\.3\.mlp: recomputed .*recompute: none"):
         loss.backward()

@@ -35,17 +35,17 @@ _LEAVING = 8
 where it is faster than the way to the host."""
 
 
-def activations(device: torch.device, folder: Path | None, *, small: int = _SMALL) -> Offload | None:
-    """Where activations of a run on this device go; None where they stay (see `note`).
+def offload_for(device: torch.device, folder: Path | None, *, small: int = _SMALL) -> ActivationOffload | None:
+    """Where activations of a run on this device go; None where they stay (see `unused_note`).
 
     small: bytes up to which a tensor stays where it is.
     """
     if device.type == "cuda":
-        return Offload(lambda: _PinnedMemory(device), small)
-    return None if folder is None else Offload(lambda: _FilePlaces(folder), small)
+        return ActivationOffload(lambda: _PinnedMemory(device), small)
+    return None if folder is None else ActivationOffload(lambda: _FilePlaces(folder), small)
 
 
-def note(device: torch.device, folder: Path | None) -> str | None:
+def unused_note(device: torch.device, folder: Path | None) -> str | None:
     """What a user who asked for offloaded activations should be told."""
     if device.type != "cuda" and folder is None:
         return (
@@ -73,7 +73,7 @@ class _Places(Protocol):
     def settle(self) -> None: ...  # the forward pass is over
 
 
-class Offload:
+class ActivationOffload:
     """Enter `active()` around every forward pass; the backward pass needs nothing."""
 
     def __init__(self, places: Any, small: int) -> None:

@@ -10,9 +10,16 @@ import torch
 from builders.recompute import BOUNDARIES, LAYERS, RecomputeCase, adapted, full, same, step
 
 from danlu.errors import RecipeError
-from danlu.memory import planning
-from danlu.memory.planning import LayerCosts, Option, cheapest, held_bytes, least_bytes, measure
+from danlu.memory import recompute_planner
 from danlu.memory.recompute import KINDS, LayerPlan, wrap
+from danlu.memory.recompute_planner import (
+    LayerCosts,
+    Option,
+    fastest_plan,
+    least_peak_bytes,
+    measure_layers,
+    peak_bytes,
+)
 from danlu.models.attend import PackedAttention
 
 GIB = 2**30
@@ -51,42 +58,42 @@ def seconds(costs: list[LayerCosts], plan: list[LayerPlan]) -> float:
 def test_no_plan_within_the_budget_is_faster(seed: int) -> None:
     costs = made_up(seed, 5)
     plans = every_plan(costs)
-    least = min(held_bytes(costs, plan) for plan in plans)
-    assert least == least_bytes(costs)
-    most = max(held_bytes(costs, plan) for plan in plans)
+    least = min(peak_bytes(costs, plan) for plan in plans)
+    assert least == least_peak_bytes(costs)
+    most = max(peak_bytes(costs, plan) for plan in plans)
     found = set()
     for budget in range(least, most + 20, 7):
-        plan = cheapest(costs, budget)
-        best = min(seconds(costs, one) for one in plans if held_bytes(costs, one) <= budget)
-        assert held_bytes(costs, plan) <= budget and seconds(costs, plan) == pytest.approx(best, abs=1e-9)
+        plan = fastest_plan(costs, budget)
+        best = min(seconds(costs, one) for one in plans if peak_bytes(costs, one) <= budget)
+        assert peak_bytes(costs, plan) <= budget and seconds(costs, plan) == pytest.approx(best, abs=1e-9)
         found.add(tuple(plan))
     assert len(found) > 3  # negative control: the budget decides
 
 
 def test_fewer_partial_plans_give_a_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = made_up(0, 12)
-    budget = (least_bytes(costs) + held_bytes(costs, [LayerPlan(layer, "none") for layer in range(12)])) // 2
-    exact = cheapest(costs, budget)
-    monkeypatch.setattr(planning, "_FRONTIER", 4)
-    rough = cheapest(costs, budget)
-    assert held_bytes(costs, rough) <= budget
+    budget = (least_peak_bytes(costs) + peak_bytes(costs, [LayerPlan(layer, "none") for layer in range(12)])) // 2
+    exact = fastest_plan(costs, budget)
+    monkeypatch.setattr(recompute_planner, "_FRONTIER", 4)
+    rough = fastest_plan(costs, budget)
+    assert peak_bytes(costs, rough) <= budget
     assert seconds(costs, exact) < seconds(costs, rough) < 2 * seconds(costs, exact)
-    assert held_bytes(costs, cheapest(costs, least_bytes(costs))) == least_bytes(costs)
+    assert peak_bytes(costs, fastest_plan(costs, least_peak_bytes(costs))) == least_peak_bytes(costs)
 
 
 def test_a_budget_that_nothing_fits_says_what_would() -> None:
     options = (Option("none", 3 * GIB, 0.0), Option("full", GIB, 1.0))
     costs = [LayerCosts(layer, 3 * GIB, options) for layer in range(2)]
     with pytest.raises(RecipeError, match=r"budget: 3\.5 GiB is less than .* however much is recomputed: 4 GiB"):
-        cheapest(costs, 7 * GIB // 2)
-    assert [one.kind for one in cheapest(costs, 4 * GIB)] == ["full", "none"]  # the last is in use anyway
-    assert [one.kind for one in cheapest(costs, 6 * GIB)] == ["none", "none"]
+        fastest_plan(costs, 7 * GIB // 2)
+    assert [one.kind for one in fastest_plan(costs, 4 * GIB)] == ["full", "none"]  # the last is in use anyway
+    assert [one.kind for one in fastest_plan(costs, 6 * GIB)] == ["none", "none"]
 
 
 def costs_of(made: RecomputeCase) -> list[LayerCosts]:
     tokens = torch.randint(0, 64, (BOUNDARIES[-1],), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(end - start) for start, end in pairwise(BOUNDARIES)])
-    return measure(made.model, tokens, positions, PackedAttention(BOUNDARIES), torch.float32)
+    return measure_layers(made.model, tokens, positions, PackedAttention(BOUNDARIES), torch.float32)
 
 
 @pytest.mark.parametrize("adapter", [None, "lora-dropout", "ia3"])
@@ -109,13 +116,13 @@ def test_measured_bytes_add_up_to_those_of_a_step(adapter: str | None) -> None:
 
 def test_layers_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    measured = planning._measured
+    measured = recompute_planner._measured
 
     def counted(*arguments: object) -> LayerCosts:
         calls.append(arguments)
         return measured(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(planning, "_measured", counted)
+    monkeypatch.setattr(recompute_planner, "_measured", counted)
     costs = costs_of(full("gemma2"))  # every other layer has a window
     assert len(calls) == 2 and [one.layer for one in costs] == list(range(LAYERS))
     assert costs[0].options is costs[2].options is costs[4].options and costs[1].options is costs[3].options

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from danlu.memory import available
+from danlu.memory import available_memory
 
 GIB = 2**30
 
@@ -14,13 +14,13 @@ GIB = 2**30
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host with 8 GiB available, without control groups."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemFree: 1 kB\nMemAvailable: {8 * 2**20} kB\n")
-    monkeypatch.setattr(available, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(available, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(available_memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(available_memory, "_CGROUPS", tmp_path)
     return tmp_path
 
 
 def on_cpu() -> int | None:
-    return available.available_bytes(torch.device("cpu"))
+    return available_memory.available_bytes(torch.device("cpu"))
 
 
 def group(folder: Path, limit: str, used: int, cached: int) -> None:
@@ -55,5 +55,5 @@ def test_a_system_that_tells_nothing_is_no_error(system: Path, monkeypatch: pyte
     def unknown() -> int:
         raise ValueError("unrecognized configuration name")
 
-    monkeypatch.setattr(available, "free_memory_bytes", unknown)
+    monkeypatch.setattr(available_memory, "free_memory_bytes", unknown)
     assert on_cpu() is None

@@ -11,8 +11,8 @@ from builders.recompute_worker import resident_bytes
 from torch import Tensor
 
 from danlu.errors import ResourceError
-from danlu.memory import offload
-from danlu.memory.offload import Offload, activations, note
+from danlu.memory import activation_offload
+from danlu.memory.activation_offload import ActivationOffload, offload_for, unused_note
 from danlu.memory.recompute import Kind, LayerPlan, wrap
 from danlu.numerics.four_bit_weight import FourBitWeight
 
@@ -20,7 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KINDS: tuple[Kind | None, ...] = (None, "selective", "full")
 
 
-def offloaded_step(made: RecomputeCase, away: Offload, dtype: torch.dtype = torch.float32) -> Step:
+def offloaded_step(made: RecomputeCase, away: ActivationOffload, dtype: torch.dtype = torch.float32) -> Step:
     """The step, with the forward pass under `away`."""
     forward = made.model.forward
 
@@ -35,8 +35,8 @@ def offloaded_step(made: RecomputeCase, away: Offload, dtype: torch.dtype = torc
         del made.model.forward
 
 
-def to_files(folder: Path) -> Offload:
-    found = activations(CPU, folder, small=0)
+def to_files(folder: Path) -> ActivationOffload:
+    found = offload_for(CPU, folder, small=0)
     assert found is not None
     return found
 
@@ -64,12 +64,12 @@ def test_what_went_is_what_comes_back(tmp_path: Path, monkeypatch: pytest.Monkey
     """Negative control: numbers that are changed in the file change the gradients."""
     made = full()
     expected = step(made)
-    send = offload._InFile.__init__
+    send = activation_offload._InFile.__init__
 
-    def changed(self: offload._InFile, tensor: Tensor, folder: Path) -> None:
+    def changed(self: activation_offload._InFile, tensor: Tensor, folder: Path) -> None:
         send(self, tensor * 2 if tensor.is_floating_point() else tensor, folder)
 
-    monkeypatch.setattr(offload._InFile, "__init__", changed)
+    monkeypatch.setattr(activation_offload._InFile, "__init__", changed)
     assert not same(offloaded_step(made, to_files(tmp_path)), expected)
 
 
@@ -96,7 +96,7 @@ def test_nothing_is_in_memory_between_forward_and_backward(tmp_path: Path) -> No
 
 def test_small_tensors_and_weights_stay(tmp_path: Path) -> None:
     made = full()
-    away = activations(CPU, tmp_path)
+    away = offload_for(CPU, tmp_path)
     assert away is not None
     before = step(made)
     found = offloaded_step(made, away)
@@ -113,7 +113,7 @@ def test_views_of_one_storage_go_once_and_changed_ones_twice(tmp_path: Path) -> 
     base = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     weight = torch.ones(8, 8, requires_grad=True)
 
-    def products(away: Offload | None) -> Tensor:
+    def products(away: ActivationOffload | None) -> Tensor:
         x = base.clone()
         if away is None:
             y = x[1:] @ weight + (x.clone()[:5] * 2) @ weight
@@ -137,11 +137,11 @@ def test_views_of_one_storage_go_once_and_changed_ones_twice(tmp_path: Path) -> 
 
 
 def test_where_activations_go_and_what_is_said_of_it(tmp_path: Path) -> None:
-    assert activations(CPU, None) is None
-    said = note(CPU, None)
+    assert offload_for(CPU, None) is None
+    said = unused_note(CPU, None)
     assert said is not None and "in the host's memory already" in said and "memory.folder" in said
-    assert note(CPU, tmp_path) is None and note(CUDA, None) is None
-    assert note(CUDA, tmp_path) is not None
+    assert unused_note(CPU, tmp_path) is None and unused_note(CUDA, None) is None
+    assert unused_note(CUDA, tmp_path) is not None
     away = to_files(tmp_path / "gone")
     with pytest.raises(ResourceError, match=r"memory\.folder: .*/gone cannot hold .* of activations"):
         offloaded_step(full(), away)
@@ -156,7 +156,7 @@ def test_on_a_gpu_the_bits_are_those_of_activations_that_stay(kind: Kind | None)
     if kind is not None:
         wrap(model, [LayerPlan(layer, kind) for layer in range(LAYERS)])
     expected = step(made)
-    away = activations(CUDA, None, small=0)
+    away = offload_for(CUDA, None, small=0)
     assert away is not None
     for _ in range(20):  # a race would not show each time
         assert same(offloaded_step(made, away), expected)

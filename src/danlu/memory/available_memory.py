@@ -26,7 +26,7 @@ def available_bytes(device: torch.device) -> int | None:
     return min(known) if known else None
 
 
-def host_bytes(meminfo: Path = _MEMINFO) -> int | None:
+def host_memory_bytes(meminfo: Path = _MEMINFO) -> int | None:
     """All memory and swap space of this machine, whoever holds it; None where nothing tells."""
     found = {"MemTotal:": 0, "SwapTotal:": 0}
     try:

@@ -55,7 +55,7 @@ class _Partial:
     before: _Partial | None = None
 
 
-def cheapest(costs: Sequence[LayerCosts], budget_bytes: int) -> list[LayerPlan]:
+def fastest_plan(costs: Sequence[LayerCosts], budget_bytes: int) -> list[LayerPlan]:
     """The plan that takes least time, of those that never hold more than `budget_bytes`.
 
     Raises RecipeError when no plan does, with the least that any needs.
@@ -72,7 +72,7 @@ def cheapest(costs: Sequence[LayerCosts], budget_bytes: int) -> list[LayerPlan]:
         if not frontier:
             raise RecipeError(
                 f"memory.recompute.budget: {_gib(budget_bytes)} GiB is less than the activations of a micro-batch need "
-                f"however much is recomputed: {_gib(least_bytes(costs))} GiB. Raise it, or lower batch.micro or "
+                f"however much is recomputed: {_gib(least_peak_bytes(costs))} GiB. Raise it, or lower batch.micro or "
                 "data.max_length"
             )
     kinds: list[Kind] = []
@@ -95,7 +95,7 @@ def _best(partials: list[_Partial], budget_bytes: int) -> list[_Partial]:
     return [best[0], *(one for one in by_grain.values() if one is not best[0])]
 
 
-def least_bytes(costs: Sequence[LayerCosts]) -> int:
+def least_peak_bytes(costs: Sequence[LayerCosts]) -> int:
     """The smallest budget for which there is a plan: each layer keeps as little as it can."""
     kept = most = 0
     for one in costs:
@@ -104,7 +104,7 @@ def least_bytes(costs: Sequence[LayerCosts]) -> int:
     return most
 
 
-def held_bytes(costs: Sequence[LayerCosts], plan: Sequence[LayerPlan]) -> int:
+def peak_bytes(costs: Sequence[LayerCosts], plan: Sequence[LayerPlan]) -> int:
     """The most that a plan holds at a time."""
     kept = most = 0
     for one, chosen in zip(costs, plan, strict=True):
@@ -113,7 +113,7 @@ def held_bytes(costs: Sequence[LayerCosts], plan: Sequence[LayerPlan]) -> int:
     return most
 
 
-def measure(
+def measure_layers(
     model: Decoder,
     tokens: Tensor,
     positions: Tensor,

@@ -15,7 +15,7 @@ from builders.recompute_worker import resident_bytes, sharded_in_files
 from torch import Tensor
 
 from danlu.errors import RecipeError, ResourceError
-from danlu.memory.nvme import Mapped, offload_parameters
+from danlu.memory.parameter_offload import MappedTensors, offload_parameters
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.models.decoder import Decoder
 from danlu.numerics.four_bit_weight import FourBitWeight
@@ -32,7 +32,7 @@ def test_tensors_come_back_from_the_file_as_they_went(tmp_path: Path) -> None:
         "large": torch.randn(1024, 1024, generator=generator),
         "c": torch.randint(0, 255, (5000,), dtype=torch.uint8, generator=generator),
     }
-    mapped = Mapped(tensors, tmp_path, what="numbers")
+    mapped = MappedTensors(tensors, tmp_path, what="numbers")
     there = {name: mapped.moved(name, tensor) for name, tensor in tensors.items()}
     assert list(tmp_path.iterdir()) == []
     assert resident_bytes(tmp_path) == 0
@@ -108,7 +108,7 @@ def test_only_layers_in_use_are_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from builders.recompute import full, step\n"
-        "from danlu.memory.nvme import offload_parameters\n"
+        "from danlu.memory.parameter_offload import offload_parameters\n"
         "made = full(hidden_size=128); offload_parameters(made.model, Path(sys.argv[1])); step(made)\n"
         "os.kill(os.getpid(), 9)"
     )

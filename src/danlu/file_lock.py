@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from danlu.machine import pid_is_alive, started_at
+from danlu.machine import pid_is_alive, process_start_ticks
 
 # ENOLCK: NFS without its lock service. EINVAL: what some FUSE file systems say.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
@@ -42,7 +42,7 @@ class Holder:
         return f"pid {pid}" if self.host == socket.gethostname() else f"pid {pid} on {self.host}"
 
 
-class Taken(Exception):
+class AlreadyLocked(Exception):
     """Another process holds it; never leaves danlu as it is."""
 
     def __init__(self, holder: Holder) -> None:
@@ -63,14 +63,14 @@ class FileLock:
         self._pid = 0
 
     def acquire(self, *, wait: bool = False) -> None:
-        """Raises Taken if another process holds it and this is not to wait; OSError if the file cannot be written."""
+        """Raises AlreadyLocked if another process holds it and not `wait`; OSError if the file cannot be written."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             self._flock(fd, wait)
         except BlockingIOError:
             holder = _named_in(fd)
             os.close(fd)
-            raise Taken(holder) from None
+            raise AlreadyLocked(holder) from None
         except OSError as error:
             os.close(fd)
             if error.errno not in _NO_LOCKS:
@@ -144,18 +144,18 @@ def _named_in(fd: int) -> Holder:
 
 
 def _take(path: Path, wait: bool) -> Path:
-    """The file that says this process holds `path`. Raises Taken."""
+    """The file that says this process holds `path`. Raises AlreadyLocked."""
     while True:
         number, newest = _newest(path)
         if newest is not None and (holder := _holder(newest)) is not None:
             if not wait:
-                raise Taken(holder)
+                raise AlreadyLocked(holder)
             time.sleep(_POLL_S)
             continue
         own = path.with_name(f"{path.name}.{number + 1}")
         try:
             with open(own, "x", encoding="utf-8") as file:
-                file.write(f"{os.getpid()} {started_at(os.getpid()) or '-'} {socket.gethostname()}\n")
+                file.write(f"{os.getpid()} {process_start_ticks(os.getpid()) or '-'} {socket.gethostname()}\n")
         except FileExistsError:
             continue  # another was first
         if _newest(path)[0] != number + 1:  # this was slow: another has held it and cleared away what was below
@@ -197,5 +197,5 @@ def _holder(file: Path) -> Holder | None:
     pid, started, host = text.split(maxsplit=2)
     if host != socket.gethostname():
         return Holder(int(pid), host, file)
-    alive = pid_is_alive(int(pid)) and (started == "-" or started_at(int(pid)) in ("", started))
+    alive = pid_is_alive(int(pid)) and (started == "-" or process_start_ticks(int(pid)) in ("", started))
     return Holder(int(pid), host) if alive else None

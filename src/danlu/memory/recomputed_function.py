@@ -32,7 +32,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack of saved_tensors_hooks."""
 
 
-class Framed:
+class RecomputedFunction:
     """A function [tensors and whatever else] -> one tensor, each call of which is a frame.
 
     A class and no closure, so that a copy of a model has frames of its own.
@@ -40,7 +40,9 @@ class Framed:
     where: what it is part of, for messages. within: the layer in which outputs are dropped too.
     """
 
-    def __init__(self, function: Callable[..., Tensor], where: str, within: Dropping | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor], where: str, within: OutputDroppingFunction | None = None
+    ) -> None:
         self.function = function
         self.where = where
         self.within = within
@@ -56,7 +58,7 @@ class Framed:
         return y
 
 
-class Dropping:
+class OutputDroppingFunction:
     """A function in which operations that save the output of a frame keep the frame instead."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:

@@ -34,7 +34,7 @@ class _Extent:
     bytes: int
 
 
-class Mapped:
+class MappedTensors:
     """Tensors of one kind by name, each in pages of its own of one file.
 
     Args:
@@ -81,7 +81,7 @@ class Mapped:
 class OffloadedLayers:
     """The weights of a decoder's layers in a file, by layer."""
 
-    def __init__(self, mapped: Mapped, names: list[list[str]], ahead: int) -> None:
+    def __init__(self, mapped: MappedTensors, names: list[list[str]], ahead: int) -> None:
         self.mapped = mapped
         self._names = names
         self._ahead = ahead
@@ -132,7 +132,7 @@ def offload_parameters(model: Decoder, folder: Path, *, ahead: int = 1) -> Offlo
             f"memory.folder: the weights of the layers are on {elsewhere[0]}, and only those in the host's memory can "
             "lie in a file. Use `memory: {offload: [parameters]}` with `parallel: {shard: zero3}`"
         )
-    mapped = Mapped(found, folder, what="weights")
+    mapped = MappedTensors(found, folder, what="weights")
     with torch.no_grad():
         for name, tensor in _tensors(model.layers):
             if name in found:
