@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from danlu.data.vocabulary import train_vocabulary
+from danlu.data.tokenizer_training import train_tokenizer
 from danlu.models.loading import load
 from danlu.rollout.generate import generate
 from danlu.rollout.request import SamplingOptions
@@ -61,7 +61,7 @@ def random_llama(folder: Path, size: str) -> None:
         bos_token_id=1,
         eos_token_id=2,
     )
-    train_vocabulary(["Once upon a time"], 300, folder)
+    train_tokenizer(["Once upon a time"], 300, folder)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import yaml
 
-from danlu.data.synthesis import pretraining_documents
-from danlu.data.vocabulary import train_vocabulary
+from danlu.data.demo_data import pretraining_documents
+from danlu.data.tokenizer_training import train_tokenizer
 
 COMPARED = ("step", "loss", "grad_norm", "learning_rate", "tokens")
 STEPS = 200
@@ -33,7 +33,7 @@ STEPS = 200
 
 def small_recipe(folder: Path) -> Path:
     documents = list(pretraining_documents(0, 2000))
-    train_vocabulary(documents, 512, folder / "tokenizer")
+    train_tokenizer(documents, 512, folder / "tokenizer")
     rows = folder / "text.jsonl"
     rows.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents))
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from danlu.data.synthesis import pretraining_documents
-from danlu.data.vocabulary import train_vocabulary
+from danlu.data.demo_data import pretraining_documents
+from danlu.data.tokenizer_training import train_tokenizer
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
 from danlu.plan.methods import Method, parameter_bytes
@@ -94,7 +94,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        train_vocabulary(pretraining_documents(0, 500), 600, folder / "tokenizer")
+        train_tokenizer(pretraining_documents(0, 500), 600, folder / "tokenizer")
         chance = np.random.default_rng(0)
         rows = [{"input_ids": chance.integers(10, 500, LENGTH).tolist()} for _ in range(8)]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -35,9 +35,9 @@ WORDS = 4096
 
 
 def make_tokenizer(data: str, folder: Path) -> Path:
-    from danlu.data.vocabulary import train_vocabulary
+    from danlu.data.tokenizer_training import train_tokenizer
 
-    train_vocabulary((" ".join(row.values()) for row in json.loads(Path(data).read_text())), WORDS, folder)
+    train_tokenizer((" ".join(row.values()) for row in json.loads(Path(data).read_text())), WORDS, folder)
     return folder
 
 

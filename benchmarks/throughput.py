@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from danlu.data.synthesis import pretraining_documents
-from danlu.data.vocabulary import train_vocabulary
+from danlu.data.demo_data import pretraining_documents
+from danlu.data.tokenizer_training import train_tokenizer
 
 LENGTH = 2048
 SHAPES: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        train_vocabulary(pretraining_documents(0, 500), 600, folder / "tokenizer")
+        train_tokenizer(pretraining_documents(0, 500), 600, folder / "tokenizer")
         write_rows(folder / "rows.jsonl", 3000 if cuda else 400)
         for name, precision, packs, compiled in CUDA_RUNS if cuda else CPU_RUNS:
             result = measure(folder, name, precision, packs, compiled, options.steps)

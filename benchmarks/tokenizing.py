@@ -57,9 +57,9 @@ def make_rows(count: int, file: Path) -> None:
 
 
 def make_tokenizer(data: Path, folder: Path) -> None:
-    from danlu.data.vocabulary import train_vocabulary
+    from danlu.data.tokenizer_training import train_tokenizer
 
-    train_vocabulary((turn["content"] for turns in conversations(str(data)) for turn in turns[0]), 8192, folder)
+    train_tokenizer((turn["content"] for turns in conversations(str(data)) for turn in turns[0]), 8192, folder)
 
 
 def conversations(data: str) -> Iterator[tuple[list[dict[str, Any]], Any]]:
@@ -154,7 +154,7 @@ def measure(data: str, tokenizer: str, workers: list[int], repeats: int, cache: 
     count = prepared.statistics.rows
     print(
         f"{count:,} rows, {prepared.statistics.tokens / count:.0f} tokens a row, "
-        f"vocabulary of {prepared.tokenizer.size:,}; medians of {repeats}"
+        f"vocabulary of {prepared.tokenizer.vocab_size:,}; medians of {repeats}"
     )
     ways: dict[str, Callable[[], Figure]] = {
         f"danlu prepare, {number} process{'es' * (number > 1)}": lambda number=number: fresh(number, data, tokenizer)

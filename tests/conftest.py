@@ -51,4 +51,4 @@ def tokenising_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401
 
     for room in (prepare, stream):
-        monkeypatch.setattr(room, "Workers", InThisProcess)
+        monkeypatch.setattr(room, "WorkerPool", InThisProcess)

@@ -21,7 +21,7 @@ from builders.tiny_world import InThisProcess, danlu, differences
 from danlu import demo, recipe, run
 from danlu.cli import demo as verb
 from danlu.data import prepare
-from danlu.data.synthesis import Question, every_question
+from danlu.data.demo_data import Question, every_question
 from danlu.demo import Answered, Place, Result, Size, Tally
 from danlu.errors import CheckpointError, DataError, ResourceError
 
@@ -43,7 +43,7 @@ def one_process() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "Workers", InThisProcess)
+        patch.setattr(prepare, "WorkerPool", InThisProcess)
         yield
     torch.set_num_threads(before)
 

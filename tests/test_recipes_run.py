@@ -12,7 +12,7 @@ from builders.digits import digits_folder
 from builders.tiny_world import CONFIG, World, danlu
 
 from danlu import study
-from danlu.data.synthesis import conversations, pretraining_documents
+from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
 from danlu.models.attend import PackedAttention
 from danlu.models.initialize import initialize
@@ -38,7 +38,9 @@ def here(tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok
         (tmp_path / name).write_text("\n<|endoftext|>\n".join(documents), encoding="utf-8")
     (tmp_path / "instructions.json").write_text(json.dumps(list(conversations(0, 120))), encoding="utf-8")
     tokenizer = load_tokenizer("tokenizer")
-    model = build(from_scratch(Model(config=CONFIG, tokenizer="tokenizer"), tokenizer.size, None, tokenizer.eos_id))
+    model = build(
+        from_scratch(Model(config=CONFIG, tokenizer="tokenizer"), tokenizer.vocab_size, None, tokenizer.eos_id)
+    )
     initialize(model, seed=0)
     save(model, tmp_path / "base-model", tokenizer_from=tmp_path / "tokenizer")
     return tmp_path

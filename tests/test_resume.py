@@ -16,8 +16,8 @@ from builders.tiny_world import CONFIG, World, danlu, differences, events, last_
 
 from danlu import language, memory_estimate, run
 from danlu.data import tokenizer
-from danlu.data.synthesis import conversations
-from danlu.data.vocabulary import CHATML
+from danlu.data.demo_data import conversations
+from danlu.data.tokenizer_training import CHATML
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.train import loop
 

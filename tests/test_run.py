@@ -173,7 +173,7 @@ def test_a_tokenizer_of_another_family_is_exported_so_that_it_is_read_as_it_was(
     from transformers import AutoTokenizer
 
     monkeypatch.setattr("danlu.data.tokenizer.CONVERTED", str(tmp_path / "converted"))
-    monkeypatch.setattr("danlu.data.workers.Workers", InlineWorkers)
+    monkeypatch.setattr("danlu.data.worker_pool.WorkerPool", InlineWorkers)
     source = shared_data / "tokenizers" / "gpt2"
     model = {"tokenizer": str(source), "config": {**CONFIG, "model_type": "mistral", "hidden_size": 8}}
     data = {"train": str(tiny_world.text), "cache": str(tmp_path / "cache")}

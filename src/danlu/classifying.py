@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from danlu.data.images import Image, ImageBatch, Images, collate_images, held_out, read_images
+from danlu.data.images import Image, ImageBatch, ImageSampler, collate_images, held_out, read_images
 from danlu.errors import TrainingError
 from danlu.models import lenet
 from danlu.models.hf_folder import resolve_folder
@@ -62,7 +62,7 @@ class Classifying:
         else:
             train, judged = held_out(train, section.eval, seed)
             lines.append(f"evaluation data: {len(judged):,} of these images are held out")
-        images = Images(train, seed)
+        images = ImageSampler(train, seed)
         kept = None if judged is None else [judged.image(place) for place in range(len(judged))]
         return Material(images, images.per_epoch, kept, lines)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TextIO
 
 from danlu import __version__, recipe, run
-from danlu.data.synthesis import Question, conversations, every_question, pretraining_documents, questions
-from danlu.data.vocabulary import train_vocabulary
+from danlu.data.demo_data import Question, conversations, every_question, pretraining_documents, questions
+from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import ResourceError
 from danlu.rollout.generate import generate
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
@@ -188,7 +188,7 @@ def _write_missing(place: Place, size: Size) -> None:
         raise ResourceError(f"{path}: cannot be written: {error.strerror}. Free some space and try again.") from error
     # The template is written last of the three files, so it says that the other two are there.
     if not (place.tokenizer / "chat_template.jinja").exists():
-        train_vocabulary(_texts(size), size.vocabulary, place.tokenizer)
+        train_tokenizer(_texts(size), size.vocabulary, place.tokenizer)
 
 
 def _lines(rows: Iterable[object]) -> str:

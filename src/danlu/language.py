@@ -19,12 +19,12 @@ from danlu.assembly.adapter_training import write_result
 from danlu.assembly.context_length import max_sample_length
 from danlu.assembly.frozen_base import check_frozen, model_bytes
 from danlu.assembly.recipe_adapters import base_changes, base_identity, check_adapters, doubts
-from danlu.data.packs import Packs
+from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.statistics import Statistics, beyond_positions
-from danlu.data.stream import Stream
-from danlu.data.tokenizer import Tokenizer, exported, load_tokenizer, readable_folder, template_date
-from danlu.data.tokenizing import TokenizerFacts, facts_of
+from danlu.data.stream import StreamingDataset
+from danlu.data.tokenizer import Tokenizer, exported, fast_tokenizer_folder, load_tokenizer, template_date
+from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.errors import CheckpointError, DanluError, DataError, RecipeError
 from danlu.memory_estimate import (
     MemoryEstimate,
@@ -78,7 +78,7 @@ class Language:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._words: TokenizerFacts | None = None  # known once rows are prepared, unless they are streamed
+        self._words: TokenizerInfo | None = None  # known once rows are prepared, unless they are streamed
 
     def check(self, start: Start | None) -> None:
         recipe = self.recipe
@@ -98,7 +98,7 @@ class Language:
         check_size(recipe, config, where, world_size())
         if recipe.evaluation.samples is not None:
             words = _tokenizer(recipe)
-            _sample_prompts(recipe, ChatTokenizer(words), self._config(facts_of(words)))
+            _sample_prompts(recipe, ChatTokenizer(words), self._config(tokenizer_info(words)))
 
     def _check_layout(self, config: ModelConfig) -> None:
         if wrong := list(problems(self.recipe.parallel, _sizes(config))):
@@ -123,10 +123,10 @@ class Language:
         lines = data_lines(prepared) + self._beyond_positions(prepared)
         held_out = _held_out(recipe, prepared)
         if prepared.train is not None:
-            packs = Packs(prepared.train, recipe.data.packing, recipe.data.max_length, recipe.seed)
+            packs = PackedDataset(prepared.train, recipe.data.packing, recipe.data.max_length, recipe.seed)
             _check_targets(map(packs.at, range(packs.packs_per_epoch)), "data.train", "train on")
             return Material(packs, packs.packs_per_epoch, held_out, lines)
-        source = Stream(
+        source = StreamingDataset(
             recipe.data,
             stage=language_stage(recipe, "a stream of tokens"),
             tokenizer_path=_tokenizer_path(recipe),
@@ -182,13 +182,13 @@ class Language:
         finally:
             rows.close()
 
-    def _config(self, words: TokenizerFacts | None = None) -> ModelConfig:
-        model, words = self.recipe.model, words or self._words or facts_of(_tokenizer(self.recipe))
+    def _config(self, words: TokenizerInfo | None = None) -> ModelConfig:
+        model, words = self.recipe.model, words or self._words or tokenizer_info(_tokenizer(self.recipe))
         if model.path is None:
-            config = from_scratch(model, words.size, words.bos_id, words.eos_id)
+            config = from_scratch(model, words.vocab_size, words.bos_id, words.eos_id)
         else:
             config = read_config(resolve_folder(model.path))
-        check_vocabulary(config, words.size)
+        check_vocabulary(config, words.vocab_size)
         return config
 
     def _subject(
@@ -313,7 +313,7 @@ def written_date(recipe: Recipe) -> str | None:
 def _held_out(recipe: Recipe, prepared: Prepared) -> list[Pack] | None:
     if prepared.eval is None:
         return None
-    packs = Packs(prepared.eval, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
+    packs = PackedDataset(prepared.eval, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
     held_out = [packs.at(number) for number in range(packs.packs_per_epoch)]
     _check_targets(held_out, "data.eval", "evaluate on")
     return held_out
@@ -468,7 +468,7 @@ def _write(
     subject: Subject, recipe: Recipe, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool
 ) -> None:
     given = recipe.model.chat_template
-    words = _exported_words(subject, recipe) if writes else readable_folder(_tokenizer_path(recipe))
+    words = _exported_words(subject, recipe) if writes else fast_tokenizer_folder(_tokenizer_path(recipe))
     template = None if given is None else Path(given).expanduser().read_text(encoding="utf-8")
     if subject.adapters is not None and subject.base is not None:
         write_result(
@@ -504,7 +504,7 @@ def _exported_words(subject: Subject, recipe: Recipe) -> Path:
         found = exported(path, family)
     except DanluError as error:  # nothing that has been trained may be lost for it
         log.warning("%s: whether the result's tokenizer is read as the one trained with is not known: %s", path, error)
-        return readable_folder(path)
+        return fast_tokenizer_folder(path)
     if not found.faithful:
         log.warning(
             "%s: beside a config.json of model_type %s, transformers (and danlu by it) reads another tokenizer from "

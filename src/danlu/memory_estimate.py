@@ -22,7 +22,7 @@ from danlu.adapters.lora import LowRank
 from danlu.assembly.adapter_training import TRAINED
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapters_of
-from danlu.data.tokenizing import TokenizerFacts
+from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import ModelError, RecipeError
 from danlu.memory.available_memory import available_bytes, host_memory_bytes
 from danlu.memory.recompute import Kind, LayerPlan, plan_of
@@ -275,7 +275,7 @@ def _gathered(sharded: Mapping[str, tuple[int, int]], recipe: Recipe) -> tuple[i
 # ── a model of shapes ──
 
 
-def preview_parameters(recipe: Recipe, tokenizer: TokenizerFacts | None) -> str | None:
+def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str | None:
     """How many parameters a run would have, and train, for `danlu preview`: `44,192 parameters, all trained`.
 
     None where the model cannot be read, or its vocabulary is not known. Raises RecipeError as a run would.
@@ -295,16 +295,16 @@ def preview_parameters(recipe: Recipe, tokenizer: TokenizerFacts | None) -> str 
         return None
 
 
-def _config(recipe: Recipe, tokenizer: TokenizerFacts | None) -> ModelConfig | None:
+def _config(recipe: Recipe, tokenizer: TokenizerInfo | None) -> ModelConfig | None:
     """Of the model that is trained; None where it hangs on a tokenizer that is not known."""
     if recipe.model.path is not None:
         return read_config(resolve_folder(recipe.model.path))
     if tokenizer is None:
         return None
-    return from_scratch(recipe.model, tokenizer.size, tokenizer.bos_id, tokenizer.eos_id)
+    return from_scratch(recipe.model, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
 
 
-def preview_lines(recipe: Recipe, tokenizer: TokenizerFacts | None) -> list[str]:
+def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
     """What a run of a recipe would hold in memory, for `danlu preview`: nothing is loaded but configs.
 
     tokenizer: None where it is not known. Raises RecipeError for what no run could begin with.

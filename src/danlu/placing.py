@@ -20,7 +20,7 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.adapter_training import adapted_model, merged_model
 from danlu.assembly.base_model import Base
 from danlu.assembly.frozen_base import Adapted
-from danlu.data.batch import collate, fill_up
+from danlu.data.batch import collate, pad_to_bucket
 from danlu.errors import RecipeError
 from danlu.memory import activation_offload, recompute, recompute_planner
 from danlu.memory.parameter_offload import offload_parameters
@@ -276,7 +276,7 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
     length = recipe.data.max_length
     full = Pack((Sample(np.zeros(length, dtype=np.int32), np.zeros(length, dtype=np.float32), "full"),))
     virtual = () if subject.adapters is None else subject.adapters.virtual_tokens
-    batch = fill_up(collate([full] * micro, device, before=virtual), shares)
+    batch = pad_to_bucket(collate([full] * micro, device, before=virtual), shares)
     attend = PackedAttention(batch.boundaries)
     noise = None if subject.adapters is None else subject.adapters.making.noise
     if noise is not None:  # what dropout makes is kept too

@@ -73,7 +73,7 @@ class Batch:
     boundaries: tuple[int, ...]  # [documents + 1] offsets into T, from 0 to T
     sources: Tensor  # [N] int64, rising
     targets: Tensor  # [N] int64
-    weights: Tensor  # [N] float32, all > 0 (see `data.batch.fill_up` for those that are not)
+    weights: Tensor  # [N] float32, all > 0 (see `data.batch.pad_to_bucket` for those that are not)
     weight: float  # sum of `weights`
     rows: tuple[str, ...]  # one per document, for messages
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from danlu.data.vocabulary import CHATML
+from danlu.data.tokenizer_training import CHATML
 
 LLAMA3 = """\
 {{- bos_token }}

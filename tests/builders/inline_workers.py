@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from danlu.data.workers import Job
+from danlu.data.worker_pool import Job
 
 
 class Here:
-    """In the place of `danlu.data.workers.Workers`, for tests of what is done rather than of where."""
+    """In the place of `danlu.data.worker_pool.WorkerPool`, for tests of what is done rather than of where."""
 
     def __init__(self, job: Job[Any, Any], count: int) -> None:
         self._job = job

@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 import yaml
 
-from danlu.data.synthesis import conversations, pretraining_documents
-from danlu.data.vocabulary import train_vocabulary
+from danlu.data.demo_data import conversations, pretraining_documents
+from danlu.data.tokenizer_training import train_tokenizer
 from danlu.types import Pack
 
 CONFIG = {
@@ -116,7 +116,7 @@ def tiny_world() -> World:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     world = World(folder)
     documents = list(pretraining_documents(0, 400))
-    train_vocabulary(documents, 400, world.tokenizer)
+    train_tokenizer(documents, 400, world.tokenizer)
     write_rows(world.text, [{"text": text} for text in documents[:100]])
     write_rows(world.chat, list(conversations(0, 100)))
     return world

@@ -14,7 +14,7 @@ import pytest
 
 from danlu import registry
 from danlu.cli import crash, main
-from danlu.data.workers import UnexpectedError
+from danlu.data.worker_pool import UnexpectedError
 from danlu.errors import InternalError
 from danlu.registry import VERBS, Verb
 

@@ -16,7 +16,7 @@ from builders.tiny_world import World, danlu, write_rows
 
 from danlu.data.prepare import prepare
 from danlu.data.tokenizer import load_tokenizer
-from danlu.data.vocabulary import CHATML, SMALLEST_SIZE, train_vocabulary
+from danlu.data.tokenizer_training import CHATML, MIN_VOCAB_SIZE, train_tokenizer
 from danlu.errors import DataError
 from danlu.recipe import load, resolved_yaml
 
@@ -29,14 +29,14 @@ TWO_QUESTIONS = {"messages": [HELLO["messages"][0], HELLO["messages"][0]]}
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer without merges: each byte is a token, whatever the library's version."""
     folder = tmp_path_factory.mktemp("letters")
-    train_vocabulary(["ab"], SMALLEST_SIZE, folder)
+    train_tokenizer(["ab"], MIN_VOCAB_SIZE, folder)
     return folder
 
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("preview", "prepare", "stream"):
-        monkeypatch.setattr(f"danlu.data.{module}.Workers", InlineWorkers)
+        monkeypatch.setattr(f"danlu.data.{module}.WorkerPool", InlineWorkers)
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_wrong_arguments_are_told_at_once(
     path = recipe(HELLO)
     notes = tmp_path / "notes.html"
     notes.write_text("mine")
-    monkeypatch.setattr("danlu.data.preview.Workers", None)  # so nothing can be rendered
+    monkeypatch.setattr("danlu.data.preview.WorkerPool", None)  # so nothing can be rendered
     assert danlu("preview", path, "--html", notes) == 2
     assert "notes.html: exists and is no danlu preview" in capsys.readouterr().err
     assert danlu("preview", path, "--row", "rows.jsonl:7") == 2

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from danlu.data.batch import _to_next_size, _transfer, collate, fill_up
+from danlu.data.batch import _to_next_size, _transfer, collate, pad_to_bucket
 from danlu.types import Batch, Pack, Sample
 
 
@@ -126,7 +126,7 @@ def test_few_sizes_for_many_lengths() -> None:
 
 def test_filling_up_adds_a_document_and_targets_of_no_weight() -> None:
     batch = collate([Pack((sample([*range(199)], [0.0] + [1.0] * 198),))])
-    filled = fill_up(batch)
+    filled = pad_to_bucket(batch)
     assert filled.boundaries == (0, 199, 200) and len(filled.tokens) == len(filled.positions) == 200
     assert len(filled.sources) == len(filled.targets) == len(filled.weights) == 200
     for name in ("tokens", "positions", "sources", "targets", "weights"):
@@ -135,4 +135,4 @@ def test_filling_up_adds_a_document_and_targets_of_no_weight() -> None:
         assert not column[len(before) :].any()
     assert (filled.weight, filled.rows) == (batch.weight, batch.rows)
     whole = collate([Pack((sample([*range(128)], [0.0] + [1.0] * 127),))])
-    assert fill_up(whole).boundaries == whole.boundaries
+    assert pad_to_bucket(whole).boundaries == whole.boundaries

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from danlu.data import byte_level
 from danlu.data.byte_level import GPT2, encoder_of
-from danlu.data.synthesis import pretraining_documents
+from danlu.data.demo_data import pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
 
 LLAMA3 = (

@@ -9,12 +9,12 @@ import pytest
 import torch
 from builders.digits import CLASSES, SIDE, digits, digits_folder, write_split
 
-from danlu.data.images import Images, Pictures, collate_images, held_out, read_images
+from danlu.data.images import ImageDataset, ImageSampler, collate_images, held_out, read_images
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Source
 
 
-def read(*sources: Source) -> Pictures:
+def read(*sources: Source) -> ImageDataset:
     return read_images(sources, side=SIDE, classes=CLASSES)
 
 
@@ -67,27 +67,27 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
 
 def test_every_image_comes_once_an_epoch_in_an_order_of_the_seed(tmp_path: Path) -> None:
     pictures = read(Source(path=str(digits_folder(tmp_path / "set", train=50))))
-    images = Images(pictures, seed=3)
+    images = ImageSampler(pictures, seed=3)
     first, second = ([images.at(epoch * 50 + n).number for n in range(50)] for epoch in (0, 1))
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second and first != list(range(50))
-    again = Images(pictures, seed=3)
+    again = ImageSampler(pictures, seed=3)
     backwards = [again.at(n).number for n in reversed(range(100))]
     assert backwards[::-1] == first + second  # whatever was asked for before
-    assert [Images(pictures, seed=4).at(n).number for n in range(50)] != first
-    in_order = Images(pictures, seed=3, shuffle=False)
+    assert [ImageSampler(pictures, seed=4).at(n).number for n in range(50)] != first
+    in_order = ImageSampler(pictures, seed=3, shuffle=False)
     assert [in_order.at(n).number for n in range(51)] == [*range(50), 0]
 
 
 def test_a_checkpoint_knows_its_images_again(tmp_path: Path) -> None:
     pictures = read(Source(path=str(digits_folder(tmp_path / "set", train=20))))
-    Images(pictures, seed=0).restore(Images(pictures, seed=0).state())
+    ImageSampler(pictures, seed=0).restore(ImageSampler(pictures, seed=0).state())
     changed = pictures.pixels.copy()
     changed[3, 4, 5] ^= 1
-    other = Pictures(changed, pictures.labels, pictures.files, pictures.origin, pictures.numbers)
-    for state in (Images(other, seed=0).state(), Images(pictures, seed=1).state()):
+    other = ImageDataset(changed, pictures.labels, pictures.files, pictures.origin, pictures.numbers)
+    for state in (ImageSampler(other, seed=0).state(), ImageSampler(pictures, seed=1).state()):
         with pytest.raises(CheckpointError, match="not what the checkpoint was made with"):
-            Images(pictures, seed=0).restore(state)
+            ImageSampler(pictures, seed=0).restore(state)
 
 
 def test_images_are_set_aside(tmp_path: Path) -> None:

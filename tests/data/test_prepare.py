@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.prepare import Prepared, prepare
 from danlu.data.samples import Selection
-from danlu.data.synthesis import conversations, pretraining_documents
-from danlu.data.vocabulary import train_vocabulary
+from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import DataError
 from danlu.recipe.sections import Data, Packing, Source
 
@@ -24,7 +24,7 @@ NOT_STORES = ("locks", "files")  # what else is in a cache
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    train_vocabulary(pretraining_documents(0, 300), 500, folder)
+    train_tokenizer(pretraining_documents(0, 300), 500, folder)
     return folder
 
 
@@ -89,7 +89,9 @@ def test_statistics_count_what_is_there(tokenizer: Path, cache: Path, chat: Path
     assert statistics.trained_tokens == sum(int((sample.weights > 0).sum()) for sample in samples)
     assert 0 < statistics.trained_share < 1
     assert statistics.longest == max(len(sample.tokens) for sample in samples)
-    assert prepared.max_token == max(int(sample.tokens.max()) for sample in samples) < prepared.tokenizer.size == 500
+    assert (
+        prepared.max_token == max(int(sample.tokens.max()) for sample in samples) < prepared.tokenizer.vocab_size == 500
+    )
 
 
 SECOND_RUN = """

@@ -16,15 +16,15 @@ from builders.chat_tokenizers import make_tokenizer
 from builders.inline_workers import InlineWorkers
 from builders.tiny_world import World, write_rows
 
-from danlu.data.packs import Packs
+from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import prepare
 from danlu.data.preview import Ingredients, ShownRow, look, measure, show, survey, texts_of
 from danlu.data.samples import Selection
 from danlu.data.sources import read_rows
 from danlu.data.spans import Reason
-from danlu.data.stream import Stream
+from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
-from danlu.data.tokenizing import Settings, facts_of
+from danlu.data.tokenizing import Settings, tokenizer_info
 from danlu.errors import DataError, RecipeError
 from danlu.recipe.sections import Data, Packing, Source
 
@@ -53,13 +53,15 @@ def of(tiny_world: World) -> Callable[..., Ingredients]:
 def shown_here(tokenizer: Tokenizer, path: Path, **data: Any) -> list[ShownRow]:
     """What `look` gives of a file, without a process of its own."""
     section = Data(**{"train": [Source(path=str(path))], "max_length": 64, **data})
-    return show(tokenizer, facts_of(tokenizer), (0, (Settings.of(section, "auto"), list(read_rows(section.train[0])))))
+    return show(
+        tokenizer, tokenizer_info(tokenizer), (0, (Settings.of(section, "auto"), list(read_rows(section.train[0]))))
+    )
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("preview", "prepare", "stream"):
-        monkeypatch.setattr(f"danlu.data.{module}.Workers", InlineWorkers)
+        monkeypatch.setattr(f"danlu.data.{module}.WorkerPool", InlineWorkers)
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ def test_the_bytes_of_all_tokens_are_the_text(tmp_path: Path, kind: Any) -> None
     assert "".join(texts_of(parts)) == start + TEXT and texts_of(parts).count("") >= 2
     special = tokenizer.encode("</s>")[-1]
     assert special in tokenizer.special_ids and not set(tokenizer.encode("Hello")) & tokenizer.special_ids
-    assert tokenizer.token_bytes([tokenizer.size + 5]) == [b""]
+    assert tokenizer.token_bytes([tokenizer.vocab_size + 5]) == [b""]
 
 
 @pytest.mark.parametrize("name", ["minimind", "phi3-mini", "gpt2"])
@@ -106,7 +108,7 @@ def test_the_bytes_of_real_tokenizers(shared_data: Path, name: str) -> None:
     text = "Describe a process.\n 识别并解释龘 😀"
     parts = tokenizer.token_bytes(tokenizer.encode(text))
     assert b"".join(parts).decode().strip() == text
-    assert all(len(tokenizer.token_bytes([token])) == 1 for token in range(0, tokenizer.size, 97))
+    assert all(len(tokenizer.token_bytes([token])) == 1 for token in range(0, tokenizer.vocab_size, 97))
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ def test_the_packs_are_those_of_a_run(of: Callable[..., Ingredients], kind: Any)
     ingredients = of(packing=Packing(kind=kind))
     packed = measure(ingredients, packs=3).train.packed
     assert packed is not None
-    packs = Packs(prepare_as_run(ingredients), ingredients.data.packing, 64, seed=0)
+    packs = PackedDataset(prepare_as_run(ingredients), ingredients.data.packing, 64, seed=0)
     assert (packed.packs, packed.tokens, packed.efficiency) == (
         packs.packs_per_epoch,
         packs.tokens_per_epoch,
@@ -235,7 +237,7 @@ def test_of_a_stream_the_first_block_is_counted(of: Callable[..., Ingredients], 
     train = overview.train
     assert overview.block and train.packed is not None
     assert train.statistics.rows == 30 and train.packed.tokens == train.statistics.tokens == train.lengths.sum()
-    with Stream(
+    with StreamingDataset(
         ingredients.data, stage="pretrain", tokenizer_path=ingredients.tokenizer_path, chat_template=None, seed=0
     ) as stream:
         packs = [stream.at(number) for number in range(train.packed.packs)]

@@ -463,7 +463,7 @@ def test_given_tokens_stay_as_they_are() -> None:
     assert sample.reasons.tolist() == [Reason.PROMPT, Reason.PROMPT, Reason.TEXT, Reason.TEXT]
     _, (all_,) = rendered("chatml", {"input_ids": [5, 6]})
     assert all_.weights.tolist() == [0, 1]
-    for token in (tokenizer.size, -1):
+    for token in (tokenizer.vocab_size, -1):
         with pytest.raises(
             DataError, match=rf"^chat\.jsonl:1: token {token} is not in the vocabulary of .* \(0 to \d+\)"
         ):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from danlu.data.demo_data import pretraining_documents
 from danlu.data.sources import RawRow
-from danlu.data.stream import MixedRows, Stream
-from danlu.data.synthesis import pretraining_documents
-from danlu.data.vocabulary import train_vocabulary
+from danlu.data.stream import MixedRows, StreamingDataset
+from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Data, Packing, Source
 from danlu.train.position import Feed
@@ -64,7 +64,7 @@ def test_a_source_without_rows_is_an_error() -> None:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    train_vocabulary(pretraining_documents(0, 300), 500, folder)
+    train_tokenizer(pretraining_documents(0, 300), 500, folder)
     return folder
 
 
@@ -78,17 +78,21 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def stream(tokenizer: Path, paths: list[Path], weights: Any = (None, None), seed: int = 1, **settings: Any) -> Stream:
+def stream(
+    tokenizer: Path, paths: list[Path], weights: Any = (None, None), seed: int = 1, **settings: Any
+) -> StreamingDataset:
     train = [Source(path=str(path), weight=weight) for path, weight in zip(paths, weights, strict=False)]
     values = {"train": train, "max_length": 128, "streaming": True, "shuffle_buffer": 50, "workers": 1, **settings}
-    return Stream(Data(**values), stage="pretrain", tokenizer_path=str(tokenizer), chat_template=None, seed=seed)
+    return StreamingDataset(
+        Data(**values), stage="pretrain", tokenizer_path=str(tokenizer), chat_template=None, seed=seed
+    )
 
 
 def content(pack: Pack) -> list[tuple[str, list[int]]]:
     return [(sample.row, sample.tokens.tolist()) for sample in pack.samples]
 
 
-def next_rows(packs: Stream, count: int) -> list[str]:
+def next_rows(packs: StreamingDataset, count: int) -> list[str]:
     rows: list[str] = []
     while len(rows) < count:
         rows += [sample.row for sample in packs.at(packs.state()["pack"]).samples]

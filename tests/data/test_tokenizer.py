@@ -140,7 +140,7 @@ def test_special_tokens(tmp_path: Path) -> None:
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
         oracle.bos_token_id, oracle.eos_token_id, oracle.pad_token_id,
     )  # fmt: skip
-    assert tokenizer.size == len(oracle) and not tokenizer.adds_bos
+    assert tokenizer.vocab_size == len(oracle) and not tokenizer.adds_bos
     bare = load_tokenizer(str(make_tokenizer(tmp_path, CHATML, **dict.fromkeys(SPECIALS))))
     assert (bare.bos_id, bare.eos_id, bare.pad_id) == (None, None, None)
 
@@ -236,7 +236,7 @@ def test_a_result_s_tokenizer_is_read_as_the_one_trained_with(
 ) -> None:
     """transformers chooses the class by the model's type too: beside a Mistral it cannot read GPT-2's files."""
     monkeypatch.setattr(tokenizer_room, "CONVERTED", str(tmp_path / "converted"))
-    monkeypatch.setattr("danlu.data.workers.Workers", InlineWorkers)
+    monkeypatch.setattr("danlu.data.worker_pool.WorkerPool", InlineWorkers)
     source = shared_data / "tokenizers/gpt2"
     trained = load_tokenizer(str(source))
     with pytest.raises(DataError, match="the tokenizer cannot be read"):
@@ -255,7 +255,7 @@ def test_a_result_whose_tokenizer_would_be_read_as_another_is_known(
 ) -> None:
     """Beside a Qwen2 transformers cuts text as Qwen2 does, whatever tokenizer.json says."""
     monkeypatch.setattr(tokenizer_room, "CONVERTED", str(tmp_path / "converted"))
-    monkeypatch.setattr("danlu.data.workers.Workers", InlineWorkers)
+    monkeypatch.setattr("danlu.data.worker_pool.WorkerPool", InlineWorkers)
     source = shared_data / "tokenizers/minimind"
     assert exported(str(source), "qwen2") == Exported(source, faithful=False)
     own = beside(source, tmp_path / "own", "qwen2")

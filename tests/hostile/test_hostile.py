@@ -83,7 +83,7 @@ def home(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
         import_module(name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
-        patch.setattr("danlu.data.prepare.Workers", InThisProcess)
+        patch.setattr("danlu.data.prepare.WorkerPool", InThisProcess)
         folder = tiny_world.folder / "first"
         assert danlu("train", tiny_world.recipe(folder, steps=1, schedule={"warmup": 0})) == 0
         assert danlu("generate", folder, "--prompt", "a", "--max-new-tokens", 1) == 0
@@ -102,7 +102,7 @@ def test_bad_input(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setattr("danlu.data.preview.Workers", InThisProcess)
+    monkeypatch.setattr("danlu.data.preview.WorkerPool", InThisProcess)
     monkeypatch.setenv("COLUMNS", "80")
     for name, value in case.environ.items():
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)

@@ -216,12 +216,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         'np.argsort(part.astype(np.int64), kind="stable")',
         "data/test_packing.py",
     ),
-    Mutation("data/packs.py", "weights[:1] = 0", "weights[:0] = 0", "data/test_packs.py"),
+    Mutation("data/packed_dataset.py", "weights[:1] = 0", "weights[:0] = 0", "data/test_packed_dataset.py"),
     Mutation(
-        "data/packs.py",
+        "data/packed_dataset.py",
         'Order.of(self.packs_per_epoch, self._seed, "packs", epoch)',
         'Order.of(self.packs_per_epoch, self._seed, "packs")',
-        "data/test_packs.py",
+        "data/test_packed_dataset.py",
     ),
     Mutation(
         "data/mixture.py",

@@ -11,7 +11,7 @@ from builders.recompute import LAYERS, adapted
 from builders.tiny_run import SyntheticPacks, tiny_model
 from torch import Tensor
 
-from danlu.data.batch import fill_up
+from danlu.data.batch import pad_to_bucket
 from danlu.errors import TrainingError
 from danlu.memory.recompute import Kind, LayerPlan, wrap
 from danlu.models.attend import PackedAttention
@@ -57,7 +57,7 @@ def test_packed_equals_one_document_at_a_time() -> None:
 def test_filling_up_to_few_sizes_changes_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     packs = [SyntheticPacks().at(n) for n in range(40)]
     got, got_gradients = gradients_of(100, packs)
-    monkeypatch.setattr("danlu.train.step.fill_up", lambda batch, multiple: batch)
+    monkeypatch.setattr("danlu.train.step.pad_to_bucket", lambda batch, multiple: batch)
     want, want_gradients = gradients_of(100, packs)
     assert got.tokens % 16  # there was something to fill up
     assert (got.tokens, got.trained_tokens, got.lengths) == (want.tokens, want.trained_tokens, want.lengths)
@@ -66,10 +66,10 @@ def test_filling_up_to_few_sizes_changes_neither_loss_nor_gradient(monkeypatch: 
         torch.testing.assert_close(got_gradients[name], gradient, rtol=2e-5, atol=1e-7)
 
     def with_weight(batch: Batch, multiple: int) -> Batch:
-        filled = fill_up(batch, multiple)
+        filled = pad_to_bucket(batch, multiple)
         return replace(filled, weights=filled.weights + 1e-3)
 
-    monkeypatch.setattr("danlu.train.step.fill_up", with_weight)
+    monkeypatch.setattr("danlu.train.step.pad_to_bucket", with_weight)
     assert gradients_of(100, packs)[0].loss != pytest.approx(want.loss, rel=1e-6)
 
 

@@ -17,7 +17,7 @@ from danlu.adapters.description import AdapterFolder, stacked
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, base_of, check_base
 from danlu.assembly.frozen_base import load_frozen
-from danlu.data.tokenizer import readable_folder
+from danlu.data.tokenizer import fast_tokenizer_folder
 from danlu.errors import DataError, ModelError, ResourceError
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import disk_tensors
@@ -146,7 +146,7 @@ def find_tokenizer(folders: Sequence[Path]) -> Path | None:
     """The first of the folders that has a tokenizer; None where none has."""
     for folder in folders:
         try:
-            return readable_folder(str(folder))
+            return fast_tokenizer_folder(str(folder))
         except DataError:
             continue
     return None

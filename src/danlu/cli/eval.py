@@ -29,7 +29,7 @@ from danlu.recipe.rules import language_stage
 from danlu.terminal import echo, print_status, print_status_early
 
 if TYPE_CHECKING:
-    from danlu.data.packs import Packs
+    from danlu.data.packed_dataset import PackedDataset
     from danlu.data.prepare import Prepared
     from danlu.data.samples import Selection
     from danlu.recipe import Recipe
@@ -190,13 +190,13 @@ def samples_of(prepared: Prepared) -> Selection:
 
 def score(opened: LoadedModel, prepared: Prepared, recipe: Recipe) -> Scores:
     """Scores over every sample, once."""
-    from danlu.data.packs import Packs
+    from danlu.data.packed_dataset import PackedDataset
     from danlu.recipe.sections import LossOptions
     from danlu.train.evaluation import evaluate
     from danlu.train.step import Compute
 
     length = recipe.data.max_length
-    packs = Packs(samples_of(prepared), recipe.data.packing, length, seed=0, shuffle=False)
+    packs = PackedDataset(samples_of(prepared), recipe.data.packing, length, seed=0, shuffle=False)
     compute = Compute(
         model=opened.model,
         forward=opened.model,
@@ -216,7 +216,7 @@ def score(opened: LoadedModel, prepared: Prepared, recipe: Recipe) -> Scores:
     return scores
 
 
-def watched(packs: Packs) -> Iterator[Pack]:
+def watched(packs: PackedDataset) -> Iterator[Pack]:
     """Every pack, with what is done so far on a terminal."""
     from danlu.train.progress import RowProgress
 

@@ -56,11 +56,11 @@ def collate(packs: Sequence[Pack], device: torch.device | str = "cpu", before: S
     )
 
 
-NOTHING = Pack((Sample(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32), "filled up"),))
+EMPTY_PACK = Pack((Sample(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32), "filled up"),))
 """A pack without targets, for a process that has none left where others have."""
 
 
-def fill_up(batch: Batch, multiple: int = 1) -> Batch:
+def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
     """The same batch in one of few sizes: T and N grow by a thirty-second at most, by what adds nothing to any sum.
 
     multiple: T becomes one of it, for processes that cut tokens among them.

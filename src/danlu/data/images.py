@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from danlu.data.idx import read_idx
+from danlu.data.idx_format import read_idx
 from danlu.data.order import Order
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Source
@@ -61,7 +61,7 @@ class ImageBatch:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImageDataset:
     """Some images in memory."""
 
     pixels: np.ndarray  # [N, H, W] uint8
@@ -78,8 +78,10 @@ class Pictures:
             self.pixels[place], int(self.labels[place]), self.files[self.origin[place]], int(self.numbers[place])
         )
 
-    def chosen(self, places: np.ndarray) -> Pictures:
-        return Pictures(self.pixels[places], self.labels[places], self.files, self.origin[places], self.numbers[places])
+    def chosen(self, places: np.ndarray) -> ImageDataset:
+        return ImageDataset(
+            self.pixels[places], self.labels[places], self.files, self.origin[places], self.numbers[places]
+        )
 
     def digest(self) -> str:
         """Equal for equal images and labels in the same order."""
@@ -89,13 +91,13 @@ class Pictures:
         return state.hexdigest()[:16]
 
 
-class Images:
-    """Pictures in an order of their own each epoch, decided by the seed; in their own order without shuffling.
+class ImageSampler:
+    """ImageDataset in an order of their own each epoch, decided by the seed; in their own order without shuffling.
 
     Raises DataError if there are none.
     """
 
-    def __init__(self, pictures: Pictures, seed: int, *, shuffle: bool = True) -> None:
+    def __init__(self, pictures: ImageDataset, seed: int, *, shuffle: bool = True) -> None:
         if not len(pictures):
             raise DataError("there are no images to train on: every one is held out")
         self._pictures = pictures
@@ -143,7 +145,7 @@ def collate_images(images: Sequence[Image], device: torch.device, *, side: int) 
     )
 
 
-def read_images(sources: Sequence[Source], *, side: int, classes: int) -> Pictures:
+def read_images(sources: Sequence[Source], *, side: int, classes: int) -> ImageDataset:
     """The images of all sources, one behind the other.
 
     side: pixels each way that an image must have. classes: labels are below.
@@ -152,7 +154,7 @@ def read_images(sources: Sequence[Source], *, side: int, classes: int) -> Pictur
     parts = [_read(source, side, classes) for source in sources]
     files = tuple(name for name, _, _ in parts)
     counts = [len(labels) for _, _, labels in parts]
-    return Pictures(
+    return ImageDataset(
         np.concatenate([pixels for _, pixels, _ in parts]),
         np.concatenate([labels for _, _, labels in parts]),
         files,
@@ -161,7 +163,7 @@ def read_images(sources: Sequence[Source], *, side: int, classes: int) -> Pictur
     )
 
 
-def held_out(pictures: Pictures, share: float | int, seed: int) -> tuple[Pictures, Pictures]:
+def held_out(pictures: ImageDataset, share: float | int, seed: int) -> tuple[ImageDataset, ImageDataset]:
     """(the rest, those set aside): a share of the pictures, or so many, chosen by the seed."""
     count = share if isinstance(share, int) else max(1, round(share * len(pictures)))
     if count >= len(pictures):

@@ -17,8 +17,8 @@ from danlu.data.samples import Selection
 from danlu.data.sources import BadRow, RawRow
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import fingerprint_of, template_date
-from danlu.data.tokenizing import Settings, Task, Tokenised, Tokenising, TokenizerFacts, chunks
-from danlu.data.workers import Workers
+from danlu.data.tokenizing import Settings, Task, Tokenised, Tokenising, TokenizerInfo, chunks
+from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError
 from danlu.machine import usable_cores
 from danlu.recipe.sections import Data, Source
@@ -32,11 +32,11 @@ Progress = Callable[[int, int | None], None]
 class Prepared:
     """Tokenised data, read from disk as it is needed."""
 
-    train: Selection | None  # None when streaming: `danlu.data.stream.Stream` reads the rows while training
+    train: Selection | None  # None when streaming: `danlu.data.stream.StreamingDataset` reads the rows while training
     eval: Selection | None
     statistics: Statistics  # of the training rows, before evaluation rows were taken out and sources mixed
     eval_statistics: Statistics | None  # of evaluation sources of their own
-    tokenizer: TokenizerFacts | None  # None when nothing was tokenised: streaming without evaluation
+    tokenizer: TokenizerInfo | None  # None when nothing was tokenised: streaming without evaluation
     max_token: int  # the largest token id anywhere
     date: str | None = None  # that the chat template writes, where it writes one
 
@@ -70,7 +70,7 @@ def prepare(
     tokenising = Tokenising(tokenizer_path, chat_template, date)
     cached = _Cached(data, stage, tokenising, fingerprint_of(tokenizer_path, chat_template, date), progress)
     own_eval = data.eval if isinstance(data.eval, list) else []
-    with Workers(tokenising, worker_count(data)) as workers:
+    with WorkerPool(tokenising, worker_count(data)) as workers:
         eval_stores = [cached.store(source, workers) for source in own_eval]
         train_stores = [] if data.streaming else [cached.store(source, workers) for source in data.train]
     train_statistics, eval_statistics = _statistics(train_stores), _statistics(eval_stores)
@@ -87,7 +87,7 @@ def prepare(
         eval=Selection.all_of(eval_stores) if eval_stores else held_out,
         statistics=train_statistics,
         eval_statistics=eval_statistics if eval_stores else None,
-        tokenizer=TokenizerFacts(**every[0].statistics["tokenizer"]) if every else None,
+        tokenizer=TokenizerInfo(**every[0].statistics["tokenizer"]) if every else None,
         max_token=max((store.max_token for store in every), default=-1),
         date=date,
     )
@@ -169,7 +169,7 @@ class _Cached:
         self._progress = progress or (lambda done, total: None)
         self._done = 0
 
-    def store(self, source: Source, workers: Workers[Task, Tokenised]) -> TokenStore:
+    def store(self, source: Source, workers: WorkerPool[Task, Tokenised]) -> TokenStore:
         parts = {
             "source": sources.fingerprint(source, self._cache.folder / "files"),
             "tokenizer": self._tokenizer,
@@ -184,7 +184,7 @@ class _Cached:
             format, raw = read(source, self._data, self._stage)
             for part in tokenise_rows(raw, Settings.of(self._data, format), workers):
                 bad_rows.see(part.bad, part.statistics.rows)
-                writer = writer or open_writer(part.tokenizer.size)
+                writer = writer or open_writer(part.tokenizer.vocab_size)
                 writer.add(part.block)
                 statistics.add(part.statistics)
                 self._done += part.statistics.rows
@@ -230,7 +230,9 @@ def read(source: Source, data: Data, stage: Stage) -> tuple[Format | Literal["au
     return format, chain(seen, rows)
 
 
-def tokenise_rows(raw: Iterable[RawRow], settings: Settings, workers: Workers[Task, Tokenised]) -> Iterator[Tokenised]:
+def tokenise_rows(
+    raw: Iterable[RawRow], settings: Settings, workers: WorkerPool[Task, Tokenised]
+) -> Iterator[Tokenised]:
     """Rows as tokenised chunks, in order."""
     return workers.map((settings, chunk) for chunk in chunks(raw))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from danlu.data.packs import Packs
+from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import Prepared, Progress, Stage, prepare, read, tokenise_rows, worker_count
 from danlu.data.render import render_many
 from danlu.data.rows import parse
@@ -24,10 +24,10 @@ from danlu.data.samples import Block, Samples, Selection
 from danlu.data.sources import BadRow, RawRow
 from danlu.data.spans import Reason
 from danlu.data.statistics import Statistics, beyond_positions
-from danlu.data.stream import Stream
+from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, load_tokenizer, template_date
-from danlu.data.tokenizing import Settings, Task, Tokenising, TokenizerFacts, facts_of, tokenise
-from danlu.data.workers import Workers
+from danlu.data.tokenizing import Settings, Task, Tokenising, TokenizerInfo, tokenise, tokenizer_info
+from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError, RecipeError
 from danlu.recipe.sections import Data, Source
 from danlu.types import Pack
@@ -108,7 +108,7 @@ class ShownRow:
 
 @dataclass(frozen=True)
 class Showing:
-    """The job of the process that renders the rows to show (`danlu.data.workers.Job`)."""
+    """The job of the process that renders the rows to show (`danlu.data.worker_pool.Job`)."""
 
     tokenizer_path: str
     chat_template: str | None
@@ -116,7 +116,7 @@ class Showing:
 
     def start(self) -> Callable[[tuple[int, Task]], list[ShownRow]]:
         tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template, self.date)
-        return partial(show, tokenizer, facts_of(tokenizer))
+        return partial(show, tokenizer, tokenizer_info(tokenizer))
 
 
 def look(of: Ingredients, *, rows: int, places: Sequence[str] = ()) -> list[ShownRow]:
@@ -139,11 +139,11 @@ def look(of: Ingredients, *, rows: int, places: Sequence[str] = ()) -> list[Show
     if missing:
         files = ", ".join(source.path for source in of.sources)
         raise RecipeError([f"--row {place}: there is no such row in {files}" for place in missing])
-    with Workers(Showing(of.tokenizer_path, of.chat_template, of.template_date), 1) as workers:
+    with WorkerPool(Showing(of.tokenizer_path, of.chat_template, of.template_date), 1) as workers:
         return [row for part in workers.map(tasks) for row in part]
 
 
-def show(tokenizer: Tokenizer, facts: TokenizerFacts, numbered: tuple[int, Task]) -> list[ShownRow]:
+def show(tokenizer: Tokenizer, facts: TokenizerInfo, numbered: tuple[int, Task]) -> list[ShownRow]:
     """What becomes of each row of a source, by the same steps as for training.
 
     Raises:
@@ -153,7 +153,7 @@ def show(tokenizer: Tokenizer, facts: TokenizerFacts, numbered: tuple[int, Task]
     return [_show(tokenizer, facts, settings, source, row) for row in rows]
 
 
-def _show(tokenizer: Tokenizer, facts: TokenizerFacts, settings: Settings, source: int, row: RawRow) -> ShownRow:
+def _show(tokenizer: Tokenizer, facts: TokenizerInfo, settings: Settings, source: int, row: RawRow) -> ShownRow:
     made = tokenise(tokenizer, facts, (settings, [row]))
     counted, block = made.statistics, made.block
     if counted.dropped:
@@ -275,7 +275,7 @@ class Overview:
     eval: Side | None
     block: bool
     changed: tuple[str, ...] = ()
-    tokenizer: TokenizerFacts | None = None
+    tokenizer: TokenizerInfo | None = None
     date: str | None = None
     beyond: tuple[str, ...] = ()
 
@@ -290,7 +290,7 @@ def measure(
         shown: rows to compare with what the cache holds.
 
     Raises:
-        DataError, ResourceError: what `prepare` and `Stream` raise, which is what stops a run.
+        DataError, ResourceError: what `prepare` and `StreamingDataset` raise, which is what stops a run.
     """
     data = of.data
     recipe: dict[str, Any] = {
@@ -302,10 +302,10 @@ def measure(
     }
     prepared = prepare(data, **recipe, progress=progress)
     if prepared.train is not None:
-        laid = Packs(prepared.train, data.packing, data.max_length, of.seed)
+        laid = PackedDataset(prepared.train, data.packing, data.max_length, of.seed)
         train = Side(prepared.statistics, _lengths(prepared.train), _packed(laid, prepared.train, packs))
     else:
-        with Stream(data, **recipe) as stream:
+        with StreamingDataset(data, **recipe) as stream:
             train = _first_block(stream, data, packs)
     changed = tuple(_changed(prepared, shown, len(data.train)))
     held_out = _evaluation(prepared, of)
@@ -345,7 +345,9 @@ def survey(of: Ingredients, *, progress: Progress | None = None) -> Overview:
                     progress(done, None)
         return Side(statistics, np.concatenate(lengths), None)
 
-    with Workers(Tokenising(of.tokenizer_path, of.chat_template, of.template_date), worker_count(of.data)) as workers:
+    with WorkerPool(
+        Tokenising(of.tokenizer_path, of.chat_template, of.template_date), worker_count(of.data)
+    ) as workers:
         train = side(of.data.train, most)
         own_eval = side(of.data.eval, None) if isinstance(of.data.eval, list) else None
     beyond = _beyond(of, train, own_eval)
@@ -357,13 +359,13 @@ def _lengths(selection: Selection) -> np.ndarray:
     return np.concatenate([store.lengths for store in selection.stores])
 
 
-def _packed(packs: Packs, samples: Samples, first: int) -> Packed:
+def _packed(packs: PackedDataset, samples: Samples, first: int) -> Packed:
     count = packs.packs_per_epoch
     kept = tuple(packs.at(number) for number in range(min(first, count)))
     return Packed(count, len(samples), packs.tokens_per_epoch, packs.efficiency, kept)
 
 
-def _first_block(stream: Stream, data: Data, first: int) -> Side:
+def _first_block(stream: StreamingDataset, data: Data, first: int) -> Side:
     kept: list[Pack] = []
     documents: list[int] = []
     packs = tokens = 0
@@ -385,7 +387,7 @@ def _evaluation(prepared: Prepared, of: Ingredients) -> Side | None:
     held_out = prepared.eval
     if held_out is None:
         return None
-    packs = Packs(held_out, of.data.packing, of.data.max_length, of.seed, shuffle=False)
+    packs = PackedDataset(held_out, of.data.packing, of.data.max_length, of.seed, shuffle=False)
     statistics = prepared.eval_statistics or _count(held_out)
     return Side(statistics, held_out.lengths, _packed(packs, held_out, 0))
 

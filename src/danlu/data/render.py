@@ -331,12 +331,12 @@ def _with_token(rendered: Rendered, token: int, label: tuple[Reason, int, float]
 
 
 def _fits(row: Tokenized, tokenizer: Tokenizer) -> bool:
-    return bool(row.tokens.min() >= 0 and row.tokens.max() < tokenizer.size)
+    return bool(row.tokens.min() >= 0 and row.tokens.max() < tokenizer.vocab_size)
 
 
 def _too_large(row: Tokenized, where: str, tokenizer: Tokenizer) -> DataError:
-    wrong = next(token for token in row.tokens.tolist() if not 0 <= token < tokenizer.size)
-    problem = f"{where}: token {wrong} is not in the vocabulary of {tokenizer.path} (0 to {tokenizer.size - 1})"
+    wrong = next(token for token in row.tokens.tolist() if not 0 <= token < tokenizer.vocab_size)
+    problem = f"{where}: token {wrong} is not in the vocabulary of {tokenizer.path} (0 to {tokenizer.vocab_size - 1})"
     return DataError(f"{problem}; use the tokenizer that made these rows")
 
 

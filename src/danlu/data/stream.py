@@ -21,14 +21,14 @@ from typing import Any
 
 from danlu.data import sources
 from danlu.data.order import key
-from danlu.data.packs import Packs
+from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import BadRows, Stage, check_trained, read, tokenise_rows, worker_count
 from danlu.data.samples import Block
 from danlu.data.sources import RawRow
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import template_date
 from danlu.data.tokenizing import Settings, Tokenising
-from danlu.data.workers import Workers
+from danlu.data.worker_pool import WorkerPool
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Data
 from danlu.types import Pack
@@ -117,12 +117,12 @@ class _PackedBlock:
     number: int
     start: Position  # of its first row
     end: Position
-    packs: Packs | None  # None when no row of the block gave a sample
+    packs: PackedDataset | None  # None when no row of the block gave a sample
     statistics: Statistics
     bad: tuple[str, ...]
 
 
-class Stream:
+class StreamingDataset:
     """Packs in order, from rows read while training. Use as a context manager, or `close` it.
 
     While the packs of one block are used, the next block is read and tokenised in the background.
@@ -151,13 +151,13 @@ class Stream:
         self._settings = [Settings.of(data, read(source, data, stage)[0]) for source in data.train]
         readers = [partial(sources.read_rows, source) for source in data.train]
         self._rows = MixedRows(readers, [source.weight for source in data.train])
-        self._workers = Workers(Tokenising(tokenizer_path, chat_template, date), worker_count(data))
+        self._workers = WorkerPool(Tokenising(tokenizer_path, chat_template, date), worker_count(data))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._bad_rows = BadRows(data)
         self.statistics = Statistics()
         self._begin(0, self._rows.position, number=0, used=0)
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> StreamingDataset:
         return self
 
     def __exit__(
@@ -250,5 +250,5 @@ class Stream:
                 bad += part.bad
         samples = Block.join(blocks)
         seed = key(self._seed, "stream", number)
-        packs = Packs(samples, self._data.packing, self._data.max_length, seed) if len(samples) else None
+        packs = PackedDataset(samples, self._data.packing, self._data.max_length, seed) if len(samples) else None
         return _PackedBlock(number, start, self._rows.position, packs, statistics, tuple(bad))

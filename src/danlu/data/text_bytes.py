@@ -21,7 +21,7 @@ def weighted_bytes(samples: Samples, tokenizer: Tokenizer) -> tuple[float, float
     A character spread over several tokens is counted byte by byte, tokens that begin or end a document not at all, nor
     the space that some tokenizers put before a document. A text that the tokenizer normalises counts as it is then.
     """
-    pieces = tokenizer.token_bytes(range(tokenizer.size))
+    pieces = tokenizer.token_bytes(range(tokenizer.vocab_size))
     lengths = np.array([len(piece) for piece in pieces], np.int64)
     begins_with_space = np.array([piece.startswith(b" ") for piece in pieces], bool)
     adds_space = b"".join(pieces[token] for token in tokenizer.encode("a")) == b" a"

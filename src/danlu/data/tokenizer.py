@@ -60,7 +60,7 @@ class Tokenizer:
     """A fast tokenizer and its chat template.
 
     Attributes:
-        size: ids go from 0 to size - 1.
+        vocab_size: ids go from 0 to vocab_size - 1.
         eos_id, bos_id, pad_id: None where the tokenizer has none.
         by_bytes: places of tokens are counted in UTF-8 bytes (byte-level tokenizers), else in characters.
         adds_bos: plain text begins with bos when this tokenizer is used the ordinary way.
@@ -86,13 +86,13 @@ class Tokenizer:
         self._fast.no_truncation()
         self._templates = dict(templates)
         self._vocabulary: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
-        self.size: int = max(self._vocabulary.values()) + 1
+        self.vocab_size: int = max(self._vocabulary.values()) + 1
         self.eos_id: int | None = pretrained.eos_token_id
         self.bos_id: int | None = pretrained.bos_token_id
         self.pad_id: int | None = pretrained.pad_token_id
         with_specials = self._fast.encode("a", add_special_tokens=True).ids
         self.adds_bos = self.bos_id is not None and with_specials[:1] == [self.bos_id]
-        self._byte_lengths = _byte_lengths(self._fast, self._vocabulary, self.size)
+        self._byte_lengths = _byte_lengths(self._fast, self._vocabulary, self.vocab_size)
         self._normalizes = self._fast.normalizer is not None
 
     @property
@@ -292,7 +292,7 @@ def load_tokenizer(path: str, chat_template: str | None = None, date: str | None
     Raises:
         DataError: there is no tokenizer, it cannot be read, or the Jinja file is missing.
     """
-    folder = readable_folder(path)
+    folder = fast_tokenizer_folder(path)
     template = _read_template(chat_template)
     # Imported here: a second and 70 MiB that a run on cached tokens does not need.
     from transformers import AutoTokenizer
@@ -446,7 +446,7 @@ CONVERTED = "~/.cache/danlu/tokenizers"
 """Where tokenizers that have only a `tokenizer.model` are kept as other tools can read them."""
 
 
-def readable_folder(path: str) -> Path:
+def fast_tokenizer_folder(path: str) -> Path:
     """`tokenizer_folder`, with a tokenizer.json: a bare `tokenizer.model` is converted into a folder of the cache.
 
     Other tools read such a file to other ids, or not at all, so what is written beside a result comes from there too.
@@ -518,7 +518,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Exporting:
-    """The job (`danlu.data.workers.Job`) of finding out: it loads tokenizers, which a training process need not."""
+    """The job (`danlu.data.worker_pool.Job`) of finding out: it loads tokenizers, which a training process need not."""
 
     def start(self) -> Callable[[tuple[Path, str | None]], Exported]:
         return _exported
@@ -533,13 +533,13 @@ def exported(path: str, model_type: str | None) -> Exported:
     Raises:
         DataError: there is no tokenizer, or it cannot be read.
     """
-    folder = readable_folder(path)
+    folder = fast_tokenizer_folder(path)
     if not _depends_on_type(folder, model_type):
         return Exported(folder)
     # Imported here: nothing else in this file has processes.
-    from danlu.data.workers import Workers
+    from danlu.data.worker_pool import WorkerPool
 
-    with Workers(Exporting(), 1) as workers:
+    with WorkerPool(Exporting(), 1) as workers:
         return next(iter(workers.map([(folder, model_type)])))
 
 

@@ -57,10 +57,10 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class TokenizerFacts:
+class TokenizerInfo:
     """What the rest of a run needs to know of the tokenizer without loading it."""
 
-    size: int  # ids go from 0 to size - 1
+    vocab_size: int  # ids go from 0 to vocab_size - 1
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None
@@ -78,10 +78,10 @@ class TokenizerFacts:
         )
 
 
-def facts_of(tokenizer: Tokenizer) -> TokenizerFacts:
+def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
     """The facts of a tokenizer that is loaded."""
-    return TokenizerFacts(
-        size=tokenizer.size,
+    return TokenizerInfo(
+        vocab_size=tokenizer.vocab_size,
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
@@ -97,7 +97,7 @@ class Tokenised:
     block: Block
     statistics: Statistics
     bad: tuple[str, ...]  # a message for each row that cannot be used, in the order of the rows
-    tokenizer: TokenizerFacts
+    tokenizer: TokenizerInfo
 
 
 Task = tuple[Settings, list[RawRow]]
@@ -105,7 +105,7 @@ Task = tuple[Settings, list[RawRow]]
 
 @dataclass(frozen=True)
 class Tokenising:
-    """The job of a worker process (`danlu.data.workers.Job`)."""
+    """The job of a worker process (`danlu.data.worker_pool.Job`)."""
 
     tokenizer_path: str
     chat_template: str | None
@@ -113,7 +113,7 @@ class Tokenising:
 
     def start(self) -> Callable[[Task], Tokenised]:
         tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template, self.date)
-        return partial(tokenise, tokenizer, facts_of(tokenizer))
+        return partial(tokenise, tokenizer, tokenizer_info(tokenizer))
 
 
 def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
@@ -130,7 +130,7 @@ def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-def tokenise(tokenizer: Tokenizer, facts: TokenizerFacts, task: Task) -> Tokenised:
+def tokenise(tokenizer: Tokenizer, facts: TokenizerInfo, task: Task) -> Tokenised:
     """Rows as samples; rows that cannot be used are reported, not raised.
 
     Raises:
@@ -242,7 +242,7 @@ def _count_specials(block: Block, rows: Mapping[int, Row], tokenizer: Tokenizer,
     """Samples whose row has written out special tokens, by token. Rows that are given as tokens mean theirs."""
     reasons = block.palette["reason"]
     is_text, is_own = _IS_ROWS_TEXT[reasons], _IS_OWN[reasons]
-    is_special, ends_turn = (np.zeros(tokenizer.size, bool) for _ in range(2))
+    is_special, ends_turn = (np.zeros(tokenizer.vocab_size, bool) for _ in range(2))
     is_special[list(tokenizer.special_ids)] = True
     ends_turn[list(tokenizer.end_of_turn_ids)] = True
     found = is_special[block.tokens] & is_text[block.codes] | ends_turn[block.tokens] & is_own[block.codes]

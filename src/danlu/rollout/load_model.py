@@ -56,7 +56,7 @@ def load_chat_tokenizer(folder: Path, chat_template: Path | None = None, *, mode
     model: the model's folder, where that is another one.
     """
     tokenizer = load_tokenizer(str(folder), None if chat_template is None else str(chat_template))
-    check_vocabulary(read_config(model or folder), tokenizer.size)
+    check_vocabulary(read_config(model or folder), tokenizer.vocab_size)
     return ChatTokenizer(tokenizer)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danlu.data.batch import fill_up
+from danlu.data.batch import pad_to_bucket
 from danlu.errors import TrainingError
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
@@ -25,7 +25,7 @@ def explain_non_finite(
     """Why the loss of `batch` is not finite: a weight that already is not, or the first module to make it so.
 
     names: of weights that are not, on any process; they have to agree, for to look further is to communicate.
-    multiple: as `data.batch.fill_up` has it.
+    multiple: as `data.batch.pad_to_bucket` has it.
     """
     if names:
         return TrainingError(
@@ -33,7 +33,7 @@ def explain_non_finite(
             "The run stopped before the update. If the weights were loaded, check their folder; if they were trained, "
             "go back to an earlier checkpoint with a lower optimizer.learning_rate."
         )
-    first, hidden = _first_non_finite(model, fill_up(batch, multiple), dtype)
+    first, hidden = _first_non_finite(model, pad_to_bucket(batch, multiple), dtype)
     rows = _rows_of(model, batch, hidden)
     where = f"first in the output of {first}" if first else "in the cross-entropy over the vocabulary"
     return TrainingError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.data.batch import NOTHING, collate, fill_up
+from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
 from danlu.memory.activation_offload import ActivationOffload
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
@@ -102,7 +102,7 @@ class Compute:
     def collate(self, packs: Sequence[Pack]) -> Batch:
         """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""
         virtual = () if self.adapters is None else self.adapters.virtual_tokens
-        return collate(packs or [NOTHING], self.device, before=virtual)
+        return collate(packs or [EMPTY_PACK], self.device, before=virtual)
 
     def noise(self, step: int | None, packs: Sequence[tuple[int, Pack]] = ()) -> None:
         """Dropout of adapters for packs of a step, each with its number in the step; None: no more of it."""
@@ -111,7 +111,7 @@ class Compute:
             if step is None:
                 noise.end()
             else:
-                told = packs or [(0, NOTHING)]
+                told = packs or [(0, EMPTY_PACK)]
                 noise.begin(step, [(number, pack.tokens + virtual * len(pack.samples)) for number, pack in told])
 
     def losses(self, batch: Batch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
@@ -160,7 +160,7 @@ class ThreadedCompute(Compute):
         assert self.replicas is not None, "threads run replicas"
         devices = self.replicas.devices
         parts = zip(shares_of(packs, len(devices)), devices, strict=True)
-        return Split(tuple(collate(part or [NOTHING], device) for part, device in parts))
+        return Split(tuple(collate(part or [EMPTY_PACK], device) for part, device in parts))
 
     def losses(self, batch: Any, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
         """The sum of all replicas' losses, on the first device."""
@@ -219,7 +219,7 @@ class Gradients:
 
 def cross_entropy(compute: Compute, batch: Batch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
     """The weighted sum of losses of a micro-batch; the head runs on its N trained positions only."""
-    batch = fill_up(batch, compute.multiple)
+    batch = pad_to_bucket(batch, compute.multiple)
     hidden = compute.forward(batch.tokens, batch.positions, PackedAttention(batch.boundaries), compute.dtype)  # [T, D]
     model, words = compute.model, compute.model.words
     return linear_cross_entropy(

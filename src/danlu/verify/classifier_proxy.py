@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from danlu.classifying import Classifying, PlacedClassifier
-from danlu.data.images import Image, Images, read_images
+from danlu.data.images import Image, ImageSampler, read_images
 from danlu.errors import DataError
 from danlu.models import lenet
 from danlu.parallel.layout import Layout
@@ -39,7 +39,7 @@ class ClassifierProxy:
 def prepared(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: bool) -> Prepared:
     """So many of the recipe's own images, or made ones with a reason where there are none to be read."""
     try:
-        pictures = Images(read_images(recipe.data.train, side=lenet.SIDE, classes=lenet.CLASSES), recipe.seed)
+        pictures = ImageSampler(read_images(recipe.data.train, side=lenet.SIDE, classes=lenet.CLASSES), recipe.seed)
         items, source = [pictures.at(number) for number in range(count)], "the recipe's own data"
     except DataError as error:
         items = made_images(recipe.seed, count)

@@ -15,7 +15,7 @@ from danlu.adapters.adapter import Adapter
 from danlu.adapters.lora import LowRank
 from danlu.adapters.mora import Mora
 from danlu.adapters.slot import Slot
-from danlu.data.batch import NOTHING, fill_up
+from danlu.data.batch import EMPTY_PACK, pad_to_bucket
 from danlu.language import PlacedDecoder
 from danlu.memory.recompute import Plan
 from danlu.models.decoder import MLP, Attention, Decoder, Layer, Linear
@@ -105,8 +105,8 @@ def _cut(learning: PlacedProxy, groups: Groups) -> Cut:
     config = compute.model.config
     tokens = targets = 0
     for group in groups:
-        batch = compute.collate([pack for _, pack in group] or [NOTHING])
-        batch = fill_up(batch, compute.multiple)
+        batch = compute.collate([pack for _, pack in group] or [EMPTY_PACK])
+        batch = pad_to_bucket(batch, compute.multiple)
         tokens += len(batch.tokens)
         targets += len(batch.targets)
     partial: Counter[int] = Counter()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from danlu.data.packs import Packs
+from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import prepare
 from danlu.errors import CheckpointError, DanluError
 from danlu.recipe import Recipe
@@ -74,8 +74,8 @@ def _own(recipe: Recipe, count: int) -> Fed:
         require_ends=False,
     )
     assert prepared.train is not None and prepared.tokenizer is not None, "it does not stream"
-    packs = Packs(prepared.train, data.packing, data.max_length, recipe.seed)
-    return Fed([packs.at(number) for number in range(count)], prepared.tokenizer.size, "the recipe's own data")
+    packs = PackedDataset(prepared.train, data.packing, data.max_length, recipe.seed)
+    return Fed([packs.at(number) for number in range(count)], prepared.tokenizer.vocab_size, "the recipe's own data")
 
 
 def mapped(packs: list[Pack], words: int) -> list[Pack]:

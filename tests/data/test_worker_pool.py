@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from danlu.data import template_limits
-from danlu.data.workers import FEW_TASKS, UnexpectedError, Workers
+from danlu.data.worker_pool import FEW_TASKS, UnexpectedError, WorkerPool
 from danlu.errors import DataError, ResourceError
 
 
@@ -39,7 +39,7 @@ def _square(task: int) -> tuple[int, int]:
 
 
 def test_results_come_in_the_order_of_the_tasks() -> None:
-    with Workers(Squares(), 3) as workers:
+    with WorkerPool(Squares(), 3) as workers:
         results = list(workers.map(range(40)))
     assert [square for square, _ in results] == [task * task for task in range(40)]
     assert 1 < len({process for _, process in results}) <= 3
@@ -47,7 +47,7 @@ def test_results_come_in_the_order_of_the_tasks() -> None:
 
 
 def test_few_tasks_start_one_process() -> None:
-    with Workers(Squares(), 3) as workers:
+    with WorkerPool(Squares(), 3) as workers:
         assert len({process for _, process in workers.map(range(FEW_TASKS - 1))}) == 1
         assert list(workers.map([])) == []
         list(workers.map([1, 2]))
@@ -55,7 +55,7 @@ def test_few_tasks_start_one_process() -> None:
 
 
 def test_errors_of_the_job_arrive() -> None:
-    with Workers(Squares(), 1) as workers:
+    with WorkerPool(Squares(), 1) as workers:
         with pytest.raises(DataError, match=r"rows\.jsonl:3: broken"):
             list(workers.map([1, -1]))
         with pytest.raises(UnexpectedError, match=r"(?s)Traceback.*KeyError: 'a bug'"):
@@ -63,12 +63,12 @@ def test_errors_of_the_job_arrive() -> None:
 
 
 def test_a_killed_process_is_reported() -> None:
-    with Workers(Squares(), 1) as workers, pytest.raises(ResourceError, match=r"want of memory.*data\.workers"):
+    with WorkerPool(Squares(), 1) as workers, pytest.raises(ResourceError, match=r"want of memory.*data\.workers"):
         list(workers.map([1, -3]))
 
 
 def test_leaving_ends_processes_at_once() -> None:
-    with Workers(Squares(), 1) as workers:
+    with WorkerPool(Squares(), 1) as workers:
         results = workers.map([1, *[-4] * FEW_TASKS, 5])
         next(results)
         processes = list(workers._processes)
@@ -96,7 +96,7 @@ def test_files_of_the_working_directory_are_not_imported(
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write({name!r})\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(in_front.format(cwd=tmp_path))
-    with Workers(Imports(), 1) as workers:
+    with WorkerPool(Imports(), 1) as workers:
         found = list(workers.map(["regex", "tokenize", "tiktoken"]))
         with pytest.raises(UnexpectedError, match="No module named 'only_here'"):
             list(workers.map(["only_here"]))
@@ -124,14 +124,14 @@ def _stuck(task: str) -> None:
 
 def test_a_template_that_cannot_be_interrupted_ends_its_process() -> None:
     with (
-        Workers(Stuck(), 1) as workers,
+        WorkerPool(Stuck(), 1) as workers,
         pytest.raises(DataError, match=r"chat template has worked on one conversation"),
     ):
         list(workers.map(["in C"]))
 
 
 def test_a_killed_caller_leaves_no_process_at_work() -> None:
-    code = "from test_workers import Stuck, Workers; list(Workers(Stuck(), 1).map(['in Python']))"
+    code = "from test_worker_pool import Stuck, WorkerPool; list(WorkerPool(Stuck(), 1).map(['in Python']))"
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     caller = subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.data.synthesis import (
+from danlu.data.demo_data import (
     ANIMALS,
     ATTRIBUTES,
     conversations,
@@ -14,7 +14,7 @@ from danlu.data.synthesis import (
     pretraining_documents,
     questions,
 )
-from danlu.data.vocabulary import CHATML, END, PAD, TURN_START, train_vocabulary
+from danlu.data.tokenizer_training import CHATML, END, PAD, TURN_START, train_tokenizer
 from danlu.errors import DataError, ResourceError
 
 
@@ -78,7 +78,7 @@ def test_shown_questions_are_marked_truly() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vocabulary")
-    assert train_vocabulary(pretraining_documents(0, 500), 640, folder) == 640
+    assert train_tokenizer(pretraining_documents(0, 500), 640, folder) == 640
     return folder
 
 
@@ -108,15 +108,15 @@ def test_numbers_and_chinese_stay_single(folder: Path) -> None:
 
 
 def test_training_is_deterministic(folder: Path, tmp_path: Path) -> None:
-    train_vocabulary(pretraining_documents(0, 500), 640, tmp_path, CHATML)
+    train_tokenizer(pretraining_documents(0, 500), 640, tmp_path, CHATML)
     assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
 def test_a_vocabulary_too_small_or_without_text_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a vocabulary of 258 is too small: 256 bytes and 3 special tokens need 259"):
-        train_vocabulary(["text"], 258, tmp_path)
+        train_tokenizer(["text"], 258, tmp_path)
     with pytest.raises(DataError, match="no text to train a vocabulary on"):
-        train_vocabulary([], 300, tmp_path)
+        train_tokenizer([], 300, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot write the tokenizer to .*file"):
-        train_vocabulary(["text"], 300, tmp_path / "file")
+        train_tokenizer(["text"], 300, tmp_path / "file")

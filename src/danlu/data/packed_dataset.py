@@ -15,7 +15,7 @@ from danlu.recipe.sections import Packing
 from danlu.types import Pack, Sample
 
 
-class Packs:
+class PackedDataset:
     """Samples shuffled by the seed, packed once, and walked in a new order of packs every epoch.
 
     Any pack can be asked for at any time, so a resumed run needs no more than its number.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from danlu.data.packs import Packs, cut
+from danlu.data.packed_dataset import PackedDataset, cut
 from danlu.data.samples import Block, Selection
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Packing
@@ -26,8 +26,8 @@ def samples(n: int = 200, seed: int = 0, longest: int = 60) -> Selection:
     return Selection.all_of([Block.of(tokens, weights, reasons, list(range(n)), [f"row {i}" for i in range(n)])])
 
 
-def packs_of(kind: Any = "best-fit", seed: int = 3, **settings: Any) -> Packs:
-    return Packs(samples(**settings), Packing(kind=kind, window=50), 64, seed)
+def packs_of(kind: Any = "best-fit", seed: int = 3, **settings: Any) -> PackedDataset:
+    return PackedDataset(samples(**settings), Packing(kind=kind, window=50), 64, seed)
 
 
 def tokens_of(pack: Pack) -> list[int]:
@@ -70,7 +70,7 @@ def test_epochs_and_seeds_come_in_different_orders() -> None:
 
 
 def test_without_shuffling_packs_follow_the_rows() -> None:
-    packs = Packs(samples(), Packing(kind="none"), 64, 0, shuffle=False)
+    packs = PackedDataset(samples(), Packing(kind="none"), 64, 0, shuffle=False)
     assert [packs.at(number).samples[0].row for number in (0, 7, 207)] == ["row 0", "row 7", "row 7"]
 
 
@@ -92,4 +92,4 @@ def test_state_knows_the_data_again() -> None:
 
 def test_no_samples_is_an_error() -> None:
     with pytest.raises(DataError, match="there are no samples to pack"):
-        Packs(Selection.all_of([Block.join([])]), Packing(), 64, 0)
+        PackedDataset(Selection.all_of([Block.join([])]), Packing(), 64, 0)

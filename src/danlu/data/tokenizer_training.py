@@ -21,10 +21,10 @@ CHATML = """\
 """
 """The ChatML layout of a conversation: `<|im_start|>role`, the text, `<|im_end|>`, and a newline after each message."""
 
-SMALLEST_SIZE = 256 + 3  # one token for each byte, so that any text can be written, and the special ones
+MIN_VOCAB_SIZE = 256 + 3  # one token for each byte, so that any text can be written, and the special ones
 
 
-def train_vocabulary(texts: Iterable[str], size: int, folder: Path, chat_template: str = CHATML) -> int:
+def train_tokenizer(texts: Iterable[str], size: int, folder: Path, chat_template: str = CHATML) -> int:
     """Train a byte-level BPE tokenizer and write the folder that `AutoTokenizer.from_pretrained` reads.
 
     One token, `<|im_end|>`, ends both a turn of a conversation and a plain-text document, and it is the tokenizer's
@@ -44,8 +44,8 @@ def train_vocabulary(texts: Iterable[str], size: int, folder: Path, chat_templat
         DataError: `size` cannot hold the 256 bytes and the special tokens, or there is no text.
         ResourceError: the folder cannot be written.
     """
-    if size < SMALLEST_SIZE:
-        raise DataError(f"a vocabulary of {size} is too small: 256 bytes and 3 special tokens need {SMALLEST_SIZE}")
+    if size < MIN_VOCAB_SIZE:
+        raise DataError(f"a vocabulary of {size} is too small: 256 bytes and 3 special tokens need {MIN_VOCAB_SIZE}")
     # Imported here: training a model must not hold the tokenizers library.
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -34,7 +34,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 FEW_TASKS = 8  # below this a second process would spend longer starting than working
-START = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from danlu.data.workers import serve; serve()"
+START = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from danlu.data.worker_pool import serve; serve()"
 
 
 class Job(Protocol[Task, Result]):  # type: ignore[misc]  # invariance is not needed: a job is only called
@@ -43,7 +43,7 @@ class Job(Protocol[Task, Result]):  # type: ignore[misc]  # invariance is not ne
     def start(self) -> Callable[[Task], Result]: ...
 
 
-class Workers(Generic[Task, Result]):
+class WorkerPool(Generic[Task, Result]):
     """Runs a job over tasks in up to `count` processes, results in the order of the tasks.
 
     Processes start when there is work for them. Use as a context manager: leaving it ends them at once.
@@ -56,7 +56,7 @@ class Workers(Generic[Task, Result]):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[ThreadPoolExecutor] = []
 
-    def __enter__(self) -> Workers[Task, Result]:
+    def __enter__(self) -> WorkerPool[Task, Result]:
         return self
 
     def __exit__(
@@ -146,7 +146,7 @@ def import_paths(job: object) -> list[str]:
     library, so a file of the user's would take the place of a module. It stays where danlu or the job lies in it.
     """
     here = Path.cwd()
-    modules = ("danlu.data.workers", type(job).__module__)
+    modules = ("danlu.data.worker_pool", type(job).__module__)
     needed = here in [Path(str(sys.modules[name].__file__)).parents[name.count(".")] for name in modules]
     return [path for path in sys.path if path and (needed or Path(path) != here)]
 

@@ -110,7 +110,7 @@ class Question:
 
 
 def pretraining_documents(seed: int, n: int) -> Iterator[str]:
-    """`n` short documents of plain text about the world, 10 to 70 tokens each with `vocabulary.train_vocabulary`."""
+    """`n` short documents of plain text about the world, 10 to 70 tokens each with `vocabulary.train_tokenizer`."""
     writers: list[tuple[int, Callable[[random.Random], str]]] = [
         (6, _portrait_en), (3, _portrait_zh), (3, _story), (2, _introduction), (3, _sums), (1, _dictionary),
     ]  # fmt: skip
