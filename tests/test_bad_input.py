@@ -21,8 +21,8 @@ from danlu.errors import ModelError
 from danlu.models import saving
 from danlu.models.families import read_config_values
 from danlu.recipe import load
-from danlu.train.lock import RunLock
-from danlu.train.manifest import verify
+from danlu.train.checkpoints.manifest import verify
+from danlu.train.run_lock import RunLock
 
 Train = Callable[..., str]
 

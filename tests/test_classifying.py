@@ -21,7 +21,7 @@ from danlu.errors import RecipeError, TrainingError
 from danlu.models import lenet
 from danlu.numerics.relative_error import worst_relative_error
 from danlu.parallel.ranks import Ranks
-from danlu.train.checkpoint import read_group
+from danlu.train.checkpoints.loading import read_group
 
 SHARDS = ("none", "zero1", "zero2", "zero3")
 CLOSE = 1e-6  # relative, in the 2-norm of each tensor

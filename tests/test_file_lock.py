@@ -20,8 +20,8 @@ from danlu.data.cache import TokenCache
 from danlu.errors import ResourceError
 from danlu.file_lock import AlreadyLocked, FileLock, is_lock_of
 from danlu.machine import process_start_ticks
-from danlu.train.lock import RunLock
 from danlu.train.run_folder import refuse_strangers
+from danlu.train.run_lock import RunLock
 
 FORK = multiprocessing.get_context("fork")
 

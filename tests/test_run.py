@@ -21,9 +21,10 @@ from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
-from danlu.train import checkpoint, loop
-from danlu.train.checkpoint import read_group
-from danlu.train.manifest import remove_checkpoint, verify
+from danlu.train import loop
+from danlu.train.checkpoints import store
+from danlu.train.checkpoints.loading import read_group
+from danlu.train.checkpoints.manifest import remove_checkpoint, verify
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 
@@ -616,7 +617,7 @@ def test_export_beside_a_run_that_prunes(
     assert danlu("train", tiny_world.recipe(output, checkpoint={"every": 4, "keep": 3})) == 0
     newest, named = (output / "checkpoints" / f"step-000000{step}" for step in ("12", "08"))
     shutil.copytree(newest, tmp_path / newest.name)
-    real = getattr(checkpoint, moment)
+    real = getattr(store, moment)
 
     def pruning(path: Path, *arguments: Any) -> Any:
         if path.name == named.name and named.exists():
@@ -624,7 +625,7 @@ def test_export_beside_a_run_that_prunes(
             shutil.copytree(tmp_path / newest.name, newest, dirs_exist_ok=True)
         return real(path, *arguments)
 
-    monkeypatch.setattr(checkpoint, moment, pruning)
+    monkeypatch.setattr(store, moment, pruning)
     remove_checkpoint(newest)
     shutil.copytree(named, tmp_path / "kept")
     capsys.readouterr()

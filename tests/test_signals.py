@@ -14,7 +14,7 @@ from builders.tiny_world import World, danlu, differences, last_state, metrics, 
 
 from danlu import language, run
 from danlu.train import loop
-from danlu.train.manifest import verify
+from danlu.train.checkpoints.manifest import verify
 from danlu.train.step import Compute
 
 
@@ -80,10 +80,10 @@ def test_a_second_ctrl_c_stops_at_once_and_leaves_the_last_checkpoint(
 def test_a_second_ctrl_c_while_the_first_is_being_saved(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from danlu.train import checkpoint
+    from danlu.train.checkpoints import store
 
     monkeypatch.setattr(loop, "accumulate", before(loop.accumulate, ctrl_c, at=7))
-    monkeypatch.setattr(checkpoint, "write_shard", before(checkpoint.write_shard, ctrl_c, at=4))  # two a checkpoint
+    monkeypatch.setattr(store, "write_shard", before(store.write_shard, ctrl_c, at=4))  # two a checkpoint
     assert danlu("train", tiny_world.recipe(tmp_path / "run")) == 130
     assert "stopped at once; the checkpoint of step 4 stays" in capsys.readouterr().err
     assert sorted(entry.name for entry in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004"]

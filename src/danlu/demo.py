@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from danlu import __version__, recipe, run
+from danlu.atomic_write import UNFINISHED, write_atomically
 from danlu.data.demo_data import Question, conversations, every_question, pretraining_documents, questions
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import ResourceError
@@ -23,7 +24,6 @@ from danlu.rollout.generate import generate
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.resolve_model import resolve_model
-from danlu.train.durable import UNFINISHED, write_durably
 
 MARK = "demo.json"
 """Written first; it tells a folder of the demo from any other."""
@@ -137,7 +137,7 @@ def demo(folder: Path, *, size: Size | None = None, say: Say, stream: TextIO | N
             say(f"finished already, after step {outcome.steps}")
     say("4. The same questions for the pretrained and the tuned model")
     result = _compare(place)
-    write_durably(place.answers, _as_json(result).encode())
+    write_atomically(place.answers, _as_json(result).encode())
     return result
 
 
@@ -159,7 +159,7 @@ def _begin(place: Place, size: Size) -> Size:
                 f"{place.folder}: the folder holds other things ({', '.join(strangers[:5])}{more}). "
                 "Name an empty or new one with --output."
             )
-        write_durably(mark, json.dumps({"danlu": __version__, "size": asdict(size)}, indent=2).encode())
+        write_atomically(mark, json.dumps({"danlu": __version__, "size": asdict(size)}, indent=2).encode())
     except OSError as error:
         raise ResourceError(
             f"{place.folder}: cannot be written: {error.strerror}. Name another folder with --output."
@@ -183,7 +183,7 @@ def _write_missing(place: Place, size: Size) -> None:
         for path, content in files:
             if not path.exists():
                 path.parent.mkdir(exist_ok=True)
-                write_durably(path, content().encode())
+                write_atomically(path, content().encode())
     except OSError as error:
         raise ResourceError(f"{path}: cannot be written: {error.strerror}. Free some space and try again.") from error
     # The template is written last of the three files, so it says that the other two are there.

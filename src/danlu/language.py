@@ -59,7 +59,7 @@ from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.generate import generate, prompt_problem
 from danlu.rollout.request import SamplingOptions
 from danlu.tasks import LeastSeconds, Material
-from danlu.train.checkpoint import read_group, read_state
+from danlu.train.checkpoints.loading import read_group, read_state
 from danlu.train.memory_parts import Activations, MemoryParts
 from danlu.train.progress import RowProgress
 from danlu.train.run_folder import Start

@@ -40,7 +40,7 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import NOTE, Replicas
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.train.checkpoint import read_group
+from danlu.train.checkpoints.loading import read_group
 from danlu.train.memory_parts import Activations
 from danlu.train.step import Compute, Losses, ThreadedCompute
 from danlu.types import Pack, Sample

@@ -23,6 +23,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
+from danlu.atomic_write import write_atomically
 from danlu.classifying import Classifying
 from danlu.errors import CheckpointError, RecipeError, ResourceError, Stopped
 from danlu.language import Language, written_date
@@ -41,14 +42,12 @@ from danlu.placing import optimizer_of
 from danlu.plan.precision import fastest, in_gflops, product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
 from danlu.tasks import Material, PlacedModel, Task
-from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_state
-from danlu.train.durable import write_durably
+from danlu.train.checkpoints.gathering import Gathering
+from danlu.train.checkpoints.loading import load_checkpoint, read_state
+from danlu.train.checkpoints.manifest import is_checkpoint_folder, is_complete, step_of
+from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.environment import changes_that_matter, describe_environment, write_environment
-from danlu.train.faults import TOGETHER_S, StopRequest
-from danlu.train.gathering import Gathering
-from danlu.train.lock import RunLock
 from danlu.train.loop import fit
-from danlu.train.manifest import is_checkpoint_folder, is_complete, step_of
 from danlu.train.memory_parts import resident_bytes
 from danlu.train.metrics import MetricsLog, Recorder, peak_memory_bytes, read_metrics
 from danlu.train.position import Feed
@@ -67,6 +66,8 @@ from danlu.train.run_folder import (
     run_recipe,
     starting_point,
 )
+from danlu.train.run_lock import RunLock
+from danlu.train.signals import TOGETHER_S, StopRequest
 from danlu.train.state import Cadence, Run, pieces, restore
 from danlu.train.summary import (
     clear_summary,
@@ -133,10 +134,10 @@ def train(
             require_writable(folder)
         elif ranks.leads:
             closing.enter_context(RunLock(folder))
-        faults = closing.enter_context(_stop_request(ranks))
-        faults.at_once = True
+        stop_request = closing.enter_context(_stop_request(ranks))
+        stop_request.at_once = True
         try:
-            return _train(loaded, folder, into, resume, faults, say, stream, device, ranks)
+            return _train(loaded, folder, into, resume, stop_request, say, stream, device, ranks)
         except Stopped as stop:
             if dry_run:
                 raise
@@ -158,7 +159,7 @@ def _train(
     folder: Path,
     into: Path,
     resume: str,
-    faults: StopRequest,
+    stop_request: StopRequest,
     say: Say,
     stream: TextIO,
     device: torch.device,
@@ -200,7 +201,7 @@ def _train(
         memory_report.began(run, placed)
         for line in memory_report.expected():
             say(line)
-        run.faults = faults
+        run.stop_request = stop_request
         if into != folder:
             if run.metrics is not None:
                 closing.callback(run.metrics.close)
@@ -209,13 +210,13 @@ def _train(
             run.recorders = (run.metrics, *_shows(recipe, task, folder, run, stream))
         for recorder in run.recorders:
             closing.callback(recorder.close)
-        faults.at_once = False
+        stop_request.at_once = False
         fit(run)
-        faults.at_once = True
+        stop_request.at_once = True
     for line in material.late_lines():
         say(line)
     if run.stopping():
-        signalled = max(ranks.world.objects(faults.exit_code))  # perhaps not every process was
+        signalled = max(ranks.world.objects(stop_request.exit_code))  # perhaps not every process was
         return Outcome(folder, run.state.step, signalled, ())
     memory = None
     if run.compute.activations is not None and run.compute.activations.most:
@@ -276,7 +277,7 @@ def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, st
             for line in changes_that_matter(json.loads(file.read_text()), environment):
                 say(f"the last bits of numbers may differ from an uninterrupted run: {line}")
     try:
-        write_durably(into / RECIPE, resolved_yaml(recipe).encode())
+        write_atomically(into / RECIPE, resolved_yaml(recipe).encode())
         write_environment(into / ENVIRONMENT, environment)
     except OSError as error:
         raise ResourceError(
@@ -331,7 +332,7 @@ def _build(
         store=store,
         metrics=metrics,
         recorders=() if metrics is None else (metrics,),
-        faults=StopRequest(),
+        stop_request=StopRequest(),
         scaler=_scaler(task.targets(per_step)) if recipe.precision == "fp16" else None,
         ema=None if recipe.ema is None else Ema(placed.parameters(), recipe.ema.decay),
         held_out=material.held_out,

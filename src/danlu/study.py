@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from danlu import recipe as recipes
+from danlu.atomic_write import UNFINISHED, write_atomically
 from danlu.errors import CheckpointError, RecipeError, ResourceError
 from danlu.file_lock import is_lock_of
 from danlu.recipe import Recipe, changes, resolved_yaml
@@ -24,8 +25,7 @@ from danlu.recipe.explanation import value_at
 from danlu.recipe.parameter_grid import SEED, Combination, VariedKey, parameter_grid
 from danlu.recipe.sections import Section
 from danlu.report.study_results import STUDY, is_finished, known_runs, study_json
-from danlu.train.durable import UNFINISHED, write_durably
-from danlu.train.lock import LOCK_FILE, RunLock
+from danlu.train.run_lock import LOCK_FILE, RunLock
 
 POLL_S = 0.2  # how often the console is told what a run has written
 MOST_LINES = 12  # of a failed run's log
@@ -270,9 +270,9 @@ def _write(plan: Plan) -> None:
     try:
         for one in plan.runs:
             if not is_finished(one.folder):
-                write_durably(one.recipe_file, resolved_yaml(one.recipe).encode())
+                write_atomically(one.recipe_file, resolved_yaml(one.recipe).encode())
         runs = (*plan.others, *(one.run for one in plan.runs))
-        write_durably(plan.folder / STUDY, study_json(plan.keys, runs).encode())
+        write_atomically(plan.folder / STUDY, study_json(plan.keys, runs).encode())
     except OSError as error:
         raise ResourceError(
             f"{plan.folder}: the study folder cannot be written: {error.strerror}. "

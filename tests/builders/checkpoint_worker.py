@@ -21,10 +21,11 @@ from danlu.models.saving import save as save_model
 from danlu.optim.eight_bit import EightBitMoments
 from danlu.parallel.comm import Group, new_group
 from danlu.recipe import sections
-from danlu.train import checkpoint
-from danlu.train.checkpoint import CheckpointStore, load_checkpoint
-from danlu.train.gathering import Gathering
-from danlu.train.pieces import state_piece
+from danlu.train.checkpoints import store as checkpoint_store
+from danlu.train.checkpoints.gathering import Gathering
+from danlu.train.checkpoints.loading import load_checkpoint
+from danlu.train.checkpoints.state_boxes import state_piece
+from danlu.train.checkpoints.store import CheckpointStore
 from danlu.types import Piece
 
 Groups = dict[str, dict[str, Tensor]]
@@ -194,7 +195,7 @@ def saves_while_training(folder: str) -> list[float]:
     rank, size, group = dist.get_rank(), dist.get_world_size(), own_group()
     world = Group("world", tuple(range(size)), rank, dist.group.WORLD)
     trained = threading.Event()
-    real = checkpoint.sync_file
+    real = checkpoint_store.sync_file
     overlapped = []
 
     def slow(path: Path) -> None:
@@ -204,7 +205,7 @@ def saves_while_training(folder: str) -> list[float]:
 
     pieces = pieces_of("rows", wholes(), rank, size)
     sums = []
-    with patched(checkpoint, "sync_file", slow), CheckpointStore(Path(folder), group=group) as store:
+    with patched(checkpoint_store, "sync_file", slow), CheckpointStore(Path(folder), group=group) as store:
         held = local(wholes(), pieces)
         store.save(1, held, {"rank": rank}, pieces=pieces)
         for number in range(20):
@@ -237,11 +238,11 @@ def saves_with_an_error(folder: str, background: bool) -> list[str]:
     with CheckpointStore(Path(folder), group=group, background=background) as store:
         attempt(1, {"rank": rank})
         attempt(2, {"rank": (1, 2) if rank == 1 else rank})
-        with patched(checkpoint, "write_shard", full_disk) if rank == 1 else patched():
+        with patched(checkpoint_store, "write_shard", full_disk) if rank == 1 else patched():
             attempt(3, {"rank": rank})
-        with patched(checkpoint, "sync_file", full_disk) if rank > 0 else patched():
+        with patched(checkpoint_store, "sync_file", full_disk) if rank > 0 else patched():
             attempt(4, {"rank": rank})
-        with patched(checkpoint, "write_durably", full_disk):  # rank 0 alone comes there
+        with patched(checkpoint_store, "write_atomically", full_disk):  # rank 0 alone comes there
             attempt(5, {"rank": rank})
         everywhere = {
             group: {name: Piece.all_of(one.shape) for name, one in named.items()} for group, named in held.items()
@@ -264,7 +265,7 @@ def dies(folder: str, name: str, victim: int) -> None:
     store.save(1, local(wholes(), pieces), {"rank": rank}, pieces=pieces)
     store.wait()
     if rank == victim:
-        setattr(checkpoint, name, lambda *_, **__: os._exit(9))
+        setattr(checkpoint_store, name, lambda *_, **__: os._exit(9))
     store.save(2, local(wholes(1), pieces), {"rank": rank}, pieces=pieces)
     try:
         store.wait()

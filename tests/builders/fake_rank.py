@@ -32,7 +32,7 @@ def full(ending: Any) -> None:
 
 
 class Stop:
-    """Asks to stop after a step on SIGINT and SIGTERM, as `danlu.train.faults.StopRequest` does."""
+    """Asks to stop after a step on SIGINT and SIGTERM, as `danlu.train.signals.StopRequest` does."""
 
     def __init__(self) -> None:
         self.number = 0

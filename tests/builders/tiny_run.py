@@ -18,10 +18,10 @@ from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import build as build_optimizer
 from danlu.optim.ema import Ema
 from danlu.recipe import sections
-from danlu.train.checkpoint import CheckpointStore
-from danlu.train.faults import StopRequest
+from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.metrics import MetricsLog
 from danlu.train.position import Feed
+from danlu.train.signals import StopRequest
 from danlu.train.state import Cadence, Run
 from danlu.train.step import Compute
 from danlu.train.watch import Watch
@@ -86,7 +86,7 @@ def tiny_run(
     evaluation: int | None = None,
     watch: sections.Watch | None = None,
     scaler: LossScaler | None = None,
-    faults: StopRequest | None = None,
+    stop_request: StopRequest | None = None,
     early_stop: sections.EarlyStop | None = None,
     device: str = "cpu",
     compiled: bool = False,
@@ -106,7 +106,7 @@ def tiny_run(
         store=CheckpointStore(folder / "checkpoints", keep=100, background=False),
         metrics=metrics,
         recorders=(metrics,),
-        faults=faults or StopRequest(),
+        stop_request=stop_request or StopRequest(),
         scaler=scaler,
         ema=Ema(decoder.named_parameters(), 0.9) if ema else None,
         held_out=[SyntheticPacks(seed=7).at(n) for n in range(4)] if evaluation else None,

@@ -13,10 +13,10 @@ import danlu
 from danlu.cli import checkpoint
 from danlu.cli.checkpoint import app
 from danlu.errors import CheckpointError, ResourceError
-from danlu.train import manifest
-from danlu.train.checkpoint import CheckpointStore
-from danlu.train.lock import RunLock
-from danlu.train.manifest import remove_checkpoint
+from danlu.train.checkpoints import manifest
+from danlu.train.checkpoints.manifest import remove_checkpoint
+from danlu.train.checkpoints.store import CheckpointStore
+from danlu.train.run_lock import RunLock
 
 
 @pytest.fixture

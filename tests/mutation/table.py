@@ -458,16 +458,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         "train/test_loop.py",
     ),
     Mutation(
-        "train/manifest.py",
+        "train/checkpoints/manifest.py",
         "kept = {info.step for info in complete[-keep:]}",
         "kept = {info.step for info in complete[:keep]}",
-        "train/test_checkpoint.py",
+        "train/checkpoints/test_store.py",
     ),
     Mutation(
-        "train/manifest.py",
+        "train/checkpoints/manifest.py",
         "if digest.result() != shard.tensors[name].sha256",
         "if digest.result() == shard.tensors[name].sha256",
-        "train/test_checkpoint.py",
+        "train/checkpoints/test_store.py",
     ),
     Mutation(
         "train/metrics.py",

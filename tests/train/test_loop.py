@@ -16,8 +16,8 @@ from danlu.errors import DanluError, DataError, ModelError, RecipeError, Resourc
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.recipe import sections
 from danlu.train import loop
+from danlu.train.checkpoints.manifest import verify
 from danlu.train.loop import fit, take_step
-from danlu.train.manifest import verify
 from danlu.train.metrics import deterministic, read_metrics
 from danlu.train.out_of_memory import OutOfMemory
 from danlu.train.state import Run, restore, snapshot
@@ -151,11 +151,11 @@ def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, steps=50, checkpoint=20)
     import signal
 
-    with run.faults:
+    with run.stop_request:
         take_step(run)
         signal.raise_signal(signal.SIGTERM)
         fit(run)
-    assert run.faults.exit_code == 143
+    assert run.stop_request.exit_code == 143
     assert run.store.latest() is not None and run.store.latest().step == 1  # type: ignore[union-attr]
 
 

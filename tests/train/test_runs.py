@@ -14,7 +14,7 @@ from builders.tiny_world import World, danlu
 
 from danlu.file_lock import AlreadyLocked, FileLock, holder_of
 from danlu.train import run_folder, runs, summary
-from danlu.train.lock import RunLock
+from danlu.train.run_lock import RunLock
 from danlu.train.runs import find_runs, read_run
 
 

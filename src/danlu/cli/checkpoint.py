@@ -12,8 +12,7 @@ from rich.table import Table
 
 from danlu.errors import CheckpointError
 from danlu.terminal import echo
-from danlu.train.lock import RunLock
-from danlu.train.manifest import (
+from danlu.train.checkpoints.manifest import (
     CheckpointInfo,
     best_checkpoint,
     describe,
@@ -25,6 +24,7 @@ from danlu.train.manifest import (
     to_prune,
     verify,
 )
+from danlu.train.run_lock import RunLock
 from danlu.train.units import format_bytes
 
 ABOUT = "List, verify, prune and export the checkpoints of a run."

@@ -44,11 +44,11 @@ def preview(
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
     from danlu.assembly.context_length import max_sample_length
     from danlu.assembly.recipe_adapters import check_without_weights
+    from danlu.atomic_write import write_atomically
     from danlu.data.preview import Ingredients, look, measure, survey
     from danlu.report import preview_json
     from danlu.report.preview_page import PAGE, page
     from danlu.report.preview_text import screen, show_overview, show_rows
-    from danlu.train.durable import write_durably
     from danlu.train.progress import RowProgress
 
     if html is not None:
@@ -103,7 +103,7 @@ def preview(
     if html is not None:
         text = page(recipe.name, chosen, shown, overview, most, said)
         try:
-            write_durably(html, text.encode())
+            write_atomically(html, text.encode())
         except OSError as error:
             raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
         (print_status if as_json else echo)(f"\nwritten to {html}")

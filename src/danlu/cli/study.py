@@ -75,9 +75,9 @@ def _say_how_to_go_on(outcome: Outcome) -> None:
 def _report(found: Study, folder: Path) -> None:
     """The table on stdout; the same, every number and the pictures as files."""
     # matplotlib takes a second, for which nobody should wait before a mistake in the recipe is told.
+    from danlu.atomic_write import write_atomically
     from danlu.report.study_plots import draw
     from danlu.report.study_table import aligned, as_csv, markdown, remarks, table
-    from danlu.train.durable import write_durably
 
     echo(aligned(table(found)), end="")
     for remark in remarks(found):
@@ -86,8 +86,8 @@ def _report(found: Study, folder: Path) -> None:
     try:
         pictures = draw(found, folder)
         drawn = [path.name for path in pictures if path.suffix == ".png"]
-        write_durably(folder / "study.csv", as_csv(found).encode())
-        write_durably(folder / "study.md", markdown(found, folder.resolve().name, drawn).encode())
+        write_atomically(folder / "study.csv", as_csv(found).encode())
+        write_atomically(folder / "study.md", markdown(found, folder.resolve().name, drawn).encode())
     except OSError as error:
         raise ResourceError(
             f"{folder}: the table and the plots cannot be written: {error.strerror}. Free some space; the same command "

@@ -112,10 +112,10 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
     """
     # Here: see `_train`.
     from danlu.cli.launching import launch
-    from danlu.train.checkpoint import CheckpointStore
-    from danlu.train.lock import RunLock
-    from danlu.train.manifest import MARK
+    from danlu.train.checkpoints.manifest import MARK
+    from danlu.train.checkpoints.store import CheckpointStore
     from danlu.train.run_folder import CHECKPOINTS, refuse_strangers
+    from danlu.train.run_lock import RunLock
 
     folder = Path(recipe.output).expanduser()
     refuse_strangers(folder)

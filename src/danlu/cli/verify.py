@@ -58,8 +58,8 @@ def verify(
         )
     print_status_early(f"verifying {recipe}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
+    from danlu.atomic_write import write_atomically
     from danlu.report.verification_page import PAGE, page
-    from danlu.train.durable import write_durably
     from danlu.verify import verification
 
     if html is not None:
@@ -88,7 +88,7 @@ def verify(
         _show("one process sends in a step:", rows)
     if html is not None:
         try:
-            write_durably(html, page(found, rows).encode())
+            write_atomically(html, page(found, rows).encode())
         except OSError as error:
             raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
         print_status(f"written to {html}")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from danlu.optim.pieces import pieces
+from danlu.optim.chunks import chunks
 from danlu.optim.sparse import numbers
 from danlu.types import Across
 
@@ -75,7 +75,7 @@ def _global_norm(grads: list[Tensor], shares: list[float], across: Across | None
     by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
     for grad, share in zip(grads, shares, strict=True):
         # CUDA sums by trees, which is accurate at any size.
-        for piece in pieces(grad, grad.numel() if grad.is_cuda else _PIECE_CPU):
+        for piece in chunks(grad, grad.numel() if grad.is_cuda else _PIECE_CPU):
             if piece.numel():
                 by_device.setdefault(piece.device, []).append((piece, share))
     if device is None:

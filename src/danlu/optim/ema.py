@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danlu.optim.chunks import chunks
 from danlu.optim.groups import trainable
-from danlu.optim.pieces import pieces
 
 # Elements exchanged at a time: a swap then needs 4 MiB, not the size of the largest parameter.
 _PIECE = 1 << 20
@@ -66,7 +66,7 @@ class Ema:
     @torch.no_grad()
     def _exchange(self) -> None:
         for name, parameter in self._parameters.items():
-            both = zip(pieces(parameter, _PIECE), pieces(self._averages[name], _PIECE), strict=True)
+            both = zip(chunks(parameter, _PIECE), chunks(self._averages[name], _PIECE), strict=True)
             for piece, average in both:
                 held = piece.clone()
                 piece.copy_(average)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.optim.pieces import pieces
+from danlu.optim.chunks import chunks
 
 # Elements of a parameter that are updated together. One temporary of this size is all a step needs, where a whole
 # embedding of a wide vocabulary would be hundreds of megabytes. 256 KiB stay in a core's cache: 15 % faster than 1 MiB.
@@ -49,7 +49,7 @@ class Lion(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter)
                 size = _PIECE_CUDA if parameter.is_cuda else _PIECE_CPU
                 tensors = (parameter, parameter.grad, state["exp_avg"])
-                for weight, grad, momentum in zip(*(pieces(tensor, size) for tensor in tensors), strict=True):
+                for weight, grad, momentum in zip(*(chunks(tensor, size) for tensor in tensors), strict=True):
                     _update(weight, grad, momentum, group["lr"], group["betas"], group["weight_decay"])
 
 

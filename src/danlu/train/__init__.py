@@ -1,1 +1,1 @@
-"""The training engine: loop, step, evaluation, checkpoints, metrics, faults."""
+"""The training engine: loop, step, evaluation, checkpoints, metrics, signals."""

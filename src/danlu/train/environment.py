@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from danlu.atomic_write import write_atomically
 from danlu.machine import total_memory_bytes, usable_cores
-from danlu.train.durable import write_durably
 
 _PACKAGES = ("danlu", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pydantic")
 _VARIABLES = (
@@ -54,7 +54,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 def write_environment(path: Path, environment: Mapping[str, Any]) -> None:
     """Write environment.json, whole or not at all."""
-    write_durably(path, (json.dumps(environment, indent=2) + "\n").encode())
+    write_atomically(path, (json.dumps(environment, indent=2) + "\n").encode())
 
 
 def changes_that_matter(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -10,13 +10,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from danlu.atomic_write import UNFINISHED
 from danlu.errors import CheckpointError, RecipeError, ResourceError
 from danlu.recipe import Change, Recipe, changes
 from danlu.recipe import load as load_recipe
-from danlu.train.checkpoint import CheckpointStore, read_state
-from danlu.train.durable import UNFINISHED
-from danlu.train.lock import LOCK_FILE
-from danlu.train.manifest import MARK, CheckpointInfo, is_checkpoint_folder, list_checkpoints, step_folder_name
+from danlu.train.checkpoints.loading import read_state
+from danlu.train.checkpoints.manifest import (
+    MARK,
+    CheckpointInfo,
+    is_checkpoint_folder,
+    list_checkpoints,
+    step_folder_name,
+)
+from danlu.train.checkpoints.store import CheckpointStore
+from danlu.train.run_lock import LOCK_FILE
 from danlu.train.summary import SUMMARY
 from danlu.train.trackers import WANDB_ID_FILE
 
@@ -29,7 +36,7 @@ MODEL_EMA = "model-ema"
 ADAPTER = "adapter"
 ADAPTER_EMA = "adapter-ema"
 
-_OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_durably; a dot: one in saving the model
+_OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_atomically; a dot: one in saving the model
     rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|tensorboard"
     rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}(\.\d+)?|wandb|logs|{re.escape(WANDB_ID_FILE)}"
 )

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from danlu.file_lock import holder_of
-from danlu.train.lock import LOCK_FILE
-from danlu.train.manifest import STATE, list_checkpoints
+from danlu.train.checkpoints.manifest import STATE, list_checkpoints
+from danlu.train.run_lock import LOCK_FILE
 
 # As `run_folder` and `summary` have them, which load torch.
 RECIPE, ENVIRONMENT, METRICS, CHECKPOINTS, SUMMARY = (

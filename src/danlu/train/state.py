@@ -16,11 +16,12 @@ from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
 from danlu.optim.ema import Ema
 from danlu.recipe.sections import EarlyStop, Schedule
-from danlu.train.checkpoint import CheckpointStore, load_checkpoint
-from danlu.train.faults import StopRequest
+from danlu.train.checkpoints.loading import load_checkpoint
+from danlu.train.checkpoints.state_boxes import state_piece
+from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.metrics import MetricsLog, Recorder, Value
-from danlu.train.pieces import state_piece
 from danlu.train.position import Feed
+from danlu.train.signals import StopRequest
 from danlu.train.step import Learner
 from danlu.train.watch import Watch
 from danlu.types import Item, Piece
@@ -73,7 +74,7 @@ class Run:
     store: CheckpointStore
     metrics: MetricsLog | None  # None on processes that write nothing
     recorders: Sequence[Recorder]  # the metrics file is one of them
-    faults: StopRequest
+    stop_request: StopRequest
     scaler: LossScaler | None = None  # fp16
     ema: Ema | None = None
     held_out: Sequence[Item] | None = None
@@ -95,7 +96,7 @@ class Run:
 
     def stopping(self) -> bool:
         """Whether a signal asks to stop, on any process; all of them ask at the same places."""
-        return self.compute.parallel.any_rank(self.faults.requested)
+        return self.compute.parallel.any_rank(self.stop_request.requested)
 
     def agreed(self, error: E | None) -> E | None:
         """The error of the first process that has one; all of them ask."""

@@ -26,11 +26,11 @@ from typing import Any
 
 from torch import nn
 
+from danlu.atomic_write import write_atomically
 from danlu.errors import ResourceError
 from danlu.models.decoder import Decoder
 from danlu.models.loading import skeleton
 from danlu.parallel.held import Held
-from danlu.train.durable import write_durably
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.metrics import peak_memory_bytes, read_metrics
 from danlu.train.state import Run
@@ -74,7 +74,7 @@ def write_summary(
     }
     path = folder / SUMMARY
     try:
-        write_durably(path, f"{json.dumps(summary, indent=2, allow_nan=False)}\n".encode())
+        write_atomically(path, f"{json.dumps(summary, indent=2, allow_nan=False)}\n".encode())
     except OSError as error:
         raise ResourceError(
             f"{path}: cannot be written: {error.strerror}. Free some space, and start again."

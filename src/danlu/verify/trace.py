@@ -24,11 +24,11 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import Schedule
 from danlu.recipe.sections import Watch as WatchSection
 from danlu.tasks import PlacedModel
-from danlu.train.checkpoint import CheckpointStore
+from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.evaluation import evaluate
-from danlu.train.faults import StopRequest
 from danlu.train.loop import save
 from danlu.train.position import Feed
+from danlu.train.signals import StopRequest
 from danlu.train.state import Cadence, Run, restore
 from danlu.train.step import accumulate
 from danlu.train.watch import Watch
@@ -120,7 +120,7 @@ class ProxyTraining(PlacedProxy):
             store=CheckpointStore(folder or Path("no checkpoints"), background=False, group=group),
             metrics=None,
             recorders=(),
-            faults=StopRequest(),
+            stop_request=StopRequest(),
             ema=None if self.recipe.ema is None else Ema(parameters, self.recipe.ema.decay),
         )
 

@@ -13,7 +13,7 @@ from builders.process_group import run_group
 from danlu.adapters.folder import write_adapter
 from danlu.models.saving import save
 from danlu.parallel.comm import ALONE
-from danlu.train.gathering import Gathering, whole
+from danlu.train.checkpoints.gathering import Gathering, whole
 from danlu.types import Piece
 
 

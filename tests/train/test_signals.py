@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
 import threading
 
-import numpy as np
 import pytest
-import torch
 
 from danlu.errors import Stopped
-from danlu.train.faults import StopRequest, capture_rng, restore_rng
+from danlu.train.signals import StopRequest
 
 
 @pytest.mark.parametrize(
@@ -40,7 +36,7 @@ def test_the_first_signal_asks_and_the_second_stops(number: signal.Signals, line
 def test_signals_that_come_together_are_one_request(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     now = [100.0]
-    monkeypatch.setattr("danlu.train.faults.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("danlu.train.signals.time.monotonic", lambda: now[0])
     with StopRequest(said.append, together_s=1.0) as stop:
         os.kill(os.getpid(), signal.SIGTERM)  # from a scheduler
         now[0] += 0.9
@@ -93,22 +89,3 @@ def test_only_the_main_thread_can_ask() -> None:
     thread.start()
     thread.join()
     assert "only in the main thread" in str(caught[0])
-
-
-def test_random_state_survives_json() -> None:
-    def draw() -> list[float]:
-        return [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), *torch.rand(3).tolist()]
-
-    random.gauss(0, 1)  # leaves a second value in store, which is part of the state
-    np.random.normal()
-    state = json.loads(json.dumps(capture_rng()))
-    expected = draw()
-    assert draw() != expected
-    restore_rng(state)
-    assert draw() == expected
-
-
-def test_more_devices_than_here_are_refused() -> None:
-    state = capture_rng() | {"cuda": ["AAAA"] * (torch.cuda.device_count() + 1)}
-    with pytest.raises(ValueError, match=r"random state of \d+ CUDA devices, but \d+ are here"):
-        restore_rng(state)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from builders.checkpoint_worker import LAYOUTS, rows
 
-from danlu.train.pieces import state_piece
+from danlu.train.checkpoints.state_boxes import state_piece
 from danlu.types import Piece
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from danlu.errors import CheckpointError
-from danlu.parallel.comm import Group
+from danlu.parallel.comm import ALONE, Group
 from danlu.train.agreement import agree
-from danlu.train.boxes import Box
-from danlu.train.manifest import Manifest, TensorEntry, list_checkpoints, read_manifest, step_of, verify
-from danlu.train.shards import DTYPES, cannot_be_cut, is_whole, read_box
+from danlu.train.checkpoints.boxes import Box
+from danlu.train.checkpoints.manifest import (
+    STATE,
+    Manifest,
+    TensorEntry,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+    verify,
+)
+from danlu.train.checkpoints.shard_files import DTYPES, cannot_be_cut, is_whole, read_box
 from danlu.types import Piece
 
 Groups = Mapping[str, Mapping[str, Tensor]]
@@ -30,6 +40,48 @@ _ADVICE_FOR_BLOCKS = (
     "state can be resharded."
 )
 _MOST_SHOWN = 10
+
+
+def load_checkpoint(path: Path, into: Groups, pieces: Pieces | None = None, group: Group = ALONE) -> dict[str, Any]:
+    """Copy tensors of the checkpoint at `path` into existing ones, and return its state.
+
+    Args:
+        into    the groups to load, each with every tensor the checkpoint has for it: same names, dtypes, whole shapes
+        pieces  the box of the whole that a tensor is, whatever boxes it was saved in; one without is whole
+        group   processes that load together, each its own boxes; they share the work of proving hashes
+    Nothing is touched before all hashes have been proved and all tensors been matched. Raises CheckpointError that
+    names each damage and the newest older checkpoint that is intact, or each tensor that does not match.
+    """
+    pieces = pieces or {}
+    manifest = intact_manifest(path, into, group)
+    require_fit(path, manifest, into, pieces, group)
+
+    def read() -> None:
+        for kind, tensors in into.items():
+            fill(path, manifest, kind, tensors, pieces.get(kind, {}))
+
+    agree(group, read, lambda _: None)
+    return _state_of(path)
+
+
+def read_group(path: Path, group: str) -> dict[str, Tensor]:
+    """All tensors of one group of the checkpoint at `path`, whole and newly made on the CPU. Raises CheckpointError."""
+    manifest = intact_manifest(path, [group], ALONE)
+    tensors = empty_tensors(manifest, group)
+    require_fit(path, manifest, {group: tensors}, {}, ALONE)
+    fill(path, manifest, group, tensors, {})
+    return tensors
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state of the checkpoint at `path`, for deciding before any tensor is read. Raises CheckpointError."""
+    intact_manifest(path, [], ALONE)
+    return _state_of(path)
+
+
+def _state_of(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((path / STATE).read_bytes())
+    return state
 
 
 def intact_manifest(path: Path, groups: Iterable[str], among: Group) -> Manifest:

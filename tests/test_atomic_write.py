@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from danlu.train import durable
-from danlu.train.durable import UNFINISHED, write_durably
+from danlu import atomic_write
+from danlu.atomic_write import UNFINISHED, write_atomically
 
 
 def names(folder: Path) -> list[str]:
@@ -20,7 +20,7 @@ def names(folder: Path) -> list[str]:
 def test_what_others_call_tmp_stays(tmp_path: Path) -> None:
     (tmp_path / "page.html.tmp").write_text("a stranger's")
     (tmp_path / "page.html").write_text("old")
-    write_durably(tmp_path / "page.html", b"new")
+    write_atomically(tmp_path / "page.html", b"new")
     assert (tmp_path / "page.html.tmp").read_text() == "a stranger's"
     assert (tmp_path / "page.html").read_text() == "new"
     assert names(tmp_path) == ["page.html", "page.html.tmp"]
@@ -34,9 +34,9 @@ def test_what_cannot_be_written_leaves_the_old_and_nothing_else(
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(durable, "sync_file", full)
+    monkeypatch.setattr(atomic_write, "sync_file", full)
     with pytest.raises(OSError, match="No space left"):
-        write_durably(tmp_path / "page.html", b"new")
+        write_atomically(tmp_path / "page.html", b"new")
     assert names(tmp_path) == ["page.html"] and (tmp_path / "page.html").read_text() == "old"
 
 
@@ -47,5 +47,5 @@ def test_what_a_kill_left_is_cleared_away_and_what_a_living_process_writes_is_no
     for name in (*left, f".other.html.danlu-{dead.pid}.tmp"):
         assert UNFINISHED.fullmatch(name)
         (tmp_path / name).write_text("half")
-    write_durably(tmp_path / "page.html", b"new")
+    write_atomically(tmp_path / "page.html", b"new")
     assert names(tmp_path) == sorted(["page.html", left[2], f".other.html.danlu-{dead.pid}.tmp"])

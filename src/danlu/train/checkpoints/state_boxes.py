@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from danlu.train.shards import is_whole
+from danlu.train.checkpoints.shard_files import is_whole
 from danlu.types import Piece
 
 

@@ -1,4 +1,4 @@
-"""Cutting a tensor into views, so that work on it needs temporaries of a piece instead of the whole."""
+"""Cutting a tensor into views, so that work on it needs temporaries of a chunk instead of the whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def pieces(tensor: Tensor, elements: int) -> tuple[Tensor, ...]:
+def chunks(tensor: Tensor, elements: int) -> tuple[Tensor, ...]:
     """Views along the first dimension of about `elements` elements each, at least one row; the tensor if it is small.
 
     Along a dimension, not flat, so that any strides will do: a gradient is often a transposed product. Tensors of one

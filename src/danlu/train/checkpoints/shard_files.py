@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.train.boxes import Box, runs
-from danlu.train.manifest import Shard, TensorEntry
+from danlu.train.checkpoints.boxes import Box, runs
+from danlu.train.checkpoints.manifest import Shard, TensorEntry
 from danlu.types import Piece
 
 SHARD_BYTES = 4 << 30

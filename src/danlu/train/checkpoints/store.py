@@ -36,12 +36,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danlu.atomic_write import sync_file, sync_folder, write_atomically
 from danlu.errors import CheckpointError, ResourceError
 from danlu.machine import pid_is_alive
 from danlu.parallel.comm import ALONE, Group
 from danlu.train.agreement import agree
-from danlu.train.durable import sync_file, sync_folder, write_durably
-from danlu.train.manifest import (
+from danlu.train.checkpoints.loading import Groups, Pieces
+from danlu.train.checkpoints.manifest import (
     MANIFEST,
     MARK,
     STATE,
@@ -59,8 +60,7 @@ from danlu.train.manifest import (
     temporary_folder_name,
     to_prune,
 )
-from danlu.train.reading import Groups, Pieces, empty_tensors, fill, intact_manifest, require_fit
-from danlu.train.shards import ShardPlan, is_whole, plan_shards, write_shard
+from danlu.train.checkpoints.shard_files import ShardPlan, is_whole, plan_shards, write_shard
 from danlu.train.units import format_bytes
 from danlu.types import Piece
 
@@ -260,7 +260,7 @@ class CheckpointStore:
         sync_folder(self.folder)
         total = sum(shard.bytes for shard in shards) + len(draft.state_json) + len(manifest)
         mark = mark_text(manifest, total_bytes=total, loss=loss, time=time.time())
-        write_durably(target / MARK, mark.encode())
+        write_atomically(target / MARK, mark.encode())
         if aside.exists():
             remove_checkpoint(aside)
         for info in to_prune(
@@ -365,48 +365,6 @@ class _Draft:
         if piece is None or not math.prod(piece.whole):
             return self.group.index == 0
         return piece.writes and (is_whole(piece) or tensor.numel() > 0)
-
-
-def load_checkpoint(path: Path, into: Groups, pieces: Pieces | None = None, group: Group = ALONE) -> dict[str, Any]:
-    """Copy tensors of the checkpoint at `path` into existing ones, and return its state.
-
-    Args:
-        into    the groups to load, each with every tensor the checkpoint has for it: same names, dtypes, whole shapes
-        pieces  the box of the whole that a tensor is, whatever boxes it was saved in; one without is whole
-        group   processes that load together, each its own boxes; they share the work of proving hashes
-    Nothing is touched before all hashes have been proved and all tensors been matched. Raises CheckpointError that
-    names each damage and the newest older checkpoint that is intact, or each tensor that does not match.
-    """
-    pieces = pieces or {}
-    manifest = intact_manifest(path, into, group)
-    require_fit(path, manifest, into, pieces, group)
-
-    def read() -> None:
-        for kind, tensors in into.items():
-            fill(path, manifest, kind, tensors, pieces.get(kind, {}))
-
-    agree(group, read, lambda _: None)
-    return _state_of(path)
-
-
-def read_group(path: Path, group: str) -> dict[str, Tensor]:
-    """All tensors of one group of the checkpoint at `path`, whole and newly made on the CPU. Raises CheckpointError."""
-    manifest = intact_manifest(path, [group], ALONE)
-    tensors = empty_tensors(manifest, group)
-    require_fit(path, manifest, {group: tensors}, {}, ALONE)
-    fill(path, manifest, group, tensors, {})
-    return tensors
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The state of the checkpoint at `path`, for deciding before any tensor is read. Raises CheckpointError."""
-    intact_manifest(path, [], ALONE)
-    return _state_of(path)
-
-
-def _state_of(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((path / STATE).read_bytes())
-    return state
 
 
 def _require_json(value: object, where: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from danlu.machine import pid_is_alive
 
 UNFINISHED = re.compile(r"\.(.+)\.danlu-(\d+)\.tmp")
-"""What `write_durably` calls a file until it is whole: of which name, by which process. A kill may leave one."""
+"""What `write_atomically` calls a file until it is whole: of which name, by which process. A kill may leave one."""
 
 
 def sync_file(path: Path) -> None:
@@ -27,7 +27,7 @@ def sync_folder(path: Path) -> None:
     sync_file(path)
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a small file that, after a crash at any instant, has all of `content` or is what it was before.
 
     It is first written beside its place, under a name that nobody else uses, and what a killed process left there is

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from danlu.errors import CheckpointError
-from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_group, read_state
-from danlu.train.manifest import CheckpointInfo, best_checkpoint, read_manifest, to_prune, verify
-from danlu.train.shards import plan_shards, write_shard
+from danlu.train.checkpoints.loading import load_checkpoint, read_group, read_state
+from danlu.train.checkpoints.manifest import CheckpointInfo, best_checkpoint, read_manifest, to_prune, verify
+from danlu.train.checkpoints.shard_files import plan_shards, write_shard
+from danlu.train.checkpoints.store import CheckpointStore
 
 STATE = {"step": 7, "rate": 0.1, "sampler": {"epoch": 1, "order": [3, 1, 2]}, "stopped": None, "done": False}
 

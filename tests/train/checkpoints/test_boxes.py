@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from danlu.train.boxes import Box, gap, overlap, runs
+from danlu.train.checkpoints.boxes import Box, gap, overlap, runs
 
 
 def some(draw: random.Random, shape: tuple[int, ...]) -> Box:

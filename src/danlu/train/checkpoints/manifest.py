@@ -37,7 +37,7 @@ from typing import Any
 
 from danlu.errors import CheckpointError
 from danlu.machine import usable_cores
-from danlu.train.boxes import Box, gap, overlap
+from danlu.train.checkpoints.boxes import Box, gap, overlap
 
 MARK = "COMPLETE"
 MANIFEST = "manifest.json"

@@ -10,7 +10,7 @@ import pytest
 
 from danlu.errors import ResourceError
 from danlu.machine import pid_is_alive
-from danlu.train.lock import RunLock
+from danlu.train.run_lock import RunLock
 
 FORK = multiprocessing.get_context("fork")
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from danlu.parallel.comm import Group
 from danlu.train.agreement import Failure
-from danlu.train.boxes import Box, gap
-from danlu.train.shards import is_whole
+from danlu.train.checkpoints.boxes import Box, gap
+from danlu.train.checkpoints.shard_files import is_whole
 from danlu.types import Piece
 
 _MOST_DIMS = 8

@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save
 
 from danlu.errors import CheckpointError
 from danlu.parallel.comm import ALONE
-from danlu.train import manifest as on_disk
-from danlu.train import shards
-from danlu.train.boxes import Box
-from danlu.train.checkpoint import CheckpointStore, load_checkpoint, read_group
-from danlu.train.manifest import MANIFEST, MARK, list_checkpoints, mark_text, read_manifest, verify
+from danlu.train.checkpoints import manifest as on_disk
+from danlu.train.checkpoints import shard_files
+from danlu.train.checkpoints.boxes import Box
+from danlu.train.checkpoints.loading import load_checkpoint, read_group
+from danlu.train.checkpoints.manifest import MANIFEST, MARK, list_checkpoints, mark_text, read_manifest, verify
+from danlu.train.checkpoints.store import CheckpointStore
 from danlu.types import Piece
 
 STEPS = {layout: 10 + number for number, layout in enumerate(LAYOUTS, 1)}
@@ -110,7 +111,7 @@ def test_only_the_bytes_of_the_box_are_read(saved: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.distributed
 def test_a_target_that_is_not_flat_is_filled_in_place(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_CHUNK_BYTES", 100)  # two rows at a time
+    monkeypatch.setattr(shard_files, "_CHUNK_BYTES", 100)  # two rows at a time
     whole = wholes()["model"]
     for path in paths(saved):
         into = {name: torch.zeros_like(one) for name, one in whole.items()}
@@ -295,7 +296,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path, background: boo
         ("sync_file", 2, 4, 1),
         ("sync_file", 0, 2, 1),
         ("sync_folder", 0, 4, 1),
-        ("write_durably", 0, 2, 1),
+        ("write_atomically", 0, 2, 1),
         ("to_prune", 0, 2, 2),  # the mark is on the disk by then
     ],
 )

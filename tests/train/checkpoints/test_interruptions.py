@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from danlu.errors import ResourceError
-from danlu.train.checkpoint import CheckpointStore, load_checkpoint
-from danlu.train.manifest import MARK, verify
+from danlu.train.checkpoints.loading import load_checkpoint
+from danlu.train.checkpoints.manifest import MARK, verify
+from danlu.train.checkpoints.store import CheckpointStore
 
 # Children are forked: they save within milliseconds, without loading torch again. They use one thread, and leave by
 # kill or os._exit, so they share nothing with the test process that could go wrong.

@@ -1,18 +1,13 @@
-"""Stopping on a signal between two steps, and the state of random generators that a resumed run needs back."""
+"""Stopping on a signal between two steps."""
 
 from __future__ import annotations
 
-import base64
 import os
-import random
 import signal
 import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
-
-import numpy as np
-import torch
 
 from danlu.errors import Stopped
 
@@ -83,41 +78,3 @@ class StopRequest:
         self._first_at = time.monotonic()
         key = "press Ctrl-C" if number == signal.SIGINT else f"send {self.signal.name}"
         self._announce(f"stopping after this step; {key} again to stop at once")
-
-
-def capture_rng() -> dict[str, Any]:
-    """The state of Python's, numpy's (the global one) and torch's generators, CUDA's when in use, ready for JSON.
-
-    danlu draws order, dropout and initial weights from (seed, position) and does not need this; code that a recipe
-    brings along may.
-    """
-    version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-        "torch": _encode(torch.get_rng_state()),
-        "cuda": [_encode(state) for state in cuda],
-    }
-
-
-def restore_rng(state: dict[str, Any]) -> None:
-    """Put back what `capture_rng` returned. Raises ValueError for more CUDA devices than there are."""
-    if len(state["cuda"]) > torch.cuda.device_count():
-        raise ValueError(f"random state of {len(state['cuda'])} CUDA devices, but {torch.cuda.device_count()} are here")
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_decode(state["torch"]))
-    for index, device_state in enumerate(state["cuda"]):
-        torch.cuda.set_rng_state(_decode(device_state), index)
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
