@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.dropout import Noise
-from danlu.adapters.making import Making
+from danlu.adapters.build import BuildContext
+from danlu.adapters.dropout import DropoutState
 from danlu.memory.activation_offload import ActivationOffload, offload_for
 from danlu.memory.recompute import LayerPlan, describe, plan_of, unwrap_layer, wrap
 from danlu.memory.recompute_planner import fastest_plan, measure_layers, peak_bytes
@@ -178,8 +178,8 @@ def unwrap(model: Decoder) -> None:
 def add_lora(model: Decoder) -> None:
     modules = FAMILIES[model.config.family].modules
     name: Callable[[str], str] = lambda one: disk_name(one, modules)  # noqa: E731
-    making = Making(lambda one: named_generator(0, one), Noise(0), torch.device("cpu"))
-    adapters = AdapterSet(model, adapter_sites(model), name, making, open_head=model.open_head)
+    build_context = BuildContext(lambda one: named_generator(0, one), DropoutState(0), torch.device("cpu"))
+    adapters = AdapterSet(model, adapter_sites(model), name, build_context, open_head=model.open_head)
     adapters.add("one", sections.Lora(rank=8))
     adapters.train_only("one")
 

@@ -82,8 +82,8 @@ def test_answering_and_evaluating(base: Path, saved: dict[str, tuple[Path, Tenso
         model, stacks = load_adapted_model(
             base, [stacked(folder)], dtype=torch.float32, device="cpu", quantization=None, merged=merged
         )
-        before = () if stacks is None else stacks.adapters.virtual_tokens
-        assert close(logits(model, TOKENS, before=before), expected)
+        virtual_token_ids = () if stacks is None else stacks.adapters.virtual_token_ids
+        assert close(logits(model, TOKENS, virtual_token_ids=virtual_token_ids), expected)
     assert not close(logits(load(base), TOKENS), expected)  # the negative control: the base is not near
 
 
@@ -126,7 +126,7 @@ def test_training_starts_where_peft_left_off(base: Path, saved: dict[str, tuple[
         adapted, _ = adapted_model(
             model, section, None, dtype=torch.float32, device=CPU, seed=0, encode=None, taken_up=None
         )
-        ours = logits(adapted.model, TOKENS, before=adapted.adapters.virtual_tokens)
+        ours = logits(adapted.model, TOKENS, virtual_token_ids=adapted.adapters.virtual_token_ids)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-5)
     if kind not in ("prompt", "prefix"):
         assert close(logits(merged_model(model, device=CPU), TOKENS), expected)

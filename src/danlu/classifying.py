@@ -191,7 +191,7 @@ class Classifier:
     def collate(self, packs: Sequence[Image]) -> ImageBatch:
         return collate_images(packs, self.device, side=lenet.SIDE)
 
-    def noise(self, step: int | None, packs: Sequence[tuple[int, Image]] = ()) -> None:
+    def set_dropout(self, step: int | None, packs: Sequence[tuple[int, Image]] = ()) -> None:
         """LeNet-5 has no dropout."""
 
     def losses(self, batch: ImageBatch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:

@@ -413,8 +413,8 @@ def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate |
         return None
     chat_tokenizer = ChatTokenizer(_tokenizer(recipe))
     options = SamplingOptions(temperature=samples.temperature, seed=recipe.seed)
-    before = () if subject.adapters is None else subject.adapters.virtual_tokens
-    known = _sample_prompts(recipe, chat_tokenizer, subject.model.config, len(before))
+    virtual_token_ids = () if subject.adapters is None else subject.adapters.virtual_token_ids
+    known = _sample_prompts(recipe, chat_tokenizer, subject.model.config, len(virtual_token_ids))
 
     def write(prompts: Sequence[str]) -> list[str]:
         tokens = [known[prompt] for prompt in prompts]
@@ -427,7 +427,7 @@ def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate |
             stops,
             decode=chat_tokenizer.decode,
             dtype=dtype,
-            before=before,
+            virtual_token_ids=virtual_token_ids,
         )
         return [answer.text for answer in answers]
 

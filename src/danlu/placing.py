@@ -275,17 +275,17 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
         probe = model
     length = recipe.data.max_length
     full = Pack((Sample(np.zeros(length, dtype=np.int32), np.zeros(length, dtype=np.float32), "full"),))
-    virtual = () if subject.adapters is None else subject.adapters.virtual_tokens
-    batch = pad_to_bucket(collate([full] * micro, device, before=virtual), shares)
+    virtual = () if subject.adapters is None else subject.adapters.virtual_token_ids
+    batch = pad_to_bucket(collate([full] * micro, device, virtual_token_ids=virtual), shares)
     attend = PackedAttention(batch.boundaries)
-    noise = None if subject.adapters is None else subject.adapters.making.noise
-    if noise is not None:  # what dropout makes is kept too
-        noise.begin(0, [(0, len(batch.tokens))])
+    dropout_state = None if subject.adapters is None else subject.adapters.build_context.dropout_state
+    if dropout_state is not None:  # what dropout makes is kept too
+        dropout_state.begin(0, [(0, len(batch.tokens))])
     costs = recompute_planner.measure_layers(
         probe, batch.tokens, batch.positions, attend, DTYPES[recipe.precision], gathered=shares > 1
     )
-    if noise is not None:
-        noise.end()
+    if dropout_state is not None:
+        dropout_state.end()
     if probe is not model:
         costs = [replace(costs[0], layer=int(name)) for name in model.layers]
     return ranks.world.from_first(lambda: recompute_planner.fastest_plan(costs, int((section.budget or 0) * 2**30)))

@@ -88,12 +88,14 @@ def test_disabled_is_the_base_bit_for_bit(section: Any) -> None:
     with adapters.disabled():
         before = logits(model)
     perturb(adapters, "one")
-    adapted = logits(model, before=adapters.virtual_tokens)
+    adapted = logits(model, virtual_token_ids=adapters.virtual_token_ids)
     with adapters.disabled():
-        assert adapters.virtual_tokens == ()
+        assert adapters.virtual_token_ids == ()
         assert torch.equal(logits(model), before)
         assert all(torch.equal(base[name], now) for name, now in adapters.base_parameters().items())
-    assert torch.equal(logits(model, before=adapters.virtual_tokens), adapted) and not torch.equal(adapted, before)
+    assert torch.equal(logits(model, virtual_token_ids=adapters.virtual_token_ids), adapted) and not torch.equal(
+        adapted, before
+    )
 
 
 @pytest.mark.parametrize("section", MERGEABLE, ids=name_of)
@@ -133,7 +135,7 @@ def test_ten_steps_change_what_should_train_and_nothing_else(section: Any) -> No
     losses = []
     for _ in range(10):
         optimizer.zero_grad()
-        hidden = hidden_states(model, before=adapters.virtual_tokens)
+        hidden = hidden_states(model, virtual_token_ids=adapters.virtual_token_ids)
         loss = torch.nn.functional.linear(hidden, model.head_weight).logsumexp(-1).mean()
         losses.append(loss.item())
         loss.backward()
@@ -152,8 +154,8 @@ def test_bfloat16_activations_leave_parameters_and_gradients_in_float32(section:
     adapters.add("one", section)
     adapters.train_only("one")
     perturb(adapters, "one", size=0.1)
-    exact = logits(model, before=adapters.virtual_tokens)
-    hidden = hidden_states(model, dtype=torch.bfloat16, before=adapters.virtual_tokens)
+    exact = logits(model, virtual_token_ids=adapters.virtual_token_ids)
+    hidden = hidden_states(model, dtype=torch.bfloat16, virtual_token_ids=adapters.virtual_token_ids)
     assert hidden.dtype == torch.bfloat16
     rounded = model.logits(hidden)
     assert (rounded - exact).square().mean() < 1e-3 * exact.square().mean()
@@ -173,7 +175,7 @@ def test_one_that_is_taken_out_leaves_no_trace(section: Any) -> None:
     adapters = adapter_set(model)
     adapters.add("one", section)
     adapters.remove("one")
-    assert torch.equal(logits(model), before) and adapters.virtual_tokens == ()
+    assert torch.equal(logits(model), before) and adapters.virtual_token_ids == ()
     assert not any(".one." in name for name, _ in model.named_parameters())
 
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from danlu.adapters.dropout import Dropout, Noise
+from danlu.adapters.dropout import Dropout, DropoutState
 
 TOKENS, FEATURES = 512, 384
 
 
 def mask(share: float, *, place: str = "layers.0", seed: int = 0, step: int = 0, first: int = 0) -> Tensor:
     """[T, F] True where an input is kept."""
-    noise = Noise(seed)
-    noise.begin(step, [(0, TOKENS)])
-    dropout = Dropout(share, place, noise)
+    dropout_state = DropoutState(seed)
+    dropout_state.begin(step, [(0, TOKENS)])
+    dropout = Dropout(share, place, dropout_state)
     dropout.first_feature = first
     return dropout(torch.ones(TOKENS, FEATURES - first)) != 0
 
@@ -31,9 +31,9 @@ def test_the_share_that_is_dropped_is_the_one_asked_for(share: float) -> None:
 
 
 def test_what_is_kept_makes_up_for_what_is_not() -> None:
-    noise = Noise(0)
-    noise.begin(0, [(0, TOKENS)])
-    x = Dropout(0.2, "", noise)(torch.ones(TOKENS, FEATURES))
+    dropout_state = DropoutState(0)
+    dropout_state.begin(0, [(0, TOKENS)])
+    x = Dropout(0.2, "", dropout_state)(torch.ones(TOKENS, FEATURES))
     assert set(x.unique().tolist()) == {0.0, 1.25}
 
 

@@ -58,7 +58,7 @@ def test_peft_computes_what_danlu_wrote(bases: dict[str, Path], tmp_path: Path, 
     adapters.add("mine", section)
     adapters.train_only("mine")
     perturb(adapters, "mine", size=0.05)
-    ours = logits(model, TOKENS, before=adapters.virtual_tokens)
+    ours = logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids)
     write_adapter(adapters, "mine", tmp_path, base=str(bases[family]), base_fingerprint=None)
     assert not any("mine" in key for key in load_file(tmp_path / WEIGHTS))
     with_peft = theirs(peft.PeftModel.from_pretrained(hugging_face(bases[family]), tmp_path))
@@ -68,7 +68,9 @@ def test_peft_computes_what_danlu_wrote(bases: dict[str, Path], tmp_path: Path, 
     again = load(bases[family])
     fresh = adapter_set(again)
     add_adapter(fresh, "back", open_adapter(tmp_path))
-    torch.testing.assert_close(logits(again, TOKENS, before=fresh.virtual_tokens), ours, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits(again, TOKENS, virtual_token_ids=fresh.virtual_token_ids), ours, rtol=1e-5, atol=1e-5
+    )
 
 
 # PEFT takes their start out of the base each time it loads them.

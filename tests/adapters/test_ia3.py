@@ -10,7 +10,7 @@ from builders.tiny_run import tiny_model
 from torch import Tensor
 
 from danlu.adapters.adapter import Dense
-from danlu.adapters.dropout import Dropout, Noise
+from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import LowRank
 from danlu.adapters.slot import LinearSlot
@@ -82,8 +82,8 @@ def test_merged_is_unmerged_with_the_bias(of_inputs: bool) -> None:
 def test_what_rescales_inputs_does_so_for_all_that_lies_below_it() -> None:
     """LoRA, then inputs rescaled, then LoRA, then outputs rescaled; merged in the same order."""
     linear = base()
-    noise = Dropout(0, "", Noise(0))
-    low, high = (LowRank((OUTPUTS, INPUTS), 2, 0.7, noise).double() for _ in range(2))
+    dropout = Dropout(0, "", DropoutState(0))
+    low, high = (LowRank((OUTPUTS, INPUTS), 2, 0.7, dropout).double() for _ in range(2))
     for module in (low, high):
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter)

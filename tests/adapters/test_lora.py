@@ -11,7 +11,7 @@ from builders.tiny_run import tiny_model
 from torch import Tensor
 
 from danlu.adapters.adapter import Dense
-from danlu.adapters.dropout import Dropout, Noise
+from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.lora import LowRank
 from danlu.recipe import sections
 
@@ -24,7 +24,9 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 def gradients(weight: Tensor, exact: bool) -> list[Tensor]:
     """Of A, B and m, through what DoRA makes of a weight as a whole: the way the head goes, with its loss."""
-    one = LowRank((OUTPUTS, INPUTS), RANK, SCALE, Dropout(0.0, "head", Noise(0)), magnitude=True, exact_norm=exact)
+    one = LowRank(
+        (OUTPUTS, INPUTS), RANK, SCALE, Dropout(0.0, "head", DropoutState(0)), magnitude=True, exact_norm=exact
+    )
     one.double()
     trained = [one.lora_A, one.lora_B, one.lora_magnitude_vector]
     for seed, parameter in enumerate(trained):
@@ -59,31 +61,31 @@ def test_dora_applied_to_a_weight_has_the_gradients_of_its_definition(exact: boo
 @pytest.mark.parametrize("section", [sections.Pissa(dropout=0.5), sections.Olora(dropout=0.5, targets=["q_proj"])])
 def test_dropout_leaves_a_start_that_is_switched_off_alone(section: Any) -> None:
     """Without its start the base is no model: what dropout took of it would be missing from the reference's logits."""
-    noise = Noise(0)
+    dropout_state = DropoutState(0)
     model = tiny_model()
     plain = logits(model)
-    adapters = adapter_set(model, noise=noise)
+    adapters = adapter_set(model, dropout_state=dropout_state)
     adapters.add("one", section)
     adapters.train_only("one")
     perturb(adapters, "one", size=0.05)
     still = logits(model)
-    noise.begin(3, [(0, DOCUMENTS[-1])])
+    dropout_state.begin(3, [(0, DOCUMENTS[-1])])
     assert (logits(model) - still).abs().max() > 1e-2  # the negative control: switched on it acts
-    noise.begin(3, [(0, DOCUMENTS[-1])])
+    dropout_state.begin(3, [(0, DOCUMENTS[-1])])
     with adapters.disabled():
         torch.testing.assert_close(logits(model), plain, rtol=1e-5, atol=1e-5)
 
 
 def test_a_start_that_is_switched_off_takes_no_dropout_from_a_neighbour() -> None:
     """q's start sleeps, k's adapter beside it is active: they have the same share, and one of them uses it."""
-    noise = Noise(0)
+    dropout_state = DropoutState(0)
     model = tiny_model()
-    adapters = adapter_set(model, noise=noise)
+    adapters = adapter_set(model, dropout_state=dropout_state)
     adapters.add("starts", sections.Pissa(dropout=0.5, targets=["q_proj"]))
     adapters.add("two", sections.Lora(dropout=0.5, targets=["k_proj"]))
     adapters.train_only("two")
     perturb(adapters, "two")
     adapters.activate("two")
     still = logits(model)
-    noise.begin(3, [(0, DOCUMENTS[-1])])
+    dropout_state.begin(3, [(0, DOCUMENTS[-1])])
     assert (logits(model) - still).abs().max() > 1e-2

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from danlu.adapters.dropout import Dropout, Noise
+from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.lora import row_squares
 from danlu.adapters.low_rank import Branch, LowRankFactors, products
 from danlu.models import ops
@@ -104,16 +104,16 @@ def test_the_norm_as_a_constant_and_its_exact_gradient_differ() -> None:
 def test_dropout_reaches_the_low_rank_path_alone_and_backward_draws_the_same_mask(dora: bool) -> None:
     made = case(dora=dora)
     x = torch.randn(TOKENS, INPUTS, dtype=torch.float64, requires_grad=True)
-    noise = Noise(3)
-    noise.begin(5, [(2, TOKENS)])
-    dropout = Dropout(0.4, "layers.0", noise)
+    dropout_state = DropoutState(3)
+    dropout_state.begin(5, [(2, TOKENS)])
+    dropout = Dropout(0.4, "layers.0", dropout_state)
     mask = dropout(torch.ones(TOKENS, INPUTS, dtype=torch.float64))
     branches = [Branch(linear, one) for linear, one in zip(*made, strict=True)]
 
     def ours(x: Tensor) -> tuple[Tensor, ...]:
-        noise.begin(5, [(2, TOKENS)])
+        dropout_state.begin(5, [(2, TOKENS)])
         ys = products(x, branches, dropout)
-        noise.begin(6, [(0, TOKENS)])  # by the time of the backward pass the run may be elsewhere
+        dropout_state.begin(6, [(0, TOKENS)])  # by the time of the backward pass the run may be elsewhere
         return ys
 
     found = gradients(ours, x, made)

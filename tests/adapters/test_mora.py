@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from danlu.adapters.adapter import Dense
-from danlu.adapters.dropout import Dropout, Noise
+from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.mora import Folding, Mora
 from danlu.adapters.targets import Form, square_width
 from danlu.models import ops
@@ -51,7 +51,7 @@ def from_the_paper(x: Tensor, m: Tensor, outputs: int, form: Form) -> Tensor:
 
 
 def mora(inputs: int, outputs: int, width: int, form: Form, dropout: Dropout | None = None) -> Mora:
-    module = Mora((outputs, inputs), width, form, dropout or Dropout(0, "", Noise(0))).double()
+    module = Mora((outputs, inputs), width, form, dropout or Dropout(0, "", DropoutState(0))).double()
     module.mora_M.data = torch.randn(width, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return module
 
@@ -116,13 +116,13 @@ def test_the_width_of_the_square_is_that_of_the_authors_code() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_dropout_reaches_the_path_alone_and_backward_draws_the_same_mask(form: Form) -> None:
-    noise = Noise(3)
-    module, linear = mora(14, 9, 6, form, Dropout(0.4, "layers.0", noise)), base_of(14, 9)
+    dropout_state = DropoutState(3)
+    module, linear = mora(14, 9, 6, form, Dropout(0.4, "layers.0", dropout_state)), base_of(14, 9)
     x = torch.randn(TOKENS, 14, dtype=torch.float64, requires_grad=True)
-    noise.begin(5, [(2, TOKENS)])
+    dropout_state.begin(5, [(2, TOKENS)])
     mask = module.dropout(torch.ones_like(x))
     ours = module.add(x, linear.base(x), linear)
-    noise.begin(6, [(0, TOKENS)])  # by the time of the backward pass the run may be elsewhere
+    dropout_state.begin(6, [(0, TOKENS)])  # by the time of the backward pass the run may be elsewhere
     found = gradients(ours, x, module)
     plain = linear.base(x) + from_the_paper(x * mask, module.mora_M, 9, form)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)

@@ -26,7 +26,7 @@ from danlu.recipe import sections
 
 
 def ours(model: Decoder, adapters: AdapterSet) -> Tensor:
-    return logits(model, TOKENS, before=adapters.virtual_tokens)
+    return logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids)
 
 
 def written(adapters: AdapterSet, name: str, folder: Path, base: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -97,7 +97,7 @@ def test_a_projection_is_folded_into_a_plain_prefix() -> None:
     adapters.add("through", sections.Prefix(tokens=3, projection=4))
     adapters.train_only("through")
     perturb(adapters, "through")
-    expected = logits(model, before=adapters.virtual_tokens)
+    expected = logits(model, virtual_token_ids=adapters.virtual_token_ids)
     added = adapters.added["through"]
     values, tensors = to_peft(added.section, added.modules, adapters.sites)
     assert values["prefix_projection"] is False and list(tensors) == ["prompt_embeddings"]
@@ -106,4 +106,6 @@ def test_a_projection_is_folded_into_a_plain_prefix() -> None:
     adapters.add("plain", sections.Prefix(tokens=3))
     for layer, table in enumerate(tensors["prompt_embeddings"].split(32, 1)):
         adapters.tensors("plain")[f"layers.{layer}.attention.prefix.plain.embedding.weight"].data.copy_(table)
-    torch.testing.assert_close(logits(model, before=adapters.virtual_tokens), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits(model, virtual_token_ids=adapters.virtual_token_ids), expected, rtol=1e-5, atol=1e-5
+    )

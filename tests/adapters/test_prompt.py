@@ -25,7 +25,7 @@ def started(section: sections.Prompt, *, seed: int = 0, **model: object) -> tupl
     """The soft prompt, and the embedding it was made from."""
     decoder = tiny_model(**model)
     adapters = adapter_set(decoder, seed=seed)
-    adapters.making = replace(adapters.making, encode=lambda text: [ord(letter) - 96 for letter in text])
+    adapters.build_context = replace(adapters.build_context, encode=lambda text: [ord(letter) - 96 for letter in text])
     adapters.add("one", section)
     return adapters.tensors("one")[WEIGHT], decoder.embed_tokens.weight * decoder.embed_tokens.multiplier
 
@@ -51,7 +51,7 @@ def test_gemmas_multiplier_is_in_the_prompt() -> None:
     model = tiny_model(model_type="gemma2", head_dim=8)
     adapters = adapter_set(model)
     adapters.add("one", sections.Prompt(tokens=3))
-    tokens = torch.tensor(adapters.virtual_tokens)
+    tokens = torch.tensor(adapters.virtual_token_ids)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         found = model.embed_tokens(tokens, dtype)
         torch.testing.assert_close(found.float(), adapters.tensors("one")[WEIGHT].detach(), rtol=tolerance, atol=0)

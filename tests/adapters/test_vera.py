@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from danlu.adapters.adapter import Dense
-from danlu.adapters.dropout import Dropout, Noise
+from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.vera import Projection, Vera
 from danlu.models.decoder import Linear
 from danlu.models.saving import save
@@ -31,7 +31,7 @@ def made(dropout: Dropout | None = None) -> tuple[Vera, Linear]:
     torch.nn.init.normal_(linear.weight)
     torch.nn.init.normal_(linear.bias)
     projection = Projection(RANK, (12, 14), seed=3).double()
-    module = Vera(projection, slice(2, 2 + OUTPUTS), INPUTS, dropout or Dropout(0, "", Noise(0)), initial_d=0.1)
+    module = Vera(projection, slice(2, 2 + OUTPUTS), INPUTS, dropout or Dropout(0, "", DropoutState(0)), initial_d=0.1)
     module.vera_lambda_d.data = torch.randn(RANK, dtype=torch.float64)
     module.vera_lambda_b.data = torch.randn(OUTPUTS, dtype=torch.float64)
     return module, linear.requires_grad_(False)
@@ -62,14 +62,14 @@ def test_outputs_and_gradients_are_those_of_the_definition() -> None:
 
 
 def test_dropout_reaches_the_path_alone_and_backward_draws_the_same_mask() -> None:
-    noise = Noise(3)
-    module, linear = made(Dropout(0.4, "layers.0", noise))
+    dropout_state = DropoutState(3)
+    module, linear = made(Dropout(0.4, "layers.0", dropout_state))
     x = torch.randn(TOKENS, INPUTS, dtype=torch.float64, requires_grad=True)
-    noise.begin(5, [(2, TOKENS)])
+    dropout_state.begin(5, [(2, TOKENS)])
     mask = module.dropout(torch.ones_like(x))
     base = linear.base(x)
     ours = module.add(x, base, linear)
-    noise.begin(6, [(0, TOKENS)])  # by the time of the backward pass the run may be elsewhere
+    dropout_state.begin(6, [(0, TOKENS)])  # by the time of the backward pass the run may be elsewhere
     found = gradients(ours, x, module)
     plain = base + written_out(module, x * mask)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)

@@ -47,14 +47,14 @@ def adapted(section: Any, **model: Any) -> tuple[Decoder, AdapterSet]:
 @pytest.mark.parametrize("family", [{}, {"model_type": "gemma2", "head_dim": 8, "sliding_window": 4}])
 def test_packed_is_one_by_one(section: Any, family: dict[str, Any]) -> None:
     model, adapters = adapted(section, **family)
-    before = adapters.virtual_tokens
-    packed = logits(model, TOKENS, before=before)
+    virtual_token_ids = adapters.virtual_token_ids
+    packed = logits(model, TOKENS, virtual_token_ids=virtual_token_ids)
     alone = []
     for start, end in pairwise(DOCUMENTS):
-        ids = torch.cat((torch.tensor(before), TOKENS[start:end]))
+        ids = torch.cat((torch.tensor(virtual_token_ids), TOKENS[start:end]))
         with torch.no_grad():
             hidden = model(ids, torch.arange(len(ids)), PackedAttention((0, len(ids))))
-            alone.append(model.logits(hidden)[len(before) :])
+            alone.append(model.logits(hidden)[len(virtual_token_ids) :])
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(packed, logits(model, TOKENS), atol=1e-2)
 
@@ -64,9 +64,9 @@ def test_what_was_in_one_pass_is_nothing_to_the_next(section: Any) -> None:
     model, adapters = adapted(section)
     with adapters.disabled():
         base = logits(model, TOKENS)
-    first = logits(model, TOKENS, before=adapters.virtual_tokens)
+    first = logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids)
     assert torch.equal(logits(model, TOKENS), base)  # no virtual token, nothing of the adapter
-    assert torch.equal(logits(model, TOKENS, before=adapters.virtual_tokens), first)
+    assert torch.equal(logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids), first)
     assert not torch.equal(first, base)
 
 
@@ -75,12 +75,12 @@ def test_what_was_in_one_pass_is_nothing_to_the_next(section: Any) -> None:
 def test_cached_is_uncached(section: Any, budget: int) -> None:
     """Prompts read in pieces that cut the virtual tokens apart too, then a token at a time."""
     model, adapters = adapted(section)
-    before = adapters.virtual_tokens
+    virtual_token_ids = adapters.virtual_token_ids
     pieces = [TOKENS[start:end].tolist() for start, end in pairwise(DOCUMENTS)]
-    whole = logits(model, TOKENS, before=before)
+    whole = logits(model, TOKENS, virtual_token_ids=virtual_token_ids)
     cache = KVCache(len(pieces))
     with torch.inference_mode():
-        prefill(model, cache, [[*before, *piece[:-2]] for piece in pieces], budget=budget)
+        prefill(model, cache, [[*virtual_token_ids, *piece[:-2]] for piece in pieces], budget=budget)
         steps = [prefill(model, cache, [[piece[place]] for piece in pieces]) for place in (-2, -1)]
     for place, got in zip((-2, -1), steps, strict=True):
         expected = torch.stack([whole[end + place] for end in DOCUMENTS[1:]])
@@ -90,16 +90,16 @@ def test_cached_is_uncached(section: Any, budget: int) -> None:
 @pytest.mark.parametrize("section", KINDS, ids=name_of)
 def test_generating_is_taking_the_likeliest_token_of_full_passes(section: Any) -> None:
     model, adapters = adapted(section)
-    before = adapters.virtual_tokens
+    virtual_token_ids = adapters.virtual_token_ids
     prompts = [[3, 9, 4], [7], [3, 9, 4]]
-    got = generate(model, prompts, SamplingOptions(temperature=0), 8, before=before)
+    got = generate(model, prompts, SamplingOptions(temperature=0), 8, virtual_token_ids=virtual_token_ids)
     for prompt, completion in zip(prompts, got, strict=True):
-        ids = [*before, *prompt]
+        ids = [*virtual_token_ids, *prompt]
         for _ in range(8):
             with torch.no_grad():
                 hidden = model(torch.tensor(ids), torch.arange(len(ids)), PackedAttention((0, len(ids))))
             ids.append(int(model.logits(hidden[-1:]).argmax()))
-        assert completion.tokens == ids[len(before) + len(prompt) :]
+        assert completion.tokens == ids[len(virtual_token_ids) + len(prompt) :]
     free = generate(model, prompts, SamplingOptions(temperature=0), 8)
     assert [one.tokens for one in free] != [one.tokens for one in got]
 
@@ -112,17 +112,17 @@ def test_several_have_ids_of_their_own_and_stand_in_the_order_they_are_active() 
         adapters.add(name, section)
         adapters.train_only(name)
         perturb(adapters, name)
-    assert adapters.virtual_tokens == (64, 65, 66, 67, 68)
-    together = logits(model, TOKENS, before=adapters.virtual_tokens)
+    assert adapters.virtual_token_ids == (64, 65, 66, 67, 68)
+    together = logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids)
     adapters.activate("b", "a")
-    assert adapters.virtual_tokens == (66, 67, 68, 64, 65)
-    other_order = logits(model, TOKENS, before=adapters.virtual_tokens)
+    assert adapters.virtual_token_ids == (66, 67, 68, 64, 65)
+    other_order = logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids)
     adapters.activate("b")
-    alone = logits(model, TOKENS, before=adapters.virtual_tokens)
+    alone = logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids)
     found = [together, other_order, alone, base]
     assert not any(torch.allclose(one, other, atol=1e-3) for i, one in enumerate(found) for other in found[:i])
     adapters.add("d", sections.Prompt(tokens=1))
-    assert adapters.virtual_tokens == (66, 67, 68, 69)
+    assert adapters.virtual_token_ids == (66, 67, 68, 69)
     for name in ("a", "b", "d"):
         adapters.remove(name)
     adapters.activate()
@@ -139,9 +139,9 @@ def test_two_prefixes_are_one_prefix_of_both() -> None:
         parts = [tables[name][f"layers.{layer}.attention.prefix.{name}.embedding.weight"] for name in ("a", "b")]
         tables["both"][f"layers.{layer}.attention.prefix.both.embedding.weight"].data.copy_(torch.cat(parts))
     adapters.activate("a", "b")
-    apart = logits(model, TOKENS, before=adapters.virtual_tokens)
+    apart = logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids)
     adapters.activate("both")
-    torch.testing.assert_close(logits(model, TOKENS, before=adapters.virtual_tokens), apart)
+    torch.testing.assert_close(logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids), apart)
 
 
 def test_an_adapter_of_the_embedding_leaves_virtual_tokens_alone() -> None:
@@ -150,25 +150,25 @@ def test_an_adapter_of_the_embedding_leaves_virtual_tokens_alone() -> None:
     adapters.add("words", sections.Lora(targets=["embed_tokens"]))
     adapters.train_only("words")
     perturb(adapters, "words")
-    before = torch.tensor(adapters.virtual_tokens)
-    rows = model.embed_tokens(before, torch.float32)
+    virtual_token_ids = torch.tensor(adapters.virtual_token_ids)
+    rows = model.embed_tokens(virtual_token_ids, torch.float32)
     assert torch.equal(rows, adapters.tensors("one")["embed_tokens.adapter.one.embedding.weight"])
-    upon = logits(model, TOKENS, before=adapters.virtual_tokens)
+    upon = logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids)
     adapters.activate("words", "one")
-    assert torch.equal(logits(model, TOKENS, before=adapters.virtual_tokens), upon)
+    assert torch.equal(logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids), upon)
     adapters.activate("one")
-    assert not torch.allclose(logits(model, TOKENS, before=adapters.virtual_tokens), upon, atol=1e-3)
+    assert not torch.allclose(logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids), upon, atol=1e-3)
 
 
 def test_a_virtual_token_that_no_active_adapter_knows_is_an_error() -> None:
     model, adapters = adapted(sections.Prompt(tokens=2))
     adapters.add("two", sections.Prompt(tokens=2))
-    before = adapters.virtual_tokens
+    virtual_token_ids = adapters.virtual_token_ids
     adapters.activate("one")
     with pytest.raises(IndexError):
-        logits(model, TOKENS, before=before)
+        logits(model, TOKENS, virtual_token_ids=virtual_token_ids)
     with adapters.disabled(), pytest.raises(IndexError):
-        logits(model, TOKENS, before=before[:2])
+        logits(model, TOKENS, virtual_token_ids=virtual_token_ids[:2])
 
 
 def packs() -> list[Pack]:
@@ -182,7 +182,7 @@ def packs() -> list[Pack]:
 
 
 def our_gradient(model: Decoder, adapters: AdapterSet) -> dict[str, Tensor]:
-    batch = collate(packs(), before=adapters.virtual_tokens)
+    batch = collate(packs(), virtual_token_ids=adapters.virtual_token_ids)
     hidden = model(batch.tokens, batch.positions, PackedAttention(batch.boundaries))
     loss = torch.nn.functional.cross_entropy(model.logits(hidden[batch.sources]), batch.targets, reduction="sum")
     own = {name: parameter for name, parameter in adapters.tensors("one").items() if parameter.requires_grad}

@@ -39,7 +39,7 @@ def adapted_logits(base: Path, *folders: Path, tokens: Tensor | None = None, mod
     model = load(base) if model is None else model
     stacks = AdapterStacks(adapters_of(model))
     stacks.use(stacks.add([open_adapter(folder) for folder in folders]))
-    return logits(model, tokens, before=stacks.adapters.virtual_tokens)
+    return logits(model, tokens, virtual_token_ids=stacks.adapters.virtual_token_ids)
 
 
 def of_another_tool(folder: Path) -> Path:

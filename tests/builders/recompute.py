@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from builders.tiny_adapters import adapter_set, perturb
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.dropout import Noise
+from danlu.adapters.dropout import DropoutState
 from danlu.memory import recomputed_function
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Linear
@@ -52,8 +52,8 @@ class RecomputeCase:
 
     model: Decoder
     trained: dict[str, Tensor]
-    noise: Noise
-    before: tuple[int, ...] = ()
+    dropout_state: DropoutState
+    virtual_token_ids: tuple[int, ...] = ()
     adapters: AdapterSet | None = None
 
 
@@ -75,14 +75,14 @@ def decoder(**changes: Any) -> Decoder:
 
 def full(family: str = "llama", **changes: Any) -> RecomputeCase:
     model = decoder(**{**FAMILIES[family], **changes})
-    return RecomputeCase(model, dict(model.named_parameters()), Noise(0))
+    return RecomputeCase(model, dict(model.named_parameters()), DropoutState(0))
 
 
 def adapted(kind: str, pack: Callable[[Tensor], PackedWeight] | None = None, **changes: Any) -> RecomputeCase:
     """With an adapter that has been trained for a while; `pack` makes it QLoRA."""
-    noise = Noise(0)
+    dropout_state = DropoutState(0)
     model = decoder(**changes)
-    adapters = adapter_set(model, noise=noise)
+    adapters = adapter_set(model, dropout_state=dropout_state)
     adapters.add("one", ADAPTERS[kind])
     if pack is not None:
         for layer in model.layers.modules():
@@ -91,7 +91,7 @@ def adapted(kind: str, pack: Callable[[Tensor], PackedWeight] | None = None, **c
     perturb(adapters, "one", size=0.1)
     adapters.train_only("one")
     trained = {name: one for name, one in adapters.tensors("one").items() if one.requires_grad}
-    return RecomputeCase(model, trained, noise, adapters.virtual_tokens, adapters)
+    return RecomputeCase(model, trained, dropout_state, adapters.virtual_token_ids, adapters)
 
 
 @dataclass(frozen=True)
@@ -104,18 +104,18 @@ class Step:
 def step(made: RecomputeCase, dtype: torch.dtype = torch.float32, number: int = 1, seed: int = 1) -> Step:
     """One forward and one backward pass over three packed documents."""
     tokens = torch.randint(0, 64, (BOUNDARIES[-1],), generator=torch.Generator().manual_seed(seed))
-    front = torch.tensor(made.before, dtype=torch.int64)
+    front = torch.tensor(made.virtual_token_ids, dtype=torch.int64)
     pieces = [torch.cat((front, tokens[start:end])) for start, end in pairwise(BOUNDARIES)]
     boundaries = tuple(end + len(front) * index for index, end in enumerate(BOUNDARIES))
     positions = torch.cat([torch.arange(len(piece)) for piece in pieces])
-    made.noise.begin(number, [(0, boundaries[-1])])
+    made.dropout_state.begin(number, [(0, boundaries[-1])])
     with kept_bytes(made.model) as kept:
         device = made.model.embed_tokens.weight.device
         inputs = torch.cat(pieces).to(device), positions.to(device)
         hidden = made.model(*inputs, PackedAttention(boundaries), dtype)
     loss = (hidden.float().square() + hidden.float()).sum()
     loss.backward()
-    made.noise.end()
+    made.dropout_state.end()
     gradients = {name: one.grad.clone() for name, one in made.trained.items() if one.grad is not None}
     made.model.zero_grad()
     return Step(loss.item(), gradients, sum(kept.values()))

@@ -29,7 +29,7 @@ def sharded_steps(plans: Sequence[Sequence[LayerPlan]]) -> list[dict[str, Tensor
         for layer in made.model.layers.values():
             fully_shard(layer, mesh=mesh)
         fully_shard(made.model, mesh=mesh)
-        sharded = RecomputeCase(made.model, dict(made.model.named_parameters()), made.noise)
+        sharded = RecomputeCase(made.model, dict(made.model.named_parameters()), made.dropout_state)
         found: dict[str, Tensor] = {}
         for number in range(2):  # the second goes by what the first left
             found = step(sharded, seed=10 * (number + 1) + dist.get_rank() + seed).gradients
@@ -56,7 +56,7 @@ def sharded_in_files(folder: str, intermediate_size: int, *, filled_up_too: bool
             fully_shard(layer, mesh=mesh)
         fully_shard(made.model, mesh=mesh)
         offloaded = None if place is None else offload_parameters(made.model, place)
-        sharded = RecomputeCase(made.model, dict(made.model.named_parameters()), made.noise)
+        sharded = RecomputeCase(made.model, dict(made.model.named_parameters()), made.dropout_state)
         # As an optimizer has them: taken before the first pass.
         shares = {name: one.to_local().detach() for name, one in sharded.trained.items() if isinstance(one, DTensor)}
         for number in range(2):

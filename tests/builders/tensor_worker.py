@@ -17,7 +17,7 @@ from torch import Tensor
 from builders.recompute import kept_bytes
 from builders.tiny_adapters import adapter_set, perturb
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.dropout import Noise
+from danlu.adapters.dropout import DropoutState
 from danlu.adapters.lora import LowRank
 from danlu.assembly.frozen_base import pack
 from danlu.memory import recompute
@@ -74,7 +74,7 @@ class Case:
 class Side:
     model: Decoder
     adapters: AdapterSet | None
-    noise: Noise
+    dropout_state: DropoutState
 
 
 def side(case: Case) -> Side:
@@ -85,15 +85,15 @@ def side(case: Case) -> Side:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # norms and biases as after training
                 parameter += 0.3 * torch.empty_like(parameter).normal_(generator=named_generator(1, name))
-    noise = Noise(7)
-    adapters = None if not case.adapters else _adapted(model, noise, case)
+    dropout_state = DropoutState(7)
+    adapters = None if not case.adapters else _adapted(model, dropout_state, case)
     if case.dtype == torch.float64:
         model.double()
-    return Side(model, adapters, noise)
+    return Side(model, adapters, dropout_state)
 
 
-def _adapted(model: Decoder, noise: Noise, case: Case) -> AdapterSet:
-    adapters = adapter_set(model, noise=noise)
+def _adapted(model: Decoder, dropout_state: DropoutState, case: Case) -> AdapterSet:
+    adapters = adapter_set(model, dropout_state=dropout_state)
     for number, section in enumerate(case.adapters):
         adapters.add(f"a{number}", section)
         perturb(adapters, f"a{number}", seed=number + 1)
@@ -120,7 +120,7 @@ class Pass:
 
 
 def run_pass(one: Side, case: Case) -> Pass:
-    virtual = () if one.adapters is None else one.adapters.virtual_tokens
+    virtual = () if one.adapters is None else one.adapters.virtual_token_ids
     generator = torch.Generator().manual_seed(5)
     documents = [torch.randint(0, CONFIG["vocab_size"], (length,), generator=generator) for length in LENGTHS]
     documents = [torch.cat((torch.tensor(virtual, dtype=torch.int64), words)) for words in documents]
@@ -128,13 +128,13 @@ def run_pass(one: Side, case: Case) -> Pass:
     boundaries = (0, *torch.tensor([len(words) for words in documents]).cumsum(0).tolist())
     positions = torch.cat([torch.arange(len(words)) for words in documents])
     if case.dropout:
-        one.noise.begin(3, [(number, len(words)) for number, words in enumerate(documents)])
+        one.dropout_state.begin(3, [(number, len(words)) for number, words in enumerate(documents)])
     hidden = one.model(tokens, positions, PackedAttention(boundaries), case.dtype)
     sources = (positions >= len(virtual)).nonzero().squeeze(1)
     targets = torch.randint(0, CONFIG["vocab_size"], (len(sources),), generator=generator)
     entropy = head_loss(one.model, hidden.index_select(0, sources), targets, case)
     entropy.total.backward()
-    one.noise.end()
+    one.dropout_state.end()
     gradients = {
         name: parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         for name, parameter in one.model.named_parameters()
@@ -347,7 +347,7 @@ def shapes_first(case: Case) -> dict[str, Any]:
         values = dict(whole.model.named_parameters())
         for name, parameter in model.named_parameters():
             parameter.copy_(cuts.pieces[name].of(values[name]))
-    one = Side(model, None, Noise(0))
+    one = Side(model, None, DropoutState(0))
     got, want = run_pass(one, case), run_pass(whole, case)
     return {"shapes": before, "pieces": cuts.pieces, "error": relative_error(got.hidden, want.hidden)}
 
@@ -356,14 +356,14 @@ def sampled(case: Case) -> dict[str, Any]:
     """Worker: answers of the whole model and of the cut one: greedy and drawn, and their log-probabilities."""
     whole, mine = side(case), side(case)
     cut(mine.model, mine.adapters, world(), sequence=case.sequence)
-    virtual = () if mine.adapters is None else mine.adapters.virtual_tokens
+    virtual = () if mine.adapters is None else mine.adapters.virtual_token_ids
     prompts = [[1, 30, 7], [1, 99, 100, 12, 64], [5]]
     found: dict[str, Any] = {}
     for name, options in (
         ("greedy", SamplingOptions(temperature=0.0)),
         ("drawn", SamplingOptions(temperature=1.0, seed=3)),
     ):
-        both = [generate(one.model, prompts, options, 6, before=virtual) for one in (whole, mine)]
+        both = [generate(one.model, prompts, options, 6, virtual_token_ids=virtual) for one in (whole, mine)]
         found[name] = [[answer.tokens for answer in answers] for answers in both]
         found[f"{name} logprobs"] = [torch.tensor([answer.logprobs for answer in answers]) for answers in both]
     return found

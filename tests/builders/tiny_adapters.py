@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.dropout import Noise
-from danlu.adapters.making import Making
+from danlu.adapters.build import BuildContext
+from danlu.adapters.dropout import DropoutState
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
@@ -22,13 +22,15 @@ from danlu.models.initialize import named_generator
 DOCUMENTS = (0, 5, 12, 16)
 
 
-def adapter_set(model: Decoder, *, seed: int = 0, noise: Noise | None = None, **more: Any) -> AdapterSet:
+def adapter_set(model: Decoder, *, seed: int = 0, dropout_state: DropoutState | None = None, **more: Any) -> AdapterSet:
     modules = FAMILIES[model.config.family].modules
     return AdapterSet(
         model,
         adapter_sites(model),
         lambda name: disk_name(name, modules),
-        Making(lambda name: named_generator(seed, name), noise or Noise(seed), torch.device("cpu")),
+        BuildContext(
+            lambda name: named_generator(seed, name), dropout_state or DropoutState(seed), torch.device("cpu")
+        ),
         open_head=model.open_head,
         **more,
     )
@@ -43,20 +45,26 @@ def perturb(adapters: AdapterSet, name: str, seed: int = 1, size: float = 0.3) -
 
 
 def logits(
-    model: Decoder, tokens: Tensor | None = None, dtype: torch.dtype = torch.float32, before: Sequence[int] = ()
+    model: Decoder,
+    tokens: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    virtual_token_ids: Sequence[int] = (),
 ) -> Tensor:
-    """[T, V] of a few packed documents, each with `before` in front; T counts the others alone."""
+    """[T, V] of a few packed documents, each with `virtual_token_ids` in front; T counts the others alone."""
     with torch.no_grad():
-        return model.logits(hidden_states(model, tokens, dtype, before))
+        return model.logits(hidden_states(model, tokens, dtype, virtual_token_ids))
 
 
 def hidden_states(
-    model: Decoder, tokens: Tensor | None = None, dtype: torch.dtype = torch.float32, before: Sequence[int] = ()
+    model: Decoder,
+    tokens: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    virtual_token_ids: Sequence[int] = (),
 ) -> Tensor:
     """[T, D], likewise."""
     if tokens is None:
         tokens = torch.randint(0, model.config.vocab_size, (DOCUMENTS[-1],), generator=torch.Generator().manual_seed(5))
-    front, more = torch.tensor(before, dtype=torch.int64), len(before)
+    front, more = torch.tensor(virtual_token_ids, dtype=torch.int64), len(virtual_token_ids)
     pieces = [torch.cat((front, tokens[start:end])) for start, end in itertools.pairwise(DOCUMENTS)]
     boundaries = tuple(end + more * document for document, end in enumerate(DOCUMENTS))
     positions = torch.cat([torch.arange(len(piece)) for piece in pieces])

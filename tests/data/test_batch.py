@@ -48,7 +48,7 @@ def test_batch_by_hand() -> None:
 
 
 def test_tokens_before_every_document_by_hand() -> None:
-    batch = collate(PACKS, before=(90, 91))
+    batch = collate(PACKS, virtual_token_ids=(90, 91))
     assert batch.tokens.tolist() == [90, 91, 5, 6, 7, 90, 91, 8, 90, 91, 9, 10, 11, 12]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert batch.boundaries == (0, 5, 8, 14)
@@ -59,7 +59,7 @@ def test_tokens_before_every_document_by_hand() -> None:
     assert (batch.weight, batch.rows) == (plain.weight, plain.rows)
     assert [t.dtype for t in (batch.tokens, batch.positions, batch.sources, batch.targets)] == [torch.int64] * 4
     with pytest.raises(ValueError, match="rows.jsonl:7: the first token of a sample carries weight"):
-        collate([Pack((sample([3, 4], [1, 1], "rows.jsonl:7"),))], before=(90, 91))
+        collate([Pack((sample([3, 4], [1, 1], "rows.jsonl:7"),))], virtual_token_ids=(90, 91))
 
 
 def random_packs(seed: int) -> list[Pack]:

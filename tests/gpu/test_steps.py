@@ -139,7 +139,7 @@ def test_the_host_never_waits_within_a_micro_batch(device: torch.device, kind: s
     packs = [SyntheticPacks().at(number) for number in range(2)]
     for last in (False, True):  # the first makes whatever is kept from then on
         batch = compute.collate(packs)
-        compute.noise(1, list(enumerate(packs)))
+        compute.set_dropout(1, list(enumerate(packs)))
         if not last:
             compute.losses(batch, compute.loss).total.backward()
         else:
@@ -147,4 +147,4 @@ def test_the_host_never_waits_within_a_micro_batch(device: torch.device, kind: s
                 compute.losses(batch, compute.loss).total.backward()
                 with pytest.raises(RuntimeError, match="synchroniz"):  # control
                     batch.tokens.sum().item()
-        compute.noise(None)
+        compute.set_dropout(None)

@@ -152,7 +152,7 @@ def test_where_activations_go_and_what_is_said_of_it(tmp_path: Path) -> None:
 def test_on_a_gpu_the_bits_are_those_of_activations_that_stay(kind: Kind | None) -> None:
     made = full(hidden_size=256, intermediate_size=512)
     model = made.model.to("cuda")
-    made = RecomputeCase(model, dict(model.named_parameters()), made.noise)
+    made = RecomputeCase(model, dict(model.named_parameters()), made.dropout_state)
     if kind is not None:
         wrap(model, [LayerPlan(layer, kind) for layer in range(LAYERS)])
     expected = step(made)

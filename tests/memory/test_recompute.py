@@ -126,14 +126,14 @@ def test_no_adapter_holds_what_its_layer_drops(kind: str, monkeypatch: pytest.Mo
     tokens, dropped = torch.arange(8), {}
     for recompute in ("none", "full"):
         seen.clear()
-        made.noise.begin(1, [(0, 8)])
+        made.dropout_state.begin(1, [(0, 8)])
         if recompute == "full":
             wrap(made.model, [LayerPlan(layer, "full") for layer in range(LAYERS)])
         hidden = made.model(tokens, tokens, PackedAttention((0, 8)))
         dropped[recompute] = sum(one.expired() for one in seen)
         assert len(seen) == 2 * LAYERS
         hidden.sum().backward()
-        made.noise.end()
+        made.dropout_state.end()
     assert dropped == {"none": 0, "full": 2 * LAYERS}
 
 
@@ -170,7 +170,7 @@ def test_a_copy_of_a_wrapped_model_has_layers_of_its_own() -> None:
     with torch.no_grad():
         for one in made.model.layers.parameters():
             one.zero_()
-    copied = RecomputeCase(model, dict(model.named_parameters()), made.noise)
+    copied = RecomputeCase(model, dict(model.named_parameters()), made.dropout_state)
     assert same(step(copied), step(full())) and not same(step(copied), step(made))
 
 

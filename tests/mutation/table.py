@@ -443,7 +443,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "scale=1 / weight,",
         "train/test_step.py",
     ),
-    Mutation("train/step.py", "compute.noise(step, group)", "compute.noise(step + 1, group)", "train/test_step.py"),
+    Mutation(
+        "train/step.py",
+        "compute.set_dropout(step, group)",
+        "compute.set_dropout(step + 1, group)",
+        "train/test_step.py",
+    ),
     Mutation(
         "train/state.py",
         'run.watch.load(state["watch"])',

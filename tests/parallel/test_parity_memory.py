@@ -100,15 +100,15 @@ def test_plans_are_measured_on_all_tokens_that_a_step_has(
     measure = recompute_planner.measure_layers
     subject = subject_of(recipe, read_config_values({**CONFIG, "vocab_size": 400}), CPU)
     assert subject.adapters is not None
-    noise = subject.adapters.making.noise
+    dropout_state = subject.adapters.build_context.dropout_state
 
     def noted(model: Any, ids: Tensor, *args: Any, **options: Any) -> Any:
-        measured.append((len(ids), noise.on))
+        measured.append((len(ids), dropout_state.active))
         return measure(model, ids, *args, **options)
 
     monkeypatch.setattr(recompute_planner, "measure_layers", noted)
     place(subject, recipe, Ranks(), CPU)
-    assert measured == [(tokens, True)] and not noise.on
+    assert measured == [(tokens, True)] and not dropout_state.active
 
 
 @pytest.mark.parametrize("memory", [{"recompute": "selective"}, {"offload": ["activations"], "folder": "/nowhere"}])

@@ -74,11 +74,19 @@ def test_frequencies_that_go_by_the_length_are_those_of_the_conversation_so_far(
 
 
 def test_tokens_before_a_conversation_are_read_once_and_may_change_with_the_model(talk, small_decoder):
-    def expected(messages, before):
+    def expected(messages, virtual_token_ids):
         stops = [USER, ASSISTANT, SYSTEM]
-        return generate(small_decoder("window"), [render(messages)], GREEDY, 9, stops, decode=decode, before=before)[0]
+        return generate(
+            small_decoder("window"),
+            [render(messages)],
+            GREEDY,
+            9,
+            stops,
+            decode=decode,
+            virtual_token_ids=virtual_token_ids,
+        )[0]
 
-    chat = talk(before=(56, 57))
+    chat = talk(virtual_token_ids=(56, 57))
     first, second = ({"role": "user", "content": text} for text in ("HELLO", "AND"))
     got = chat.ask("HELLO")
     assert got.tokens == expected([first], (56, 57)).tokens != expected([first], ()).tokens

@@ -51,13 +51,19 @@ class Talk:
         stopping, texts = active.stopping([], 8, 128)
         encode, decode = active.chat_tokenizer.encode_chat, active.chat_tokenizer.decode
         self.conversation = Conversation(
-            self.opened.model, encode, decode, GREEDY, stopping, stop_strings=texts, before=active.before
+            self.opened.model,
+            encode,
+            decode,
+            GREEDY,
+            stopping,
+            stop_strings=texts,
+            virtual_token_ids=active.virtual_token_ids,
         )
 
     def switch(self, name: str) -> ActiveAdapter:
         active = self.chat_adapters.switch(name)
         stopping, texts = active.stopping([], 8, 128)
-        self.conversation.model_changed(active.before)
+        self.conversation.model_changed(active.virtual_token_ids)
         self.conversation.tokenizer_changed(
             active.chat_tokenizer.encode_chat, active.chat_tokenizer.decode, stopping, texts
         )

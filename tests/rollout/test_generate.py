@@ -19,11 +19,11 @@ SCALINGS = [LinearScaling(4.0), DynamicScaling(4.0), Llama3Scaling(4.0, 1.0, 4.0
 PROMPTS = [[3, 9, 4], [7], [3, 9, 4], [11, 12, 13, 14, 15, 16, 17]]
 
 
-def slowly(model, prompt, options, count, index=0, before=()):
+def slowly(model, prompt, options, count, index=0, virtual_token_ids=()):
     """Tokens and log-probabilities without a cache, one sequence at a time."""
     tokens, logprobs = list(prompt), []
     for _ in range(count):
-        ids = torch.tensor([*before, *tokens])
+        ids = torch.tensor([*virtual_token_ids, *tokens])
         hidden = model(ids, torch.arange(len(ids)), ReferenceAttention((0, len(ids))))
         seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
         seen[0, tokens] = True
@@ -51,18 +51,18 @@ def test_equals_a_loop_of_full_passes(small_decoder, kind, options):
 @pytest.mark.parametrize("options", [GREEDY, SamplingOptions(temperature=0.8, repetition_penalty=1.5, seed=4)])
 def test_tokens_before_every_prompt_are_read_and_are_no_words_of_it(small_decoder, options):
     model = small_decoder()
-    got = generate(model, PROMPTS, options, 12, before=(5, 6))
+    got = generate(model, PROMPTS, options, 12, virtual_token_ids=(5, 6))
     for index, (prompt, completion) in enumerate(zip(PROMPTS, got, strict=True)):
-        assert completion.tokens == slowly(model, prompt, options, 12, index, before=(5, 6))[0]
+        assert completion.tokens == slowly(model, prompt, options, 12, index, virtual_token_ids=(5, 6))[0]
     assert [one.tokens for one in got] != [one.tokens for one in generate(model, PROMPTS, options, 12)]
 
 
 def test_tokens_before_a_prompt_take_room(small_decoder):
     model = small_decoder(context=8)
-    (completion,) = generate(model, [[1, 2]], GREEDY, 9, before=(5, 6))
+    (completion,) = generate(model, [[1, 2]], GREEDY, 9, virtual_token_ids=(5, 6))
     assert completion.finish == "context" and len(completion.tokens) == 4
     with pytest.raises(DataError, match="prompt 0 has 6 tokens and the adapter 2, but the model sees 8 tokens at most"):
-        generate(model, [[1] * 6], GREEDY, 1, before=(5, 6))
+        generate(model, [[1] * 6], GREEDY, 1, virtual_token_ids=(5, 6))
 
 
 def test_control_other_weights_give_other_text(small_decoder):

@@ -38,7 +38,7 @@ def tied(tiny_world: World, tmp_path: Path) -> Path:
 
 def test_a_plain_model_in_the_type_it_is_stored_in(tiny_world: World, tmp_path: Path) -> None:
     plain = opened(tiny_world.base)
-    assert plain.dtype == torch.float32 and plain.stacks is None and plain.before == ()
+    assert plain.dtype == torch.float32 and plain.stacks is None and plain.virtual_token_ids == ()
     assert torch.equal(logits(plain.model), logits(load(tiny_world.base)))
     assert not any(parameter.requires_grad for parameter in plain.model.parameters())
     for stored, on_cpu in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
@@ -62,10 +62,12 @@ def test_an_adapter_beside_its_base_or_in_it(tiny_world: World, tmp_path: Path, 
     folder = adapter_folder(tiny_world.base, tmp_path / "adapter", section, size=0.2)
     expected = adapted_logits(tiny_world.base, folder)
     apart, merged = opened(folder), opened(folder, merged=True)
-    assert apart.stacks is not None and len(apart.before) == (2 if section.kind == "prefix" else 0)
-    assert torch.equal(logits(apart.model, before=apart.before), expected)
+    assert apart.stacks is not None and len(apart.virtual_token_ids) == (2 if section.kind == "prefix" else 0)
+    assert torch.equal(logits(apart.model, virtual_token_ids=apart.virtual_token_ids), expected)
     assert (merged.stacks is None) == mergeable
-    torch.testing.assert_close(logits(merged.model, before=merged.before), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        logits(merged.model, virtual_token_ids=merged.virtual_token_ids), expected, rtol=1e-4, atol=1e-5
+    )
     assert not torch.allclose(logits(opened(tiny_world.base).model), expected, atol=1e-3)
     assert not any(parameter.requires_grad for parameter in merged.model.parameters())
 

@@ -43,10 +43,10 @@ def compute_on_meta(kind: str, recompute: Any = None, **model: Any) -> Compute:
 def micro_batch(compute: Compute) -> torch.Tensor:
     packs = [SyntheticPacks().at(number) for number in range(2)]
     batch = compute.collate(packs)
-    compute.noise(1, list(enumerate(packs)))
+    compute.set_dropout(1, list(enumerate(packs)))
     total = compute.losses(batch, compute.loss).total
     total.backward()
-    compute.noise(None)
+    compute.set_dropout(None)
     return total
 
 

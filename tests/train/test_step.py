@@ -82,7 +82,7 @@ def test_layers_that_are_recomputed_draw_the_dropout_of_their_forward_pass(kind:
         wrap(made.model, [LayerPlan(layer, recompute) for layer in range(LAYERS)])
         learner = replace(compute(made.model, 2), adapters=made.adapters)
         accumulate(learner, PACKS, step=number, clip=None)
-        assert not made.noise.on
+        assert not made.dropout_state.active
         return {name: one.grad.clone() for name, one in made.trained.items() if one.grad is not None}
 
     want = step("none")
@@ -95,8 +95,10 @@ def test_layers_that_are_recomputed_draw_the_dropout_of_their_forward_pass(kind:
 
 def test_dropout_is_told_the_step_and_the_packs_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     made, told = adapted("lora-dropout"), []
-    begin = made.noise.begin
-    monkeypatch.setattr(made.noise, "begin", lambda step, packs: (told.append((step, list(packs))), begin(step, packs)))
+    begin = made.dropout_state.begin
+    monkeypatch.setattr(
+        made.dropout_state, "begin", lambda step, packs: (told.append((step, list(packs))), begin(step, packs))
+    )
     accumulate(replace(compute(made.model, 2), adapters=made.adapters), PACKS, step=7, clip=None)
     sizes = [(number, pack.tokens) for number, pack in enumerate(PACKS)]
     assert told == [(7, sizes[:2]), (7, sizes[2:4]), (7, sizes[4:])]

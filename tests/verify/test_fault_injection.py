@@ -28,7 +28,7 @@ TOUCHED = [
     (StepParallel, "reduce_gradients"),
     (StepParallel, "local_range"),
     (Decoder, "head_weight"),
-    (dropout.Noise, "begin"),
+    (dropout.DropoutState, "begin"),
     (dropout.Dropout, "__call__"),
     (FSDPModule, "set_reshard_after_backward"),
     (Optimizers, "load_state"),

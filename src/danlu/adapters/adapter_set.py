@@ -13,8 +13,8 @@ from torch.nn import Parameter
 
 from danlu.adapters import initial
 from danlu.adapters.adapter import Dense
+from danlu.adapters.build import BuildContext, build_modules
 from danlu.adapters.lora import LowRank
-from danlu.adapters.making import Making, make
 from danlu.adapters.prompt import Prompt
 from danlu.adapters.slot import EmbeddingSlot, LinearSlot, Slot, new_slot
 from danlu.adapters.targets import choose
@@ -78,7 +78,7 @@ class AdapterSet:
         model: nn.Module,
         sites: Sequence[Site],
         disk_name: Callable[[str], str],
-        making: Making,
+        build_context: BuildContext,
         *,
         open_head: Callable[[], nn.Module],
         rounded: Callable[[Tensor], Tensor] | None = None,
@@ -86,7 +86,7 @@ class AdapterSet:
         self.model = model.requires_grad_(False)
         self.sites = tuple(sites)
         self.disk_name = disk_name
-        self.making = making
+        self.build_context = build_context
         self.added: dict[str, Added] = {}
         self.active: tuple[str, ...] = ()
         self.open_head = open_head
@@ -107,7 +107,8 @@ class AdapterSet:
         sites = [self._opened(site) for site in choose(self.sites, section, given=given)]
         taken = [one.ids.stop for other in self.added.values() for one in other.virtual()]
         (words,) = (site.shape[0] for site in self.sites if site.group == "embedding")
-        modules = make(sites, section, name, self.making, every=self.sites, first_virtual=max([words, *taken]))
+        first_virtual = max([words, *taken])
+        modules = build_modules(sites, section, name, self.build_context, every=self.sites, first_virtual=first_virtual)
         added = Added(name, section, sites, modules)
         self.added[name] = added
         for slot, module in added.slots().items():
@@ -203,7 +204,7 @@ class AdapterSet:
             return wide(weight).addmm(known[1], known[0], alpha=-scale)
         match section.init:
             case "pissa":
-                generator = self.making.draw(f"{site_name}.{added.name}.svd")
+                generator = self.build_context.generator(f"{site_name}.{added.name}.svd")
                 start = initial.pissa(
                     weight, module.rank, scale, iterations=section.svd_iterations, generator=generator
                 )
@@ -329,7 +330,7 @@ class AdapterSet:
                 setattr(copy.owner, copy.attribute, copy.trained)
 
     @property
-    def virtual_tokens(self) -> tuple[int, ...]:
+    def virtual_token_ids(self) -> tuple[int, ...]:
         """Ids past the vocabulary that every document has to begin with while the active adapters are active."""
         return tuple(one for name in self.active for virtual in self.added[name].virtual() for one in virtual.ids)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 
-class Noise:
+class DropoutState:
     """Where a model stands in a run: shared by all its dropouts, told by whoever runs it."""
 
     def __init__(self, seed: int) -> None:
@@ -39,10 +39,10 @@ class Noise:
         self._key = self._rows = None
 
     @property
-    def on(self) -> bool:
+    def active(self) -> bool:
         return self._key is not None
 
-    def rows(self, x: Tensor) -> Tensor:
+    def token_keys(self, x: Tensor) -> Tensor:
         """[T] int32, one key for each token of the present micro-batch; x [T, F] is of it, and may be filled up."""
         assert self._key is not None, "there is no dropout now"
         if self._rows is None or self._rows.shape[0] != x.shape[0] or self._rows.device != x.device:
@@ -59,10 +59,10 @@ class Noise:
 class Dropout:
     """Zeros a share p of the inputs of one place, and scales the rest by 1 / (1 - p)."""
 
-    def __init__(self, share: float, place: str, noise: Noise) -> None:
+    def __init__(self, share: float, place: str, dropout_state: DropoutState) -> None:
         assert 0 <= share < 1, f"dropout {share}"
         self.share = share
-        self.noise = noise
+        self.state = dropout_state
         self.first_feature = 0
         """Number of the first feature that is here, where they are cut over processes."""
         self._place = _hash(place)
@@ -71,14 +71,14 @@ class Dropout:
 
     @property
     def active(self) -> bool:
-        return self.share > 0 and self.noise.on
+        return self.share > 0 and self.state.active
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """x [T, F] with its share of zeros. rows: those of an earlier call, to draw its mask again."""
         if rows is None:
             if not self.active:
                 return x
-            rows = self.noise.rows(x)
+            rows = self.state.token_keys(x)
         first = self.first_feature
         columns = _mix(torch.arange(first, first + x.shape[1], dtype=torch.int32, device=x.device) + self._place)
         kept = _mix(rows.unsqueeze(1) + columns) >= self._threshold

@@ -156,7 +156,7 @@ class _Products(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Without the tensors: what is kept outside of `save_for_backward`, recomputation and offload cannot let go of.
         ctx.call = replace(call, remade=None if call.remade is None else call.remade._replace(of=()))
-        ctx.rows = None if call.dropout is None else call.dropout.noise.rows(x)
+        ctx.rows = None if call.dropout is None else call.dropout.state.token_keys(x)
         ctx.directions = [one.direction for one in made]
         kept: tuple[Tensor, ...] = ()
         if any(a is not None and a.requires_grad for a in flat[1::4]):

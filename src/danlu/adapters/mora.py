@@ -170,7 +170,7 @@ class _Path(torch.autograd.Function):
         ctx.save_for_backward(m, cos, sin, *kept)
         ctx.folding, ctx.dropout = folding, dropout
         ctx.make = None if remade is None else remade.make  # not its tensors: see `low_rank._Products`
-        ctx.rows = None if dropout is None else dropout.noise.rows(x)
+        ctx.rows = None if dropout is None else dropout.state.token_keys(x)
         z = folding.compress(x if dropout is None else dropout(x), _angles(cos, sin, x.dtype))  # [T, G, w]
         return folding.decompress(z @ m.to(x.dtype).t())
 

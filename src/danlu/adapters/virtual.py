@@ -1,8 +1,8 @@
 """Virtual tokens: ids past the vocabulary that stand before every document while an adapter that has them is active.
 
 An adapter with P of them owns P consecutive ids. Whoever lays out documents or prompts puts them in front
-(`AdapterSet.virtual_tokens` says which); the embedding's slot finds them again and asks the adapter for their vectors.
-So attention, positions, packing and caching need to know nothing of prompts and prefixes.
+(`AdapterSet.virtual_token_ids` says which); the embedding's slot finds them again and asks the adapter for their
+vectors. So attention, positions, packing and caching need to know nothing of prompts and prefixes.
 
 T tokens · N virtual tokens among them · P virtual tokens of an adapter · D model width
 """

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.dropout import Noise
-from danlu.adapters.making import Making
+from danlu.adapters.build import BuildContext
+from danlu.adapters.dropout import DropoutState
 from danlu.errors import ModelError
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.decoder import Decoder, Linear
@@ -56,13 +56,13 @@ def adapters_of(
     encode: text to tokens, for prompts that start from words. quantization: section of the base's, for LoftQ.
     """
     modules = FAMILIES[model.config.family].modules
-    making = Making(partial(named_generator, seed), Noise(seed), torch.device(device), encode)
+    build_context = BuildContext(partial(named_generator, seed), DropoutState(seed), torch.device(device), encode)
     rounded = None if quantization is None else partial(_rounded, quantization)
     return AdapterSet(
         model,
         adapter_sites(model),
         lambda name: disk_name(name, modules),
-        making,
+        build_context,
         open_head=model.open_head,
         rounded=rounded,
     )

@@ -112,7 +112,7 @@ def chat(
         stop_strings=stop_strings,
         system=system,
         dtype=opened.dtype,
-        before=active.before,
+        virtual_token_ids=active.virtual_token_ids,
     )
     session = Session(conversation, chat_adapters, stop or [], max_new_tokens, context)
     write_any_character()
@@ -140,7 +140,7 @@ class Session:
             return
         active = self.chat_adapters.switch(name)
         stopping, stop_strings = active.stopping(self.stops, self.max_new_tokens, self.context)
-        self.conversation.model_changed(active.before)
+        self.conversation.model_changed(active.virtual_token_ids)
         self.conversation.tokenizer_changed(
             active.chat_tokenizer.encode_chat, active.chat_tokenizer.decode, stopping, stop_strings
         )

@@ -125,7 +125,7 @@ def generate(
             None if as_json else show,
             decode=chat_tokenizer.decode,
             dtype=opened.dtype,
-            before=opened.before,
+            virtual_token_ids=opened.virtual_token_ids,
         )
     except KeyboardInterrupt:
         if not as_json:  # what was written ends its line; an object is whole or not there

@@ -14,26 +14,26 @@ from danlu.types import Batch, Pack, Sample
 # T packed tokens · N trained targets
 
 
-def collate(packs: Sequence[Pack], device: torch.device | str = "cpu", before: Sequence[int] = ()) -> Batch:
+def collate(packs: Sequence[Pack], device: torch.device | str = "cpu", virtual_token_ids: Sequence[int] = ()) -> Batch:
     """Lay the samples of `packs` end to end and pick out the targets that carry weight.
 
     A target is predicted from the token before it in the same sample; the first token of a sample has none, so it is
     never a target. All arrays travel to the device in one copy, from page-locked memory where the device is a GPU.
 
-    before: tokens that every document begins with, counted by positions and never targets: the virtual tokens of soft
+    virtual_token_ids: tokens that every document begins with, counted by positions and never targets: those of soft
     prompts and prefixes.
     """
     samples = [sample for pack in packs for sample in pack.samples]
     if not samples:
         raise ValueError("a micro-batch needs at least one sample")
-    front = (np.asarray(before, dtype=np.int64), np.zeros(len(before), dtype=np.float32))
+    front = (np.asarray(virtual_token_ids, dtype=np.int64), np.zeros(len(virtual_token_ids), dtype=np.float32))
     pieces = [piece for sample in samples for piece in (front, (sample.tokens, sample.weights))]
-    boundaries = np.cumsum([0, *(len(before) + len(sample.tokens) for sample in samples)])
+    boundaries = np.cumsum([0, *(len(virtual_token_ids) + len(sample.tokens) for sample in samples)])
     tokens = np.concatenate([ids for ids, _ in pieces]).astype(np.int64, copy=False)  # [T]
     weights = np.concatenate([own for _, own in pieces])  # [T]
     first = boundaries[:-1]
-    if weights[first + len(before)].any():
-        row = samples[int(np.flatnonzero(weights[first + len(before)])[0])].row
+    if weights[first + len(virtual_token_ids)].any():
+        row = samples[int(np.flatnonzero(weights[first + len(virtual_token_ids)])[0])].row
         raise ValueError(f"{row}: the first token of a sample carries weight, but nothing predicts it")
     if weights.min() < 0:
         row = next(sample.row for sample in samples if (sample.weights < 0).any())

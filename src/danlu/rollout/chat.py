@@ -37,7 +37,7 @@ class Conversation:
         stop_strings: Sequence[str] = (),
         system: str | None = None,
         dtype: torch.dtype | None = None,
-        before: Sequence[int] = (),
+        virtual_token_ids: Sequence[int] = (),
     ) -> None:
         self.messages: list[dict[str, str]] = []  # user and assistant in turn, without the system prompt
         self.system = system
@@ -49,7 +49,7 @@ class Conversation:
         self._stopping = stopping
         self._stop_strings = tuple(stop_strings)
         self._dtype = dtype
-        self._before = tuple(before)  # virtual tokens that the model's adapters want in front
+        self._virtual_token_ids = tuple(virtual_token_ids)  # what the model's adapters put before every prompt
         self._cache = KVCache()
         self._cached: list[int] = []  # the tokens whose keys and values are in the cache
         self._read_length = 0  # of the prompt that was read into the cache last
@@ -63,7 +63,7 @@ class Conversation:
         """
         question = {"role": "user", "content": text}
         rendered = self._render([*self._preamble(), *self.messages, question])
-        prompt = [*self._before, *rendered]
+        prompt = [*self._virtual_token_ids, *rendered]
         self._check_room(len(prompt))
         answer = Answer(self._asked, len(prompt), TextStream(self._decode, self._stop_strings))
         self._asked += 1
@@ -92,9 +92,9 @@ class Conversation:
         self.messages += [question, {"role": "assistant", "content": completion.text}]
         return completion
 
-    def model_changed(self, before: Sequence[int] = ()) -> None:
-        """After adapters were switched: nothing that was cached counts, and `before` are the tokens now in front."""
-        self._before = tuple(before)
+    def model_changed(self, virtual_token_ids: Sequence[int] = ()) -> None:
+        """Empties the cache after adapters were switched; from now on prompts begin with `virtual_token_ids`."""
+        self._virtual_token_ids = tuple(virtual_token_ids)
         self._cache = KVCache()
         self._cached = []
 

@@ -23,7 +23,7 @@ class ActiveAdapter:
     name: str
     chat_tokenizer: ChatTokenizer
     stop_ids: frozenset[int]
-    before: tuple[int, ...]
+    virtual_token_ids: tuple[int, ...]
     """Tokens that its prompts begin with."""
 
     def stopping(self, stops: Sequence[str], max_new_tokens: int, context: int) -> tuple[Stopping, list[str]]:
@@ -62,7 +62,7 @@ class ChatAdapters:
             self._opened.stacks.use(number)
         self.active_name = name
         stop_ids = stop_ids_of(self._opened.model, chat_tokenizer, self._resolved.folder, folder)
-        return ActiveAdapter(name, chat_tokenizer, stop_ids, self._opened.before)
+        return ActiveAdapter(name, chat_tokenizer, stop_ids, self._opened.virtual_token_ids)
 
     def _find_chat_tokenizer(self, number: int | None) -> tuple[Path, ChatTokenizer]:
         problem: DataError | None = None

@@ -102,7 +102,7 @@ def generate(
     *,
     decode: Decode | None = None,
     dtype: torch.dtype | None = None,
-    before: Sequence[int] = (),
+    virtual_token_ids: Sequence[int] = (),
 ) -> list[Completion]:
     """One completion for each prompt, in order. Equal prompts are read once and continued apart.
 
@@ -112,27 +112,29 @@ def generate(
         stop_strings: texts that end an answer, wherever they fall between tokens; they need `decode`.
         decode: token ids to text without special tokens; without it answers have no text.
         dtype: of activations; by default that of the weights.
-        before: tokens that every prompt begins with: the virtual tokens of soft prompts and prefixes.
+        virtual_token_ids: tokens that every prompt begins with: those of soft prompts and prefixes.
 
     Raises DataError for a prompt that is empty, too long for the model or outside its vocabulary, and ModelError when
     the model answers with NaN.
     """
     assert max_new_tokens > 0, f"max_new_tokens is {max_new_tokens}"
     assert decode is not None or not stop_strings, "stop strings are looked for in text: give decode"
-    check_prompts(model.config, prompts, len(before))
+    check_prompts(model.config, prompts, len(virtual_token_ids))
     stopping = Stopping(max_new_tokens, model.config.context_length, frozenset(stop_ids))
     distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     place = {prompt: index for index, prompt in enumerate(distinct)}
     sources = [place[tuple(prompt)] for prompt in prompts]
     answers = [
-        Answer(index, len(before) + len(prompt), TextStream(decode, stop_strings, prompt) if decode else None)
+        Answer(
+            index, len(virtual_token_ids) + len(prompt), TextStream(decode, stop_strings, prompt) if decode else None
+        )
         for index, prompt in enumerate(prompts)
     ]
     if not answers:
         return []
     with torch.inference_mode():
         cache = KVCache(len(distinct))
-        logits = prefill(model, cache, [(*before, *prompt) for prompt in distinct], dtype)
+        logits = prefill(model, cache, [(*virtual_token_ids, *prompt) for prompt in distinct], dtype)
         cache, logits = cache.fork(sources), logits[sources]
         grow(model, cache, logits, answers, prompts, options, stopping, on_token, dtype)
     return [answer.completion() for answer in answers]

@@ -45,9 +45,9 @@ class LoadedModel:
         return [means.note for means in unpacking(self.model, self.dtype) if means.by == "torch"]
 
     @property
-    def before(self) -> tuple[int, ...]:
+    def virtual_token_ids(self) -> tuple[int, ...]:
         """Tokens that every prompt has to begin with: the virtual ones of the active adapters."""
-        return () if self.stacks is None else self.stacks.adapters.virtual_tokens
+        return () if self.stacks is None else self.stacks.adapters.virtual_token_ids
 
 
 def load_chat_tokenizer(folder: Path, chat_template: Path | None = None, *, model: Path | None = None) -> ChatTokenizer:

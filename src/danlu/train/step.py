@@ -69,7 +69,9 @@ class Learner(Protocol):
     # Of what its own data is made of: packs, images. A MicroBatch on the device; of nothing, one that is nothing.
     def collate(self, packs: Sequence[Any]) -> Any: ...
 
-    def noise(self, step: int | None, packs: Sequence[tuple[int, Any]] = ()) -> None: ...  # dropout; None: no more
+    def set_dropout(
+        self, step: int | None, packs: Sequence[tuple[int, Any]] = ()
+    ) -> None: ...  # dropout; None: no more
 
     def losses(self, batch: Any, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy: ...
 
@@ -101,18 +103,20 @@ class Compute:
 
     def collate(self, packs: Sequence[Pack]) -> Batch:
         """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""
-        virtual = () if self.adapters is None else self.adapters.virtual_tokens
-        return collate(packs or [EMPTY_PACK], self.device, before=virtual)
+        virtual = () if self.adapters is None else self.adapters.virtual_token_ids
+        return collate(packs or [EMPTY_PACK], self.device, virtual_token_ids=virtual)
 
-    def noise(self, step: int | None, packs: Sequence[tuple[int, Pack]] = ()) -> None:
+    def set_dropout(self, step: int | None, packs: Sequence[tuple[int, Pack]] = ()) -> None:
         """Dropout of adapters for packs of a step, each with its number in the step; None: no more of it."""
         if self.adapters is not None:
-            noise, virtual = self.adapters.making.noise, len(self.adapters.virtual_tokens)
+            dropout_state, virtual = self.adapters.build_context.dropout_state, len(self.adapters.virtual_token_ids)
             if step is None:
-                noise.end()
+                dropout_state.end()
             else:
                 told = packs or [(0, EMPTY_PACK)]
-                noise.begin(step, [(number, pack.tokens + virtual * len(pack.samples)) for number, pack in told])
+                dropout_state.begin(
+                    step, [(number, pack.tokens + virtual * len(pack.samples)) for number, pack in told]
+                )
 
     def losses(self, batch: Batch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
         """The weighted sum of losses of a micro-batch."""
@@ -269,14 +273,14 @@ def accumulate(
     trained = 0
     for number, group in enumerate(groups, 1):
         batch = compute.collate([pack for _, pack in group])
-        compute.noise(step, group)
+        compute.set_dropout(step, group)
         WHERE.begin("forward", step)
         with parallel.micro_batch(number == rounds):
             with nullcontext() if compute.activations is None else compute.activations.counted(len(batch.targets)):
                 entropy = compute.losses(batch, compute.loss, loss_scale)
             WHERE.begin("backward")
             entropy.total.backward()
-        compute.noise(None)
+        compute.set_dropout(None)
         if parallel.alone:
             compact(compute.model.parameters())
         sums.append(torch.stack((entropy.total.detach(), entropy.nll, entropy.correct)))

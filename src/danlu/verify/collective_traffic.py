@@ -55,10 +55,10 @@ def _forward_and_backward(learning: ProxyTraining, packs: Sequence[Item]) -> Non
     groups = list(_groups(learning, packs))
     for number, group in enumerate(groups, 1):
         batch = compute.collate([pack for _, pack in group])
-        compute.noise(1, group)
+        compute.set_dropout(1, group)
         with parallel.micro_batch(number == len(groups)):
             compute.losses(batch, compute.loss, 1.0).total.backward()
-        compute.noise(None)
+        compute.set_dropout(None)
     parallel.reduce_gradients()
     for _, parameter in learning.placed.parameters():
         parameter.grad = None

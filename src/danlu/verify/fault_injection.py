@@ -162,9 +162,9 @@ def _untied(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _same_masks(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    real_begin, real_call = dropout.Noise.begin, dropout.Dropout.__call__
+    real_begin, real_call = dropout.DropoutState.begin, dropout.Dropout.__call__
 
-    def begin(self: dropout.Noise, number: int, packs: Sequence[tuple[int, int]]) -> None:
+    def begin(self: dropout.DropoutState, number: int, packs: Sequence[tuple[int, int]]) -> None:
         first = min((pack for pack, _ in packs), default=0)
         real_begin(self, number, [(pack - first, tokens) for pack, tokens in packs])
 
@@ -175,7 +175,7 @@ def _same_masks(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
         finally:
             self.first_feature = there
 
-    with _replaced(dropout.Noise, "begin", begin), _replaced(dropout.Dropout, "__call__", call):
+    with _replaced(dropout.DropoutState, "begin", begin), _replaced(dropout.Dropout, "__call__", call):
         yield
 
 

@@ -205,9 +205,9 @@ def gradients_by_item(learning: ProxyTraining, items: Sequence[Item]) -> list[It
     batches = [compute.collate([item]) for item in items]
     weight = sum(batch.weight for batch in batches)
     for number, (item, batch) in enumerate(zip(items, batches, strict=True)):
-        compute.noise(1, [(number, item)])
+        compute.set_dropout(1, [(number, item)])
         compute.losses(batch, compute.loss, 1 / weight).total.backward()
-        compute.noise(None)
+        compute.set_dropout(None)
         found.append(ItemGradient(batch.weight, parts_of(learning.placed, weights=False)))
         for parameter in compute.model.parameters():
             parameter.grad = None
