@@ -197,7 +197,7 @@ def frozen_with_adapter(config: Any, device: Any, adapter: Any, quantization: An
     import torch
     from torch.nn import Parameter
 
-    from danlu.assembly.frozen_base import adapters_of, pack
+    from danlu.assembly.frozen_base import adapters_of, quantize_weight
     from danlu.models.loading import skeleton
 
     model = skeleton(config)
@@ -211,7 +211,7 @@ def frozen_with_adapter(config: Any, device: Any, adapter: Any, quantization: An
         else:
             value = torch.empty(one.shape, device=device, dtype=torch.bfloat16).normal_(std=0.02)
         if quantization is not None and owner in linears:
-            linears[owner].store(pack(value, quantization, name))
+            linears[owner].store(quantize_weight(value, quantization, name))
         else:
             setattr(model.get_submodule(owner), attribute, Parameter(value, requires_grad=False))
     adapters.ready()
@@ -265,7 +265,7 @@ def preflight(write: Write, device: Any, tiny: bool) -> None:
     try:
         from danlu.numerics.four_bit_weight import FourBitWeight
 
-        packed = FourBitWeight.pack(torch.randn(256, 256, device=device))
+        packed = FourBitWeight.quantize(torch.randn(256, 256, device=device))
         write("nf4", works=bool(packed.dense().isfinite().all()))
     except Exception as error:
         write("nf4", works=False, error=repr(error))

@@ -46,7 +46,7 @@ ENGINES = {
     ),
     "danlu load in NF4": (
         "from pathlib import Path\nfrom danlu.assembly.frozen_base import load_frozen, model_bytes\n"
-        "from danlu.numerics.quantized_weight import shared_bytes\nfrom danlu.recipe.sections import Nf4",
+        "from danlu.numerics.quantized_weight import dense_workspace_bytes\nfrom danlu.recipe.sections import Nf4",
         "kept = load_frozen(Path(sys.argv[1]), dtype=torch.bfloat16, quantization=Nf4()).model\n"
         "held = model_bytes(kept)",
     ),

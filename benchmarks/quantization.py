@@ -48,7 +48,7 @@ def forward_and_backward(product: Callable[[Tensor], Tensor], x: Tensor, grad: T
 
 def measure(matrix: Tensor, kind: Kind, rounds: int) -> dict[str, dict[str, float]]:
     functional = bitsandbytes.functional
-    weight = FourBitWeight.pack(matrix, kind=kind)
+    weight = FourBitWeight.quantize(matrix, kind=kind)
     codes, state = functional.quantize_4bit(matrix, quant_type=kind, compress_statistics=True)
     assert torch.equal(codes, weight.codes) and torch.equal(functional.dequantize_4bit(codes, state), weight.dense())
     nested, out = weight.packed().absmax, torch.empty_like(matrix)
@@ -56,7 +56,7 @@ def measure(matrix: Tensor, kind: Kind, rounds: int) -> dict[str, dict[str, floa
 
     def plain() -> None:
         fresh = torch.empty_like(matrix)
-        four_bit.unpack_into(fresh, weight.codes, four_bit.unpack_absmax(nested), kind, weight.block)
+        four_bit.dequantize_into(fresh, weight.codes, four_bit.dequantize_absmax(nested), kind, weight.block)
 
     outputs, inputs = matrix.shape
     layer = bitsandbytes.nn.Linear4bit(inputs, outputs, bias=False, compute_dtype=matrix.dtype, quant_type=kind)
@@ -68,7 +68,7 @@ def measure(matrix: Tensor, kind: Kind, rounds: int) -> dict[str, dict[str, floa
     return {
         "pack": medians(
             {
-                "danlu": lambda: FourBitWeight.pack(matrix, kind=kind),
+                "danlu": lambda: FourBitWeight.quantize(matrix, kind=kind),
                 "bitsandbytes": lambda: functional.quantize_4bit(matrix, quant_type=kind, compress_statistics=True),
             },
             rounds,

@@ -36,7 +36,7 @@ from danlu.models.adapter_sites import adapter_sites
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.families import FAMILIES
-from danlu.models.hf_layout import disk_name
+from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
@@ -177,9 +177,9 @@ def unwrap(model: Decoder) -> None:
 
 def add_lora(model: Decoder) -> None:
     modules = FAMILIES[model.config.family].modules
-    name: Callable[[str], str] = lambda one: disk_name(one, modules)  # noqa: E731
+    name: Callable[[str], str] = lambda one: hf_name(one, modules)  # noqa: E731
     build_context = BuildContext(lambda one: named_generator(0, one), DropoutState(0), torch.device("cpu"))
-    adapters = AdapterSet(model, adapter_sites(model), name, build_context, open_head=model.open_head)
+    adapters = AdapterSet(model, adapter_sites(model), name, build_context, head_as_linear=model.head_as_linear)
     adapters.add("one", sections.Lora(rank=8))
     adapters.train_only("one")
 

@@ -108,7 +108,7 @@ def test_what_is_expected_is_the_peak_of_a_step_and_not_much_more(
     recipe = load(tiny_world.recipe(tmp_path / "run", **{**model, **changes, **KEPT[name]})).recipe
     placed = placed_of(recipe)
     compute, optimizer = placed.learner(2), optimizer_of(placed.parameters(), recipe, CPU)
-    placed.model.embed_tokens.gradient_of_rows = False
+    placed.model.embed_tokens.sparse_gradient = False
     tokens, weights = np.ones(LENGTH, dtype=np.int32), np.ones(LENGTH, dtype=np.float32)
     weights[0] = 0
     packs = [Pack((Sample(tokens, weights, "row"),))] * 2

@@ -41,8 +41,8 @@ from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
 from danlu.models.hf_validation import check_headers
 from danlu.models.presets import from_scratch
 from danlu.models.saving import save
-from danlu.numerics.four_bit_weight import unpacking
-from danlu.numerics.quantized_weight import PackedWeight, leave_products_uncompiled, shared_bytes
+from danlu.numerics.four_bit_weight import unpack_kernels
+from danlu.numerics.quantized_weight import QuantizedWeightModule, dense_workspace_bytes, leave_products_uncompiled
 from danlu.objectives.crossentropy import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.parallel.comm import world_size
@@ -151,7 +151,7 @@ class Language:
         # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
         # Processes sum whole gradients.
         rows = device.type == "cpu" and not recipe.compile and ranks.alone
-        placed.subject.model.embed_tokens.gradient_of_rows = rows
+        placed.subject.model.embed_tokens.sparse_gradient = rows
         return PlacedDecoder(recipe, placed, device)
 
     def unplaced(self, checkpoint: Path) -> PlacedDecoder:
@@ -229,7 +229,7 @@ class PlacedDecoder:
 
     @property
     def notes(self) -> Sequence[str]:
-        unpacked = (means.note for means in unpacking(self.model, self.dtype))
+        unpacked = (kernel.note for kernel in unpack_kernels(self.model, self.dtype))
         return (*doubts(self.recipe.model), *self.placed.notes, *unpacked)
 
     @property
@@ -259,7 +259,7 @@ class PlacedDecoder:
 
     def learner(self, micro: int) -> Compute:
         model, compiled = self.model, self.recipe.compile
-        if compiled and any(isinstance(module, PackedWeight) for module in model.modules()):
+        if compiled and any(isinstance(module, QuantizedWeightModule) for module in model.modules()):
             leave_products_uncompiled()
             leave_slots_uncompiled()
         if compiled and torch.__version__ < "2.12":  # which has wrong gradients of adapters: see `models.ops._SwiGLU`
@@ -352,7 +352,7 @@ def _memory(run: Run) -> MemoryParts:
             device_type=compute.device.type,
             frozen=not compute.model.head_weight.requires_grad,
         ),
-        packed=shared_bytes(),
+        packed=dense_workspace_bytes(),
     )
 
 
@@ -395,7 +395,7 @@ def _estimate(
         elsewhere += held.total
         held = replace(held, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
     gathered, gradients = gathered_of(model, recipe)
-    packed = (one.shape for one in model.modules() if isinstance(one, PackedWeight))
+    packed = (one.shape for one in model.modules() if isinstance(one, QuantizedWeightModule))
     parts = replace(
         held,
         gradients=held.gradients + gradients,

@@ -118,17 +118,17 @@ class Attend(Protocol):
     ) -> Tensor: ...  # [T, H, C]
 
 
-class StoredWeight(Protocol):
-    """A frozen matrix [O, I] held in few bits a number; the slot `packed` of a linear layer."""
+class QuantizedWeight(Protocol):
+    """A frozen matrix [O, I] held in few bits a number; the slot `quantized` of a linear layer."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor: ...  # [O, I], made anew by each call
 
-    def lent(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # the same to read, and not to keep
+    def in_workspace(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # same, not to keep
 
-    def box(self, rows: slice, columns: slice) -> StoredWeight: ...  # some of its rows and columns
+    def shard(self, rows: slice, columns: slice) -> QuantizedWeight: ...  # some of its rows and columns
 
     def product(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] in x's dtype, differentiable in x
 
@@ -157,9 +157,9 @@ class LinearLayer(Protocol):
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor: ...  # [O, I]; the weight itself where it has that type
 
-    def lent_weight(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # the same, and not to keep
+    def weight_in_workspace(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # same, not to keep
 
-    def scaled_rows(self, lent: Tensor, factors: Tensor) -> Tensor: ...  # [O, I] times [O]; in place if only lent
+    def scaled_rows(self, matrix: Tensor, factors: Tensor) -> Tensor: ...  # [O, I] times [O]; in place if only lent
 
     def base(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] without any adapter
 
@@ -169,7 +169,7 @@ class LinearAdapter(Protocol):
 
     def __call__(self, x: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor: ...
 
-    def together(self, x: Tensor, linears: Sequence[LinearLayer]) -> tuple[Tensor, ...]: ...  # of layers that share x
+    def forward_shared(self, x: Tensor, linears: Sequence[LinearLayer]) -> tuple[Tensor, ...]: ...  # all share x
 
     def effective(self, linear: LinearLayer) -> Tensor: ...  # [O, I], differentiable: the weight with its adapter
 
@@ -261,7 +261,7 @@ class Site:
     """A place of a model where an adapter may sit."""
 
     name: str  # of the module: "layers.0.attention.q_proj"
-    disk_name: str  # in Hugging Face folders: "model.layers.0.self_attn.q_proj"; parts of a fused tensor share one
+    hf_name: str  # in Hugging Face folders: "model.layers.0.self_attn.q_proj"; parts of a fused tensor share one
     group: Literal["attention", "mlp", "embedding", "head"]
     layer: int | None
     shape: tuple[int, int]  # (O, I); (V, D) of an embedding

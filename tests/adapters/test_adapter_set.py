@@ -297,7 +297,7 @@ def test_a_start_cannot_be_given_back_to_a_packed_base() -> None:
     adapters = adapter_set(model)
     adapters.add("start", sections.Pissa(targets=["q_proj"]))
     linear = model.layers["0"].attention.q_proj
-    linear.store(FourBitWeight.pack(linear.weight.data))
+    linear.store(FourBitWeight.quantize(linear.weight.data))
     with pytest.raises(ModelError, match=r"'start' \(pissa\) took its start out of a base that was packed without it"):
         adapters.remove("start")
     assert adapters.active == ("start",)

@@ -193,7 +193,7 @@ def test_dora_over_a_packed_base_holds_one_dense_matrix(exact: bool) -> None:
     torch.manual_seed(0)
     outputs, inputs = 96, 128
     packed, dense = Linear(inputs, outputs, bias=False), Linear(inputs, outputs, bias=False)
-    packed.store(FourBitWeight.pack(torch.randn(outputs, inputs)))
+    packed.store(FourBitWeight.quantize(torch.randn(outputs, inputs)))
     dense.weight = nn.Parameter(packed.dense_weight(torch.float32), requires_grad=False)
     a, b, m = (torch.randn(shape, requires_grad=True) for shape in ((2, inputs), (outputs, 2), (outputs,)))
     one = LowRankFactors(a, b, 0.7, m, row_squares(dense.weight), exact)

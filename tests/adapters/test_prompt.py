@@ -16,7 +16,7 @@ from danlu.models.hf_folder import read_config
 from danlu.models.loading import load_into, skeleton
 from danlu.models.saving import save
 from danlu.recipe import sections
-from danlu.types import StoredWeight
+from danlu.types import QuantizedWeight
 
 WEIGHT = "embed_tokens.adapter.one.embedding.weight"
 
@@ -57,7 +57,7 @@ def test_gemmas_multiplier_is_in_the_prompt() -> None:
         torch.testing.assert_close(found.float(), adapters.tensors("one")[WEIGHT].detach(), rtol=tolerance, atol=0)
 
 
-def no_packed_weight(*_: object) -> StoredWeight:
+def no_packed_weight(*_: object) -> QuantizedWeight:
     raise AssertionError("this model has none")
 
 

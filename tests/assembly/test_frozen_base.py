@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from danlu.assembly import frozen_base
-from danlu.assembly.frozen_base import load_frozen, pack
+from danlu.assembly.frozen_base import load_frozen, quantize_weight
 from danlu.errors import ModelError
 from danlu.models.hf_folder import CONFIG, SINGLE_FILE
 from danlu.models.loading import load
@@ -57,7 +57,7 @@ def test_a_packed_base_computes_with_the_rounded_weights(folder: Path, section: 
         for half in (layer.attention, layer.mlp):
             for part in half.tensor_roles:
                 linear = getattr(half, part)
-                linear.weight.data = pack(linear.weight.data, section).dense(torch.float32)
+                linear.weight.data = quantize_weight(linear.weight.data, section).dense(torch.float32)
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-6)
     assert not torch.allclose(logits(model), logits(load(folder)), atol=1e-4)
     assert model.lm_head.weight is not None and all(
@@ -91,9 +91,9 @@ def test_loftq_is_nearer_to_the_weights_than_quantization_alone(folder: Path, it
     for name, module in adapted.adapters.added["one"].modules.items():
         weight = plain.get_submodule(name).weight
         linear = adapted.model.get_submodule(name)
-        held = linear.packed.dense(torch.float32)
+        held = linear.quantized.dense(torch.float32)
         both = held + module.scale * module.lora_B @ module.lora_A
-        alone = FourBitWeight.pack(weight.data).dense(torch.float32)
+        alone = FourBitWeight.quantize(weight.data).dense(torch.float32)
         assert (weight - both).norm() < 0.9 * (weight - alone).norm()
         left = weight - held
         u, s, v = torch.linalg.svd(left)
@@ -109,7 +109,7 @@ def quantized_folder(folder: Path, target: Path, **more: Any) -> Path:
     target.mkdir()
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / SINGLE_FILE).items():
-        tensors |= FourBitWeight.pack(tensor, **more).tensors(name) if "_proj.weight" in name else {name: tensor}
+        tensors |= FourBitWeight.quantize(tensor, **more).tensors(name) if "_proj.weight" in name else {name: tensor}
     save_file(tensors, target / SINGLE_FILE, metadata={"format": "pt"})
     values = json.loads((folder / CONFIG).read_text())
     values["quantization_config"] = config_values("nf4", double=more.get("double", True), dtype=torch.float32)
@@ -151,13 +151,13 @@ def test_a_corrupted_quantized_folder_is_told(folder: Path, tmp_path: Path) -> N
 def test_at_most_one_weight_is_held_as_it_is_stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each matrix is packed before the next one is read."""
     order: list[str] = []
-    packed = frozen_base.pack
+    packed = frozen_base.quantize_weight
 
     def watched(weight: Tensor, section: Any, name: str = "") -> Any:
         order.append(f"packed {name}")
         return packed(weight, section, name)
 
-    monkeypatch.setattr(frozen_base, "pack", watched)
+    monkeypatch.setattr(frozen_base, "quantize_weight", watched)
     model = load_frozen(folder, dtype=torch.bfloat16, quantization=sections.Nf4()).model
     assert len(order) == 14
     held = sum(buffer.nbytes for buffer in model.buffers()) + sum(parameter.nbytes for parameter in model.parameters())

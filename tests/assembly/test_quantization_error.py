@@ -10,7 +10,7 @@ import torch
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
 
-from danlu.assembly.frozen_base import pack
+from danlu.assembly.frozen_base import quantize_weight
 from danlu.assembly.quantization_error import quantization_errors
 from danlu.assembly.quantizing import quantize
 from danlu.errors import ModelError
@@ -41,7 +41,7 @@ def test_norms_are_of_all_linear_layers(folder: Path) -> None:
     matrices = {name: one for name, one in load_file(folder / SINGLE_FILE).items() if "_proj.weight" in name}
     every = torch.cat([one.float().flatten() for one in matrices.values()])
     for name, section in FORMATS.items():
-        packed = {key: pack(one, section) for key, one in matrices.items()}
+        packed = {key: quantize_weight(one, section) for key, one in matrices.items()}
         lost = {key: (one.dense(torch.float32) - matrices[key].float()).flatten() for key, one in packed.items()}
         together = torch.cat(list(lost.values()))
         error = found[name]

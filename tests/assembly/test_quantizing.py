@@ -85,7 +85,7 @@ def test_it_is_the_model_packed_while_loading(bases: dict[str, Path], tmp_path: 
     assert torch.equal(logits(made), logits(read))
     linears = [site.module for site in quantizing.adapter_sites(read) if site.group in ("attention", "mlp")]
     assert all(linear.weight is None for linear in linears)
-    stored = sum(linear.packed.stored_bytes() for linear in linears)
+    stored = sum(linear.quantized.stored_bytes() for linear in linears)
     assert report.packed == sum(linear.shape[0] * linear.shape[1] for linear in linears)
     assert report.packed_bytes == stored and report.bits == pytest.approx(8 * stored / report.packed)
     assert report.parameters == read.config.parameter_count()
@@ -104,7 +104,7 @@ def test_what_stays_is_kept_in_the_type_that_was_asked_for(bases: dict[str, Path
     wide = quantize(bases["llama"], tmp_path / "wide", sections.Nf4())
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(tensors[name], load_file(tmp_path / "wide" / SINGLE_FILE)[name]) and wide.bits > 4
-    weight = load_frozen(tmp_path / "out", dtype=torch.bfloat16).model.layers["1"].mlp.down_proj.packed
+    weight = load_frozen(tmp_path / "out", dtype=torch.bfloat16).model.layers["1"].mlp.down_proj.quantized
     assert weight.dtype == torch.bfloat16 == weight.dense().dtype
 
 

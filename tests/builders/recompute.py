@@ -23,7 +23,7 @@ from danlu.models.decoder import Decoder, Linear
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
-from danlu.numerics.four_bit_weight import PackedWeight
+from danlu.numerics.four_bit_weight import QuantizedWeightModule
 from danlu.recipe import sections
 
 LAYERS = 5
@@ -78,7 +78,7 @@ def full(family: str = "llama", **changes: Any) -> RecomputeCase:
     return RecomputeCase(model, dict(model.named_parameters()), DropoutState(0))
 
 
-def adapted(kind: str, pack: Callable[[Tensor], PackedWeight] | None = None, **changes: Any) -> RecomputeCase:
+def adapted(kind: str, pack: Callable[[Tensor], QuantizedWeightModule] | None = None, **changes: Any) -> RecomputeCase:
     """With an adapter that has been trained for a while; `pack` makes it QLoRA."""
     dropout_state = DropoutState(0)
     model = decoder(**changes)

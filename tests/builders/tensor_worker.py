@@ -19,7 +19,7 @@ from builders.tiny_adapters import adapter_set, perturb
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import DropoutState
 from danlu.adapters.lora import LowRank
-from danlu.assembly.frozen_base import pack
+from danlu.assembly.frozen_base import quantize_weight
 from danlu.memory import recompute
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Linear
@@ -102,7 +102,7 @@ def _adapted(model: Decoder, dropout_state: DropoutState, case: Case) -> Adapter
         saved = adapters.trained_in_full()
         for site in adapters.sites:
             if site.group in ("attention", "mlp") and f"{site.name}.weight" not in saved:
-                site.module.store(pack(site.module.weight.detach(), case.quantization, site.name))
+                site.module.store(quantize_weight(site.module.weight.detach(), case.quantization, site.name))
     if case.asleep:
         adapters.activate()
         adapters.train_only()
@@ -194,7 +194,7 @@ def sum_partial(gradients: Mapping[str, Tensor], cuts: Cuts) -> None:
 
 def prepare(one: Side, case: Case) -> None:
     """As `placing.place` does: tokens that sequence parallelism gathers are gathered again in the backward pass."""
-    one.model.embed_tokens.gradient_of_rows = case.prepare == "rows"
+    one.model.embed_tokens.sparse_gradient = case.prepare == "rows"
     wrap(one, case, gathered=case.sequence)
 
 

@@ -16,7 +16,7 @@ from danlu.models.adapter_sites import adapter_sites
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES
-from danlu.models.hf_layout import disk_name
+from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import named_generator
 
 DOCUMENTS = (0, 5, 12, 16)
@@ -27,11 +27,11 @@ def adapter_set(model: Decoder, *, seed: int = 0, dropout_state: DropoutState | 
     return AdapterSet(
         model,
         adapter_sites(model),
-        lambda name: disk_name(name, modules),
+        lambda name: hf_name(name, modules),
         BuildContext(
             lambda name: named_generator(seed, name), dropout_state or DropoutState(seed), torch.device("cpu")
         ),
-        open_head=model.open_head,
+        head_as_linear=model.head_as_linear,
         **more,
     )
 

@@ -205,7 +205,7 @@ def with_adapters() -> Counted:
     model = small_model()
     for module in list(model.layers.modules()):
         if isinstance(module, Linear):
-            module.store(FourBitWeight.pack(module.get_parameter("weight").detach()))
+            module.store(FourBitWeight.quantize(module.get_parameter("weight").detach()))
     adapters = adapter_set(model)
     adapters.add("new", Lora(rank=2))
     weights, micro_batch, _ = placed(model, section, ranks, False, frozen=[".weight"])

@@ -19,7 +19,7 @@ def test_four_bits_are_the_nearest_level_of_their_block(
     device: torch.device, shape: tuple[int, int], dtype: torch.dtype, kind: str
 ) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    packed = FourBitWeight.pack(weight.to(device), kind=kind, double=False)  # type: ignore[arg-type]
+    packed = FourBitWeight.quantize(weight.to(device), kind=kind, double=False)  # type: ignore[arg-type]
     found = packed.dense(torch.float32).cpu().double()
     flat = weight.double().flatten()
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
@@ -35,14 +35,14 @@ def test_four_bits_are_the_nearest_level_of_their_block(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_device_unpacks_the_bits_of_the_cpu(device: torch.device, shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    for one in (FourBitWeight.pack(weight), IntegerWeight.pack(weight, 8), IntegerWeight.pack(weight, 4)):
+    for one in (FourBitWeight.quantize(weight), IntegerWeight.quantize(weight, 8), IntegerWeight.quantize(weight, 4)):
         here = one.dense(torch.bfloat16)
         assert torch.equal(one.to(device).dense(torch.bfloat16).cpu(), here)
 
 
 def test_products_with_a_packed_weight(device: torch.device) -> None:
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    packed = FourBitWeight.pack(weight.to(device))
+    packed = FourBitWeight.quantize(weight.to(device))
     x = torch.randn(40, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
     y = packed.product(x)
     exact = x.detach().double() @ packed.dense(torch.bfloat16).double().t()

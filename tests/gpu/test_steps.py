@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders.tiny_run import SyntheticPacks, tiny_model
 
-from danlu.assembly.frozen_base import adapters_of, pack
+from danlu.assembly.frozen_base import adapters_of, quantize_weight
 from danlu.memory import activation_offload
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.optim.build import build
@@ -44,7 +44,7 @@ def learner(kind: str, device: torch.device, dtype: torch.dtype, plan: Any = (),
         if quantization is not None:
             for site in adapters.sites:
                 if site.group in ("attention", "mlp"):
-                    site.module.store(pack(site.module.weight.data, quantization))
+                    site.module.store(quantize_weight(site.module.weight.data, quantization))
         for parameter in adapters.tensors("default").values():  # B begins at zero
             if parameter.requires_grad:
                 parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))

@@ -17,8 +17,8 @@ from danlu.models.hf_layout import config_sites
 def test_the_sites_of_a_config_are_the_layers_of_its_decoder(case: str, tiny_model: Callable[..., Decoder]) -> None:
     model = tiny_model(case)
     told, found = config_sites(model.config), adapter_sites(model)
-    assert [(site.name, site.disk_name, site.group, site.layer, site.shape) for site in told] == [
-        (site.name, site.disk_name, site.group, site.layer, site.shape) for site in found
+    assert [(site.name, site.hf_name, site.group, site.layer, site.shape) for site in told] == [
+        (site.name, site.hf_name, site.group, site.layer, site.shape) for site in found
     ]
     linears = {name: one for name, one in model.named_modules() if isinstance(one, Linear) and name != "lm_head"}
     layers = {site.name: site.module for site in found if site.layer is not None}

@@ -116,8 +116,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/ops.py",
-        "ctx.words, -1, False)",
-        "ctx.words, 0, False)",
+        "ctx.vocab_size, -1, False)",
+        "ctx.vocab_size, 0, False)",
         "models/test_ops.py",
     ),
     # -- adapters

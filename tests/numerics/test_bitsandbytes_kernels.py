@@ -29,7 +29,7 @@ def library() -> Iterator[None]:
 
 def packed(*shape: int, kind: Kind = "nf4", block: int = 64) -> tuple[Tensor, Tensor]:
     matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(shape[0]))
-    return four_bit.pack(matrix, kind, block)
+    return four_bit.quantize(matrix, kind, block)
 
 
 # Where the file is, it must work: a library that is not used for its results fails these tests.
@@ -46,8 +46,8 @@ needs_library = pytest.mark.skipif(
 def test_the_library_equals_plain_torch(shape: tuple[int, int], dtype: torch.dtype, kind: Kind) -> None:
     codes, absmax = packed(*shape, kind=kind)
     expected, seen = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
-    four_bit.unpack_into(expected, codes, absmax, kind, 64)
-    bitsandbytes_kernels.unpack_into(seen, codes, absmax, kind, 64)
+    four_bit.dequantize_into(expected, codes, absmax, kind, 64)
+    bitsandbytes_kernels.dequantize_into(seen, codes, absmax, kind, 64)
     assert bitsandbytes_kernels.library()[0] is not None and torch.equal(seen, expected)
 
 
@@ -56,23 +56,23 @@ def test_the_library_equals_plain_torch(shape: tuple[int, int], dtype: torch.dty
 def test_every_size_of_block(block: int) -> None:
     codes, absmax = packed(67, 193, block=block)
     expected, seen = torch.empty(67, 193), torch.empty(67, 193)
-    four_bit.unpack_into(expected, codes, absmax, "nf4", block)
-    bitsandbytes_kernels.unpack_into(seen, codes, absmax, "nf4", block)
+    four_bit.dequantize_into(expected, codes, absmax, "nf4", block)
+    bitsandbytes_kernels.dequantize_into(seen, codes, absmax, "nf4", block)
     assert torch.equal(seen, expected)
 
 
 @needs_library
 @pytest.mark.parametrize("blocks", [1, 255, 256, 257, 5000])
 def test_magnitudes(blocks: int) -> None:
-    nested = four_bit.pack_absmax(torch.rand(blocks, generator=torch.Generator().manual_seed(blocks)))
-    assert torch.equal(bitsandbytes_kernels.unpack_absmax(nested), four_bit.unpack_absmax(nested))
+    nested = four_bit.quantize_absmax(torch.rand(blocks, generator=torch.Generator().manual_seed(blocks)))
+    assert torch.equal(bitsandbytes_kernels.dequantize_absmax(nested), four_bit.dequantize_absmax(nested))
 
 
 def test_a_type_without_a_kernel() -> None:
     codes, absmax = packed(8, 96)
     expected, seen = torch.empty(8, 96), torch.empty(8, 96, dtype=torch.float64)
-    four_bit.unpack_into(expected, codes, absmax, "nf4", 64)
-    bitsandbytes_kernels.unpack_into(seen, codes, absmax, "nf4", 64)
+    four_bit.dequantize_into(expected, codes, absmax, "nf4", 64)
+    bitsandbytes_kernels.dequantize_into(seen, codes, absmax, "nf4", 64)
     assert torch.equal(seen, expected.double())
 
 
@@ -82,8 +82,8 @@ def test_the_library_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None and "unpacked by bitsandbytes" in note and bitsandbytes_kernels.kernels_in_use() == note
     codes, absmax = packed(8, 64)
     out = torch.empty(8, 64)
-    monkeypatch.setattr(four_bit, "unpack_into", None)  # not asked
-    bitsandbytes_kernels.unpack_into(out, codes, absmax, "nf4", 64)
+    monkeypatch.setattr(four_bit, "dequantize_into", None)  # not asked
+    bitsandbytes_kernels.dequantize_into(out, codes, absmax, "nf4", 64)
     assert out.isfinite().all()
 
 
@@ -105,13 +105,13 @@ def test_the_library_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_unpacks_is_said_as_it_is_chosen(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int, by: str, said: str
 ) -> None:
-    means = bitsandbytes_kernels.means(torch.device("cpu"), dtype, block)
+    means = bitsandbytes_kernels.unpack_kernel(torch.device("cpu"), dtype, block)
     assert means.by == by and said in means.note
     seen = []
-    monkeypatch.setattr(four_bit, "unpack_into", lambda *arguments: seen.append("torch"))
+    monkeypatch.setattr(four_bit, "dequantize_into", lambda *arguments: seen.append("torch"))
     monkeypatch.setattr(bitsandbytes_kernels, "_unpack", lambda *arguments: seen.append("library"))
     codes, absmax = packed(8, 64)
-    bitsandbytes_kernels.unpack_into(torch.empty(8, 64, dtype=dtype), codes, absmax, "nf4", block)
+    bitsandbytes_kernels.dequantize_into(torch.empty(8, 64, dtype=dtype), codes, absmax, "nf4", block)
     assert seen == [by]
 
 
@@ -119,12 +119,12 @@ def test_operators_of_a_gpu_that_are_not_there_are_told(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         bitsandbytes_kernels, "operators", lambda: (False, "4-bit weights are unpacked by plain torch: why")
     )
-    assert bitsandbytes_kernels.means(torch.device("cuda"), torch.bfloat16, 64) == (
+    assert bitsandbytes_kernels.unpack_kernel(torch.device("cuda"), torch.bfloat16, 64) == (
         "torch",
         bitsandbytes_kernels.operators()[1],
     )
     monkeypatch.setattr(bitsandbytes_kernels, "operators", lambda: (True, "by operators"))
-    assert bitsandbytes_kernels.means(torch.device("cuda"), torch.bfloat16, 64).by == "operators"
+    assert bitsandbytes_kernels.unpack_kernel(torch.device("cuda"), torch.bfloat16, 64).by == "operators"
     monkeypatch.undo()
     bitsandbytes_kernels.operators.cache_clear()
     monkeypatch.setattr(bitsandbytes_kernels, "find_spec", lambda name: None)
@@ -138,7 +138,7 @@ def test_the_package_is_not_imported() -> None:
     script = (
         "import sys, torch; from danlu.numerics.four_bit_weight import FourBitWeight\n"
         "from danlu.numerics import bitsandbytes_kernels\n"
-        "FourBitWeight.pack(torch.randn(8, 64)).dense(); assert bitsandbytes_kernels.library()[0]\n"
+        "FourBitWeight.quantize(torch.randn(8, 64)).dense(); assert bitsandbytes_kernels.library()[0]\n"
         "sys.exit('bitsandbytes' in sys.modules or 'torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
@@ -148,14 +148,14 @@ def falls_back() -> str:
     """Checks that plain torch takes over; returns the note that says why."""
     found, note = bitsandbytes_kernels.library()
     assert found is None and "by plain torch" in note
-    assert bitsandbytes_kernels.means(torch.device("cpu"), torch.float32, 64) == ("torch", note)
+    assert bitsandbytes_kernels.unpack_kernel(torch.device("cpu"), torch.float32, 64) == ("torch", note)
     codes, absmax = packed(33, 160)
     expected, seen = torch.empty(33, 160), torch.empty(33, 160)
-    four_bit.unpack_into(expected, codes, absmax, "nf4", 64)
-    bitsandbytes_kernels.unpack_into(seen, codes, absmax, "nf4", 64)
-    nested = four_bit.pack_absmax(absmax)
+    four_bit.dequantize_into(expected, codes, absmax, "nf4", 64)
+    bitsandbytes_kernels.dequantize_into(seen, codes, absmax, "nf4", 64)
+    nested = four_bit.quantize_absmax(absmax)
     assert torch.equal(seen, expected) and torch.equal(
-        bitsandbytes_kernels.unpack_absmax(nested), four_bit.unpack_absmax(nested)
+        bitsandbytes_kernels.dequantize_absmax(nested), four_bit.dequantize_absmax(nested)
     )
     return note
 
@@ -199,12 +199,12 @@ def test_a_library_with_other_magnitudes(monkeypatch: pytest.MonkeyPatch) -> Non
         right = bind(loaded)
 
         def blocks_of_128(*arguments: int) -> None:
-            right.unpack_bytes(*arguments[:4], 128, arguments[5])
+            right.dequantize_bytes(*arguments[:4], 128, arguments[5])
 
-        return right._replace(unpack_bytes=blocks_of_128)
+        return right._replace(dequantize_bytes=blocks_of_128)
 
     monkeypatch.setattr(bitsandbytes_kernels, "_bind", halved)
-    monkeypatch.setattr(bitsandbytes_kernels, "_unpack_absmax", with_room(bitsandbytes_kernels._unpack_absmax))
+    monkeypatch.setattr(bitsandbytes_kernels, "_dequantize_absmax", with_room(bitsandbytes_kernels._dequantize_absmax))
     assert "other values for 8-bit magnitudes" in falls_back()
 
 

@@ -47,7 +47,7 @@ def written(bitsandbytes: ModuleType, matrix: Tensor, kind: Kind, double: bool) 
 def test_the_same_tensors_both_ways(bitsandbytes: ModuleType, dtype: torch.dtype, kind: Kind, double: bool) -> None:
     matrix = normal(100, 192, dtype=dtype)
     expected = written(bitsandbytes, matrix, kind, double)
-    weight = FourBitWeight.pack(matrix, kind=kind, double=double)
+    weight = FourBitWeight.quantize(matrix, kind=kind, double=double)
     tensors = weight.tensors(NAME)
     assert tensors.keys() == expected.keys()
     for name, values in expected.items():
@@ -55,14 +55,15 @@ def test_the_same_tensors_both_ways(bitsandbytes: ModuleType, dtype: torch.dtype
     read = FourBitWeight.from_tensors(NAME, expected, where="x")
     assert (read.kind, read.shape, read.dtype, read.block) == (kind, (100, 192), dtype, 64)
     assert torch.equal(read.dense(), weight.dense()) and read.stored_bytes() == weight.stored_bytes()
-    assert not torch.equal(read.dense(), FourBitWeight.pack(-matrix, kind=kind, double=double).dense())
+    assert not torch.equal(read.dense(), FourBitWeight.quantize(-matrix, kind=kind, double=double).dense())
 
 
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bitsandbytes_reads_a_file_of_ours(bitsandbytes: ModuleType, tmp_path: Path, kind: Kind, double: bool) -> None:
     weights = {
-        name: FourBitWeight.pack(normal(rows, 128), kind=kind, double=double) for name, rows in (("a", 64), ("b", 96))
+        name: FourBitWeight.quantize(normal(rows, 128), kind=kind, double=double)
+        for name, rows in (("a", 64), ("b", 96))
     }
     # Two in one file: no memory may be shared.
     tensors = {key: value for name, weight in weights.items() for key, value in weight.tensors(name).items()}
@@ -80,14 +81,14 @@ def test_bitsandbytes_reads_a_file_of_ours(bitsandbytes: ModuleType, tmp_path: P
 @pytest.mark.parametrize("shape", [(3, 33), (1, 63), (5, 80), (1, 1), (257, 64)])
 @pytest.mark.parametrize("double", [True, False])
 def test_awkward_shapes(shape: tuple[int, int], double: bool) -> None:
-    weight = FourBitWeight.pack(normal(*shape), double=double)
+    weight = FourBitWeight.quantize(normal(*shape), double=double)
     read = FourBitWeight.from_tensors(NAME, weight.tensors(NAME), where="x")
     assert torch.equal(read.dense(), weight.dense()) and read.dense().shape == shape
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
 def test_codes_stored_as_numbers_of_another_type(dtype: torch.dtype) -> None:
-    weight = FourBitWeight.pack(normal(8, 64))
+    weight = FourBitWeight.quantize(normal(8, 64))
     tensors = weight.tensors(NAME)
     tensors[NAME] = tensors[NAME].view(-1).view(dtype).unsqueeze(1)
     read = FourBitWeight.from_tensors(NAME, tensors, where="x")
@@ -95,7 +96,7 @@ def test_codes_stored_as_numbers_of_another_type(dtype: torch.dtype) -> None:
 
 
 def test_a_map_of_magnitudes_other_than_the_usual_is_used(bitsandbytes: ModuleType) -> None:
-    tensors = FourBitWeight.pack(normal(64, 128)).tensors(NAME)
+    tensors = FourBitWeight.quantize(normal(64, 128)).tensors(NAME)
     usual = FourBitWeight.from_tensors(NAME, tensors, where="x")
     tensors[f"{NAME}.nested_quant_map"] *= 1.25
     read = FourBitWeight.from_tensors(NAME, tensors, where="x")
@@ -108,7 +109,7 @@ def test_a_map_of_magnitudes_other_than_the_usual_is_used(bitsandbytes: ModuleTy
 
 
 def test_which_tensors_belong_to_a_packed_weight() -> None:
-    tensors = FourBitWeight.pack(normal(8, 64)).tensors(NAME)
+    tensors = FourBitWeight.quantize(normal(8, 64)).tensors(NAME)
     assert {packed_weight(name) for name in tensors} == {NAME, None} and packed_weight(NAME) is None
     assert all(packed_weight(NAME + suffix) == NAME for suffix in SUFFIXES)
     assert packed_weight(f"{NAME}{STATE}af4") == NAME
@@ -191,7 +192,7 @@ CASES: dict[str, tuple[Damage, str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_damage_is_told(case: str) -> None:
     damage, message = CASES[case]
-    tensors = FourBitWeight.pack(normal(64, 96)).tensors(NAME)
+    tensors = FourBitWeight.quantize(normal(64, 96)).tensors(NAME)
     FourBitWeight.from_tensors(NAME, tensors, where="model-00001.safetensors")
     damage(tensors)
     with pytest.raises(ModelError) as told:
@@ -202,7 +203,7 @@ def test_damage_is_told(case: str) -> None:
 
 @pytest.mark.parametrize(("bad", "message"), [(torch.inf, "holds NaN or infinite"), (None, "has 95 entries, not 96")])
 def test_damage_of_plain_magnitudes(bad: float | None, message: str) -> None:
-    tensors = FourBitWeight.pack(normal(64, 96), double=False).tensors(NAME)
+    tensors = FourBitWeight.quantize(normal(64, 96), double=False).tensors(NAME)
     absmax = tensors[f"{NAME}.absmax"].clone()
     if bad is None:
         tensors[f"{NAME}.absmax"] = absmax[:-1]

@@ -37,7 +37,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) 
 
 def unpacked(codes: Tensor, absmax: Tensor, shape: tuple[int, ...], kind: Kind, block: int) -> Tensor:
     out = torch.full(shape, torch.nan)
-    four_bit.unpack_into(out, codes, absmax, kind, block)
+    four_bit.dequantize_into(out, codes, absmax, kind, block)
     return out
 
 
@@ -51,11 +51,11 @@ def test_a_gpu_unpacks_a_matrix_in_ten_kernels(shape: tuple[int, int], dtype: to
         for size, one in ((shape, dtype), ((-(-count // 2), 1), torch.uint8), (-(-count // 64), torch.float32))
     )
     with Kernels(least=min(1000, count)) as kernels:
-        four_bit.unpack_into(out, codes, absmax, "nf4", 64)
+        four_bit.dequantize_into(out, codes, absmax, "nf4", 64)
     assert 0 < len(kernels.names) <= 10, kernels.names
     if count > TILE:
         with Kernels(least=1000) as tiled:  # the negative control: as a CPU does it
-            four_bit.unpack_into(torch.empty(300, 700), *four_bit.pack(normal(300, 700), "nf4", 64), "nf4", 64)
+            four_bit.dequantize_into(torch.empty(300, 700), *four_bit.quantize(normal(300, 700), "nf4", 64), "nf4", 64)
         assert len(tiled.names) > 10
 
 
@@ -65,7 +65,7 @@ def test_halves_give_the_bits_of_small_tiles(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], kind: Kind
 ) -> None:
     matrix = normal(*shape)
-    codes, absmax = four_bit.pack(matrix, kind, 64)
+    codes, absmax = four_bit.quantize(matrix, kind, 64)
     expected = unpacked(codes, absmax, shape, kind, 64)
     asked = []
 
@@ -75,8 +75,8 @@ def test_halves_give_the_bits_of_small_tiles(
 
     tile_size = four_bit.tile_size
     monkeypatch.setattr(four_bit, "tile_size", as_on_a_gpu)
-    again = four_bit.pack(matrix, kind, 64)
-    transposed = four_bit.pack(matrix.t().contiguous().t(), kind, 64)
+    again = four_bit.quantize(matrix, kind, 64)
+    transposed = four_bit.quantize(matrix.t().contiguous().t(), kind, 64)
     for codes_, absmax_ in (again, transposed):
         assert torch.equal(codes_, codes) and torch.equal(absmax_, absmax)
     assert torch.equal(unpacked(codes, absmax, shape, kind, 64), expected) and len(asked) == 3
@@ -88,7 +88,7 @@ def test_halves_give_the_bits_of_small_tiles(
 def test_codes_and_magnitudes(functional: ModuleType, shape: tuple[int, int], dtype: torch.dtype, kind: Kind) -> None:
     matrix = normal(*shape, dtype=dtype)
     expected, state = functional.quantize_4bit(matrix, quant_type=kind)
-    codes, absmax = four_bit.pack(matrix, kind, 64)
+    codes, absmax = four_bit.quantize(matrix, kind, 64)
     assert torch.equal(codes, expected) and codes.shape == expected.shape
     assert torch.equal(absmax, state.absmax)
 
@@ -97,7 +97,7 @@ def test_codes_and_magnitudes(functional: ModuleType, shape: tuple[int, int], dt
 def test_every_size_of_block(functional: ModuleType, block: int) -> None:
     matrix = normal(67, 193)
     expected, state = functional.quantize_4bit(matrix, quant_type="nf4", blocksize=block)
-    codes, absmax = four_bit.pack(matrix, "nf4", block)
+    codes, absmax = four_bit.quantize(matrix, "nf4", block)
     assert torch.equal(codes, expected) and torch.equal(absmax, state.absmax)
 
 
@@ -105,7 +105,7 @@ def test_every_size_of_block(functional: ModuleType, block: int) -> None:
 def test_scales_of_weights(functional: ModuleType, scale: float) -> None:
     matrix = normal(40, 96, scale=scale)
     expected, state = functional.quantize_4bit(matrix, quant_type="nf4")
-    codes, absmax = four_bit.pack(matrix, "nf4", 64)
+    codes, absmax = four_bit.quantize(matrix, "nf4", 64)
     assert torch.equal(codes, expected) and torch.equal(absmax, state.absmax)
 
 
@@ -113,9 +113,9 @@ def test_scales_of_weights(functional: ModuleType, scale: float) -> None:
 def test_strides_do_not_matter(kind: Kind) -> None:
     for shape in ((300, 700), (257, 1001), (1, 70001), (70001, 1), (129, 64)):
         matrix = normal(*shape)
-        expected = four_bit.pack(matrix, kind, 64)
+        expected = four_bit.quantize(matrix, kind, 64)
         for strided in (matrix.t().contiguous().t(), torch.stack((matrix, -matrix), dim=2)[:, :, 0]):
-            assert all(map(torch.equal, four_bit.pack(strided, kind, 64), expected))
+            assert all(map(torch.equal, four_bit.quantize(strided, kind, 64), expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,19 +123,19 @@ def test_a_number_halfway_goes_to_the_lower_neighbour(functional: ModuleType, ki
     halfway = midpoints(kind)
     matrix = torch.cat((torch.ones(1), halfway, torch.zeros(48))).unsqueeze(0)  # the block's magnitude is 1
     expected, _ = functional.quantize_4bit(matrix, quant_type=kind)
-    codes, absmax = four_bit.pack(matrix, kind, 64)
+    codes, absmax = four_bit.quantize(matrix, kind, 64)
     assert torch.equal(codes, expected)
     rising = codebook(kind).sort().values
     values = unpacked(codes, absmax, (64,), kind, 64)[1:16]
     assert torch.equal(values, rising[:-1]) and not torch.equal(values, rising[1:])
     # A hair above, it goes to the upper one.
     matrix[0, 1:16] = torch.nextafter(halfway, torch.tensor(2.0))
-    assert torch.equal(unpacked(four_bit.pack(matrix, kind, 64)[0], absmax, (64,), kind, 64)[1:16], rising[1:])
+    assert torch.equal(unpacked(four_bit.quantize(matrix, kind, 64)[0], absmax, (64,), kind, 64)[1:16], rising[1:])
 
 
 def test_the_first_of_two_numbers_is_in_the_high_half(functional: ModuleType) -> None:
     matrix = normal(6, 64)
-    codes, absmax = four_bit.pack(matrix, "nf4", 64)
+    codes, absmax = four_bit.quantize(matrix, "nf4", 64)
     expected, _ = functional.quantize_4bit(matrix, quant_type="nf4")
     swapped = (codes << 4) | (codes >> 4)
     assert torch.equal(codes, expected) and not torch.equal(swapped, expected)
@@ -148,11 +148,11 @@ def test_zeros_stay_zeros(functional: ModuleType, kind: Kind) -> None:
     whole, short = torch.zeros(3, 64), torch.cat((torch.ones(64), torch.zeros(9))).unsqueeze(0)
     for matrix in (whole, short):
         expected, state = functional.quantize_4bit(matrix, quant_type=kind)
-        codes, absmax = four_bit.pack(matrix, kind, 64)
+        codes, absmax = four_bit.quantize(matrix, kind, 64)
         assert torch.equal(codes, expected) and torch.equal(absmax, state.absmax)
         assert torch.equal(unpacked(codes, absmax, matrix.shape, kind, 64), matrix)
-        nested = four_bit.pack_absmax(absmax)
-        restored = unpacked(codes, four_bit.unpack_absmax(nested), matrix.shape, kind, 64)
+        nested = four_bit.quantize_absmax(absmax)
+        restored = unpacked(codes, four_bit.dequantize_absmax(nested), matrix.shape, kind, 64)
         assert torch.equal(restored == 0, matrix == 0)
 
 
@@ -162,11 +162,11 @@ def test_double_quantization(functional: ModuleType, blocks: int, scale: float) 
     absmax = normal(1, blocks, scale=scale)[0].abs()
     offset = absmax.mean()
     expected, state = functional.quantize_blockwise(absmax - offset, blocksize=256)
-    nested = four_bit.pack_absmax(absmax)
+    nested = four_bit.quantize_absmax(absmax)
     assert torch.equal(nested.codes, expected)
     assert torch.equal(nested.absmax, state.absmax) and torch.equal(nested.offset, offset)
     restored = functional.dequantize_blockwise(expected, state) + offset
-    assert torch.equal(four_bit.unpack_absmax(nested), restored)
+    assert torch.equal(four_bit.dequantize_absmax(nested), restored)
 
 
 def test_double_quantization_of_every_step(functional: ModuleType) -> None:
@@ -176,7 +176,7 @@ def test_double_quantization_of_every_step(functional: ModuleType) -> None:
     centred -= centred.mean()
     absmax = centred + 1.5
     expected, _ = functional.quantize_blockwise(absmax - absmax.mean(), blocksize=256)
-    nested = four_bit.pack_absmax(absmax)
+    nested = four_bit.quantize_absmax(absmax)
     assert torch.equal(nested.codes, expected)
     # The entries that are truly nearest are not it: about one in a thousand differs.
     values = dynamic_map()
@@ -187,8 +187,8 @@ def test_double_quantization_of_every_step(functional: ModuleType) -> None:
 
 
 def test_double_quantization_of_equal_magnitudes() -> None:
-    nested = four_bit.pack_absmax(torch.full((300,), 0.25))
-    assert torch.equal(four_bit.unpack_absmax(nested), torch.full((300,), 0.25))
+    nested = four_bit.quantize_absmax(torch.full((300,), 0.25))
+    assert torch.equal(four_bit.dequantize_absmax(nested), torch.full((300,), 0.25))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,9 +196,9 @@ def test_double_quantization_of_equal_magnitudes() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_unpacking(functional: ModuleType, shape: tuple[int, int], dtype: torch.dtype, kind: Kind) -> None:
     matrix = normal(*shape, dtype=dtype)
-    codes, absmax = four_bit.pack(matrix, kind, 64)
+    codes, absmax = four_bit.quantize(matrix, kind, 64)
     out = torch.full(shape, torch.nan, dtype=dtype)
-    four_bit.unpack_into(out, codes, absmax, kind, 64)
+    four_bit.dequantize_into(out, codes, absmax, kind, 64)
     assert torch.equal(out, by_bitsandbytes(functional, codes, absmax, shape, dtype, kind))
 
 
@@ -219,7 +219,7 @@ def test_the_error_of_normal_weights_is_as_published() -> None:
     matrix = normal(512, 512)
     errors = {}
     for kind in KINDS:
-        codes, absmax = four_bit.pack(matrix, kind, 64)
+        codes, absmax = four_bit.quantize(matrix, kind, 64)
         restored = unpacked(codes, absmax, matrix.shape, kind, 64)
         errors[kind] = ((restored - matrix).abs().mean() / matrix.abs().mean()).item()
     assert errors["nf4"] == pytest.approx(0.091, abs=0.001)
@@ -245,6 +245,6 @@ def test_temporaries_are_of_a_tile() -> None:
     contiguous = normal(512, 2048, dtype=torch.bfloat16)
     for matrix in (contiguous, contiguous.t().contiguous().t()):
         with Made(matrix) as made:
-            four_bit.pack(matrix, "nf4", 64)
+            four_bit.quantize(matrix, "nf4", 64)
         codes_bytes = matrix.numel() // 2
         assert codes_bytes in made.bytes and max(made.bytes) == max(codes_bytes, 4 * TILE)

@@ -35,10 +35,10 @@ def definition(matrix: Tensor, bits: Bits, group: int) -> Tensor:
 def test_equals_its_definition(shape: tuple[int, int], dtype: torch.dtype, bits: Bits) -> None:
     matrix = normal(*shape, dtype=dtype)
     expected = definition(matrix, bits, 32)
-    weight = IntegerWeight.pack(matrix, bits, group=32)
+    weight = IntegerWeight.quantize(matrix, bits, group=32)
     assert torch.equal(weight.dense(torch.float32), expected)
     assert torch.equal(weight.dense(), expected.to(dtype)) and weight.dense().dtype == dtype
-    assert torch.equal(IntegerWeight.pack(matrix.t().contiguous().t(), bits, group=32).dense(), weight.dense())
+    assert torch.equal(IntegerWeight.quantize(matrix.t().contiguous().t(), bits, group=32).dense(), weight.dense())
     other = definition(matrix, bits, 64)
     assert shape[1] <= 32 or not torch.equal(expected, other)
 
@@ -47,8 +47,8 @@ def test_equals_its_definition(shape: tuple[int, int], dtype: torch.dtype, bits:
 def test_a_gpu_unpacks_a_matrix_in_ten_kernels(monkeypatch: pytest.MonkeyPatch, bits: Bits) -> None:
     """On the meta device, which has the operations of a GPU and no numbers; by halves the bits are the same."""
     matrix = normal(66, 1000)
-    weight = IntegerWeight.pack(matrix, bits)
-    large = IntegerWeight.pack(matrix, bits).to("meta")
+    weight = IntegerWeight.quantize(matrix, bits)
+    large = IntegerWeight.quantize(matrix, bits).to("meta")
     large.shape = (4096, 14336)
     large.codes = torch.empty(4096, 14336 * bits // 8, dtype=weight.codes.dtype, device="meta")
     large.scales = torch.empty(4096, 112, device="meta")
@@ -59,14 +59,14 @@ def test_a_gpu_unpacks_a_matrix_in_ten_kernels(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(
         integer_weight, "tile_size", lambda count, device: four_bit.tile_size(count, torch.device("meta"))
     )
-    again = IntegerWeight.pack(matrix, bits)
+    again = IntegerWeight.quantize(matrix, bits)
     assert torch.equal(again.codes, weight.codes) and torch.equal(again.dense(), expected)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_error_is_half_a_step_at_most(bits: Bits) -> None:
     matrix = normal(64, 512)
-    weight = IntegerWeight.pack(matrix, bits)
+    weight = IntegerWeight.quantize(matrix, bits)
     steps = weight.scales.repeat_interleave(128, dim=1)
     error = (weight.dense() - matrix).abs()
     assert (error <= steps * 0.5001).all() and (error > steps * 0.49).any()
@@ -76,12 +76,12 @@ def test_zeros_and_numbers_too_small_for_a_scale() -> None:
     matrix = torch.zeros(3, 200)
     matrix[1] = 1e-45
     for bits in (8, 4):
-        assert torch.equal(IntegerWeight.pack(matrix, bits).dense(), torch.zeros(3, 200))
+        assert torch.equal(IntegerWeight.quantize(matrix, bits).dense(), torch.zeros(3, 200))
 
 
 @pytest.mark.parametrize(("bits", "group", "expected"), [(8, 128, 8.25), (4, 128, 4.25), (4, 32, 5.0)])
 def test_bits_a_number(bits: Bits, group: int, expected: float) -> None:
-    weight = IntegerWeight.pack(normal(256, 512), bits, group=group)
+    weight = IntegerWeight.quantize(normal(256, 512), bits, group=group)
     assert 8 * weight.stored_bytes() / (256 * 512) == expected
     assert repr(weight) == f"IntegerWeight(int{bits}, 512 -> 256, {expected:.3f} bits a number)"
 
@@ -90,7 +90,11 @@ def test_more_bits_and_better_codes_mean_less_error() -> None:
     matrix = normal(256, 512)
     errors = [
         (weight.dense() - matrix).abs().mean()
-        for weight in (IntegerWeight.pack(matrix, 8), FourBitWeight.pack(matrix), IntegerWeight.pack(matrix, 4))
+        for weight in (
+            IntegerWeight.quantize(matrix, 8),
+            FourBitWeight.quantize(matrix),
+            IntegerWeight.quantize(matrix, 4),
+        )
     ]
     assert errors[0] < errors[1] / 10 and errors[1] < errors[2]
 
@@ -101,11 +105,11 @@ def test_a_weight_that_is_not_finite(value: float, bits: Bits) -> None:
     matrix = normal(64, 2000)
     matrix[63, 1999] = value
     with pytest.raises(ModelError, match="up_proj cannot be quantized: it holds NaN or infinite values"):
-        IntegerWeight.pack(matrix, bits, where="up_proj")
+        IntegerWeight.quantize(matrix, bits, where="up_proj")
 
 
 def test_what_is_no_matrix_of_weights() -> None:
     with pytest.raises(ModelError, match="it holds int8"):
-        IntegerWeight.pack(torch.zeros(8, 64, dtype=torch.int8), 8)
+        IntegerWeight.quantize(torch.zeros(8, 64, dtype=torch.int8), 8)
     with pytest.raises(ModelError, match=r"its shape is \[64\]"):
-        IntegerWeight.pack(torch.zeros(64), 8)
+        IntegerWeight.quantize(torch.zeros(64), 8)

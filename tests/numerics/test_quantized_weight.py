@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from danlu.numerics import quantized_weight
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
-from danlu.numerics.quantized_weight import PackedWeight
+from danlu.numerics.quantized_weight import QuantizedWeightModule
 
 # Rounding of one product, over sums of a few hundred numbers.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
@@ -22,13 +22,13 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def weights(outputs: int = 48, inputs: int = 80) -> list[PackedWeight]:
+def weights(outputs: int = 48, inputs: int = 80) -> list[QuantizedWeightModule]:
     matrix = normal(outputs, inputs, dtype=torch.bfloat16)
     return [
-        FourBitWeight.pack(matrix),
-        FourBitWeight.pack(matrix, kind="fp4", double=False),
-        IntegerWeight.pack(matrix, 8),
-        IntegerWeight.pack(matrix, 4, group=32),
+        FourBitWeight.quantize(matrix),
+        FourBitWeight.quantize(matrix, kind="fp4", double=False),
+        IntegerWeight.quantize(matrix, 8),
+        IntegerWeight.quantize(matrix, 4, group=32),
     ]
 
 
@@ -97,8 +97,8 @@ def test_nothing_is_kept_for_the_backward_pass() -> None:
 
 
 def test_all_products_are_made_in_the_same_memory() -> None:
-    quantized_weight.release_shared_memory()
-    assert quantized_weight.shared_bytes() == 0
+    quantized_weight.release_workspace()
+    assert quantized_weight.dense_workspace_bytes() == 0
     small, large = weights(48, 80)[0], weights(96, 160)[0]
     expected = [weight.dense(torch.float32) for weight in (small, large)]
     for _ in range(2):
@@ -106,13 +106,13 @@ def test_all_products_are_made_in_the_same_memory() -> None:
             x = normal(3, matrix.shape[1])
             assert torch.equal(weight.product(x), F.linear(x, matrix))
             assert weight.product(x.bfloat16()).dtype == torch.bfloat16
-    assert quantized_weight.shared_bytes() == 96 * 160 * 4  # the largest matrix, once
-    quantized_weight.release_shared_memory()
-    assert quantized_weight.shared_bytes() == 0
+    assert quantized_weight.dense_workspace_bytes() == 96 * 160 * 4  # the largest matrix, once
+    quantized_weight.release_workspace()
+    assert quantized_weight.dense_workspace_bytes() == 0
 
 
 def test_memory_that_inference_left_serves_training() -> None:
-    quantized_weight.release_shared_memory()
+    quantized_weight.release_workspace()
     for weight in weights():
         with torch.inference_mode():
             expected = weight.product(normal(3, 80)).clone()
@@ -138,7 +138,7 @@ def test_two_threads_do_not_share_memory() -> None:
     other.start()
     assert inside.wait(10)
     del weight.write  # the method again
-    zeros = FourBitWeight.pack(torch.zeros(48, 80))
+    zeros = FourBitWeight.quantize(torch.zeros(48, 80))
     assert torch.equal(zeros.product(normal(3, 80)), torch.zeros(3, 48))
     release.set()
     other.join()
@@ -172,12 +172,12 @@ def test_no_parameter_trains() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_model_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PackedWeight, "product", PackedWeight.product)  # put back afterwards
+    monkeypatch.setattr(QuantizedWeightModule, "product", QuantizedWeightModule.product)  # put back afterwards
     quantized_weight.leave_products_uncompiled.cache_clear()
     quantized_weight.leave_products_uncompiled()
 
     class Model(nn.Module):
-        def __init__(self, weight: PackedWeight) -> None:
+        def __init__(self, weight: QuantizedWeightModule) -> None:
             super().__init__()
             self.weight = weight
 

@@ -32,7 +32,7 @@ each = pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.
 def run_with(folder: Path, section: Optimizer, **options: Any) -> Run:
     run = tiny_run(folder, **{"steps": 8, **options})
     run.optimizer = build(run.compute.model.named_parameters(), section)
-    run.compute.model.embed_tokens.gradient_of_rows = True
+    run.compute.model.embed_tokens.sparse_gradient = True
     return run
 
 

@@ -11,7 +11,7 @@ import torch
 from builders.tiny_run import tiny_config
 from builders.tiny_world import World, danlu
 
-from danlu.assembly.frozen_base import pack
+from danlu.assembly.frozen_base import quantize_weight
 from danlu.models.hf_folder import read_config
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.plan.methods import Method, nf4_bytes, packed_bytes, parameter_bytes
@@ -37,7 +37,7 @@ def test_a_run_holds_what_was_counted(tiny_world: World, tmp_path: Path, method:
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 21), (16, 64), (100, 1000), (257, 64)])
 def test_nf4(shape: tuple[int, int]) -> None:
-    assert FourBitWeight.pack(torch.randn(shape)).stored_bytes() == nf4_bytes(shape[0] * shape[1])
+    assert FourBitWeight.quantize(torch.randn(shape)).stored_bytes() == nf4_bytes(shape[0] * shape[1])
 
 
 def test_a_large_model_in_the_usual_words() -> None:
@@ -62,4 +62,4 @@ def test_a_large_model_in_the_usual_words() -> None:
 )
 @pytest.mark.parametrize("shape", [(3, 21), (100, 1000)])
 def test_packed_matrices_of_every_kind(section: Any, shape: tuple[int, int]) -> None:
-    assert pack(torch.randn(shape), section).stored_bytes() == packed_bytes(shape, section)
+    assert quantize_weight(torch.randn(shape), section).stored_bytes() == packed_bytes(shape, section)

@@ -89,7 +89,7 @@ def test_a_folder_in_4_bits_stays_packed(tiny_world: World, tmp_path: Path) -> N
     for found in (opened(tmp_path / "nf4"), opened(adapter, tmp_path / "nf4", merged=True)):
         assert found.dtype == torch.bfloat16
         linear = found.model.layers["0"].mlp.up_proj
-        assert linear.weight is None and linear.packed is not None
+        assert linear.weight is None and linear.quantized is not None
     here = opened(tiny_world.base, quantization=sections.Nf4())
     quantize(tiny_world.base, tmp_path / "wide", sections.Nf4())
     assert torch.equal(logits(here.model), logits(opened(tmp_path / "wide").model))

@@ -160,7 +160,7 @@ def test_frozen_and_packed_weights(tmp_path: Path) -> None:
     class Packed(nn.Module):
         shape = linear.shape
 
-    linear.weight, linear.packed = None, Packed()
+    linear.weight, linear.quantized = None, Packed()
     result = tmp_path / "result"
     result.mkdir()
     (result / "one.safetensors").write_bytes(b"12345")

@@ -69,7 +69,7 @@ class AdapterSet:
     Args:
         model: frozen from now on.
         sites: every place of the model where an adapter may sit.
-        disk_name: what Hugging Face folders call a module.
+        hf_name: what Hugging Face folders call a module.
         rounded: a matrix as it comes back from the quantization of the base; for LoftQ.
     """
 
@@ -77,19 +77,19 @@ class AdapterSet:
         self,
         model: nn.Module,
         sites: Sequence[Site],
-        disk_name: Callable[[str], str],
+        hf_name: Callable[[str], str],
         build_context: BuildContext,
         *,
-        open_head: Callable[[], nn.Module],
+        head_as_linear: Callable[[], nn.Module],
         rounded: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.model = model.requires_grad_(False)
         self.sites = tuple(sites)
-        self.disk_name = disk_name
+        self.hf_name = hf_name
         self.build_context = build_context
         self.added: dict[str, Added] = {}
         self.active: tuple[str, ...] = ()
-        self.open_head = open_head
+        self.head_as_linear = head_as_linear
         self._rounded = rounded
         self._merged: list[_Before] = []
         self.tied = any(site.module is None for site in self.sites)
@@ -232,7 +232,7 @@ class AdapterSet:
         if base is not weight:
             if site.module.weight is None:
                 raise ModelError(
-                    f"{site.disk_name} is quantized already; an initialisation that takes a part out of the weight "
+                    f"{site.hf_name} is quantized already; an initialisation that takes a part out of the weight "
                     "(pissa, olora, loftq) has to come before. Load the original weights"
                 )
             with torch.no_grad():
@@ -250,22 +250,22 @@ class AdapterSet:
         return slot
 
     def _opened(self, site: Site) -> Site:
-        return site if site.module is not None else replace(site, module=self.open_head())
+        return site if site.module is not None else replace(site, module=self.head_as_linear())
 
     def _fully_trained(self, added: Added) -> Iterator[str]:
         """Names of the base's parameters that this adapter trains as well."""
         section = added.section
         in_full: list[str] = getattr(section, "modules_to_save", [])
         if "lm_head" in in_full:
-            self.open_head()
+            self.head_as_linear()
         bias = getattr(section, "bias", "none")
         adapted = {f"{site.name}.bias" for site in added.sites}
         names = self.base_parameters()
         for one in in_full:
-            if not any(_within(name, self.disk_name(name), one) for name in names):
+            if not any(_within(name, self.hf_name(name), one) for name in names):
                 raise RecipeError(f"adapter.modules_to_save: {one!r} matches no module of this model")
         for name in names:
-            saved = any(_within(name, self.disk_name(name), one) for one in in_full)
+            saved = any(_within(name, self.hf_name(name), one) for one in in_full)
             if saved or (name.endswith(".bias") and (bias == "all" or (bias == "adapted" and name in adapted))):
                 yield name
 
@@ -278,7 +278,7 @@ class AdapterSet:
         return {
             name: parameter
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
-            if not {"adapter", "packed", "prefix", "after_attention", "after_mlp"} & set(name.split("."))
+            if not {"adapter", "quantized", "prefix", "after_attention", "after_mlp"} & set(name.split("."))
         }
 
     def _copy(self, name: str) -> Copy:
@@ -387,7 +387,7 @@ class AdapterSet:
         """
         self.check_mergeable()
         if self.tied and parameter == "lm_head.weight":
-            self.open_head()
+            self.head_as_linear()
         owner_name, _, attribute = parameter.rpartition(".")
         owner: Any = self.model.get_submodule(owner_name)
         slot = getattr(owner, "adapter", None)
@@ -398,7 +398,7 @@ class AdapterSet:
             found = dense.weight if attribute == "weight" else dense.bias
             assert found is not None
             return found
-        if attribute == "weight" and getattr(owner, "packed", None) is not None:
+        if attribute == "weight" and getattr(owner, "quantized", None) is not None:
             return _dense(owner).weight
         value: Tensor = getattr(owner, attribute)
         return wide(value)
@@ -413,7 +413,7 @@ class AdapterSet:
         self.check_mergeable()
         assert not self._merged, "merged already"
         if self.unties_head():
-            self.open_head()
+            self.head_as_linear()
         owners: list[Any] = [one for one in self.model.modules() if isinstance(getattr(one, "adapter", None), Slot)]
         for slot_owner in owners:
             slot = slot_owner.adapter
@@ -422,7 +422,7 @@ class AdapterSet:
             before = _Before(
                 slot_owner,
                 slot_owner.weight,
-                getattr(slot_owner, "packed", None),
+                getattr(slot_owner, "quantized", None),
                 getattr(slot_owner, "bias", None),
                 slot,
             )
@@ -434,10 +434,10 @@ class AdapterSet:
                 assert isinstance(slot, LinearSlot)
                 dense = slot.applied(_dense(slot_owner))
                 weight, bias = dense.weight, dense.bias
-            stored = dtype or (before.packed.dtype if before.weight is None else before.weight.dtype)
+            stored = dtype or (before.quantized.dtype if before.weight is None else before.weight.dtype)
             slot_owner.weight = Parameter(weight.to(stored), requires_grad=False)
-            if before.packed is not None:
-                slot_owner.packed = None
+            if before.quantized is not None:
+                slot_owner.quantized = None
             if before.bias is not None and bias is not None:
                 slot_owner.bias = Parameter(bias.to(before.bias.dtype), requires_grad=False)
             slot.merged = True
@@ -476,8 +476,8 @@ class AdapterSet:
         """The base as it was before `merge`, bit for bit, with the adapters beside it again."""
         for before in self._merged:
             before.owner.weight = before.weight
-            if before.packed is not None:
-                before.owner.packed = before.packed
+            if before.quantized is not None:
+                before.owner.quantized = before.quantized
             if before.bias is not None:
                 before.owner.bias = before.bias
             before.slot.merged = False
@@ -499,7 +499,7 @@ class _Before:
 
     owner: Any
     weight: Parameter | None
-    packed: Any
+    quantized: Any
     bias: Parameter | None
     slot: Slot
 
@@ -518,7 +518,7 @@ def _takes_from_base(module: nn.Module | None) -> bool:
     return isinstance(module, LowRank) and module.takes_from_base
 
 
-def _within(parameter: str, disk_name: str, module: str) -> bool:
+def _within(parameter: str, hf_name: str, module: str) -> bool:
     """Whether a parameter belongs to a module that is named by the end of its name, here or on disk."""
-    owners = (parameter.rpartition(".")[0], disk_name.rpartition(".")[0])
+    owners = (parameter.rpartition(".")[0], hf_name.rpartition(".")[0])
     return any(owner == module or owner.endswith(f".{module}") for owner in owners)

@@ -57,7 +57,7 @@ def places(sites: Sequence[Site], placement: str) -> list[str]:
 
 def _layers(sites: Sequence[Site]) -> dict[str, str]:
     """Layer to its name on disk: of `layers.0.attention.q_proj` and its name there what is before the last two."""
-    return {site.name.rsplit(".", 2)[0]: site.disk_name.rsplit(".", 2)[0] for site in sites if site.layer is not None}
+    return {site.name.rsplit(".", 2)[0]: site.hf_name.rsplit(".", 2)[0] for site in sites if site.layer is not None}
 
 
 # ── on disk: in the manner of PEFT, which does not know bottleneck adapters ──

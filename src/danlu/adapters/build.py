@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from danlu.adapters import bottleneck, prefix, prompt
-from danlu.adapters.disk import DiskLayer, disk_layers
+from danlu.adapters.disk import HFLayer, hf_layers
 from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
@@ -103,14 +103,14 @@ def scale_of(site: Site, section: sections.LowRank, rank: int) -> float:
     return alpha / (rank if section.scaling == "standard" else math.sqrt(rank))
 
 
-ChosenLayers = list[tuple[DiskLayer, list[Site]]]
+ChosenLayers = list[tuple[HFLayer, list[Site]]]
 """Layers as Hugging Face folders have them, each with those of its parts that are chosen."""
 
 
 def _chosen_layers(chosen: Sequence[Site], every: Sequence[Site]) -> ChosenLayers:
     """The layers of chosen sites."""
     names = {site.name for site in chosen}
-    layers = [(layer, [site for site in layer.parts if site.name in names]) for layer in disk_layers(every)]
+    layers = [(layer, [site for site in layer.parts if site.name in names]) for layer in hf_layers(every)]
     return [(layer, parts) for layer, parts in layers if parts]
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DiskLayer:
+class HFLayer:
     """A layer of a Hugging Face folder, and the sites that are its parts."""
 
     name: str
@@ -38,9 +38,9 @@ class DiskLayer:
             start += site.shape[0]
 
 
-def disk_layers(sites: Sequence[Site]) -> list[DiskLayer]:
+def hf_layers(sites: Sequence[Site]) -> list[HFLayer]:
     """All layers, in the model's order. `sites` are those of the whole model."""
-    return [DiskLayer(name, tuple(parts)) for name, parts in groupby(sites, key=lambda site: site.disk_name)]
+    return [HFLayer(name, tuple(parts)) for name, parts in groupby(sites, key=lambda site: site.hf_name)]
 
 
 def take(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], where: str) -> Tensor:

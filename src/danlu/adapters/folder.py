@@ -135,14 +135,14 @@ def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
     for key, tensor in contents.of_base.items():
         _check_base(adapters, key, tensor, where)
     if any(_disk_parameter(key) == "model.embed_tokens.weight" for key in contents.whole):
-        adapters.open_head()  # PEFT leaves a tied head at the base's embedding
+        adapters.head_as_linear()  # PEFT leaves a tied head at the base's embedding
     adapters.add(name, section, given=True)
     added = adapters.added[name]
     for site, by_name in contents.values.items():
         parameters = dict(added.modules[site].named_parameters())
         for key, value in by_name.items():
             parameters[key].data.copy_(value)
-    by_disk = {adapters.disk_name(copy.name): copy for copy in added.copies}
+    by_disk = {adapters.hf_name(copy.name): copy for copy in added.copies}
     for key, tensor in contents.whole.items():
         copy = by_disk.get(_disk_parameter(key))
         if copy is None:
@@ -195,7 +195,7 @@ def _loaded_weight(adapters: AdapterSet, where: str, module: str) -> Tensor | No
 
     Raises ModelError where it is not to be had: in few bits, or a head that is the embedding.
     """
-    sites = [site for site in adapters.sites if site.disk_name == module]
+    sites = [site for site in adapters.sites if site.hf_name == module]
     if not sites:
         return None
     if any(site.module is None for site in sites):
@@ -206,7 +206,7 @@ def _loaded_weight(adapters: AdapterSet, where: str, module: str) -> Tensor | No
     parts = [adapters.loaded_weight(site) for site in sites]
     if (lost := next((one for one, part in zip(sites, parts, strict=True) if part is None), None)) is not None:
         raise ModelError(
-            f"{where}: the start of this adapter (init_lora_weights) is a part of {lost.disk_name}, which is "
+            f"{where}: the start of this adapter (init_lora_weights) is a part of {lost.hf_name}, which is "
             "quantized here, so its value is another. Leave out `quantization`, or merge the adapter into the base "
             "(`danlu merge`) and quantize the result"
         )
@@ -217,9 +217,9 @@ def _copies(adapters: AdapterSet, added: Added) -> tuple[list[str], dict[str, Te
     """Modules trained in full, by their names on disk, and their tensors; a tied head goes along with its embedding."""
     modules: set[str] = set()
     tensors: dict[str, Tensor] = {}
-    adapted = {site.disk_name for site in added.sites}
+    adapted = {site.hf_name for site in added.sites}
     for copy in added.copies:
-        name = adapters.disk_name(copy.name)
+        name = adapters.hf_name(copy.name)
         module, _, attribute = name.rpartition(".")
         saved = any(
             module == one or module.endswith(f".{one}") for one in getattr(added.section, "modules_to_save", ())
@@ -239,7 +239,7 @@ def _copies(adapters: AdapterSet, added: Added) -> tuple[list[str], dict[str, Te
 def _check_base(adapters: AdapterSet, key: str, tensor: Tensor, where: str) -> None:
     """PEFT writes the whole embedding beside an adapter of it; here it must be the one that the model has."""
     name = _disk_parameter(key)
-    own = {adapters.disk_name(one): parameter for one, parameter in adapters.base_parameters().items()}
+    own = {adapters.hf_name(one): parameter for one, parameter in adapters.base_parameters().items()}
     base = own.get(name, own["model.embed_tokens.weight"] if name == "lm_head.weight" else None)
     if base is None or base.shape != tensor.shape or not torch.allclose(base.float(), tensor.float(), atol=1e-6):
         raise ModelError(
@@ -256,7 +256,7 @@ def _saved_modules(
     values: Mapping[str, Any], tensors: Mapping[str, Tensor], adapters: AdapterSet, where: str
 ) -> dict[str, Any]:
     """`modules_to_save` and `bias` that explain the tensors that belong to the base."""
-    known = {adapters.disk_name(name) for name in adapters.base_parameters()}
+    known = {adapters.hf_name(name) for name in adapters.base_parameters()}
     if "lm_head.weight" in {_disk_parameter(key) for key in tensors}:
         known.add("lm_head.weight")
     for key in tensors:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, Dense, TensorAxes
-from danlu.adapters.disk import check_supported, disk_layers, take
+from danlu.adapters.disk import check_supported, hf_layers, take
 from danlu.adapters.peft_low_rank import PREFIX, target_modules
 from danlu.errors import ModelError
 from danlu.recipe import sections
@@ -97,7 +97,7 @@ def to_peft(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config values and tensors of an adapter: `modules` by site name, `sites` all of the model's."""
     tensors: dict[str, Tensor] = {}
-    layers = disk_layers(sites)
+    layers = hf_layers(sites)
     of_inputs: dict[str, bool] = {}  # by name on disk
     for layer in layers:
         own = {site.name: _ia3(modules[site.name]) for site in layer.parts if site.name in modules}
@@ -138,7 +138,7 @@ def from_peft(
     by_site: dict[str, dict[str, Tensor]] = {}
     used: set[str] = set()
     of_inputs: list[str] = []
-    for layer in disk_layers(sites):
+    for layer in hf_layers(sites):
         key = f"{PREFIX}{layer.name}.ia3_l"
         if key not in tensors:
             continue

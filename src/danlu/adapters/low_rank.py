@@ -104,7 +104,7 @@ def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[_Made]]:
         own = u[:, start : start + rank]
         start += rank
         bias = None if linear.added_bias is None else linear.added_bias.to(x.dtype)
-        with linear.lent_weight(x.dtype) as weight:
+        with linear.weight_in_workspace(x.dtype) as weight:
             direction = None if factors.magnitude is None else _direction(factors, weight)
             through = weight if direction is None else linear.scaled_rows(weight, direction.gain)
             y = F.linear(x, through, bias)
@@ -196,7 +196,7 @@ class _Products(torch.autograd.Function):
                 results[m_at] = (by_gain / direction.norm).to(m.dtype) if wanted[m_at] else None
             exact = factors if direction is not None and factors is not None and factors.exact_norm else None
             if wants_x or exact is not None:
-                with branch.linear.lent_weight(grad.dtype) as weight:
+                with branch.linear.weight_in_workspace(grad.dtype) as weight:
                     if exact is not None:
                         results[a_at], results[b_at] = _through_norm(exact, by_gain, direction, weight)
                     if wants_x:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, Dense
-from danlu.adapters.disk import DiskLayer, disk_layers, number, one_of, take, whole
+from danlu.adapters.disk import HFLayer, hf_layers, number, one_of, take, whole
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.peft_low_rank import PREFIX, target_modules
 from danlu.adapters.targets import Form, square_width
@@ -203,7 +203,7 @@ def to_peft(
     section: sections.Mora, modules: Mapping[str, nn.Module], sites: Sequence[Site]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config values and tensors of an adapter: `modules` by site name, `sites` all of the model's."""
-    layers = disk_layers(sites)
+    layers = hf_layers(sites)
     tensors: dict[str, Tensor] = {}
     for layer in layers:
         for site in layer.parts:
@@ -233,7 +233,7 @@ def from_peft(
     rank, form = whole(values, "r", where), one_of(values, "mora_form", get_args(Form), where)
     by_site: dict[str, dict[str, Tensor]] = {}
     used: set[str] = set()
-    for layer in disk_layers(sites):
+    for layer in hf_layers(sites):
         for site in layer.parts:
             if (key := _key(layer, site)) in tensors:
                 width = square_width(site.shape, rank, form)
@@ -245,7 +245,7 @@ def from_peft(
     return sections.Mora(rank=rank, form=form, dropout=dropout, targets=list(by_site)), by_site, used
 
 
-def _key(layer: DiskLayer, site: Site) -> str:
+def _key(layer: HFLayer, site: Site) -> str:
     """A part of a fused layer is told by its own name."""
     part = "" if len(layer.parts) == 1 else f".{site.name.rpartition('.')[2]}"
     return f"{PREFIX}{layer.name}{part}.mora_M"

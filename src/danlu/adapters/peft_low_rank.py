@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from danlu.adapters import initial
 from danlu.adapters.description import start_out_of_base
-from danlu.adapters.disk import DiskLayer, check_supported, disk_layers, number, whole
+from danlu.adapters.disk import HFLayer, check_supported, hf_layers, number, whole
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
 from danlu.errors import ModelError
 from danlu.recipe import sections
@@ -70,7 +70,7 @@ def to_peft(
     section: sections.LowRank, modules: Mapping[str, nn.Module], sites: Sequence[Site]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config values and tensors of an adapter: `modules` by site name, `sites` all of the model's."""
-    layers = disk_layers(sites)
+    layers = hf_layers(sites)
     chosen = [layer for layer in layers if any(site.name in modules for site in layer.parts)]
     written = {layer.name: _joined(layer, modules) for layer in chosen}
     values, tensors = described(written, rslora=section.scaling == "rslora")
@@ -195,7 +195,7 @@ def from_peft(
     """
     check_supported(values, _HARMLESS, where)
     _check_types(values, where)
-    layers = disk_layers(sites)
+    layers = hf_layers(sites)
     found = _read(tensors, {layer.name for layer in layers}, where)
     by_site: dict[str, dict[str, Tensor]] = {}
     used: set[str] = set()
@@ -219,7 +219,7 @@ def from_peft(
             if one.magnitude is not None:
                 by_site[site.name][_MAGNITUDE] = one.magnitude[rows]
     rank, alpha = int(values.get("r", 8)), number(values, "lora_alpha", 8.0, where)
-    alphas = {site.name: _alpha(site.disk_name, values, alpha) for site in sites if site.name in by_site}
+    alphas = {site.name: _alpha(site.hf_name, values, alpha) for site in sites if site.name in by_site}
     common: dict[str, Any] = {
         "rank": rank,
         "alpha": alpha,
@@ -240,7 +240,7 @@ def target_modules(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
 
 
 @torch.no_grad()
-def _joined(layer: DiskLayer, modules: Mapping[str, nn.Module]) -> Factors:
+def _joined(layer: HFLayer, modules: Mapping[str, nn.Module]) -> Factors:
     """One layer's adapter from those of its parts, the ranks one after the other."""
     own = {site.name: _factors(modules[site.name]) for site in layer.parts if site.name in modules}
     if len(layer.parts) == 1:
@@ -302,7 +302,7 @@ def _read(tensors: Mapping[str, Tensor], known: set[str] | None, where: str) -> 
     return found
 
 
-def _check_shapes(layer: DiskLayer, one: Factors, where: str) -> None:
+def _check_shapes(layer: HFLayer, one: Factors, where: str) -> None:
     outputs, inputs = layer.shape
     wanted: dict[str, tuple[int, ...]]
     if one.embedding:

@@ -56,7 +56,7 @@ class LinearSlot(Slot):
             y = adapter.add(taken, y, linear, how)
         return y
 
-    def together(self, x: Tensor, linears: Sequence[LinearLayer]) -> tuple[Tensor, ...]:
+    def forward_shared(self, x: Tensor, linears: Sequence[LinearLayer]) -> tuple[Tensor, ...]:
         """The same for several layers over one x; where low-rank adapters lie alone, they share the work on x."""
         stacks = [linear.adapter.stack() if isinstance(linear.adapter, LinearSlot) else [] for linear in linears]
         alone = [stack[0] if stack else None for stack in stacks]
@@ -90,7 +90,7 @@ def leave_slots_uncompiled() -> None:
     """Before torch.compile of a model with a packed base, whose kernels it cannot follow; with torch 2.11, of any."""
     # No decorators: they would import torch._dynamo, a second that only a process which compiles should wait.
     LinearSlot.forward = torch.compiler.disable(LinearSlot.forward)  # type: ignore[method-assign]
-    LinearSlot.together = torch.compiler.disable(LinearSlot.together)  # type: ignore[method-assign]
+    LinearSlot.forward_shared = torch.compiler.disable(LinearSlot.forward_shared)  # type: ignore[method-assign]
 
 
 class EmbeddingSlot(Slot):

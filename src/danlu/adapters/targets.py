@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
-from danlu.adapters.disk import disk_layers
+from danlu.adapters.disk import hf_layers
 from danlu.errors import RecipeError
 from danlu.recipe import sections
 from danlu.types import Site
@@ -72,7 +72,7 @@ def select(sites: Sequence[Site], targets: Iterable[str], *, key: str = "adapter
 def _matches(site: Site, target: str) -> bool:
     if target in GROUPS:
         return site.group in GROUPS[target]
-    return any(_ends_with(name, target) or _is_whole(target, name) for name in (site.name, site.disk_name))
+    return any(_ends_with(name, target) or _is_whole(target, name) for name in (site.name, site.hf_name))
 
 
 def _ends_with(name: str, end: str) -> bool:
@@ -88,7 +88,7 @@ def _is_whole(pattern: str, name: str) -> bool:
 
 def _nothing(sites: Sequence[Site], target: str) -> str:
     names = sorted(
-        {site.name.rpartition(".")[2] for site in sites} | {site.disk_name.rpartition(".")[2] for site in sites}
+        {site.name.rpartition(".")[2] for site in sites} | {site.hf_name.rpartition(".")[2] for site in sites}
     )
     near = get_close_matches(target.rpartition(".")[2], [*names, *GROUPS], n=3, cutoff=0.5)
     hint = f" Near: {', '.join(near)}." if near else ""
@@ -98,7 +98,7 @@ def _nothing(sites: Sequence[Site], target: str) -> str:
 def by_pattern(site: Site, patterns: Mapping[str, _Value], default: _Value) -> _Value:
     """The value of the first pattern that a site's name on disk or here ends with or matches; PEFT's rank_pattern."""
     for pattern, value in patterns.items():
-        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in (site.disk_name, site.name)):
+        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in (site.hf_name, site.name)):
             return value
     return default
 
@@ -113,7 +113,7 @@ def check_rank(site: Site, section: sections.LowRank) -> None:
     rank = by_pattern(site, section.rank_pattern, section.rank)
     if rank > min(site.shape):
         raise RecipeError(
-            f"adapter.rank: {rank} is above {min(site.shape)}, the smaller side of {site.disk_name} "
+            f"adapter.rank: {rank} is above {min(site.shape)}, the smaller side of {site.hf_name} "
             f"[{site.shape[0]}, {site.shape[1]}]: no matrix has a higher rank. Use at most {min(site.shape)}"
         )
 
@@ -132,7 +132,7 @@ def _check_kind(site: Site, section: Any) -> None:
         low_rank = isinstance(section, sections.LowRank)
         if not low_rank or section.kind == "dora" or section.init not in ("default", "gaussian"):
             what = f"init: {section.init}" if low_rank and section.kind != "dora" else section.kind
-            raise RecipeError(f"adapter.targets: {what} cannot sit on an embedding ({site.disk_name}). Use kind: lora")
+            raise RecipeError(f"adapter.targets: {what} cannot sit on an embedding ({site.hf_name}). Use kind: lora")
     if site.group == "head" and getattr(section, "dropout", 0.0) > 0:
         raise RecipeError(
             "adapter.dropout: the head is multiplied together with its loss and has no dropout. "
@@ -146,7 +146,7 @@ def _check_square(site: Site, section: sections.Mora) -> None:
     width = square_width(site.shape, section.rank, section.form)
     if not 1 <= width <= inputs:
         raise RecipeError(
-            f"adapter.rank: {section.rank} makes a square of width {width} of {site.disk_name} "
+            f"adapter.rank: {section.rank} makes a square of width {width} of {site.hf_name} "
             f"[{site.shape[0]}, {inputs}], which has {inputs} inputs. Use at most {inputs**2 // sum(site.shape)}"
         )
 
@@ -155,7 +155,7 @@ def _check_feedforward(chosen: Sequence[Site], section: sections.Ia3, sites: Seq
     """Raises RecipeError where (IA)^3 would rescale the inputs of some parts of one layer on disk and not of others."""
     names = {site.name for site in chosen}
     of_inputs = {site.name for site in select(sites, section.feedforward, key="adapter.feedforward")}
-    for layer in disk_layers(sites):
+    for layer in hf_layers(sites):
         inside = [site for site in layer.parts if site.name in names & of_inputs]
         if inside and len(inside) < len(layer.parts):
             raise RecipeError(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, Dense, TensorAxes
-from danlu.adapters.disk import DiskLayer, check_supported, disk_layers, number, take, whole
+from danlu.adapters.disk import HFLayer, check_supported, hf_layers, number, take, whole
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.peft_low_rank import PREFIX, target_modules
 from danlu.errors import ModelError
@@ -37,7 +37,7 @@ class Projection(nn.Module):
         self.vera_B = nn.Parameter(_kaiming(outputs, rank, generator).to(device), requires_grad=False)
 
 
-def widest(layers: Sequence[DiskLayer]) -> tuple[int, int]:
+def widest(layers: Sequence[HFLayer]) -> tuple[int, int]:
     """Most outputs and most inputs of some layers: the size of the matrices that they share."""
     shapes = [layer.shape for layer in layers]
     return max(outputs for outputs, _ in shapes), max(inputs for _, inputs in shapes)
@@ -148,7 +148,7 @@ def to_peft(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config values and tensors of an adapter: `modules` by site name, `sites` all of the model's."""
     tensors: dict[str, Tensor] = {}
-    layers = disk_layers(sites)
+    layers = hf_layers(sites)
     chosen = [layer for layer in layers if any(site.name in modules for site in layer.parts)]
     for layer in chosen:
         lambda_b = torch.zeros(layer.shape[0])  # what a part without an adapter has
@@ -183,7 +183,7 @@ def from_peft(
     """
     check_supported(values, _HARMLESS, where)
     rank, saved = whole(values, "r", where), bool(values.get("save_projection", True))
-    layers = [layer for layer in disk_layers(sites) if f"{PREFIX}{layer.name}.vera_lambda_b" in tensors]
+    layers = [layer for layer in hf_layers(sites) if f"{PREFIX}{layer.name}.vera_lambda_b" in tensors]
     if not layers:
         raise ModelError(f"{where}: holds no tensor of a VeRA adapter of this model")
     by_site: dict[str, dict[str, Tensor]] = {}

@@ -20,13 +20,13 @@ from danlu.models.adapter_sites import adapter_sites
 from danlu.models.decoder import Decoder, Linear
 from danlu.models.families import FAMILIES
 from danlu.models.hf_folder import CONFIG, read_config, read_json
-from danlu.models.hf_layout import disk_name
+from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import named_generator
-from danlu.models.loading import check_packed, load_into, skeleton
+from danlu.models.loading import check_prequantized, load_into, skeleton
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
-from danlu.numerics.quantized_weight import PackedWeight
+from danlu.numerics.quantized_weight import QuantizedWeightModule
 from danlu.recipe import sections
 
 
@@ -61,9 +61,9 @@ def adapters_of(
     return AdapterSet(
         model,
         adapter_sites(model),
-        lambda name: disk_name(name, modules),
+        lambda name: hf_name(name, modules),
         build_context,
-        open_head=model.open_head,
+        head_as_linear=model.head_as_linear,
         rounded=rounded,
     )
 
@@ -109,7 +109,7 @@ def load_frozen(
             value = adapters.prepare(owner, value)
             if quantization is not None and owner in linears and parameter not in whole:
                 linear: Linear = linears[owner]
-                linear.store(pack(value, quantization, parameter))
+                linear.store(quantize_weight(value, quantization, parameter))
                 return None
         return value.to(torch.float32 if value.ndim < 2 or parameter in whole else dtype)
 
@@ -131,7 +131,7 @@ def load_frozen(
 def check_frozen(folder: Path, quantization: Any = None) -> None:
     """Raises ModelError as `load_frozen` would, for all that can be told without reading weights: before data is."""
     _refuse_twice(folder, quantization)
-    check_packed(
+    check_prequantized(
         folder,
         read_config(folder),
         lambda name, tensors, where: FourBitWeight.from_tensors(name, tensors, where=where).shape,
@@ -153,20 +153,22 @@ def model_bytes(model: Decoder) -> int:
     return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
 
 
-def pack(weight: Tensor, section: Any, name: str = "a matrix") -> PackedWeight:
+def quantize_weight(weight: Tensor, section: Any, name: str = "a matrix") -> QuantizedWeightModule:
     """A matrix in the few bits that a section of the recipe says."""
     if weight.dtype == torch.float64:
         weight = weight.float()
     match section:
         case sections.Nf4() | sections.Fp4():
-            return FourBitWeight.pack(weight, kind=section.kind, block=section.block, double=section.double, where=name)
+            return FourBitWeight.quantize(
+                weight, kind=section.kind, block=section.block, double=section.double, where=name
+            )
         case sections.Int8() | sections.Int4():
-            return IntegerWeight.pack(weight, 8 if section.kind == "int8" else 4, group=section.group, where=name)
+            return IntegerWeight.quantize(weight, 8 if section.kind == "int8" else 4, group=section.group, where=name)
     raise AssertionError(f"no packing is known for {type(section).__name__}")
 
 
 def _rounded(section: Any, weight: Tensor) -> Tensor:
-    return pack(weight, section).dense(torch.float32)
+    return quantize_weight(weight, section).dense(torch.float32)
 
 
 def _unpack(

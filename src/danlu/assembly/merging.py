@@ -20,7 +20,7 @@ from danlu.assembly.frozen_base import load_frozen
 from danlu.data.tokenizer import fast_tokenizer_folder
 from danlu.errors import DataError, ModelError, ResourceError
 from danlu.models.decoder import Decoder
-from danlu.models.hf_layout import disk_tensors
+from danlu.models.hf_layout import hf_tensors
 from danlu.models.initialize import named_generator
 from danlu.models.loading import stored_dtype, widest_dtype
 from danlu.models.saving import save
@@ -120,7 +120,7 @@ def merge(
         config=replace(config, tie_word_embeddings=False) if unties else config,
         value=lambda name: _measured(name, value(name), written, rounding),
     )
-    packed = any(getattr(site.module, "packed", None) is not None for site in adapted.adapters.sites)
+    packed = any(getattr(site.module, "quantized", None) is not None for site in adapted.adapters.sites)
     return Merged(base.folder, tuple(stack[-1].path for stack in stacks), packed, written, rounding, held)
 
 
@@ -192,7 +192,7 @@ class _Combining:
         self._made: dict[str, Tensor] = {}  # parts of the tensor at hand that are still to be asked for
         model = opened.adapters.model
         assert isinstance(model, Decoder)
-        self._parts = {part: tensor.parts for tensor in disk_tensors(model.config) for part in tensor.parts}
+        self._parts = {part: tensor.parts for tensor in hf_tensors(model.config) for part in tensor.parts}
 
     def value(self, name: str) -> Tensor:
         """A parameter, float32."""
@@ -211,7 +211,7 @@ class _Combining:
         for number in range(self._lowest):
             self._opened.use(number)
             changes.append(torch.cat([adapters.merged(part) - at for part, at in zip(parts, starts, strict=True)]))
-        name = adapters.disk_name(parts[0])
+        name = adapters.hf_name(parts[0])
         change = combination.of(changes, lambda n: named_generator(combination.seed, f"{name}.{n}"))
         made = change.split([len(start) for start in starts])
         return {part: start + one for part, start, one in zip(parts, starts, made, strict=True)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from danlu.assembly.frozen_base import pack
+from danlu.assembly.frozen_base import quantize_weight
 from danlu.assembly.quantizing import none_is_packed, refuse_quantized
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.hf_folder import read_config
@@ -52,7 +52,7 @@ class QuantizationError:
 
     def add(self, name: str, weight: Tensor, section: QuantizationSection) -> None:
         """One more layer; its numbers count as many times as there are."""
-        packed = pack(weight, section, name)
+        packed = quantize_weight(weight, section, name)
         wide = weight.to(torch.float32)
         lost = packed.dense(torch.float32).sub_(wide)
         square, lost_square = (float(one.square().sum(dtype=torch.float64)) for one in (wide, lost))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from danlu import __version__
 from danlu.assembly.base_model import ORIGIN, ORIGIN_KEY
-from danlu.assembly.frozen_base import pack
+from danlu.assembly.frozen_base import quantize_weight
 from danlu.assembly.merging import check_free, find_tokenizer
 from danlu.errors import ModelError
 from danlu.models.adapter_sites import adapter_sites
@@ -27,7 +27,7 @@ from danlu.models.hf_folder import (
     read_config,
     read_json,
 )
-from danlu.models.hf_layout import DiskTensor, disk_tensors
+from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.models.loading import load_into, skeleton, stored_dtype
 from danlu.models.saving import copy_tokenizer, fresh_folder
 from danlu.models.tensor_bytes import is_finite
@@ -95,7 +95,7 @@ def quantize(
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.group in ("attention", "mlp")}
     kept = dtype or stored_dtype(folder)
     kept = torch.float32 if kept == torch.float64 else kept
-    tensors = disk_tensors(config)
+    tensors = hf_tensors(config)
     values = config_values(config, torch_dtype=str(kept).removeprefix("torch."))
     values["quantization_config"] = quantization_values(section.kind, double=section.double, dtype=kept, skip=_LEFT)
     with fresh_folder(target, sum(_size(one, linears, kept) for one in tensors), holds=CONFIG) as fresh:
@@ -122,7 +122,7 @@ class _Writer:
 
     def __init__(
         self,
-        tensors: list[DiskTensor],
+        tensors: list[HFTensor],
         shards: dict[str, TensorStream],
         linears: set[str],
         section: sections.Nf4 | sections.Fp4,
@@ -152,7 +152,7 @@ class _Writer:
             self._progress(self._done, self._total)
 
     def _write_packed(self, name: str, whole: Tensor) -> None:
-        weight = pack(whole, self._section, name)
+        weight = quantize_weight(whole, self._section, name)
         assert isinstance(weight, FourBitWeight)
         weight.dtype = self._dtype
         self.packed += whole.numel()
@@ -168,14 +168,14 @@ class _Writer:
 
 def _shards(
     folder: Path,
-    tensors: list[DiskTensor],
+    tensors: list[HFTensor],
     linears: set[str],
     dtype: torch.dtype,
     shard_bytes: int,
     closing: ExitStack,
 ) -> Iterator[tuple[str, TensorStream]]:
     """(tensor, the file it goes to), with each file as full as it gets."""
-    groups: list[list[DiskTensor]] = []
+    groups: list[list[HFTensor]] = []
     room = 0
     for tensor in tensors:
         size = _size(tensor, linears, dtype)
@@ -191,7 +191,7 @@ def _shards(
         yield from ((tensor.name, stream) for tensor in group)
 
 
-def _size(tensor: DiskTensor, linears: set[str], dtype: torch.dtype) -> int:
+def _size(tensor: HFTensor, linears: set[str], dtype: torch.dtype) -> int:
     """Bytes on disk, a little too many: 4.5 bits and some constants of a packed weight."""
     count = 1
     for side in tensor.shape:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.rope import rotary_tables
-from danlu.types import Attend, EmbeddingAdapter, KeyValuePrefix, LinearAdapter, Remade, StoredWeight, Words
+from danlu.types import Attend, EmbeddingAdapter, KeyValuePrefix, LinearAdapter, QuantizedWeight, Remade, Words
 
 Role = Literal["column", "grouped", "row", "vocabulary"]
 """How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several
@@ -30,18 +30,18 @@ Border = Callable[[Tensor], Tensor]
 """What happens where activations enter or leave the part of a model that is cut over processes."""
 
 
-def as_it_is(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
 class Linear(nn.Module):
     """x [T, in] -> [T, out] in x's dtype. Parameters are uninitialised: load or `initialize` them.
 
-    Two slots are filled from outside: `packed` holds a frozen weight in few bits, in place of `weight`; `adapter` takes
-    over the whole product. Cut over processes it is a smaller layer, and `shape` is what is here.
+    Two slots are filled from outside: `quantized` holds a frozen weight in few bits, in place of `weight`; `adapter`
+    takes over the whole product. Cut over processes it is a smaller layer, and `shape` is what is here.
     """
 
-    packed: StoredWeight | None
+    quantized: QuantizedWeight | None
     adapter: LinearAdapter | None
     bias: Tensor | None
 
@@ -50,7 +50,7 @@ class Linear(nn.Module):
         self.shape = (out_features, in_features)
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.register_module("packed", None)
+        self.register_module("quantized", None)
         self.register_module("adapter", None)
         self.adds_bias = True
         """False where the outputs are a part of a sum over processes, to which another one adds the bias."""
@@ -60,10 +60,10 @@ class Linear(nn.Module):
         """[out]: zeros where another process adds it, which still lead back to the bias: all have a gradient."""
         return self.bias if self.bias is None or self.adds_bias else self.bias * 0
 
-    def store(self, packed: StoredWeight) -> None:
+    def store(self, quantized: QuantizedWeight) -> None:
         """Holds the weight in few bits from now on."""
         self.weight = None
-        self.packed = packed
+        self.quantized = quantized
 
     def tie(self, embedding: Embedding) -> None:
         """Shares an embedding's weight."""
@@ -73,30 +73,30 @@ class Linear(nn.Module):
         """[out, in]: the weight itself where it is stored in that type, else a new tensor."""
         if self.weight is not None:
             return self.weight.to(dtype)
-        assert self.packed is not None, "a linear layer has a weight or a packed one"
-        return self.packed.dense(dtype)
+        assert self.quantized is not None, "a linear layer has a weight or a quantized one"
+        return self.quantized.dense(dtype)
 
     @contextmanager
-    def lent_weight(self, dtype: torch.dtype) -> Iterator[Tensor]:
+    def weight_in_workspace(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """[out, in] to be read until the block ends: a packed weight is made dense in memory that all share."""
         if self.weight is not None:
             yield self.weight.to(dtype)
             return
-        assert self.packed is not None, "a linear layer has a weight or a packed one"
-        with self.packed.lent(dtype) as weight:
+        assert self.quantized is not None, "a linear layer has a weight or a quantized one"
+        with self.quantized.in_workspace(dtype) as weight:
             yield weight
 
-    def scaled_rows(self, lent: Tensor, factors: Tensor) -> Tensor:
-        """What `lent_weight` lends, each row times a factor [out]; in place where packed: no second matrix is held."""
-        column = factors.to(lent.dtype).unsqueeze(1)
-        return lent.mul_(column) if self.weight is None else lent * column
+    def scaled_rows(self, matrix: Tensor, factors: Tensor) -> Tensor:
+        """What `weight_in_workspace` gives, each row times a factor [out]; in place if that is a copy."""
+        column = factors.to(matrix.dtype).unsqueeze(1)
+        return matrix.mul_(column) if self.weight is None else matrix * column
 
     def base(self, x: Tensor) -> Tensor:
         """The product without any adapter."""
         if self.weight is not None:
             return ops.linear(x, self.weight, self.added_bias)
-        assert self.packed is not None, "a linear layer has a weight or a packed one"
-        y, bias = self.packed.product(x), self.added_bias
+        assert self.quantized is not None, "a linear layer has a weight or a quantized one"
+        y, bias = self.quantized.product(x), self.added_bias
         return y if bias is None else y + bias.to(y.dtype)
 
     def forward(self, x: Tensor, remade: Remade | None = None) -> Tensor:
@@ -106,10 +106,10 @@ class Linear(nn.Module):
         return f"{self.shape[1]} -> {self.shape[0]}"
 
 
-def together(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+def forward_shared(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     """Several linear layers over one x; an adapter on any of them may share work among them."""
     adapter = next((linear.adapter for linear in linears if linear.adapter is not None), None)
-    return tuple(linear(x) for linear in linears) if adapter is None else adapter.together(x, linears)
+    return tuple(linear(x) for linear in linears) if adapter is None else adapter.forward_shared(x, linears)
 
 
 class RMSNorm(nn.Module):
@@ -137,11 +137,11 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.register_module("adapter", None)
         self.multiplier = config.embedding_multiplier
-        self.vocabulary = config.vocab_size
-        self.first_word = 0
+        self.vocab_size = config.vocab_size
+        self.vocab_start = 0
         """That `weight` has a row for."""
-        self.leave: Border = as_it_is
-        self.gradient_of_rows = False
+        self.leave: Border = identity
+        self.sparse_gradient = False
         """Whether the weight's gradient holds only the rows of words that occur: see `ops.embedding`."""
 
     def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
@@ -155,7 +155,7 @@ class Embedding(nn.Module):
     def base(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows themselves, before any multiplier."""
         rows, elsewhere = self.local_rows(tokens)
-        x = ops.embedding(rows, self.weight, dtype, gradient_of_rows=self.gradient_of_rows)
+        x = ops.embedding(rows, self.weight, dtype, sparse_gradient=self.sparse_gradient)
         return x if elsewhere is None else x.masked_fill(elsewhere.unsqueeze(1), 0)
 
     def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -163,15 +163,15 @@ class Embedding(nn.Module):
 
         A token outside of the vocabulary stays outside on the process with the nearest row: an error of the look-up.
         """
-        end = self.first_word + self.weight.shape[0]
+        end = self.vocab_start + self.weight.shape[0]
         elsewhere = None
-        if self.first_word > 0:
-            elsewhere = tokens < self.first_word
-        if end < self.vocabulary:
+        if self.vocab_start > 0:
+            elsewhere = tokens < self.vocab_start
+        if end < self.vocab_size:
             elsewhere = tokens >= end if elsewhere is None else elsewhere | (tokens >= end)
         if elsewhere is None:
             return tokens, None
-        return (tokens - self.first_word).masked_fill(elsewhere, 0), elsewhere
+        return (tokens - self.vocab_start).masked_fill(elsewhere, 0), elsewhere
 
 
 class Attention(nn.Module):
@@ -208,11 +208,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [T, D]; cos, sin [T, R] in x's dtype -> [T, D]."""
-        q, k, v = together(x, self.q_proj, self.k_proj, self.v_proj)  # [T, H*C], [T, K*C], [T, K*C]
-        out: Tensor = self.o_proj(self.between(q, k, v, cos, sin, attend))
+        q, k, v = forward_shared(x, self.q_proj, self.k_proj, self.v_proj)  # [T, H*C], [T, K*C], [T, K*C]
+        out: Tensor = self.o_proj(self.attend_heads(q, k, v, cos, sin, attend))
         return out
 
-    def between(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """What lies between the products: norms, rotation, attention. q [T, H*C]; k, v [T, K*C] -> [T, H*C]."""
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [T, H, C], [T, K, C], [T, K, C]
         if self.q_norm is not None and self.k_norm is not None:
@@ -238,11 +238,11 @@ class MLP(nn.Module):
         self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = together(x, self.gate_proj, self.up_proj)
-        out: Tensor = self.down_proj(self.inner(gate, up), Remade(self.inner, (gate, up)))
+        gate, up = forward_shared(x, self.gate_proj, self.up_proj)
+        out: Tensor = self.down_proj(self.gated_activation(gate, up), Remade(self.gated_activation, (gate, up)))
         return out
 
-    def inner(self, gate: Tensor, up: Tensor) -> Tensor:
+    def gated_activation(self, gate: Tensor, up: Tensor) -> Tensor:
         return ops.gated_mlp_activation(gate, up, self.activation)
 
 
@@ -267,8 +267,8 @@ class Layer(nn.Module):
         self.post_mlp_norm = RMSNorm(config.hidden_size, config) if config.sandwich_norms else None
         self.register_module("after_attention", None)
         self.register_module("after_mlp", None)
-        self.enter: Border = as_it_is
-        self.leave: Border = as_it_is
+        self.enter: Border = identity
+        self.leave: Border = identity
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         branch = self.leave(self.attention(self.enter(self.attention_norm(x)), cos, sin, attend))
@@ -302,7 +302,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.enter_head: Border = as_it_is
+        self.enter_head: Border = identity
         self.words: Words | None = None
         """Where the vocabulary is cut over processes: what is here of it."""
 
@@ -322,7 +322,7 @@ class Decoder(nn.Module):
         assert self.lm_head.weight is not None, "the head is never packed"
         return self.lm_head.weight if self.lm_head.adapter is None else self.lm_head.adapter.effective(self.lm_head)
 
-    def open_head(self) -> Linear:
+    def head_as_linear(self) -> Linear:
         """The head as a layer of its own; where it is tied, one that shares the embedding's weight."""
         if self.lm_head is None:
             with torch.device("meta"):

@@ -19,7 +19,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class DiskTensor:
+class HFTensor:
     """A tensor on disk: its parts (parameter names) lie one under the other, cut along the first axis."""
 
     name: str
@@ -27,15 +27,15 @@ class DiskTensor:
     parts: tuple[str, ...]
 
 
-def disk_tensors(config: ModelConfig) -> list[DiskTensor]:
+def hf_tensors(config: ModelConfig) -> list[HFTensor]:
     """What the folder of this model holds, in the order of the forward pass. A tied head is not stored."""
     modules = FAMILIES[config.family].modules
     shapes = parameter_shapes(config)
     parts: dict[str, list[str]] = {}
     for name in shapes:
-        parts.setdefault(disk_name(name, modules), []).append(name)
+        parts.setdefault(hf_name(name, modules), []).append(name)
     return [
-        DiskTensor(name, (sum(shapes[one][0] for one in ones), *shapes[ones[0]][1:]), tuple(ones))
+        HFTensor(name, (sum(shapes[one][0] for one in ones), *shapes[ones[0]][1:]), tuple(ones))
         for name, ones in parts.items()
     ]
 
@@ -52,11 +52,11 @@ def config_sites(config: ModelConfig) -> list[Site]:
         first, *rest = name.split(".")
         if first == "layers" and kind == "weight" and len(sides) == 2:
             group: Literal["attention", "mlp"] = "attention" if rest[1] == "attention" else "mlp"
-            sites.append(Site(name, disk_name(name, modules), group, int(rest[0]), (sides[0], sides[1]), None))
+            sites.append(Site(name, hf_name(name, modules), group, int(rest[0]), (sides[0], sides[1]), None))
     return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
 
 
-def disk_name(parameter: str, modules: Mapping[str, str]) -> str:
+def hf_name(parameter: str, modules: Mapping[str, str]) -> str:
     """`layers.3.attention.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`, by a family's `modules`."""
     head, *rest = parameter.split(".")
     if head != "layers":

@@ -10,7 +10,7 @@ from pathlib import Path
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, IGNORED, disk_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, IGNORED, hf_tensors
 from danlu.models.tensor_file import FLOAT_BYTES, Stored
 
 PACKED = "U8"  # a weight in 4 bits: its codes two a byte, its constants beside it as `<name>.absmax`, ...
@@ -24,7 +24,7 @@ def check_headers(folder: Path, config: ModelConfig, *, packed: bool) -> dict[st
     many, of another shape or type; and those of `models.folder.read_tensors`.
     """
     stored = read_tensors(folder)
-    wanted = disk_tensors(config)
+    wanted = hf_tensors(config)
     in_bits = {tensor.name for tensor in wanted if tensor.name in stored and stored[tensor.name].dtype == PACKED}
     if in_bits and not packed:
         raise ModelError(f"{folder}: its weights are stored in 4 bits; here the original weights are needed")

@@ -21,18 +21,18 @@ from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder, Linear
 from danlu.models.hf_folder import read_config, read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, DiskTensor, disk_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, HFTensor, hf_tensors
 from danlu.models.hf_validation import PACKED, check_headers
 from danlu.models.tensor_bytes import BUFFER_BYTES, DTYPES, is_finite, ranges, read_exactly
 from danlu.models.tensor_file import Stored
-from danlu.types import StoredWeight
+from danlu.types import QuantizedWeight
 
 _SMALL_BYTES = 4096
 """Of a packed weight's constants, up to which they are read to be checked: its description and the lists of values."""
 
 Take = Callable[[str, Tensor], Tensor | None]
 """(parameter, its value as stored) -> what becomes the parameter, or None if the weight has been put elsewhere."""
-Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[StoredWeight]]
+Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[QuantizedWeight]]
 """(name on disk, its tensors by name, the file for messages, the rows of its parts) -> the parts of a weight that
 bitsandbytes packed."""
 
@@ -144,13 +144,13 @@ Describe = Callable[[str, Mapping[str, Tensor], str], Sequence[int]]
 above a few KiB are on the meta device, without values. Raises ModelError for what does not go together."""
 
 
-def check_packed(folder: Path, config: ModelConfig, describe: Describe) -> None:
+def check_prequantized(folder: Path, config: ModelConfig, describe: Describe) -> None:
     """Raises ModelError as `load_into` would for headers, and for weights in 4 bits whose parts do not go together.
 
     Nothing large is read.
     """
     stored = check_headers(folder, config, packed=True)
-    for tensor in disk_tensors(config):
+    for tensor in hf_tensors(config):
         place = stored.get(tensor.name)
         if place is not None and place.dtype == PACKED:
             shape = describe(tensor.name, _family(tensor.name, stored, _SMALL_BYTES), str(place.file))
@@ -191,20 +191,20 @@ def _floating(folder: str | Path) -> list[Stored]:
     return [one for name, one in stored if one.dtype in DTYPES and name.endswith((".weight", ".bias"))]
 
 
-Place = tuple[DiskTensor, Stored]
+Place = tuple[HFTensor, Stored]
 
 
 def _places(folder: Path, config: ModelConfig, *, packed: bool) -> list[Place]:
     """Where each tensor lies, in the order of files and offsets: disks and page caches like one direction."""
     stored = check_headers(folder, config, packed=packed)
-    wanted = disk_tensors(config)
+    wanted = hf_tensors(config)
     if config.tie_word_embeddings and HEAD in stored and EMBEDDING in stored:
         _check_same(stored[EMBEDDING], stored[HEAD])
     places = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in wanted]
     return sorted(places, key=lambda place: (place[1].file, place[1].offset))
 
 
-def _walk(places: list[Place]) -> Iterator[tuple[FileIO, DiskTensor, Stored]]:
+def _walk(places: list[Place]) -> Iterator[tuple[FileIO, HFTensor, Stored]]:
     """Each tensor with its file, open and at the tensor's first byte."""
     for file, group in groupby(places, key=lambda place: place[1].file):
         with FileIO(file) as handle:
@@ -213,13 +213,13 @@ def _walk(places: list[Place]) -> Iterator[tuple[FileIO, DiskTensor, Stored]]:
                 yield handle, tensor, place
 
 
-def _layer(tensor: DiskTensor) -> str | None:
+def _layer(tensor: HFTensor) -> str | None:
     """Of which layer it is, if of one."""
     first, *rest = tensor.parts[0].split(".")
     return rest[0] if first == "layers" else None
 
 
-def _store(model: Decoder, tensor: DiskTensor, place: Stored, packed: Sequence[StoredWeight]) -> None:
+def _store(model: Decoder, tensor: HFTensor, place: Stored, packed: Sequence[QuantizedWeight]) -> None:
     for part, one in zip(tensor.parts, packed, strict=True):
         linear = _linear(model, part)
         _check_shape(tensor.name, place, one.shape, linear.shape)

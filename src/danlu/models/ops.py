@@ -51,15 +51,15 @@ class _CastLinear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, *, gradient_of_rows: bool = False) -> Tensor:
+def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, *, sparse_gradient: bool = False) -> Tensor:
     """Rows of weight [V, D] for tokens [T] -> [T, D] in `dtype`.
 
-    gradient_of_rows: the weight's gradient holds only the rows of `tokens` (a COO tensor), not all V.
+    sparse_gradient: the weight's gradient holds only the rows of `tokens` (a COO tensor), not all V.
     """
     half = weight.dtype in (torch.bfloat16, torch.float16)
-    if half and weight.device.type == "cpu" and not gradient_of_rows:
+    if half and weight.device.type == "cpu" and not sparse_gradient:
         return _HalfEmbedding.apply(tokens, weight).to(dtype)  # type: ignore[no-any-return]
-    return F.embedding(tokens, weight, sparse=gradient_of_rows).to(dtype)
+    return F.embedding(tokens, weight, sparse=sparse_gradient).to(dtype)
 
 
 class _HalfEmbedding(torch.autograd.Function):
@@ -73,13 +73,13 @@ class _HalfEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.words = len(weight)
+        ctx.vocab_size = len(weight)
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
-        sums = torch.ops.aten.embedding_dense_backward(grad.float(), tokens, ctx.words, -1, False)  # [V, D]
+        sums = torch.ops.aten.embedding_dense_backward(grad.float(), tokens, ctx.vocab_size, -1, False)  # [V, D]
         return None, sums.to(grad.dtype)
 
 

@@ -23,7 +23,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.families import config_values
 from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE
-from danlu.models.hf_layout import DiskTensor, disk_tensors
+from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.models.tensor_bytes import BUFFER_BYTES, STORED_AS, is_finite, ranges, raw_bytes
 from danlu.models.tensor_file import encode_header
 from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
@@ -57,7 +57,7 @@ def save(
     weights that are not finite in `dtype`; ResourceError for a full disk or a folder that cannot be written.
     """
     shape = config or model.config
-    tensors = disk_tensors(shape)
+    tensors = hf_tensors(shape)
     value = value or model.get_parameter
     if not writes:
         for tensor in tensors:
@@ -114,9 +114,9 @@ def _generation_values(config: ModelConfig, eos: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _shards(tensors: list[DiskTensor], dtype: torch.dtype, shard_bytes: int) -> dict[str, list[DiskTensor]]:
+def _shards(tensors: list[HFTensor], dtype: torch.dtype, shard_bytes: int) -> dict[str, list[HFTensor]]:
     """File name -> tensors, in order, each file as full as it gets; a tensor above shard_bytes has one of its own."""
-    shards: list[list[DiskTensor]] = []
+    shards: list[list[HFTensor]] = []
     room = 0
     for tensor in tensors:
         size = math.prod(tensor.shape) * dtype.itemsize
@@ -131,7 +131,7 @@ def _shards(tensors: list[DiskTensor], dtype: torch.dtype, shard_bytes: int) -> 
 
 
 def _write_weights(
-    folder: Path, value: Callable[[str], Tensor | None], shards: Mapping[str, list[DiskTensor]], dtype: torch.dtype
+    folder: Path, value: Callable[[str], Tensor | None], shards: Mapping[str, list[HFTensor]], dtype: torch.dtype
 ) -> None:
     for name, shard in shards.items():
         header = encode_header(((one.name, STORED_AS[dtype], one.shape) for one in shard), _METADATA)

@@ -39,38 +39,38 @@ UnpackBytes = Callable[[int, int, int, int, int, int], None]  # values, codes, a
 
 class Library(NamedTuple):
     unpack: dict[tuple[Kind, torch.dtype], Unpack]
-    unpack_bytes: UnpackBytes
+    dequantize_bytes: UnpackBytes
 
 
-class Means(NamedTuple):
+class UnpackKernel(NamedTuple):
     """What unpacks a matrix, and a sentence on it: on what else there would be, where it is plain torch."""
 
     by: Literal["library", "operators", "torch"]
     note: str
 
 
-def means(device: torch.device, dtype: torch.dtype, block: int) -> Means:
+def unpack_kernel(device: torch.device, dtype: torch.dtype, block: int) -> UnpackKernel:
     """What unpacks matrices of this kind: the one place where it is chosen."""
     if device.type not in ("cpu", "cuda"):
-        return Means("torch", f"{_PLAIN}: bitsandbytes is used on CPUs and CUDA, not on {device.type}.")
+        return UnpackKernel("torch", f"{_PLAIN}: bitsandbytes is used on CPUs and CUDA, not on {device.type}.")
     if dtype not in _TYPES:
-        return Means("torch", f"{_PLAIN}: bitsandbytes has no kernel for {dtype}.")
+        return UnpackKernel("torch", f"{_PLAIN}: bitsandbytes has no kernel for {dtype}.")
     if block not in BLOCKS or (device.type == "cpu" and block > _LONGEST_BLOCK):
-        return Means("torch", f"{_PLAIN}: bitsandbytes has no kernel for blocks of {block} numbers here.")
+        return UnpackKernel("torch", f"{_PLAIN}: bitsandbytes has no kernel for blocks of {block} numbers here.")
     if device.type == "cuda":
         agree, note = operators()
-        return Means("operators" if agree else "torch", note)
+        return UnpackKernel("operators" if agree else "torch", note)
     found, note = library()
-    return Means("torch" if found is None else "library", note)
+    return UnpackKernel("torch" if found is None else "library", note)
 
 
-def unpack_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
-    """`four_bit.unpack_into` by the fastest means there is; the same bits.
+def dequantize_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
+    """`four_bit.dequantize_into` by the fastest means there is; the same bits.
 
     Numbers below 1.2e-38 aside: CPUs with bfloat16 instructions make them 0, plain torch does not. Blocks that
     bitsandbytes does not know, as those of a matrix that was cut may be, are left to plain torch.
     """
-    match means(out.device, out.dtype, block).by:
+    match unpack_kernel(out.device, out.dtype, block).by:
         case "operators":
             torch.ops.bitsandbytes.dequantize_4bit.out(codes, absmax, block, kind, out.shape, out.dtype, out=out)
         case "library":
@@ -78,13 +78,13 @@ def unpack_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: i
             assert found is not None, "it was chosen"
             _unpack(found.unpack[kind, out.dtype], out.view(-1), codes.view(-1), absmax, kind, block)
         case "torch":
-            four_bit.unpack_into(out, codes, absmax, kind, block)
+            four_bit.dequantize_into(out, codes, absmax, kind, block)
 
 
-def unpack_absmax(nested: Nested) -> Tensor:
-    """`four_bit.unpack_absmax` by the fastest means there is; the same bits."""
+def dequantize_absmax(nested: Nested) -> Tensor:
+    """`four_bit.dequantize_absmax` by the fastest means there is; the same bits."""
     found = library()[0] if nested.codes.device.type == "cpu" else None
-    return four_bit.unpack_absmax(nested) if found is None else _unpack_absmax(found.unpack_bytes, nested)
+    return four_bit.dequantize_absmax(nested) if found is None else _dequantize_absmax(found.dequantize_bytes, nested)
 
 
 def kernels_in_use() -> str:
@@ -106,7 +106,7 @@ def operators() -> tuple[bool, str]:
     for kind in KINDS:
         for dtype in _TYPES:
             expected, seen = (torch.empty(8, 64, dtype=dtype, device=device) for _ in range(2))
-            four_bit.unpack_into(expected, codes[:256], absmax, kind, 64)
+            four_bit.dequantize_into(expected, codes[:256], absmax, kind, 64)
             try:
                 torch.ops.bitsandbytes.dequantize_4bit.out(
                     codes[:256], absmax, 64, kind, expected.shape, dtype, out=seen
@@ -164,12 +164,12 @@ def _disagreement(found: Library) -> str | None:
     for (kind, dtype), function in found.unpack.items():
         for block in (32, 64):
             expected, seen = torch.empty(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
-            four_bit.unpack_into(expected, codes, absmax, kind, block)
+            four_bit.dequantize_into(expected, codes, absmax, kind, block)
             _unpack(function, seen, codes.view(-1), absmax, kind, block)
             if not torch.equal(expected, seen):
                 return f"{kind} in {dtype}"
     nested = Nested(codes[:300, 0], absmax[:2], absmax.mean(), dynamic_map())
-    if not torch.equal(four_bit.unpack_absmax(nested), _unpack_absmax(found.unpack_bytes, nested)):
+    if not torch.equal(four_bit.dequantize_absmax(nested), _dequantize_absmax(found.dequantize_bytes, nested)):
         return "8-bit magnitudes"
     return None
 
@@ -187,10 +187,10 @@ def _unpack(function: Unpack, out: Tensor, codes: Tensor, absmax: Tensor, kind: 
         function(codes.data_ptr(), absmax.data_ptr(), out.data_ptr(), block, blocks, block)
     whole = blocks * block
     if whole < out.numel():
-        four_bit.unpack_into(out[whole:], codes[whole // 2 :], absmax[blocks:], kind, block)
+        four_bit.dequantize_into(out[whole:], codes[whole // 2 :], absmax[blocks:], kind, block)
 
 
-def _unpack_absmax(function: UnpackBytes, nested: Nested) -> Tensor:
+def _dequantize_absmax(function: UnpackBytes, nested: Nested) -> Tensor:
     codes, values = nested.codes, nested.values
     out = torch.empty(codes.shape, dtype=torch.float32)
     function(values.data_ptr(), codes.data_ptr(), nested.absmax.data_ptr(), out.data_ptr(), NESTED_BLOCK, codes.numel())

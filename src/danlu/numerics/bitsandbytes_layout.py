@@ -19,7 +19,7 @@ from torch import Tensor
 
 from danlu.errors import ModelError
 from danlu.numerics.codebooks import KINDS, Kind, codebook
-from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, Nested, Packed
+from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, FourBitMatrix, Nested
 
 STATE = ".quant_state.bitsandbytes__"
 SUFFIXES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *(f"{STATE}{kind}" for kind in KINDS))
@@ -40,7 +40,7 @@ def packed_weight(name: str) -> str | None:
     return name.partition(STATE)[0] if STATE in name else None
 
 
-def write(name: str, packed: Packed) -> dict[str, Tensor]:
+def write(name: str, packed: FourBitMatrix) -> dict[str, Tensor]:
     """Every tensor of the weight `name`. Constants that weights share are copies: safetensors shares no memory."""
     state: dict[str, Any] = {
         "quant_type": packed.kind,
@@ -70,7 +70,7 @@ def write(name: str, packed: Packed) -> dict[str, Tensor]:
     return tensors
 
 
-def read(name: str, tensors: Mapping[str, Tensor], where: str) -> Packed:
+def read(name: str, tensors: Mapping[str, Tensor], where: str) -> FourBitMatrix:
     """The weight `name` out of `tensors`; see `FourBitWeight.from_tensors`.
 
     Of tensors on the meta device type and size are checked, which is all they have.
@@ -86,7 +86,7 @@ class _Reader:
         self.tensors = tensors
         self.where = where
 
-    def packed(self) -> Packed:
+    def packed(self) -> FourBitMatrix:
         kind = self.kind()
         state = self.state(kind)
         block = self.one_of(state, "blocksize", BLOCKS)
@@ -102,7 +102,7 @@ class _Reader:
             absmax: Tensor | Nested = self.nested(state, blocks)
         else:
             absmax = self.tensor(".absmax", torch.float32, blocks)
-        return Packed(kind, block, shape, dtype, codes, absmax)
+        return FourBitMatrix(kind, block, shape, dtype, codes, absmax)
 
     def kind(self) -> Kind:
         found = [key.removeprefix(self.name + STATE) for key in self.tensors if key.startswith(self.name + STATE)]

@@ -52,7 +52,7 @@ class Nested(NamedTuple):
     values: Tensor  # [256] float32: what the codes stand for
 
 
-class Packed(NamedTuple):
+class FourBitMatrix(NamedTuple):
     """A matrix in 4 bits a number."""
 
     kind: Kind
@@ -63,7 +63,7 @@ class Packed(NamedTuple):
     absmax: Tensor | Nested  # [B] float32
 
 
-def pack(matrix: Tensor, kind: Kind, block: int) -> tuple[Tensor, Tensor]:
+def quantize(matrix: Tensor, kind: Kind, block: int) -> tuple[Tensor, Tensor]:
     """matrix [O, I] of any strides -> (codes [ceil(N / 2), 1] uint8, absmax [B] float32).
 
     A block with NaN or infinity in it has such a magnitude; whoever calls looks at those.
@@ -94,7 +94,7 @@ def join(codes: Tensor) -> Tensor:
     return ((flat[::2] << 4) | flat[1::2]).unsqueeze(1)
 
 
-def unpack_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
+def dequantize_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
     """Writes the matrix into `out` (contiguous, N numbers, any float type): products in float32, rounded once."""
     flat, packed, values = out.view(-1), codes.view(-1), pairs(kind, out.device)
     size = tile_size(flat.numel(), out.device)
@@ -116,7 +116,7 @@ def tile_size(count: int, device: torch.device) -> int:
     return min(_LARGEST_TILE, BLOCKS[-1] * _parts(count, 2 * BLOCKS[-1]))
 
 
-def pack_absmax(absmax: Tensor) -> Nested:
+def quantize_absmax(absmax: Tensor) -> Nested:
     """absmax [B] -> the same in 8 bits each.
 
     torch's mean over hundreds of thousands of numbers changes in its last bit with the number of threads, and with it
@@ -132,7 +132,7 @@ def pack_absmax(absmax: Tensor) -> Nested:
     return Nested(codes.view(-1)[: absmax.numel()].clone(), largest, offset, dynamic_map(absmax.device))
 
 
-def unpack_absmax(nested: Nested) -> Tensor:
+def dequantize_absmax(nested: Nested) -> Tensor:
     """-> [B] float32."""
     values = torch.index_select(nested.values, 0, nested.codes.to(torch.int32))
     return _times(values, nested.absmax, NESTED_BLOCK).add_(nested.offset)

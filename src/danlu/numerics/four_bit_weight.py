@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from danlu.errors import ModelError
 from danlu.numerics import bitsandbytes_kernels, bitsandbytes_layout, four_bit
 from danlu.numerics.codebooks import KINDS, Kind, dynamic_map
-from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, Nested, Packed
-from danlu.numerics.quantized_weight import PackedWeight
+from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, FourBitMatrix, Nested
+from danlu.numerics.quantized_weight import QuantizedWeightModule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of matrices that can be packed."""
 
 
-class FourBitWeight(PackedWeight):
+class FourBitWeight(QuantizedWeightModule):
     """A frozen matrix [O, I] held as NF4 or FP4 codes (QLoRA, arXiv:2305.14314).
 
     Codes and constants are bitsandbytes' bit for bit, for every shape; so is `dense`, except where bitsandbytes' CPU
@@ -35,7 +35,7 @@ class FourBitWeight(PackedWeight):
     nested_offset: Tensor | None  # [] float32
     nested_values: Tensor | None  # [256] float32, where they are not the usual ones
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: FourBitMatrix) -> None:
         super().__init__()
         self.kind: Kind = packed.kind
         self.block = packed.block
@@ -54,7 +54,7 @@ class FourBitWeight(PackedWeight):
             self.register_buffer(name, constant)
 
     @classmethod
-    def pack(
+    def quantize(
         cls, weight: Tensor, *, kind: Kind = "nf4", block: int = 64, double: bool = True, where: str = "a matrix"
     ) -> Self:
         """weight [O, I], of any strides -> the same in 4 bits a number; the codes are made on its device.
@@ -65,14 +65,14 @@ class FourBitWeight(PackedWeight):
             ModelError: `where` is no matrix of float32, bfloat16 or float16, or not all of it is finite.
         """
         assert kind in KINDS and block in BLOCKS, f"{kind} in blocks of {block}"
-        check_packable(weight, where)
-        codes, absmax = four_bit.pack(weight, kind, block)
+        check_quantizable(weight, where)
+        codes, absmax = four_bit.quantize(weight, kind, block)
         # A NaN or an infinity shows in its block's magnitude.
         if not bool(torch.isfinite(absmax).all()):
             raise ModelError(f"{where} cannot be quantized: it holds NaN or infinite values. Use a sound model.")
         outputs, inputs = weight.shape
-        scales = four_bit.pack_absmax(absmax) if double else absmax
-        return cls(Packed(kind, block, (outputs, inputs), weight.dtype, codes, scales))
+        scales = four_bit.quantize_absmax(absmax) if double else absmax
+        return cls(FourBitMatrix(kind, block, (outputs, inputs), weight.dtype, codes, scales))
 
     @classmethod
     def from_tensors(cls, name: str, tensors: Mapping[str, Tensor], *, where: str) -> Self:
@@ -111,10 +111,10 @@ class FourBitWeight(PackedWeight):
                 )
             absmax = _absmax_of(self.packed().absmax, start // self.block, -(-stop // self.block))
             codes = self.codes[start // 2 : (stop + 1) // 2].clone()
-            parts.append(FourBitWeight(Packed(self.kind, self.block, (count, width), self.dtype, codes, absmax)))
+            parts.append(FourBitWeight(FourBitMatrix(self.kind, self.block, (count, width), self.dtype, codes, absmax)))
         return parts
 
-    def box(self, rows: slice, columns: slice) -> FourBitWeight:
+    def shard(self, rows: slice, columns: slice) -> FourBitWeight:
         """Some rows and columns, by the same codes.
 
         A block of the box is never of two blocks here, so blocks get smaller where the box does not begin and end with
@@ -127,27 +127,27 @@ class FourBitWeight(PackedWeight):
         if width == inputs and start % self.block == 0:
             absmax = _absmax_of(self.packed().absmax, start // self.block, -(-(start + count) // self.block))
             codes = self.codes[start // 2 : (start + count + 1) // 2].clone()
-            return FourBitWeight(Packed(self.kind, self.block, shape, self.dtype, codes, absmax))
+            return FourBitWeight(FourBitMatrix(self.kind, self.block, shape, self.dtype, codes, absmax))
         block = gcd(self.block, start) if width == inputs else gcd(self.block, inputs, columns.start, width)
         nested = self._nested()
-        magnitudes = self.absmax if nested is None else bitsandbytes_kernels.unpack_absmax(nested)
+        magnitudes = self.absmax if nested is None else bitsandbytes_kernels.dequantize_absmax(nested)
         places = torch.arange(0, count, block, device=self.device)  # of each block's first number, in the box
         places = (rows.start + places // width) * inputs + columns.start + places % width  # and in the whole
         codes = four_bit.join(four_bit.apart(self.codes, outputs * inputs).view(outputs, inputs)[rows, columns])
         return FourBitWeight(
-            Packed(self.kind, block, shape, self.dtype, codes, magnitudes[places // self.block].clone())
+            FourBitMatrix(self.kind, block, shape, self.dtype, codes, magnitudes[places // self.block].clone())
         )
 
-    def packed(self) -> Packed:
+    def packed(self) -> FourBitMatrix:
         nested = self._nested()
-        return Packed(
+        return FourBitMatrix(
             self.kind, self.block, self.shape, self.dtype, self.codes, self.absmax if nested is None else nested
         )
 
     def write(self, out: Tensor) -> None:
         nested = self._nested()
-        absmax = self.absmax if nested is None else bitsandbytes_kernels.unpack_absmax(nested)
-        bitsandbytes_kernels.unpack_into(out, self.codes, absmax, self.kind, self.block)
+        absmax = self.absmax if nested is None else bitsandbytes_kernels.dequantize_absmax(nested)
+        bitsandbytes_kernels.dequantize_into(out, self.codes, absmax, self.kind, self.block)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {super().extra_repr()}"
@@ -164,22 +164,22 @@ def _absmax_of(absmax: Tensor | Nested, start: int, stop: int) -> Tensor | Neste
     if isinstance(absmax, Tensor):
         return absmax[start:stop].clone()
     if start % NESTED_BLOCK:
-        return bitsandbytes_kernels.unpack_absmax(absmax)[start:stop].clone()
+        return bitsandbytes_kernels.dequantize_absmax(absmax)[start:stop].clone()
     scales = absmax.absmax[start // NESTED_BLOCK : -(-stop // NESTED_BLOCK)]
     return Nested(absmax.codes[start:stop].clone(), scales.clone(), absmax.offset, absmax.values)
 
 
-def unpacking(model: nn.Module, dtype: torch.dtype) -> list[bitsandbytes_kernels.Means]:
+def unpack_kernels(model: nn.Module, dtype: torch.dtype) -> list[bitsandbytes_kernels.UnpackKernel]:
     """What unpacks the 4-bit weights of a model for products in `dtype`, each means once; none where it has none."""
     found = [
-        bitsandbytes_kernels.means(module.device, dtype, module.block)
+        bitsandbytes_kernels.unpack_kernel(module.device, dtype, module.block)
         for module in model.modules()
         if isinstance(module, FourBitWeight)
     ]
     return list(dict.fromkeys(found))
 
 
-def check_packable(weight: Tensor, where: str) -> None:
+def check_quantizable(weight: Tensor, where: str) -> None:
     """Raises ModelError if this is no matrix of a type that can be packed."""
     if weight.dtype not in DTYPES:
         raise ModelError(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from danlu.errors import ModelError
 from danlu.numerics.four_bit import tile_size
-from danlu.numerics.four_bit_weight import check_packable
-from danlu.numerics.quantized_weight import PackedWeight
+from danlu.numerics.four_bit_weight import check_quantizable
+from danlu.numerics.quantized_weight import QuantizedWeightModule
 
 Bits = Literal[4, 8]
 _LARGEST = {8: 127, 4: 7}
@@ -29,7 +29,7 @@ _LARGEST = {8: 127, 4: 7}
 _ROUNDING = 1.5 * 2**23
 
 
-class IntegerWeight(PackedWeight):
+class IntegerWeight(QuantizedWeightModule):
     """A frozen matrix [O, I] as integers and a float32 scale for each group of inputs."""
 
     codes: Tensor  # [O, I] int8; with 4 bits [O, ceil(I / 2)] uint8, code + 8, the first of two in the high half
@@ -47,14 +47,14 @@ class IntegerWeight(PackedWeight):
         self.register_buffer("scales", scales)
 
     @classmethod
-    def pack(cls, weight: Tensor, bits: Bits, *, group: int = 128, where: str = "a matrix") -> Self:
+    def quantize(cls, weight: Tensor, bits: Bits, *, group: int = 128, where: str = "a matrix") -> Self:
         """weight [O, I], of any strides.
 
         Raises:
             ModelError: `where` is no matrix of float32, bfloat16 or float16, or not all of it is finite.
         """
         assert bits in _LARGEST and group > 0, f"{bits} bits in groups of {group}"
-        check_packable(weight, where)
+        check_quantizable(weight, where)
         outputs, inputs = weight.shape
         scales = torch.empty(outputs, -(-inputs // group), device=weight.device)
         codes = torch.empty(
@@ -75,7 +75,7 @@ class IntegerWeight(PackedWeight):
             raise ModelError(f"{where} cannot be quantized: it holds NaN or infinite values. Use a sound model.")
         return cls(codes, scales, bits=bits, group=group, shape=(outputs, inputs), dtype=weight.dtype)
 
-    def box(self, rows: slice, columns: slice) -> IntegerWeight:
+    def shard(self, rows: slice, columns: slice) -> IntegerWeight:
         """Some rows and columns, by the same codes; groups get smaller where the columns do not begin with one."""
         shape = rows.stop - rows.start, columns.stop - columns.start
         group = gcd(self.group, columns.start)

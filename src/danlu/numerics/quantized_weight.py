@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class PackedWeight(nn.Module):
+class QuantizedWeightModule(nn.Module):
     """A frozen matrix [O, I] in few bits a number, as buffers that keep their types whatever the model is cast to."""
 
     shape: tuple[int, int]
@@ -28,7 +28,7 @@ class PackedWeight(nn.Module):
         """The matrix, into `out` [O, I]: contiguous, any float type, on this weight's device."""
 
     @abstractmethod
-    def box(self, rows: slice, columns: slice) -> PackedWeight:
+    def shard(self, rows: slice, columns: slice) -> QuantizedWeightModule:
         """Some rows and columns of the matrix, by the same codes: the same numbers, as nothing is rounded anew."""
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -38,9 +38,9 @@ class PackedWeight(nn.Module):
         return out
 
     @contextmanager
-    def lent(self, dtype: torch.dtype) -> Iterator[Tensor]:
+    def in_workspace(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """[O, I] in memory that all products share: to be read until the block ends, and not kept."""
-        with _shared_memory(self.shape, dtype, self.device) as matrix:
+        with _workspace(self.shape, dtype, self.device) as matrix:
             self.write(matrix)
             yield matrix
 
@@ -81,15 +81,15 @@ class PackedWeight(nn.Module):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: PackedWeight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: QuantizedWeightModule) -> Tensor:
         ctx.weight = weight
-        with _shared_memory(weight.shape, x.dtype, x.device) as matrix:
+        with _workspace(weight.shape, x.dtype, x.device) as matrix:
             weight.write(matrix)
             return F.linear(x, matrix)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        with _shared_memory(ctx.weight.shape, grad.dtype, grad.device) as matrix:
+        with _workspace(ctx.weight.shape, grad.dtype, grad.device) as matrix:
             ctx.weight.write(matrix)
             return grad @ matrix, None
 
@@ -101,24 +101,24 @@ def leave_products_uncompiled() -> None:
     Products are then made as ever, between the compiled pieces.
     """
     # No decorator of `product`: it would import torch._dynamo, a second that only a process which compiles should wait.
-    PackedWeight.product = torch.compiler.disable(PackedWeight.product)  # type: ignore[method-assign]
+    QuantizedWeightModule.product = torch.compiler.disable(QuantizedWeightModule.product)  # type: ignore[method-assign]
 
 
 _spare: list[Tensor] = []
 """At most one: the memory that the last product on a CPU was made in."""
 
 
-def shared_bytes() -> int:
+def dense_workspace_bytes() -> int:
     """What is held between products: one dense matrix, the largest so far."""
     return sum(memory.nbytes for memory in _spare)
 
 
-def release_shared_memory() -> None:
+def release_workspace() -> None:
     _spare.clear()
 
 
 @contextmanager
-def _shared_memory(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+def _workspace(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
     """A tensor to write in and use until the block ends; its content is arbitrary.
 
     On a CPU it is the same memory over and over: unpacking into fresh pages takes five times as long (4096 x 4096 in

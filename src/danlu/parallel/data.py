@@ -30,7 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from danlu.numerics.quantized_weight import PackedWeight
+from danlu.numerics.quantized_weight import QuantizedWeightModule
 from danlu.parallel.comm import Group
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
@@ -89,7 +89,7 @@ class Sharder:
 
     def _shard(self, unit: nn.Module, prefix: str, *, reshard: bool) -> None:
         for module in unit.modules():
-            if isinstance(module, PackedWeight):
+            if isinstance(module, QuantizedWeightModule):
                 module.share_codes()
         own = {parameter for name, parameter in unit.named_parameters() if prefix + name in self.whole}
         with _codes_as_parameters():

@@ -156,7 +156,7 @@ class Cutter:
         share = self._share("outputs", words, slice(0, embedding.weight.shape[1]))
         self._parameters(embedding, TABLE_AXES, share, self.alone)
         self._adapters(embedding.adapter, share, self.alone)
-        embedding.first_word = words.start
+        embedding.vocab_start = words.start
         embedding.leave = regions.leave_embedding
 
     def _layer(self, layer: Layer, name: str, regions: Regions) -> None:
@@ -192,8 +192,8 @@ class Cutter:
 
     def _linear(self, linear: Linear, share: Share, holders: Group) -> None:
         self._parameters(linear, LINEAR_AXES, share, holders)
-        if linear.packed is not None:
-            linear.packed = linear.packed.box(share.outputs, share.inputs)
+        if linear.quantized is not None:
+            linear.quantized = linear.quantized.shard(share.outputs, share.inputs)
         linear.shape = _length(share.outputs), _length(share.inputs)
         linear.adds_bias = share.axis == "outputs" or share.first
         self._adapters(linear.adapter, share, holders)

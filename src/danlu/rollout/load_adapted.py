@@ -42,5 +42,5 @@ def _mergeable(adapters: AdapterSet) -> bool:
     packed base.
     """
     kinds = [adapters.added[name].section.kind for name in adapters.active]
-    packed = any(getattr(site.module, "packed", None) is not None for site in adapters.sites)
+    packed = any(getattr(site.module, "quantized", None) is not None for site in adapters.sites)
     return not packed and not any(kind in NO_WEIGHTS for kind in kinds) and not adapters.unties_head()

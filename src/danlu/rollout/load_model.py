@@ -14,7 +14,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import CONFIG, check_vocabulary, read_config, read_json
 from danlu.models.loading import load, stored_dtype
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
-from danlu.numerics.four_bit_weight import unpacking
+from danlu.numerics.four_bit_weight import unpack_kernels
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.request import DEVICES, Precision, generation_stops
 from danlu.rollout.resolve_model import ResolvedModel
@@ -42,7 +42,7 @@ class LoadedModel:
     @property
     def notes(self) -> list[str]:
         """For the console: why 4-bit weights are not unpacked by the fastest means, where that is so."""
-        return [means.note for means in unpacking(self.model, self.dtype) if means.by == "torch"]
+        return [kernel.note for kernel in unpack_kernels(self.model, self.dtype) if kernel.by == "torch"]
 
     @property
     def virtual_token_ids(self) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ def _write(section: Any, base: Base, target: Path, below: Sequence[str], seed: i
 def _on_layers(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
     """Names of single layers become those of the layers that stand for them: the first half of 28 is the first of 2."""
     here, there = adapter_sites(skeleton(small)), adapter_sites(skeleton(config))
-    single = {name for site in there for name in (site.name, site.disk_name) if site.layer is not None}
+    single = {name for site in there for name in (site.name, site.hf_name) if site.layer is not None}
 
     def moved(name: str) -> str:
         return _LAYER.sub(lambda match: f"layers.{int(match[1]) * small.layers // config.layers}", name)
