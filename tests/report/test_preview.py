@@ -387,17 +387,18 @@ def test_both_grounds_have_enough_contrast() -> None:
         low, high = sorted((luminance(one), luminance(other)))
         return (high + 0.05) / (low + 0.05)
 
-    grounds = re.findall(r"--ground: (#\w+)", html_page.STYLE)
+    style = (html_page.TEMPLATES / "page.html.j2").read_text()
+    grounds = re.findall(r"--ground: (#\w+)", style)
     assert grounds == ["#fff", "#0d1117"]
     for text in ("ink", "quiet", "wrong"):
-        light, dark = re.findall(rf"--{text}: (#\w+)", html_page.STYLE)
+        light, dark = re.findall(rf"--{text}: (#\w+)", style)
         assert contrast(light, "#ffffff") >= 4.5 and contrast(dark, grounds[1]) >= 4.5
     assert (
-        set(preview_page._COLOURS)
+        set(preview_page.REASON_COLOURS)
         == {content.name(reason) for reason in Reason}
         == set(map(content.name, content.ABOUT))
     )
-    for light, dark in preview_page._COLOURS.values():
+    for light, dark in preview_page.REASON_COLOURS.values():
         assert contrast(light, "#ffffff") >= 4.5 and contrast(dark, grounds[1]) >= 4.5
         assert contrast(light, grounds[1]) < contrast(dark, grounds[1])
 
