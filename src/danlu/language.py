@@ -78,7 +78,7 @@ class Language:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._words: TokenizerInfo | None = None  # known once rows are prepared, unless they are streamed
+        self._tokenizer_info: TokenizerInfo | None = None  # known once rows are prepared, unless they are streamed
 
     def check(self, start: Start | None) -> None:
         recipe = self.recipe
@@ -97,8 +97,8 @@ class Language:
             config, where = from_scratch(recipe.model, 1), recipe.model.preset or "model.config"
         check_size(recipe, config, where, world_size())
         if recipe.evaluation.samples is not None:
-            words = _tokenizer(recipe)
-            _sample_prompts(recipe, ChatTokenizer(words), self._config(tokenizer_info(words)))
+            tokenizer = _tokenizer(recipe)
+            _sample_prompts(recipe, ChatTokenizer(tokenizer), self._config(tokenizer_info(tokenizer)))
 
     def _check_layout(self, config: ModelConfig) -> None:
         if wrong := list(problems(self.recipe.parallel, _sizes(config))):
@@ -119,7 +119,7 @@ class Language:
     def read(self, stream: TextIO) -> Material:
         """Of several processes the first tokenises; the others find it in the cache."""
         recipe, prepared = self.recipe, self._prepared(stream)
-        self._words = prepared.tokenizer
+        self._tokenizer_info = prepared.tokenizer
         lines = data_lines(prepared) + self._beyond_positions(prepared)
         held_out = _held_out(recipe, prepared)
         if prepared.train is not None:
@@ -182,13 +182,13 @@ class Language:
         finally:
             rows.close()
 
-    def _config(self, words: TokenizerInfo | None = None) -> ModelConfig:
-        model, words = self.recipe.model, words or self._words or tokenizer_info(_tokenizer(self.recipe))
+    def _config(self, info: TokenizerInfo | None = None) -> ModelConfig:
+        model, info = self.recipe.model, info or self._tokenizer_info or tokenizer_info(_tokenizer(self.recipe))
         if model.path is None:
-            config = from_scratch(model, words.vocab_size, words.bos_id, words.eos_id)
+            config = from_scratch(model, info.vocab_size, info.bos_id, info.eos_id)
         else:
             config = read_config(resolve_folder(model.path))
-        check_vocabulary(config, words.vocab_size)
+        check_vocabulary(config, info.vocab_size)
         return config
 
     def _subject(
@@ -468,7 +468,9 @@ def _write(
     subject: Subject, recipe: Recipe, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool
 ) -> None:
     given = recipe.model.chat_template
-    words = _exported_words(subject, recipe) if writes else fast_tokenizer_folder(_tokenizer_path(recipe))
+    tokenizer_folder = (
+        _exported_tokenizer_folder(subject, recipe) if writes else fast_tokenizer_folder(_tokenizer_path(recipe))
+    )
     template = None if given is None else Path(given).expanduser().read_text(encoding="utf-8")
     if subject.adapters is not None and subject.base is not None:
         write_result(
@@ -478,7 +480,7 @@ def _write(
             started_from=recipe.model.adapters,
             quantization=recipe.quantization,
             continued=isinstance(recipe.adapter, sections.Continue),
-            tokenizer_from=words,
+            tokenizer_from=tokenizer_folder,
             chat_template=template,
             value=value,
             writes=writes,
@@ -489,14 +491,14 @@ def _write(
         subject.model,
         target,
         dtype=dtype,
-        tokenizer_from=words,
+        tokenizer_from=tokenizer_folder,
         chat_template=template,
         value=value,
         writes=writes,
     )
 
 
-def _exported_words(subject: Subject, recipe: Recipe) -> Path:
+def _exported_tokenizer_folder(subject: Subject, recipe: Recipe) -> Path:
     """The folder of the tokenizer's files for the result, which is read by the type that its config.json says."""
     family = None if subject.adapters is not None and subject.base is not None else subject.model.config.family
     path = _tokenizer_path(recipe)
