@@ -198,9 +198,9 @@ def frozen_with_adapter(config: Any, device: Any, adapter: Any, quantization: An
     from torch.nn import Parameter
 
     from danlu.assembly.frozen_base import adapters_of, quantize_weight
-    from danlu.models.loading import skeleton
+    from danlu.models.loading import meta_decoder
 
-    model = skeleton(config)
+    model = meta_decoder(config)
     adapters = adapters_of(model, device=device)
     adapters.add("default", adapter)
     linears = {site.name: site.module for site in adapters.sites if site.group in ("attention", "mlp")}

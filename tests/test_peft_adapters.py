@@ -124,7 +124,7 @@ def test_training_starts_where_peft_left_off(base: Path, saved: dict[str, tuple[
     elsewhere = "k_proj" if "dora" in kind else "q_proj"  # nothing may lie below DoRA, nor a start beside it
     for section in (sections.Pissa(targets=[elsewhere], rank=2), sections.Continue()):
         adapted, _ = adapted_model(
-            model, section, None, dtype=torch.float32, device=CPU, seed=0, encode=None, taken_up=None
+            model, section, None, dtype=torch.float32, device=CPU, seed=0, encode=None, saved_adapter=None
         )
         ours = logits(adapted.model, TOKENS, virtual_token_ids=adapted.adapters.virtual_token_ids)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-5)

@@ -30,7 +30,7 @@ from danlu.models.attention_kernels import kernels_of
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import CONFIG, read_config, read_json, resolve_folder
-from danlu.models.loading import skeleton
+from danlu.models.loading import meta_decoder
 from danlu.models.presets import from_scratch
 from danlu.models.tensor_file import read_header
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
@@ -389,7 +389,7 @@ def _shapes(
 ) -> tuple[Decoder, dict[str, int], int, list[tuple[str, nn.Parameter]], int]:
     """A model on the meta device; bytes of its frozen matrices by name; of its adapter; what is trained; and bytes of
     parameters that stepped aside for copies of theirs that are trained."""
-    model = skeleton(config)
+    model = meta_decoder(config)
     if recipe.adapter is None:
         return model, {}, 0, list(model.named_parameters()), 0
     adapters = adapters_of(model, seed=recipe.seed, device="meta", encode=lambda text: [0])

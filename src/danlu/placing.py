@@ -29,7 +29,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder, RMSNorm
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.initialize import initial_value, initialize
-from danlu.models.loading import build, load, skeleton, stored_values
+from danlu.models.loading import build, load, meta_decoder, stored_values
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel import data, tensor
@@ -94,11 +94,11 @@ def subject_of(
     if recipe.adapter is not None:
         parts: Parts | None = None
 
-        def arriving(coming: Adapted) -> Callable[[str], None]:
+        def layer_hook_factory(coming: Adapted) -> Callable[[str], None]:
             nonlocal parts
             assert ranks is not None
             parts = Parts(coming.model, coming.adapters, recipe, ranks, device)
-            return parts.arrived
+            return parts.layer_loaded
 
         adapted, base = adapted_model(
             recipe.model,
@@ -108,14 +108,14 @@ def subject_of(
             device=device,
             seed=recipe.seed,
             encode=encode,
-            taken_up=saved,
-            arriving=arriving if ranks is not None and layer_by_layer(recipe, ranks) else None,
+            saved_adapter=saved,
+            layer_hook_factory=layer_hook_factory if ranks is not None and layer_by_layer(recipe, ranks) else None,
         )
         return Subject(adapted.model, adapted.adapters, base, parts)
     if recipe.model.adapters and not resumed:
         return Subject(merged_model(recipe.model, device=device))
     if ranks is not None and not ranks.alone:
-        return Subject(skeleton(config))
+        return Subject(meta_decoder(config))
     if resumed:
         return Subject(build(config, device=device))
     if recipe.model.path is not None:
@@ -146,7 +146,7 @@ class Parts:
                 offload=shards_on_host(recipe, device),
             )
 
-    def arrived(self, name: str) -> None:
+    def layer_loaded(self, name: str) -> None:
         """Leaves of a layer that has its weights what belongs here."""
         self.cutter.layer(name)
         self.shard_layer(name)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from danlu.errors import RecipeError
 from danlu.models.hf_folder import read_config
-from danlu.models.loading import load_into, skeleton
+from danlu.models.loading import load_into, meta_decoder
 from danlu.models.saving import save
 from danlu.recipe import sections
 from danlu.types import QuantizedWeight
@@ -63,7 +63,7 @@ def no_packed_weight(*_: object) -> QuantizedWeight:
 
 def test_it_waits_for_the_weights(tmp_path: Path) -> None:
     save(tiny_model(), tmp_path / "base")
-    empty = skeleton(read_config(tmp_path / "base"))
+    empty = meta_decoder(read_config(tmp_path / "base"))
     adapters = adapter_set(empty)
     adapters.add("one", sections.Prompt(tokens=3))
     load_into(empty, tmp_path / "base", take=lambda _, value: value, unpack=no_packed_weight)

@@ -34,7 +34,7 @@ def stack(tiny_world: World, tmp_path: Path) -> tuple[Path, Path]:
 def started(base: Path, adapter: sections.AdapterSection, *paths: Path) -> tuple[Decoder, AdapterSet, Base]:
     model = sections.Model(path=str(base), adapters=[str(path) for path in paths])
     adapted, found = adapted_model(
-        model, adapter, None, dtype=torch.float32, device=torch.device("cpu"), seed=0, encode=None, taken_up=None
+        model, adapter, None, dtype=torch.float32, device=torch.device("cpu"), seed=0, encode=None, saved_adapter=None
     )
     return adapted.model, adapted.adapters, found
 

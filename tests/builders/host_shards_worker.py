@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from builders.parallel_steps import config_of
 from danlu.models.attend import PackedAttention
-from danlu.models.loading import skeleton
+from danlu.models.loading import meta_decoder
 from danlu.parallel import data
 from danlu.parallel.held import held_of
 from danlu.parallel.layout import layout_of
@@ -56,7 +56,7 @@ def shares_memory(file: str) -> list[str]:
     """
     recipe = load(Path(file)).recipe
     ranks = ranks_of(layout_of(recipe.parallel, torch.distributed.get_world_size()), "cpu")
-    model = skeleton(config_of(recipe))
+    model = meta_decoder(config_of(recipe))
     sharder = data.Sharder(model, ranks, recipe.parallel, gathered=None, whole=kept_whole(model), offload=True)
     for name, layer in model.layers.items():
         sharder.layer(f"layers.{name}", layer)

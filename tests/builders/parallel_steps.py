@@ -59,20 +59,20 @@ def see_without_sums(files: Sequence[str], packs: int, micro: int) -> dict[str, 
 def matrices_left(file: str) -> list[tuple[int, int]]:
     """Whole matrices of layers that are in memory while a frozen base is read: as each layer has come, and as it has
     been placed. For a process that ends with it."""
-    place, matrices, found = Parts.arrived, [], []
+    place, matrices, found = Parts.layer_loaded, [], []
 
     def alive() -> int:
         gc.collect()
         return sum(ref() is not None for ref in matrices)
 
-    def arrived(parts: Parts, name: str) -> None:
+    def layer_loaded(parts: Parts, name: str) -> None:
         layer = parts.model.layers[name]
         matrices.extend(weakref.ref(one) for one in layer.parameters() if one.ndim == 2 and not one.requires_grad)
         come = alive()
         place(parts, name)
         found.append((come, alive()))
 
-    Parts.arrived = arrived  # type: ignore[method-assign]
+    Parts.layer_loaded = layer_loaded  # type: ignore[method-assign]
     recipe = load(Path(file)).recipe
     ranks = _groups(layout_of(recipe.parallel, torch.distributed.get_world_size()))
     ProxyTraining.of(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)

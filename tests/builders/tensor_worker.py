@@ -25,7 +25,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Linear
 from danlu.models.families import read_config_values
 from danlu.models.initialize import initialize, named_generator
-from danlu.models.loading import build, skeleton
+from danlu.models.loading import build, meta_decoder
 from danlu.numerics.relative_error import relative_error
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
 from danlu.parallel.comm import Group
@@ -339,7 +339,7 @@ def kept(cases: Mapping[str, Case]) -> dict[str, tuple[int, int]]:
 def shapes_first(case: Case) -> dict[str, Any]:
     """Worker: a decoder that is cut before it has values, filled box by box: its boxes, and the error of its states."""
     whole = side(case)
-    model = skeleton(whole.model.config)
+    model = meta_decoder(whole.model.config)
     cuts = cut(model, None, world(), sequence=case.sequence)
     before = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     model.to_empty(device="cpu").double()

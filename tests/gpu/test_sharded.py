@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.models.loading import skeleton
+from danlu.models.loading import meta_decoder
 from danlu.optim.clip import clip_grad_norm
 from danlu.parallel import data
 from danlu.parallel.comm import Group
@@ -53,7 +53,7 @@ def test_a_sharded_model_learns_as_a_whole_one(
     ranks: Any = SimpleNamespace(
         mesh=mesh, replicate=alone, shard=alone, tensor=alone, data=alone, world=alone, layout=Layout()
     )
-    model = skeleton(plain.config)
+    model = meta_decoder(plain.config)
     sharder = data.Sharder(
         model, ranks, sections.Parallel(shard=shard), gathered=None, whole=kept_whole(model), offload=offload
     )

@@ -13,7 +13,7 @@ from builders.tiny_run import SyntheticPacks, tiny_config
 
 from danlu.assembly.frozen_base import adapters_of
 from danlu.memory.recompute import LayerPlan, wrap
-from danlu.models.loading import skeleton
+from danlu.models.loading import meta_decoder
 from danlu.recipe import sections
 from danlu.train.step import Compute
 
@@ -30,7 +30,7 @@ ADAPTERS: dict[str, Any] = {
 
 
 def compute_on_meta(kind: str, recompute: Any = None, **model: Any) -> Compute:
-    decoder, adapters = skeleton(tiny_config(**model)), None
+    decoder, adapters = meta_decoder(tiny_config(**model)), None
     if ADAPTERS[kind] is not None:
         adapters = adapters_of(decoder, device=META)
         adapters.add("default", ADAPTERS[kind])

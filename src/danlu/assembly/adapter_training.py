@@ -13,7 +13,7 @@ from danlu.adapters.description import CONFIG
 from danlu.adapters.folder import add_adapter, write_adapter
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, find_base
-from danlu.assembly.frozen_base import Adapted, Arriving, adapters_of, load_frozen
+from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
 from danlu.assembly.recipe_adapters import named_stack, open_named, take_last
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
@@ -33,14 +33,14 @@ def adapted_model(
     device: torch.device,
     seed: int,
     encode: Callable[[str], Sequence[int]] | None,
-    taken_up: Mapping[str, Tensor] | None,
-    arriving: Arriving | None = None,
+    saved_adapter: Mapping[str, Tensor] | None,
+    layer_hook_factory: LayerHookFactory | None = None,
 ) -> tuple[Adapted, Base]:
     """A frozen base with the adapters of `model.adapters` below and the one that is trained on top, or with
     `adapter: continue` the last of them trained on.
 
-    taken_up: tensors of the adapter as an earlier run saved them, where this goes on.
-    arriving: as `load_frozen` has it; not with adapters below, which are put on a base that is whole.
+    saved_adapter: tensors of the adapter as an earlier run saved them, where this goes on.
+    layer_hook_factory: as `load_frozen` has it; not with adapters below, which are put on a base that is whole.
     Raises ModelError for folders that are no adapters or belong to another base.
     """
     assert model.path is not None, "the recipe's rules ask for a base"
@@ -48,9 +48,9 @@ def adapted_model(
     below = open_named(model.adapters, base)
     continued = take_last(below, model.adapters) if isinstance(adapter, sections.Continue) else None
 
-    def take_up(adapters: AdapterSet) -> None:
-        if taken_up is not None and continued is None:
-            adapters.take_up(TRAINED, taken_up)
+    def restore_adapters(adapters: AdapterSet) -> None:
+        if saved_adapter is not None and continued is None:
+            adapters.take_up(TRAINED, saved_adapter)
 
     adapted = load_frozen(
         base.folder,
@@ -60,8 +60,8 @@ def adapted_model(
         seed=seed,
         new={} if continued is not None else {TRAINED: adapter},
         encode=encode,
-        taken_up=take_up,
-        arriving=arriving,
+        restore_adapters=restore_adapters,
+        layer_hook_factory=layer_hook_factory,
     )
     adapters = adapted.adapters
     stacks = AdapterStacks(adapters)

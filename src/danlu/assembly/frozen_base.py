@@ -22,7 +22,7 @@ from danlu.models.families import FAMILIES
 from danlu.models.hf_folder import CONFIG, read_config, read_json
 from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import named_generator
-from danlu.models.loading import check_prequantized, load_into, skeleton
+from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
@@ -38,7 +38,7 @@ class Adapted:
     adapters: AdapterSet
 
 
-Arriving = Callable[[Adapted], Callable[[str], None]]
+LayerHookFactory = Callable[[Adapted], Callable[[str], None]]
 """What is to be done with a model while its weights come, and then with each layer that has all of its own, by name:
 what is taken away of a layer makes room for the next one."""
 
@@ -77,8 +77,8 @@ def load_frozen(
     seed: int = 0,
     new: Mapping[str, Any] | None = None,
     encode: Callable[[str], Sequence[int]] | None = None,
-    taken_up: Callable[[AdapterSet], None] | None = None,
-    arriving: Arriving | None = None,
+    restore_adapters: Callable[[AdapterSet], None] | None = None,
+    layer_hook_factory: LayerHookFactory | None = None,
 ) -> Adapted:
     """The model of a folder, frozen: matrices in `dtype` or packed, norms and biases in float32.
 
@@ -88,18 +88,19 @@ def load_frozen(
     Args:
         quantization: section of the recipe for the linear layers (not the head); None keeps what is stored.
         new: adapters to make, by name, with their sections; their start may come out of the weights.
-        taken_up: called once the new adapters have memory, to put in the values of an earlier run.
-        arriving: of layers that are to be made smaller still, one by one. No adapter may be put in or taken out then.
+        restore_adapters: called once the new adapters have memory, to put in the values of an earlier run.
+        layer_hook_factory: makes the hook that shards each layer as soon as it is whole. No adapter may be added or
+            removed then.
     Raises ModelError as `models.loading.load` does, and for a folder that is quantized already.
     """
     config = read_config(folder)
     _refuse_twice(folder, quantization)
-    model = skeleton(config)
+    model = meta_decoder(config)
     adapters = adapters_of(model, seed=seed, device=device, encode=encode, quantization=quantization)
     for name, section in (new or {}).items():
         adapters.add(name, section)
-    if taken_up is not None:
-        taken_up(adapters)
+    if restore_adapters is not None:
+        restore_adapters(adapters)
     whole = adapters.trained_in_full()
     linears = {site.name: site.module for site in adapters.sites if site.group in ("attention", "mlp")}
 
@@ -114,16 +115,16 @@ def load_frozen(
         return value.to(torch.float32 if value.ndim < 2 or parameter in whole else dtype)
 
     adapted = Adapted(model, adapters)
-    if arriving is None:
+    if layer_hook_factory is None:
         load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device))
     else:
-        each = arriving(adapted)
+        layer_hook = layer_hook_factory(adapted)
 
-        def arrived(layer: str) -> None:
+        def layer_loaded(layer: str) -> None:
             adapters.ready(f"layers.{layer}.")
-            each(layer)
+            layer_hook(layer)
 
-        load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device), arrived=arrived)
+        load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device), layer_loaded=layer_loaded)
     adapters.ready()
     return adapted
 

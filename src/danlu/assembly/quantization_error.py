@@ -16,7 +16,7 @@ from danlu.assembly.frozen_base import quantize_weight
 from danlu.assembly.quantizing import none_is_packed, refuse_quantized
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.hf_folder import read_config
-from danlu.models.loading import load_into, skeleton
+from danlu.models.loading import load_into, meta_decoder
 from danlu.recipe.sections import QuantizationSection
 
 
@@ -74,7 +74,7 @@ def quantization_errors(
     Raises ModelError for a model that is quantized already, or that cannot be read.
     """
     refuse_quantized(folder)
-    model = skeleton(read_config(folder))
+    model = meta_decoder(read_config(folder))
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.group in ("attention", "mlp")}
     found = {name: QuantizationError() for name in formats}
     done = 0

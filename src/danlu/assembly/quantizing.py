@@ -28,7 +28,7 @@ from danlu.models.hf_folder import (
     read_json,
 )
 from danlu.models.hf_layout import HFTensor, hf_tensors
-from danlu.models.loading import load_into, skeleton, stored_dtype
+from danlu.models.loading import load_into, meta_decoder, stored_dtype
 from danlu.models.saving import copy_tokenizer, fresh_folder
 from danlu.models.tensor_bytes import is_finite
 from danlu.models.tensor_stream import TensorStream
@@ -91,7 +91,7 @@ def quantize(
     check_free(target)
     refuse_quantized(folder)
     config = read_config(folder)
-    model = skeleton(config)
+    model = meta_decoder(config)
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.group in ("attention", "mlp")}
     kept = dtype or stored_dtype(folder)
     kept = torch.float32 if kept == torch.float64 else kept

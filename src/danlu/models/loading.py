@@ -71,7 +71,7 @@ def stored_values(
     """
     folder = Path(folder)
     reader = _Reader(check_finite)
-    shapes = {name: parameter.shape for name, parameter in skeleton(config).named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in meta_decoder(config).named_parameters()}
     for handle, tensor, place in _walk(_places(folder, config, packed=False)):
         for part in tensor.parts:
             value = torch.empty(shapes[part], dtype=DTYPES[place.dtype])
@@ -104,13 +104,13 @@ def load_into(
     device: torch.device | str = "cpu",
     take: Take,
     unpack: Unpack,
-    arrived: Callable[[str], None] = lambda layer: None,
+    layer_loaded: Callable[[str], None] = lambda layer: None,
     check_finite: bool = True,
 ) -> None:
-    """Gives a `skeleton` its weights one by one: each is read as it is stored, and `take` says what becomes of it.
+    """Gives a `meta_decoder` its weights one by one: each is read as it is stored, and `take` says what becomes of it.
 
-    A weight that bitsandbytes packed goes through `unpack` into the layer's slot and never through `take`. `arrived` is
-    called with the name of each layer ("3") that has all of its weights; the order is that of the files. Raises
+    A weight that bitsandbytes packed goes through `unpack` into the layer's slot and never through `take`. `layer_loaded`
+    is called with the name of each layer ("3") that has all of its weights; the order is that of the files. Raises
     ModelError as `load` does.
     """
     folder = Path(folder)
@@ -134,7 +134,7 @@ def load_into(
         layer = _layer(tensor)
         missing[layer] -= 1
         if layer is not None and not missing[layer]:
-            arrived(layer)
+            layer_loaded(layer)
     if (head := model.lm_head) is not None and model.config.tie_word_embeddings:
         head.tie(model.embed_tokens)  # opened before there was a weight to share
 
@@ -157,7 +157,7 @@ def check_prequantized(folder: Path, config: ModelConfig, describe: Describe) ->
             _check_shape(tensor.name, place, shape, tensor.shape)
 
 
-def skeleton(config: ModelConfig) -> Decoder:
+def meta_decoder(config: ModelConfig) -> Decoder:
     """A decoder whose parameters have shapes only."""
     with torch.device("meta"):
         return Decoder(config)
@@ -165,7 +165,7 @@ def skeleton(config: ModelConfig) -> Decoder:
 
 def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
     """A decoder whose parameters have memory but no values yet."""
-    model = skeleton(config)
+    model = meta_decoder(config)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # `to_empty` would take meta tensors through torch's operators in Python, which import sympy for 0.2 s.

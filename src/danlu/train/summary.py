@@ -29,7 +29,7 @@ from torch import nn
 from danlu.atomic_write import write_atomically
 from danlu.errors import ResourceError
 from danlu.models.decoder import Decoder
-from danlu.models.loading import skeleton
+from danlu.models.loading import meta_decoder
 from danlu.parallel.held import Held
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.metrics import peak_memory_bytes, read_metrics
@@ -142,7 +142,7 @@ def parameters_of(model: nn.Module, held: Mapping[str, Held] = MappingProxyType(
     """
     found = _numbers(model, held)
     if isinstance(model, Decoder):  # a packed or cut matrix does not say how large it was
-        found |= {name: one.numel() for name, one in skeleton(model.config).named_parameters()}
+        found |= {name: one.numel() for name, one in meta_decoder(model.config).named_parameters()}
     return sum(found.values())
 
 

@@ -18,7 +18,7 @@ from danlu.errors import RecipeError
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig
 from danlu.models.initialize import named_generator
-from danlu.models.loading import load, skeleton
+from danlu.models.loading import load, meta_decoder
 from danlu.recipe import sections
 from danlu.types import Site
 
@@ -73,7 +73,7 @@ def small_stack(
     Returns (their paths, what they are in words). Raises ModelError and RecipeError for those that do not fit the large
     base.
     """
-    large, found = adapters_of(skeleton(config)), find_base(base)
+    large, found = adapters_of(meta_decoder(config)), find_base(base)
     made: dict[Path, Path] = {}
     kinds: list[str] = []
     for one in (one for path in paths for one in stacked(path)):
@@ -108,7 +108,7 @@ def _write(section: Any, base: Base, target: Path, below: Sequence[str], seed: i
 
 def _on_layers(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
     """Names of single layers become those of the layers that stand for them: the first half of 28 is the first of 2."""
-    here, there = adapter_sites(skeleton(small)), adapter_sites(skeleton(config))
+    here, there = adapter_sites(meta_decoder(small)), adapter_sites(meta_decoder(config))
     single = {name for site in there for name in (site.name, site.hf_name) if site.layer is not None}
 
     def moved(name: str) -> str:
