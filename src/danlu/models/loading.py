@@ -109,9 +109,9 @@ def load_into(
 ) -> None:
     """Gives a `meta_decoder` its weights one by one: each is read as it is stored, and `take` says what becomes of it.
 
-    A weight that bitsandbytes packed goes through `unpack` into the layer's slot and never through `take`. `layer_loaded`
-    is called with the name of each layer ("3") that has all of its weights; the order is that of the files. Raises
-    ModelError as `load` does.
+    A weight that bitsandbytes packed goes through `unpack` into the layer's slot and never through `take`.
+    `layer_loaded` is called with the name of each layer ("3") that has all of its weights; the order is that of the
+    files. Raises ModelError as `load` does.
     """
     folder = Path(folder)
     reader = _Reader(check_finite)
