@@ -21,7 +21,7 @@ from danlu.objectives.crossentropy import CrossEntropy
 from danlu.optim.build import Optimizers
 from danlu.optim.clip import non_finite
 from danlu.parallel import data
-from danlu.parallel.held import held_of
+from danlu.parallel.local_parameter import local_parameters_of
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.precision import DTYPES
@@ -95,7 +95,7 @@ def step_parallel_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> StepPara
     if sharded:
         # No type to gather in: as on one process, the model itself makes float32 weights narrow.
         data.Sharder(model, ranks, section, gathered=None, whole=()).rest()
-    parallel = StepParallel(ranks, held_of(model, ranks, {}))
+    parallel = StepParallel(ranks, local_parameters_of(model, ranks, {}))
     return data.sharded_step(parallel, model, section) if sharded else parallel
 
 

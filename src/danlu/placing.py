@@ -34,7 +34,7 @@ from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel import data, tensor
 from danlu.parallel.comm import Group
-from danlu.parallel.held import Held, held_of
+from danlu.parallel.local_parameter import LocalParameter, local_parameters_of
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import NOTE, Replicas
@@ -220,7 +220,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         data.to_empty(model, device, offload=parts.sharder is not None and shards_on_host(recipe, device))
     if adapters is not None:
         adapters.follow()
-    held = {} if ranks.alone else held_of(model, ranks, cuts.pieces)
+    held = {} if ranks.alone else local_parameters_of(model, ranks, cuts.pieces)
     if empty and not resumed:
         fill(held, first_values(recipe, model.config, {name: one.piece.whole for name, one in held.items()}))
     folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
@@ -228,7 +228,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
         folder.mkdir(parents=True, exist_ok=True)
         in_file = offload_parameters(model, folder, ahead=section.prefetch)
-        held = {} if ranks.alone else held_of(model, ranks, cuts.pieces)
+        held = {} if ranks.alone else local_parameters_of(model, ranks, cuts.pieces)
     sums: list[tuple[Group, str]] = []
     if parts.sharder is not None:
         sums += [(ranks.data, name) for name in held if name in parts.whole]
@@ -380,7 +380,7 @@ def first_values(
 
 
 @torch.no_grad()
-def fill(held: Mapping[str, Held], values: Iterator[tuple[str, Tensor]]) -> None:
+def fill(held: Mapping[str, LocalParameter], values: Iterator[tuple[str, Tensor]]) -> None:
     """Copies of each whole tensor the box that is here."""
     for name, value in values:
         one = held[name]

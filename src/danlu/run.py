@@ -33,11 +33,11 @@ from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
 from danlu.optim.schedules import problems as schedule_problems
 from danlu.parallel.comm import ALONE, new_group, world_size
-from danlu.parallel.hangs import mark
-from danlu.parallel.held import Held
-from danlu.parallel.joining import assemble
 from danlu.parallel.layout import layout_of
+from danlu.parallel.local_parameter import LocalParameter
+from danlu.parallel.process_group import untimed_barrier
 from danlu.parallel.ranks import Ranks, ranks_of
+from danlu.parallel.watchdog import track_modules
 from danlu.placing import optimizer_of
 from danlu.plan.precision import fastest, in_gflops, product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
@@ -185,7 +185,7 @@ def _train(
     ranks.world.from_first(lambda: _describe(folder, into, recipe, device, start, say))
     task = _task(recipe)
     task.check(start)
-    material = ranks.world.from_first(lambda: task.read(stream), again=True, assemble=lambda: assemble("data"))
+    material = ranks.world.from_first(lambda: task.read(stream), again=True, barrier=lambda: untimed_barrier("data"))
     program = resident_bytes(device)
     with ExitStack() as closing:
         closing.callback(material.close)
@@ -343,7 +343,7 @@ def _build(
         base=placed.base(),
     )
     if not ranks.alone:
-        mark(placed.model)
+        track_modules(placed.model)
     lines = 0
     if start is not None:
         lines = restore(run, start.path)["metrics_lines"]
@@ -437,7 +437,7 @@ def _write(placed: PlacedModel, target: Path, run: Run | None = None) -> Path:
     return target
 
 
-def _whole(gathering: Gathering, held: Mapping[str, Held], name: str) -> Tensor | None:
+def _whole(gathering: Gathering, held: Mapping[str, LocalParameter], name: str) -> Tensor | None:
     return gathering.whole(name, held[name].local, held[name].piece)
 
 

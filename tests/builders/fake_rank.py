@@ -21,13 +21,13 @@ from typing import Any
 
 from danlu.cli.worker import loaded_torch, print_into, work
 from danlu.errors import DataError, RecipeError, Stopped
-from danlu.parallel import endings
+from danlu.parallel import exit_reports
 from danlu.parallel.world import World, found
 
 GONE = "Connection closed by peer"
 
 
-def full(ending: Any) -> None:
+def full(report: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -63,7 +63,7 @@ def misbehave(what: str, rank: int) -> None:
         case "stopped":
             raise Stopped(signal.SIGTERM, "stopped at once; nothing was saved")
         case "error on a full disk":
-            endings.note = full  # type: ignore[assignment]
+            exit_reports.write_report = full  # type: ignore[assignment]
             raise DataError(f"rows.jsonl:{rank}: a bad row")
         case "abort at the end":  # as gloo's threads may: the work is done, and that is noted
             os._exit = lambda code: os.abort()  # type: ignore[assignment]
@@ -77,10 +77,10 @@ def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
         import torch
         import torch.distributed as dist
 
-        from danlu.parallel.joining import join, leave
+        from danlu.parallel.process_group import join_process_group, leave_process_group
 
         torch.set_num_threads(1)
-        join("cpu", 60)
+        join_process_group("cpu", 60)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     does = plan.get("does", {}) if int(attempt) in plan.get("attempts", [0]) else {}
     lead, own = folder / "steps-0.txt", folder / f"steps-{world.rank}.txt"
@@ -106,10 +106,10 @@ def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
             time.sleep(plan.get("saving_s", {}).get(str(world.rank), 0))
             (folder / f"saved-{world.rank}").touch()
             if plan.get("torch"):
-                leave()
+                leave_process_group()
             return 128 + number
     if plan.get("torch"):
-        leave()
+        leave_process_group()
     return 0
 
 

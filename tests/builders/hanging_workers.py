@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from builders.process_group import SERVER
-from danlu.parallel import joining
-from danlu.parallel.hangs import WHERE, mark
+from danlu.parallel import process_group
+from danlu.parallel.watchdog import PHASE, track_modules
 
 
 def begin(worker: Callable[..., Any], size: int, timeout_s: float, *args: Any) -> Callable[[], list[Any]]:
@@ -57,14 +57,18 @@ def _work(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     said: list[str] = []
-    place = joining.join("cpu", timeout_s, said.append)
+    place = process_group.join_process_group("cpu", timeout_s, said.append)
     assert (place.rank, place.world) == (rank, size)
     try:
         result = worker(said, *args)
     except RuntimeError as error:
-        result = {"error": str(joining.told(error)), "kind": type(joining.told(error)).__name__, "said": said}
+        result = {
+            "error": str(process_group.error_to_report(error)),
+            "kind": type(process_group.error_to_report(error)).__name__,
+            "said": said,
+        }
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    joining.leave()
+    process_group.leave_process_group()
     os._exit(0)
 
 
@@ -72,8 +76,8 @@ def skipping(said: list[str], skips: list[int], asleep_s: float) -> Any:
     """All sum together; in the third step those that skip sleep in another layer instead."""
     rank = dist.get_rank()
     for step in (1, 2, 3):
-        WHERE.begin("backward" if rank not in skips else "forward", step)
-        WHERE.enter("layers.3.mlp" if rank not in skips else "layers.2.attention")
+        PHASE.begin("backward" if rank not in skips else "forward", step)
+        PHASE.enter("layers.3.mlp" if rank not in skips else "layers.2.attention")
         if step == 3 and rank in skips:
             time.sleep(asleep_s)
         else:
@@ -118,10 +122,10 @@ def marked(said: list[str], asleep_s: float) -> Any:
     """Where DDP's gradients are being summed while rank 1 stays away: after the backward of its first layer."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     parallel = torch.nn.parallel.DistributedDataParallel(model)
-    mark(model)
-    WHERE.begin("forward", 1)
+    track_modules(model)
+    PHASE.begin("forward", 1)
     loss = parallel(torch.ones(2, 4)).sum()
-    WHERE.begin("backward")
+    PHASE.begin("backward")
     if dist.get_rank() == 1:
         time.sleep(asleep_s)
     loss.backward()

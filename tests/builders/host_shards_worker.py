@@ -14,8 +14,8 @@ from builders.parallel_steps import config_of
 from danlu.models.attend import PackedAttention
 from danlu.models.loading import meta_decoder
 from danlu.parallel import data
-from danlu.parallel.held import held_of
 from danlu.parallel.layout import layout_of
+from danlu.parallel.local_parameter import local_parameters_of
 from danlu.parallel.ranks import ranks_of
 from danlu.placing import Placed, first_values, kept_whole, place, subject_of
 from danlu.recipe import Recipe, load
@@ -62,7 +62,7 @@ def shares_memory(file: str) -> list[str]:
         sharder.layer(f"layers.{name}", layer)
     sharder.rest(list(model.layers.values()))
     data.to_empty(model, HOST, offload=True)
-    held = held_of(model, ranks, {})
+    held = local_parameters_of(model, ranks, {})
     for one in held.values():
         one.local.data.normal_()
     tokens = torch.arange(6)

@@ -13,7 +13,7 @@ from danlu.parallel import rings
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
 from danlu.parallel.rings import Moved
-from danlu.parallel.traffic import Traffic
+from danlu.parallel.traffic_counter import TrafficCounter
 
 ADDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 SHAPES = ((24,), (7,), (2,), (0,), (), (5, 3))  # 24: alike at 2, 3 and 4; 2 and 0: some chunks are empty
@@ -123,10 +123,10 @@ def _uneven(size: int) -> list[int]:
 
 
 def _counted(call: object, group: Group) -> tuple[Moved, float]:
-    with Traffic(Layout(shard=group.size)) as traffic:
+    with TrafficCounter(Layout(shard=group.size)) as traffic:
         moved = call()  # type: ignore[operator]
-    assert {one.kind for one in traffic.sent()} <= {"point-to-point"}
-    return moved, float(sum(one.bytes for one in traffic.sent()))
+    assert {one.kind for one in traffic.counted()} <= {"point-to-point"}
+    return moved, float(sum(one.bytes for one in traffic.counted()))
 
 
 def _outcome(name: str, moved: Moved, theirs: Tensor, counted: float, full_bytes: int, alike: bool) -> Outcome:

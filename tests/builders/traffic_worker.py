@@ -24,20 +24,20 @@ from danlu.models.presets import from_scratch
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.objectives.crossentropy import linear_cross_entropy
 from danlu.parallel import data
+from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.parallel.sent import Sent
 from danlu.parallel.step_parallel import MicroBatchContext, StepParallel
 from danlu.parallel.tensor import Cuts, cut
-from danlu.parallel.traffic import Traffic
+from danlu.parallel.traffic_counter import TrafficCounter
 from danlu.plan.traffic import Cut, Weight, data_sent, tensor_sent
 from danlu.recipe.sections import Lora, Model, Parallel, Recompute
 
 HAS_LISTS = torch.__version__ >= "2.12"
 """Whether gloo exchanges lists of tensors."""
 
-Counted = dict[str, tuple[list[Sent], list[Sent]]]
+Counted = dict[str, tuple[list[CollectiveTraffic], list[CollectiveTraffic]]]
 """Name of a case -> (measured, formula)."""
 
 VOCABULARY = 66  # rows, of which two are filled up among 4; of 45, three are
@@ -52,7 +52,7 @@ CONFIG = {
 }
 
 
-def one_of_each() -> dict[str, list[Sent]]:
+def one_of_each() -> dict[str, list[CollectiveTraffic]]:
     """What each collective of torch is counted as, on 60 float32 numbers."""
     warnings.simplefilter("ignore", FutureWarning)  # old names, which this counts as well
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -101,9 +101,9 @@ def one_of_each() -> dict[str, list[Sent]]:
         del calls["all_to_all"]
     counted = {}
     for name, call in calls.items():
-        with Traffic(Layout(shard=size)) as traffic:
+        with TrafficCounter(Layout(shard=size)) as traffic:
             call()
-        counted[name] = traffic.sent()
+        counted[name] = traffic.counted()
     return counted
 
 
@@ -119,18 +119,18 @@ class _Summed(torch.autograd.Function):
         return grad
 
 
-def along_axes(layout: Layout) -> dict[str, list[Sent]]:
+def along_axes(layout: Layout) -> dict[str, list[CollectiveTraffic]]:
     """What a sum over each group of a layout is counted as, and one over a group that no axis is."""
     ranks = ranks_of(layout, "cpu")
     pairs = [dist.new_group([first, first + 1]) for first in range(0, layout.world, 2)]
     counted = {}
     for group in (ranks.world, ranks.data, ranks.replicate, ranks.shard, ranks.tensor):
-        with Traffic(layout) as traffic:
+        with TrafficCounter(layout) as traffic:
             group.sum(torch.ones(60))
-        counted[group.name] = traffic.sent()
-    with Traffic(layout) as traffic:
+        counted[group.name] = traffic.counted()
+    with TrafficCounter(layout) as traffic:
         dist.all_reduce(torch.ones(60), group=pairs[ranks.rank // 2])
-    return counted | {"a pair": traffic.sent()}
+    return counted | {"a pair": traffic.counted()}
 
 
 def case_name(section: Parallel, bf16: bool, rounds: int) -> str:
@@ -173,12 +173,12 @@ def _steps(section: Parallel, ranks: Ranks, bf16: bool) -> Counted:
 
 def counted_step(
     model: Decoder, micro_batch: MicroBatchContext, ranks: Ranks, apart: Sequence[nn.Parameter], rounds: int, bf16: bool
-) -> list[Sent]:
-    with Traffic(ranks.layout) as traffic:
+) -> list[CollectiveTraffic]:
+    with TrafficCounter(ranks.layout) as traffic:
         step(model, micro_batch, rounds, bf16)
         if apart:
             ranks.data.sum(torch.cat([one.grad.flatten() for one in apart if one.grad is not None]))
-    return traffic.sent()
+    return traffic.counted()
 
 
 def with_frozen(names: Sequence[str]) -> Counted:
@@ -306,7 +306,9 @@ def tensor_steps(cases: Sequence[TensorCase]) -> Counted:
 TOKENS, TARGETS, ROUNDS = 24, 10, 2
 
 
-def tensor_step(section: Parallel, ranks: Ranks, kind: str, family: str, bf16: bool) -> tuple[list[Sent], list[Sent]]:
+def tensor_step(
+    section: Parallel, ranks: Ranks, kind: str, family: str, bf16: bool
+) -> tuple[list[CollectiveTraffic], list[CollectiveTraffic]]:
     """A step as `train.step` makes it, with the head on the targets alone: (measured, formula)."""
     model = small_model(model_type=family, num_attention_heads=8, head_dim=6, intermediate_size=48)
     cuts = cut(model, None, ranks.tensor, sequence=section.sequence)
@@ -318,7 +320,7 @@ def tensor_step(section: Parallel, ranks: Ranks, kind: str, family: str, bf16: b
     if ranks.data.size > 1:
         weights, micro_batch, norms = placed(model, section, ranks, bf16)
     dtype = torch.bfloat16 if bf16 else torch.float32
-    with Traffic(ranks.layout) as traffic:
+    with TrafficCounter(ranks.layout) as traffic:
         for number in range(1, ROUNDS + 1):
             with micro_batch(number == ROUNDS):
                 _cut_loss(model, ranks.tensor, dtype).backward()
@@ -338,7 +340,7 @@ def tensor_step(section: Parallel, ranks: Ranks, kind: str, family: str, bf16: b
         remade_to_the_end=any(layer.post_mlp_norm is not None for layer in model.layers.values()),
     )
     formula = list(tensor_sent(said, ranks.layout, section))
-    return traffic.sent(), [*formula, *data_sent(weights, ranks.layout, section, micro_batches=ROUNDS)]
+    return traffic.counted(), [*formula, *data_sent(weights, ranks.layout, section, micro_batches=ROUNDS)]
 
 
 def _cut_loss(model: Decoder, group: Group, dtype: torch.dtype) -> Tensor:

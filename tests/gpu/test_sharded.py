@@ -19,8 +19,8 @@ from danlu.models.loading import meta_decoder
 from danlu.optim.clip import clip_grad_norm
 from danlu.parallel import data
 from danlu.parallel.comm import Group
-from danlu.parallel.held import held_of
 from danlu.parallel.layout import Layout
+from danlu.parallel.local_parameter import local_parameters_of
 from danlu.placing import kept_whole
 from danlu.recipe import sections
 
@@ -61,7 +61,7 @@ def test_a_sharded_model_learns_as_a_whole_one(
         sharder.layer(f"layers.{name}", layer)
     sharder.rest(list(model.layers.values()))
     data.to_empty(model, device, offload=offload)
-    held = held_of(model, ranks, {})
+    held = local_parameters_of(model, ranks, {})
     with torch.no_grad():
         for name, one in held.items():
             one.local.copy_(values[name])

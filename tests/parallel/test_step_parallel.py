@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.parallel.comm import Group
-from danlu.parallel.held import Held
 from danlu.parallel.layout import Layout
+from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.types import Piece
@@ -27,10 +27,10 @@ class Doubling(Group):
         return x.mul_(2)
 
 
-def held(name: str, size: int, device: str) -> Held:
+def held(name: str, size: int, device: str) -> LocalParameter:
     parameter = Parameter(torch.zeros(size, device=device))
     parameter.grad = torch.ones(size, device=device)
-    return Held(name, parameter, parameter, Piece.all_of((size,)))
+    return LocalParameter(name, parameter, parameter, Piece.all_of((size,)))
 
 
 def test_gradients_of_offloaded_shards_and_of_whole_parameters_are_summed_apart() -> None:

@@ -21,10 +21,10 @@ from builders.traffic_worker import (
     with_frozen,
 )
 
+from danlu.parallel.collective_traffic import CollectiveTraffic, table
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import ranks_of
-from danlu.parallel.sent import Sent, table
-from danlu.parallel.traffic import pretended
+from danlu.parallel.traffic_counter import fake_process_group
 from danlu.plan.traffic import Cut, Weight, data_sent, padded_elements, padding_elements, tensor_sent
 from danlu.recipe.sections import Parallel
 
@@ -54,7 +54,7 @@ def disagreements(counted: Counted) -> list[str]:
     return found
 
 
-def fits(measured: list[Sent], formula: list[Sent]) -> bool:
+def fits(measured: list[CollectiveTraffic], formula: list[CollectiveTraffic]) -> bool:
     return all(row.agrees for row in table(measured, formula, beside_bytes=0))
 
 
@@ -152,7 +152,7 @@ def test_tensor_ranks_send_what_the_formulas_say() -> None:
     ids=["zero3 and tensor", "zero2 and sequence", "hybrid and tensor"],
 )
 def test_of_512_processes_one_sends_what_the_formulas_say(layout: Layout, section: Parallel) -> None:
-    with pretended(512, rank=77):
+    with fake_process_group(512, rank=77):
         ranks = ranks_of(layout, "cpu")
         assert disagreements({"512": tensor_step(section, ranks, "none", "llama", True)}) == []
 
@@ -230,12 +230,14 @@ def test_alone_nothing_is_sent() -> None:
         assert list(data_sent(EVEN, Layout(), Parallel(shard=shard), micro_batches=2)) == []  # type: ignore[arg-type]
 
 
-def total(sent: Sequence[Sent] | object) -> Fraction:
+def total(sent: Sequence[CollectiveTraffic] | object) -> Fraction:
     return sum((one.bytes for one in sent), Fraction(0))  # type: ignore[attr-defined]
 
 
 def test_formulas_need_no_torch() -> None:
-    import danlu.parallel.sent
+    import danlu.parallel.collective_traffic
     import danlu.plan.traffic
 
-    assert not any(vars(module).get("torch") is torch for module in (danlu.parallel.sent, danlu.plan.traffic))
+    assert not any(
+        vars(module).get("torch") is torch for module in (danlu.parallel.collective_traffic, danlu.plan.traffic)
+    )

@@ -12,7 +12,7 @@ from builders.process_group import run_group
 from builders.step_traffic_worker import sendings
 from builders.tiny_world import World
 
-from danlu.parallel.sent import Sent, table
+from danlu.parallel.collective_traffic import CollectiveTraffic, table
 from danlu.recipe import sections
 from danlu.verify.collective_traffic import StepTraffic
 
@@ -93,5 +93,5 @@ def test_the_formula_of_another_recipe_does_not_fit(found: Mapping[str, StepTraf
         assert not fits(found[one].counted, found[other].formula), f"{one} as {other}"
 
 
-def fits(counted: list[Sent], formula: list[Sent]) -> bool:
+def fits(counted: list[CollectiveTraffic], formula: list[CollectiveTraffic]) -> bool:
     return all(row.agrees for row in table(counted, formula, beside_bytes=0))

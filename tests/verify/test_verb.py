@@ -9,7 +9,7 @@ import pytest
 from builders.tiny_world import danlu, tiny_world
 
 from danlu.cli.verify import _print
-from danlu.parallel.sent import Row
+from danlu.parallel.collective_traffic import Row
 from danlu.report.verification import Check, Finding, Module, Verification, lines, shown
 from danlu.report.verification_page import PAGE, page
 

@@ -21,12 +21,12 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from danlu.cli.worker import LOGS, ending_file, log_file
+from danlu.cli.worker import LOGS, exit_report_file, log_file
 from danlu.errors import ResourceError, Stopped
 from danlu.machine import oom_kill_count, usable_cores
-from danlu.parallel import endings
-from danlu.parallel.endings import Cause, Ending
-from danlu.parallel.joining import LAUNCHER
+from danlu.parallel import exit_reports
+from danlu.parallel.exit_reports import ExitReport, FailureCause
+from danlu.parallel.process_group import LAUNCHER
 from danlu.parallel.world import named
 
 GRACE_S = 10.0
@@ -108,13 +108,13 @@ def launch(
             signal.signal(number, handler)
         spec.rdzv_handler.shutdown()
     if agent.stopping is not None:
-        return _stopped(agent.stopping, agent.endings())
+        return _stopped(agent.stopping, agent.exit_reports())
     if agent.cause is not None:
         raise agent.cause.error
-    return max((ending.exit_code for ending in agent.endings().values() if ending is not None), default=0)
+    return max((report.exit_code for report in agent.exit_reports().values() if report is not None), default=0)
 
 
-def _stopped(number: int, left: Mapping[int, Ending | None]) -> int:
+def _stopped(number: int, left: Mapping[int, ExitReport | None]) -> int:
     """The first process has said how far the run came, unless it had not begun or another was stopped at once."""
     first = left[0]
     if first is not None and first.well:
@@ -141,7 +141,7 @@ class Places(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for rank, environ in envs.items():
             environ[LAUNCHER] = str(os.getpid())
-            environ[endings.ENDING] = str(ending_file(self._folder, rank))
+            environ[exit_reports.EXIT_REPORT] = str(exit_report_file(self._folder, rank))
             environ.setdefault("OMP_NUM_THREADS", str(self._threads))
             if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
                 environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name may lead nowhere
@@ -151,7 +151,7 @@ class Places(LogsSpecs):
             stderrs=nowhere,
             tee_stdouts={},
             tee_stderrs={},
-            error_files={rank: str(ending_file(self._folder, rank)) for rank in envs},
+            error_files={rank: str(exit_report_file(self._folder, rank)) for rank in envs},
         )
 
     @property
@@ -188,12 +188,12 @@ class Agent(LocalElasticAgent):
         self._patient_until: float | None = None  # with processes that were asked twice to stop
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._obeyed = [number for number in _ASKS_TO_STOP if not (nohup and number == signal.SIGHUP)]
-        self.cause: Cause | None = None
+        self.cause: FailureCause | None = None
         self.stopping: int | None = None
 
-    def endings(self) -> dict[int, Ending | None]:
+    def exit_reports(self) -> dict[int, ExitReport | None]:
         """What each process has left. One machine has all of them, so their local number is their rank."""
-        return {rank: endings.read(ending_file(self._folder, rank)) for rank in range(self._processes)}
+        return {rank: exit_reports.read_report(exit_report_file(self._folder, rank)) for rank in range(self._processes)}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.stopping is not None:  # asked between two attempts
@@ -202,7 +202,7 @@ class Agent(LocalElasticAgent):
         attempt = spec.max_restarts - self._remaining_restarts
         spec.args = tuple(self._arguments(attempt))
         for rank in range(self._processes):
-            ending_file(self._folder, rank).unlink(missing_ok=True)
+            exit_report_file(self._folder, rank).unlink(missing_ok=True)
         started: dict[int, Any] = super()._start_workers(worker_group)
         if _in_main_thread():  # in the place of those that the call above has installed
             for number in _ASKS_TO_STOP:
@@ -218,21 +218,21 @@ class Agent(LocalElasticAgent):
         if self.stopping is not None and self._patient_until is None:
             self._patient_until = time.monotonic() + self._grace_s
         self.stopping = number
-        left = self.endings()
+        left = self.exit_reports()
         for rank, process in self._popen().items():
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL if left[rank] is None else _ASKS_TO_STOP[signal.Signals(number)])
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         exits = {rank: process.poll() for rank, process in self._popen().items()}
-        left = self.endings()
+        left = self.exit_reports()
         self._tell_progress(left)
-        ended = {rank: ending for rank, ending in left.items() if exits[rank] is not None}
+        ended = {rank: report for rank, report in left.items() if exits[rank] is not None}
         if self._patient_until is not None and time.monotonic() > self._patient_until:
             self._end_all()  # they wait in C++ for one that does not come, where no signal reaches them
             self._remaining_restarts = 0
             return RunResult(WorkerState.FAILED)
-        if all(ending is not None and ending.well for ending in ended.values()):
+        if all(report is not None and report.well for report in ended.values()):
             if len(ended) < self._processes:
                 return RunResult(WorkerState.HEALTHY)
             self.cause = None
@@ -241,7 +241,7 @@ class Agent(LocalElasticAgent):
         self._judge(exits)
         return RunResult(WorkerState.FAILED)
 
-    def _tell_progress(self, left: Mapping[int, Ending | None]) -> None:
+    def _tell_progress(self, left: Mapping[int, ExitReport | None]) -> None:
         """Loading torch takes many processes on few cores minutes, in which nothing else is to be seen."""
         now = time.monotonic()
         if self._progress_s is None or now - self._told_at < self._progress_s:
@@ -272,10 +272,10 @@ class Agent(LocalElasticAgent):
 
     def _judge(self, exits: Mapping[int, int | None]) -> None:
         """Why the processes failed, and whether they are started again."""
-        left = self.endings()
-        if self.stopping is None and (alone := endings.stopped_alone(left, exits)) is not None:
+        left = self.exit_reports()
+        if self.stopping is None and (alone := exit_reports.stopped_by_signal(left, exits)) is not None:
             self.stopping = alone.exit_code - 128
-        self.cause = endings.cause(
+        self.cause = exit_reports.failure_cause(
             left,
             exits,
             {rank: log_file(self._folder, rank) for rank in range(1, self._processes)},

@@ -20,7 +20,7 @@ from danlu.cli.worker import loaded_torch, print_into, work
 from danlu.errors import RecipeError
 from danlu.machine import total_memory_bytes, usable_cores
 from danlu.models.hf_folder import LENET, model_type
-from danlu.parallel.endings import ENDING
+from danlu.parallel.exit_reports import EXIT_REPORT
 from danlu.parallel.layout import layout_of
 from danlu.parallel.world import World, found
 from danlu.recipe import Loaded, Recipe
@@ -90,18 +90,18 @@ def _share(world: World, recipe: Path, overrides: list[str], resume: str, dry_ru
     loaded = recipes.load(recipe, overrides)
     tell = print_into(world, _folder_of_a_dry_run() if dry_run else Path(loaded.recipe.output).expanduser())
     # Here: see `_train`.
-    from danlu.parallel.joining import join, leave
+    from danlu.parallel.process_group import join_process_group, leave_process_group
 
     loaded_torch(world)
-    join(loaded.recipe.device, loaded.recipe.parallel.timeout_s, tell)
+    join_process_group(loaded.recipe.device, loaded.recipe.parallel.timeout_s, tell)
     code = _train(loaded, resume, dry_run, quiet)
-    leave()
+    leave_process_group()
     return code
 
 
 def _folder_of_a_dry_run() -> Path:
     """For what processes print: the launcher's folder, or one of this process's own."""
-    told = os.environ.get(ENDING)
+    told = os.environ.get(EXIT_REPORT)
     return Path(tempfile.mkdtemp(prefix="danlu-dry-run-")) if told is None else Path(told).parent.parent
 
 

@@ -14,7 +14,7 @@ from danlu.errors import DanluError, RecipeError, ResourceError
 from danlu.terminal import echo, print_status, print_status_early, printable
 
 if TYPE_CHECKING:
-    from danlu.parallel.sent import Row
+    from danlu.parallel.collective_traffic import Row
     from danlu.report.verification import Verification
 
 

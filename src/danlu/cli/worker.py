@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from danlu.cli.crash import sense, without_traceback
 from danlu.errors import DanluError, RecipeError, ResourceError, Stopped
-from danlu.parallel import endings
-from danlu.parallel.endings import Ending
+from danlu.parallel import exit_reports
+from danlu.parallel.exit_reports import ExitReport
 from danlu.parallel.world import World, named
 from danlu.terminal import printable
 
@@ -27,7 +27,7 @@ def log_file(folder: Path, rank: int) -> Path:
     return folder / LOGS / f"rank-{rank}.txt"
 
 
-def ending_file(folder: Path, rank: int) -> Path:
+def exit_report_file(folder: Path, rank: int) -> Path:
     return folder / LOGS / f"rank-{rank}.json"
 
 
@@ -42,29 +42,29 @@ def work(world: World, body: Callable[[], int]) -> NoReturn:
     try:
         _leave_room(world)
         code = body()
-        ending = Ending(world.rank, "stopped" if code else "finished", code)
+        report = ExitReport(world.rank, "stopped" if code else "finished", code)
     except (Stopped, KeyboardInterrupt) as stop:
         said = str(stop) or "interrupted"
         _print(f"{said}\n")
-        ending = Ending(world.rank, "stopped", getattr(stop, "exit_code", 128 + signal.SIGINT), (said,))
+        report = ExitReport(world.rank, "stopped", getattr(stop, "exit_code", 128 + signal.SIGINT), (said,))
     except BaseException as error:
-        ending = ending_of(world.rank, error)
+        report = exit_report_of(world.rank, error)
     try:
-        endings.note(ending)
+        exit_reports.write_report(report)
         left = _launched()
     except OSError:  # a full disk, where not even the room for this could be reserved
         left = False
-    if not ending.well:
-        _tell(world, ending, terminal, left)
+    if not report.well:
+        _tell(world, report, terminal, left)
     _print("")
     # The launcher would take a stopped process for one that failed, and end those that are still saving.
-    os._exit(0 if ending.well and _launched() else ending.exit_code)
+    os._exit(0 if report.well and _launched() else report.exit_code)
 
 
 def loaded_torch(world: World) -> None:
     """Lets the launcher know that this process has come so far, the longest part of its start."""
     with suppress(OSError):  # a disk that is full is told of when there is something to lose
-        endings.note(Ending(world.rank, "begun", said=(endings.LOADED,)))
+        exit_reports.write_report(ExitReport(world.rank, "begun", said=(exit_reports.LOADED,)))
 
 
 def print_into(world: World, folder: Path) -> Callable[[str], None]:
@@ -96,34 +96,34 @@ def print_into(world: World, folder: Path) -> Callable[[str], None]:
     return tell
 
 
-def ending_of(rank: int, error: BaseException) -> Ending:
+def exit_report_of(rank: int, error: BaseException) -> ExitReport:
     """What is told of an error: a DanluError's text; else what it means, what the process was at, and the traceback."""
-    joined = _joined()
-    shown = error if joined is None else joined.told(error)
+    process_group = _process_group()
+    shown = error if process_group is None else process_group.error_to_report(error)
     if isinstance(shown, RecipeError):
-        return Ending(rank, "error", shown.exit_code, tuple(shown.problems))
+        return ExitReport(rank, "error", shown.exit_code, tuple(shown.problems))
     if isinstance(shown, DanluError):
-        return Ending(rank, "error" if shown is error else "hang", shown.exit_code, (str(shown),))
-    where = "" if joined is None else str(joined.WHERE)
+        return ExitReport(rank, "error" if shown is error else "hang", shown.exit_code, (str(shown),))
+    where = "" if process_group is None else str(process_group.PHASE)
     trace = "".join(traceback.format_exception(error)).rstrip()
-    if endings.is_consequence(error):
+    if exit_reports.is_peer_failure(error):
         said = (
             "another process of this run is gone, or does not answer; what it said last is in its own log. "
             f"{type(error).__name__}{f' at {where}' if where else ''}: {error}\n{trace}"
         )
-        return Ending(rank, "consequence", DanluError.exit_code, (said,))
+        return ExitReport(rank, "consequence", DanluError.exit_code, (said,))
     unexpected = sense(error, where)
-    return Ending(rank, "failure", unexpected.exit_code, (f"{unexpected}\n{trace}",))
+    return ExitReport(rank, "failure", unexpected.exit_code, (f"{unexpected}\n{trace}",))
 
 
 def _leave_room(world: World) -> None:
     """Says that this process is at work, in a file with room for how it will end."""
     try:
-        endings.note(Ending(world.rank, "begun"))
+        exit_reports.write_report(ExitReport(world.rank, "begun"))
     except OSError as error:
         raise ResourceError(
-            f"{os.environ[endings.ENDING]}: cannot be written: {error.strerror}. Free some space, or choose another "
-            "`output`"
+            f"{os.environ[exit_reports.EXIT_REPORT]}: cannot be written: {error.strerror}. Free some space, or "
+            "choose another `output`"
         ) from error
 
 
@@ -135,33 +135,33 @@ def _print(text: str) -> None:
         sys.stderr.flush()
 
 
-def _joined() -> Any:
-    """`danlu.parallel.joining`, where this process has come so far as to load it: an error before that is told without
-    torch, a second earlier."""
-    return sys.modules.get("danlu.parallel.joining")
+def _process_group() -> Any:
+    """`danlu.parallel.process_group` where this process has loaded it, else None: an error before that is reported
+    without loading torch, a second earlier."""
+    return sys.modules.get("danlu.parallel.process_group")
 
 
 def _launched() -> bool:
-    return endings.ENDING in os.environ
+    return exit_reports.EXIT_REPORT in os.environ
 
 
-def _tell(world: World, ending: Ending, terminal: int, left: bool) -> None:
+def _tell(world: World, report: ExitReport, terminal: int, left: bool) -> None:
     """Into this process's log; and to the terminal, unless the launcher does it or another process has done it.
 
     left: whether it has been left for the launcher.
     """
-    text = "".join(f"error: {said}\n" for said in ending.said)
+    text = "".join(f"error: {said}\n" for said in report.said)
     in_a_log = not os.path.sameopenfile(terminal, sys.stderr.fileno())
     if in_a_log:
         _print(text)
-    elif ending.exit_code == RecipeError.exit_code and world.local_rank not in (0, None):
+    elif report.exit_code == RecipeError.exit_code and world.local_rank not in (0, None):
         return  # a recipe that cannot be read: the first process of this machine says it too
-    if left or (ending.kind == "consequence" and ending.rank):
+    if left or (report.kind == "consequence" and report.rank):
         return
-    joined = _joined()
-    if joined is None or joined.first_to_tell():
-        whose = "" if ending.kind == "hang" or not ending.rank else f"{named([ending.rank])}: "
-        if ending.kind == "failure":
-            text = f"error: {without_traceback(ending.said[0], sys.argv[1:])}\n"
+    process_group = _process_group()
+    if process_group is None or process_group.is_first_to_report():
+        whose = "" if report.kind == "hang" or not report.rank else f"{named([report.rank])}: "
+        if report.kind == "failure":
+            text = f"error: {without_traceback(report.said[0], sys.argv[1:])}\n"
         with suppress(OSError):  # the other end of a pipe is gone
             os.write(terminal, printable(text.replace("error: ", f"error: {whose}", 1)).encode())

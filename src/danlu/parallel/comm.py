@@ -95,12 +95,12 @@ class Group:
         return found
 
     def from_first(
-        self, make: Callable[[], T], *, again: bool = False, assemble: Callable[[], None] = lambda: None
+        self, make: Callable[[], T], *, again: bool = False, barrier: Callable[[], None] = lambda: None
     ) -> T:
         """What the first member makes, on all of them; an error of danlu's there is an error everywhere.
 
         again: the others make it themselves, once the first has; for what finds the first one's work on disk.
-        assemble: returns when all have come to it; for what takes longer than a collective may.
+        barrier: returns when all have come to it; for what takes longer than a collective may.
         """
         if self.alone:
             return make()
@@ -110,7 +110,7 @@ class Group:
                 made = make()
             except DanluError as problem:
                 error = problem
-        assemble()
+        barrier()
         sent, error = self.objects((None if again else made, error))[0]
         if error is not None:
             raise error

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from danlu.parallel.comm import Group
-from danlu.parallel.held import Held
+from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.ranks import Ranks
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class StepParallel:
     """The part of one process, one among `ranks`, in each step."""
 
     ranks: Ranks = field(default_factory=Ranks)
-    local_parameters: Mapping[str, Held] = field(default_factory=dict)
+    local_parameters: Mapping[str, LocalParameter] = field(default_factory=dict)
     """By name, what this process has of each parameter; empty on a single process, which has all of the model."""
     partial_gradients: Sequence[tuple[Group, str]] = ()
     """A group and a parameter's name: after the backward pass its gradient is one term of a sum over the group."""

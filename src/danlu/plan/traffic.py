@@ -3,7 +3,7 @@
 Ψ counts what travels. fully_shard deals out a tensor's rows and fills the last shares up, so a tensor of 10 rows goes
 as 12 among 4 (`padded_elements`); parameters that tensor parallelism cuts count with the box that is left of them. The
 formulas follow a ring (`parallel.rings`): of N, each sends (N-1)/N of what is gathered or scattered, twice that of what
-is summed for all. Tests compare them with what is counted (`parallel.traffic`).
+is summed for all. Tests compare them with what is counted (`parallel.traffic_counter`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from danlu.parallel.collective_traffic import CollectiveTraffic, Kind, axis_along, ring_bytes
 from danlu.parallel.layout import Layout
-from danlu.parallel.sent import Kind, Sent, axis_along, ring_bytes
 from danlu.recipe.sections import Parallel
 
 REDUCED_BYTES = {"fp32": 4, "bf16": 2}
@@ -46,7 +46,9 @@ def padding_elements(weights: Sequence[Weight], layout: Layout) -> int:
     return sum(padded_elements(weight.shape, layout.shard) - math.prod(weight.shape) for weight in sharded)
 
 
-def data_sent(weights: Sequence[Weight], layout: Layout, section: Parallel, *, micro_batches: int) -> Iterator[Sent]:
+def data_sent(
+    weights: Sequence[Weight], layout: Layout, section: Parallel, *, micro_batches: int
+) -> Iterator[CollectiveTraffic]:
     """What data ranks send each other in a step of so many micro-batches: gradients and parameters.
 
     With Ψ bytes in each type, N data ranks, M micro-batches:
@@ -121,7 +123,7 @@ class Cut:
     for label smoothing the sum of all, and whether a token before the target has the greatest logit."""
 
 
-def tensor_sent(cut: Cut, layout: Layout, section: Parallel) -> Iterator[Sent]:
+def tensor_sent(cut: Cut, layout: Layout, section: Parallel) -> Iterator[CollectiveTraffic]:
     """What tensor ranks send each other in a step: activations (Megatron, arXiv:1909.08053, section 3).
 
     Forward, two sums of [T, D] a layer (behind attention and MLP) and one behind the embedding; backward, two a layer
@@ -149,9 +151,9 @@ def tensor_sent(cut: Cut, layout: Layout, section: Parallel) -> Iterator[Sent]:
 
 def _sent(
     layout: Layout, axes: tuple[str, ...], kind: Kind, full_bytes: int, what: str, among: int | None = None
-) -> Iterator[Sent]:
+) -> Iterator[CollectiveTraffic]:
     """among: processes that take part, where they are some of the axis."""
     name, size = axis_along(layout, *axes)
     size = size if among is None else among
     if size > 1 and full_bytes:
-        yield Sent(name, kind, ring_bytes(kind, size, full_bytes), what=what)
+        yield CollectiveTraffic(name, kind, ring_bytes(kind, size, full_bytes), what=what)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 
-from danlu.parallel.sent import HEADINGS as TRAFFIC_HEADINGS
-from danlu.parallel.sent import Row
+from danlu.parallel.collective_traffic import HEADINGS as TRAFFIC_HEADINGS
+from danlu.parallel.collective_traffic import Row
 
 
 @dataclass(frozen=True)

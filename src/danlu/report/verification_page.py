@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from danlu import __version__
-from danlu.parallel.sent import HEADINGS, Row
+from danlu.parallel.collective_traffic import HEADINGS, Row
 from danlu.report.html_page import HtmlPage
 from danlu.report.verification import Check, Verification, shown, verdict
 

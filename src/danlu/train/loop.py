@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from danlu.errors import DanluError, TrainingError
 from danlu.optim.schedules import multiplier
-from danlu.parallel.hangs import WHERE
+from danlu.parallel.watchdog import PHASE
 from danlu.train.diagnosis import explain_gradient, explain_weights, some
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.metrics import Value, peak_memory_bytes
@@ -101,7 +101,7 @@ def _step(run: Run) -> None:
     if run.scaler is not None and (change := run.scaler.update(step, finite)) is not None:
         run.tell("overflow" if change.overflow else "loss_scale", before=change.before, after=change.after)
     if wanted:
-        WHERE.begin("optimizer")
+        PHASE.begin("optimizer")
         run.optimizer.step(free_gradients=True)
         if run.ema is not None:
             run.ema.update()
@@ -167,7 +167,7 @@ def assess(run: Run) -> Scores | None:
     a DanluError, such as a sample that is not finite: it is raised on all processes once the state has been saved.
     """
     started = time.perf_counter()
-    WHERE.begin("evaluation", run.state.step)
+    PHASE.begin("evaluation", run.state.step)
     scores: Scores | None = None
     texts: list[str] = []
     problem: DanluError | None = None
@@ -217,7 +217,7 @@ def save(run: Run, scores: Scores | None = None) -> None:
 
     Raises TrainingError for weights that are not finite: they would take the place of good ones.
     """
-    WHERE.begin("checkpoint", run.state.step)
+    PHASE.begin("checkpoint", run.state.step)
     if (broken := broken_weights(run)) is not None:
         raise broken
     run.state.saved_step = run.state.step

@@ -7,7 +7,7 @@ import re
 import torch
 
 from danlu.errors import ResourceError
-from danlu.parallel.hangs import WHERE
+from danlu.parallel.watchdog import PHASE
 from danlu.train.units import format_bytes
 
 # What torch and CUDA's libraries say in errors that have no class of their own.
@@ -41,6 +41,6 @@ def in_short(error: BaseException) -> str:
     if isinstance(error, OutOfMemory):
         return str(error)
     wanted = wanted_bytes(error)
-    where = ", ".join(part for part in ("" if WHERE.step is None else f"step {WHERE.step}", WHERE.phase) if part)
+    where = ", ".join(part for part in ("" if PHASE.step is None else f"step {PHASE.step}", PHASE.phase) if part)
     more = "" if wanted is None else f" when {format_bytes(wanted)} more were asked for"
     return f"{where}: out of memory{more}" if where else f"out of memory{more}"

@@ -22,9 +22,9 @@ from danlu.models.decoder import Decoder
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
 from danlu.optim.clip import HasGradient, clip_grad_norm, non_finite
 from danlu.optim.sparse import compact
-from danlu.parallel.hangs import WHERE
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, shares_of
+from danlu.parallel.watchdog import PHASE
 from danlu.recipe.sections import LossOptions
 from danlu.train.diagnosis import explain_non_finite
 from danlu.train.memory_parts import Activations
@@ -274,11 +274,11 @@ def accumulate(
     for number, group in enumerate(groups, 1):
         batch = compute.collate([pack for _, pack in group])
         compute.set_dropout(step, group)
-        WHERE.begin("forward", step)
+        PHASE.begin("forward", step)
         with parallel.micro_batch(number == rounds):
             with nullcontext() if compute.activations is None else compute.activations.counted(len(batch.targets)):
                 entropy = compute.losses(batch, compute.loss, loss_scale)
-            WHERE.begin("backward")
+            PHASE.begin("backward")
             entropy.total.backward()
         compute.set_dropout(None)
         if parallel.alone:
@@ -286,7 +286,7 @@ def accumulate(
         sums.append(torch.stack((entropy.total.detach(), entropy.nll, entropy.correct)))
         weight += batch.weight
         trained += len(batch.targets)
-    WHERE.begin("sum of gradients")
+    PHASE.begin("sum of gradients")
     parallel.reduce_gradients()
     by_micro = torch.stack(sums).double().cpu()  # one wait for the device, after all the work has been handed to it
     counts = torch.tensor([weight, trained], dtype=torch.float64)

@@ -30,7 +30,7 @@ from danlu.atomic_write import write_atomically
 from danlu.errors import ResourceError
 from danlu.models.decoder import Decoder
 from danlu.models.loading import meta_decoder
-from danlu.parallel.held import Held
+from danlu.parallel.local_parameter import LocalParameter
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.metrics import peak_memory_bytes, read_metrics
 from danlu.train.state import Run
@@ -135,7 +135,7 @@ def seconds_in(lines: Lines) -> float:
     return seconds
 
 
-def parameters_of(model: nn.Module, held: Mapping[str, Held] = MappingProxyType({})) -> int:
+def parameters_of(model: nn.Module, held: Mapping[str, LocalParameter] = MappingProxyType({})) -> int:
     """All numbers of the whole model and its adapters, those held in few bits included; a tied matrix counts once.
 
     held: what this process has of each parameter, where several share them.
@@ -146,12 +146,12 @@ def parameters_of(model: nn.Module, held: Mapping[str, Held] = MappingProxyType(
     return sum(found.values())
 
 
-def trained_parameters_of(model: nn.Module, held: Mapping[str, Held] = MappingProxyType({})) -> int:
+def trained_parameters_of(model: nn.Module, held: Mapping[str, LocalParameter] = MappingProxyType({})) -> int:
     """Of `parameters_of`, those that training changes."""
     return sum(_numbers(model, held, trained=True).values())
 
 
-def _numbers(model: nn.Module, held: Mapping[str, Held], *, trained: bool = False) -> dict[str, int]:
+def _numbers(model: nn.Module, held: Mapping[str, LocalParameter], *, trained: bool = False) -> dict[str, int]:
     """Of each whole parameter, by name; codes are no parameters."""
     return {
         name: prod(held[name].piece.whole) if name in held else one.numel()

@@ -12,9 +12,9 @@ from danlu.classifying import Classifying, PlacedClassifier
 from danlu.data.images import Image, ImageSampler, read_images
 from danlu.errors import DataError
 from danlu.models import lenet
+from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.sent import Sent
 from danlu.recipe import Recipe
 from danlu.train.run_folder import Start
 from danlu.verify.collective_traffic import sent_over_data
@@ -32,7 +32,7 @@ class ClassifierProxy:
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedClassifier:
         return Classifying(recipe).place(ranks, device, None if resumed is None else Start(resumed, ()))
 
-    def sent(self, learning: PlacedProxy, groups: Groups) -> list[Sent]:
+    def sent(self, learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
         return sent_over_data(learning, groups, gathered=torch.float32)
 
 

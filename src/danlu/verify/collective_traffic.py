@@ -19,9 +19,9 @@ from danlu.data.batch import EMPTY_PACK, pad_to_bucket
 from danlu.language import PlacedDecoder
 from danlu.memory.recompute import Plan
 from danlu.models.decoder import MLP, Attention, Decoder, Layer, Linear
-from danlu.parallel.sent import Sent
+from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.tensor import LINEAR_AXES
-from danlu.parallel.traffic import Traffic
+from danlu.parallel.traffic_counter import TrafficCounter
 from danlu.plan.traffic import Cut, Weight, data_sent, tensor_sent
 from danlu.recipe.sections import Bottleneck
 from danlu.train.step import Compute
@@ -34,19 +34,19 @@ from danlu.verify.trace import ProxyTraining
 class StepTraffic:
     """What one process sends in a step."""
 
-    counted: list[Sent]
-    formula: list[Sent]
+    counted: list[CollectiveTraffic]
+    formula: list[CollectiveTraffic]
 
 
 def measure_step_traffic(learning: ProxyTraining, packs: Sequence[Item]) -> StepTraffic:
     """Counted in one step, after one that is not: DDP sends the order of its buckets once.
 
-    Only forward and backward passes and the sums behind them: numbers may mean nothing (on pretended processes).
+    Only forward and backward passes and the sums behind them: numbers may mean nothing (under `fake_process_group`).
     """
     _forward_and_backward(learning, packs)
-    with Traffic(learning.ranks.layout) as traffic:
+    with TrafficCounter(learning.ranks.layout) as traffic:
         _forward_and_backward(learning, packs)
-    return StepTraffic(traffic.sent(), learning.proxy.sent(learning, list(_groups(learning, packs))))
+    return StepTraffic(traffic.counted(), learning.proxy.sent(learning, list(_groups(learning, packs))))
 
 
 def _forward_and_backward(learning: ProxyTraining, packs: Sequence[Item]) -> None:
@@ -71,7 +71,7 @@ def _groups(learning: ProxyTraining, items: Sequence[Item]) -> Iterator[list[tup
         yield own[number * micro : (number + 1) * micro]
 
 
-def sent_over_data(learning: PlacedProxy, groups: Groups, *, gathered: torch.dtype) -> list[Sent]:
+def sent_over_data(learning: PlacedProxy, groups: Groups, *, gathered: torch.dtype) -> list[CollectiveTraffic]:
     """What data ranks send by `plan.traffic`; gathered: the type that parameters are gathered in."""
     section, layout = learning.recipe.parallel, learning.ranks.layout
     weights = [
@@ -88,7 +88,7 @@ def sent_over_data(learning: PlacedProxy, groups: Groups, *, gathered: torch.dty
     return list(data_sent(weights, layout, section, micro_batches=len(groups)))
 
 
-def sent_by_decoder(learning: PlacedProxy, groups: Groups) -> list[Sent]:
+def sent_by_decoder(learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
     """What `plan.traffic` says of a decoder's step."""
     placed, layout = learning.placed, learning.ranks.layout
     assert isinstance(placed, PlacedDecoder), "that of a decoder"

@@ -13,9 +13,9 @@ from danlu.language import PlacedDecoder
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.presets import from_scratch
+from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, Sizes, problems
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.sent import Sent
 from danlu.placing import place, saved_adapter, subject_of
 from danlu.recipe import Recipe
 from danlu.verify.collective_traffic import sent_by_decoder
@@ -51,7 +51,7 @@ class DecoderProxy:
         )
         return PlacedDecoder(recipe, place(subject, recipe, ranks, device, resumed=resumed is not None), device)
 
-    def sent(self, learning: PlacedProxy, groups: Groups) -> list[Sent]:
+    def sent(self, learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
         return sent_by_decoder(learning, groups)
 
     def _encoded(self, text: str, recipe: Recipe) -> list[int]:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.sent import Sent
 from danlu.recipe import Recipe
 from danlu.tasks import PlacedModel
 from danlu.train.step import Learner
@@ -46,7 +46,9 @@ class Proxy(Protocol):
         """The model on the processes of a layout; resumed: a checkpoint that will be loaded into it."""
         ...
 
-    def sent(self, learning: PlacedProxy, groups: Groups) -> list[Sent]: ...  # in a step on this process, by formulas
+    def sent(self, learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
+        """What this process sends in a step, by formulas."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from danlu.errors import RecipeError
+from danlu.parallel.collective_traffic import Row, table
 from danlu.parallel.layout import Layout, layout_of
-from danlu.parallel.sent import Row, table
 from danlu.plan.precision import fastest, product_speeds
 from danlu.recipe import Recipe
 from danlu.report.verification import Verification

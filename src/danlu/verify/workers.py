@@ -26,7 +26,7 @@ import torch.distributed as dist
 from danlu.errors import DanluError, TrainingError
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.parallel.traffic import pretended
+from danlu.parallel.traffic_counter import fake_process_group
 from danlu.recipe import Recipe
 from danlu.types import Item
 from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
@@ -215,7 +215,7 @@ def _many(task: Task, folder: Path, rank: int) -> Result:
 
 def _pretended(task: Task, folder: Path, rank: int) -> Result:
     """The first process of the layout, without the others."""
-    with pretended(task.layout.world):
+    with fake_process_group(task.layout.world):
         ranks = ranks_of(task.layout, "cpu")
         learning = ProxyTraining.of(task.recipe, task.proxy, ranks, torch.device("cpu"), micro=task.micro)
         return Trace(), measure_step_traffic(learning, task.steps[0])

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from danlu.parallel.collective_traffic import CollectiveTraffic, Kind, axis_of, ring_bytes
 from danlu.parallel.layout import Layout
-from danlu.parallel.sent import Kind, Sent, axis_of, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ _SEND_NOTHING = frozenset(
 _SPACES = ("c10d", "_c10d_functional")
 
 
-class Traffic(TorchDispatchMode):
-    """`with Traffic(layout) as traffic: step()`, then `traffic.sent()`.
+class TrafficCounter(TorchDispatchMode):
+    """`with TrafficCounter(layout) as traffic: step()`, then `traffic.counted()`.
 
     Counts what the thread inside the block starts, and its backward passes; a checkpoint that is written in another
     thread is left out. Compiled functions run uncompiled meanwhile. Bytes are those of a ring, whatever the backend
@@ -90,9 +90,9 @@ class Traffic(TorchDispatchMode):
         self._layout = layout
         self._counts: dict[tuple[str, Kind], tuple[Fraction, int]] = {}
 
-    def sent(self) -> list[Sent]:
+    def counted(self) -> list[CollectiveTraffic]:
         """What has been sent until now, a line for each axis and kind."""
-        return [Sent(axis, kind, count, calls) for (axis, kind), (count, calls) in self._counts.items()]
+        return [CollectiveTraffic(axis, kind, count, calls) for (axis, kind), (count, calls) in self._counts.items()]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,7 +160,7 @@ def _own_rows(given: Mapping[str, Any], ranks: tuple[int, ...]) -> Fraction | No
 
 
 @contextmanager
-def pretended(world: int, rank: int = 0) -> Iterator[None]:
+def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
     """torch.distributed as one of so many processes that are not there: collectives return at once, and move nothing.
 
     What comes out of them is not initialised, so only shapes and counts of what runs inside mean anything.

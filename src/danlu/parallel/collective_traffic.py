@@ -30,7 +30,7 @@ SINGLE_NUMBERS_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class Sent:
+class CollectiveTraffic:
     """What one process sends along an axis by one kind of collective."""
 
     axis: str  # "shard", or several: "replicate x shard"
@@ -103,10 +103,15 @@ class Row:
 HEADINGS = ("axis", "collective", "what", "calls", "sent, bytes", "formula, bytes", "ratio", "agrees")
 
 
-def table(measured: Sequence[Sent], formula: Sequence[Sent], *, beside_bytes: int = SINGLE_NUMBERS_BYTES) -> list[Row]:
+def table(
+    measured: Sequence[CollectiveTraffic],
+    formula: Sequence[CollectiveTraffic],
+    *,
+    beside_bytes: int = SINGLE_NUMBERS_BYTES,
+) -> list[Row]:
     """A line for each axis and collective that was sent or ought to have been, outermost axis first."""
     found, told = _summed(measured), _summed(formula)
-    nothing = Sent("", "all-reduce", Fraction(0))
+    nothing = CollectiveTraffic("", "all-reduce", Fraction(0))
     rows = []
     for axis, kind in sorted({*found, *told}, key=lambda key: (_place(key[0]), key[1])):
         here, there = found.get((axis, kind), nothing), told.get((axis, kind), nothing)
@@ -114,12 +119,12 @@ def table(measured: Sequence[Sent], formula: Sequence[Sent], *, beside_bytes: in
     return rows
 
 
-def _summed(parts: Sequence[Sent]) -> dict[tuple[str, Kind], Sent]:
+def _summed(parts: Sequence[CollectiveTraffic]) -> dict[tuple[str, Kind], CollectiveTraffic]:
     together = defaultdict(list)
     for part in parts:
         together[part.axis, part.kind].append(part)
     return {
-        (axis, kind): Sent(
+        (axis, kind): CollectiveTraffic(
             axis,
             kind,
             sum((part.bytes for part in group), Fraction(0)),

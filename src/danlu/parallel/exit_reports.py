@@ -35,7 +35,7 @@ failure: any other exception; hang: waited too long for another; consequence: fa
 LOADED = "has loaded torch"
 """What a process that has begun says of itself when it is about to join the others."""
 
-ENDING = "DANLU_ENDING"
+EXIT_REPORT = "DANLU_EXIT_REPORT"
 """The environment variable that names the file of a process."""
 
 _ERRORS: dict[int, type[DanluError]] = {
@@ -67,7 +67,7 @@ _PEER_IS_GONE = re.compile(
 
 
 @dataclass(frozen=True)
-class Ending:
+class ExitReport:
     """What one process says about itself."""
 
     rank: int
@@ -95,36 +95,36 @@ class Ending:
                 reserved.write(bytes(_ROOM_BYTES))
 
 
-def read(file: Path) -> Ending | None:
+def read_report(file: Path) -> ExitReport | None:
     """What the process said; None if it never came so far."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return Ending(**{**values, "said": tuple(values["said"])})
+    return ExitReport(**{**values, "said": tuple(values["said"])})
 
 
-def is_consequence(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Whether an exception only says that another process is gone or does not answer."""
     if isinstance(error, DanluError) or not isinstance(error, RuntimeError | OSError):
         return False
     return isinstance(error, ConnectionError) or bool(_PEER_IS_GONE.search(str(error)))
 
 
-def note(ending: Ending, environ: Mapping[str, str] = os.environ) -> None:
+def write_report(report: ExitReport, environ: Mapping[str, str] = os.environ) -> None:
     """Leaves the file where whoever started this process wants one.
 
     torchrun names a file of its own, and shows what it finds there.
     """
-    if ENDING in environ:
-        ending.write(Path(environ[ENDING]))
-    elif "TORCHELASTIC_ERROR_FILE" in environ and ending.kind in ("error", "failure", "hang"):
-        text = {"message": "\n".join(ending.said), "extraInfo": {"timestamp": int(ending.at), "rank": ending.rank}}
+    if EXIT_REPORT in environ:
+        report.write(Path(environ[EXIT_REPORT]))
+    elif "TORCHELASTIC_ERROR_FILE" in environ and report.kind in ("error", "failure", "hang"):
+        text = {"message": "\n".join(report.said), "extraInfo": {"timestamp": int(report.at), "rank": report.rank}}
         Path(environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": text}), encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureCause:
     """Why a group of processes failed, the first reason first."""
 
     error: DanluError
@@ -132,72 +132,74 @@ class Cause:
     again: bool  # whether another attempt may end otherwise
 
 
-def cause(
-    endings: Mapping[int, Ending | None],
+def failure_cause(
+    reports: Mapping[int, ExitReport | None],
     exits: Mapping[int, int | None],
     logs: Mapping[int, Path],
     *,
     memory_kills: int = 0,
-) -> Cause:
+) -> FailureCause:
     """What is told of processes of which at least one failed.
 
-    endings: what each left, by rank. exits: exit code, negative for a signal; None for one that was still running when
+    reports: what each left, by rank. exits: exit code, negative for a signal; None for one that was still running when
     the first failed. logs: where each wrote, for those that died without a word. memory_kills: processes that the
     system has counted as killed because memory ran out, since the group began.
     """
-    died = {rank: code for rank, code in exits.items() if code is not None and _silent(endings[rank])}
+    died = {rank: code for rank, code in exits.items() if code is not None and _silent(reports[rank])}
     told = sorted(
-        (ending for ending in endings.values() if ending is not None and ending.kind in ("error", "failure", "hang")),
-        key=lambda ending: ending.at,
+        (report for report in reports.values() if report is not None and report.kind in ("error", "failure", "hang")),
+        key=lambda report: report.at,
     )
     # A process is killed from outside, so others may fail of that, in words of any kind; but not in a DanluError's.
     killed = -signal.SIGKILL in died.values()
     if told and not (died and told[0].kind == "hang") and not (killed and told[0].kind == "failure"):
-        first = [ending for ending in told if _same(ending, told[0])]
-        return _told(first, told, endings)
+        first = [report for report in told if _same(report, told[0])]
+        return _told(first, told, reports)
     if died:
-        return _died(died, logs, endings, memory_kills)
-    waited = [ending for ending in endings.values() if ending is not None and ending.kind == "consequence"]
+        return _died(died, logs, reports, memory_kills)
+    waited = [report for report in reports.values() if report is not None and report.kind == "consequence"]
     assert waited, "a group fails of at least one process"
-    first = [min(waited, key=lambda ending: ending.at)]
-    return _told(first, first, endings)
+    first = [min(waited, key=lambda report: report.at)]
+    return _told(first, first, reports)
 
 
-def stopped_alone(endings: Mapping[int, Ending | None], exits: Mapping[int, int | None]) -> Ending | None:
+def stopped_by_signal(reports: Mapping[int, ExitReport | None], exits: Mapping[int, int | None]) -> ExitReport | None:
     """The process that a signal stopped at once, where the others failed of nothing else."""
-    stopped = [one for one in endings.values() if one is not None and one.kind == "stopped" and one.said]
-    others = [endings[rank] for rank, code in exits.items() if code is not None]  # else ended by the launcher
+    stopped = [one for one in reports.values() if one is not None and one.kind == "stopped" and one.said]
+    others = [reports[rank] for rank, code in exits.items() if code is not None]  # else ended by the launcher
     if not stopped or not all(one is not None and (one.well or one.kind == "consequence") for one in others):
         return None
-    return min(stopped, key=lambda ending: ending.at)
+    return min(stopped, key=lambda report: report.at)
 
 
-def _silent(ending: Ending | None) -> bool:
-    return ending is None or ending.kind == "begun"
+def _silent(report: ExitReport | None) -> bool:
+    return report is None or report.kind == "begun"
 
 
-def _same(one: Ending, other: Ending) -> bool:
+def _same(one: ExitReport, other: ExitReport) -> bool:
     return one.kind == other.kind and (one.said == other.said or one.kind == "hang")
 
 
-def _told(first: Sequence[Ending], told: Sequence[Ending], endings: Mapping[int, Ending | None]) -> Cause:
-    ranks = [ending.rank for ending in first]
+def _told(
+    first: Sequence[ExitReport], told: Sequence[ExitReport], reports: Mapping[int, ExitReport | None]
+) -> FailureCause:
+    ranks = [report.rank for report in first]
     reason = first[0]
-    everyone = len(ranks) == len(endings) or reason.kind == "hang"  # a hang's words name the ranks
+    everyone = len(ranks) == len(reports) or reason.kind == "hang"  # a hang's words name the ranks
     whose = "" if everyone else f"{named(ranks)}: "
     texts = list(reason.said)
-    others = [ending for ending in told if ending.rank not in ranks]
-    texts += [f"{named([ending.rank])} failed as well: {_headline(ending)}" for ending in others]
-    texts += _folded(set(endings) - set(ranks) - {ending.rank for ending in others}, endings)
+    others = [report for report in told if report.rank not in ranks]
+    texts += [f"{named([report.rank])} failed as well: {_headline(report)}" for report in others]
+    texts += _folded(set(reports) - set(ranks) - {report.rank for report in others}, reports)
     kind = _ERRORS.get(reason.exit_code, DanluError)
     problems = [f"{whose}{texts[0]}", *texts[1:]]
     error = RecipeError(problems) if kind is RecipeError else kind("\n".join(problems))
-    return Cause(error, f"{whose}{_headline(reason)}", again=reason.kind != "error")
+    return FailureCause(error, f"{whose}{_headline(reason)}", again=reason.kind != "error")
 
 
 def _died(
-    died: Mapping[int, int], logs: Mapping[int, Path], endings: Mapping[int, Ending | None], memory_kills: int
-) -> Cause:
+    died: Mapping[int, int], logs: Mapping[int, Path], reports: Mapping[int, ExitReport | None], memory_kills: int
+) -> FailureCause:
     lines = []
     for code in sorted(set(died.values())):
         ranks = [rank for rank, its in died.items() if its == code]
@@ -210,14 +212,14 @@ def _died(
         else:
             lines.append(f"{named(ranks)} {verb} ended by {_signal(-code)}")
     short = "; ".join(lines)
-    folded = _folded(set(endings) - set(died), endings)
+    folded = _folded(set(reports) - set(died), reports)
     if -signal.SIGKILL in died.values():
         folded.append(_LESS_MEMORY)
-    return Cause(ResourceError("\n".join([short + _where(logs, died), *folded])), short, again=True)
+    return FailureCause(ResourceError("\n".join([short + _where(logs, died), *folded])), short, again=True)
 
 
-def _folded(ranks: set[int], endings: Mapping[int, Ending | None]) -> list[str]:
-    waited = [rank for rank in ranks if (ending := endings[rank]) is not None and ending.kind == "consequence"]
+def _folded(ranks: set[int], reports: Mapping[int, ExitReport | None]) -> list[str]:
+    waited = [rank for rank in ranks if (report := reports[rank]) is not None and report.kind == "consequence"]
     return [f"{named(waited)} then stopped waiting"] if waited else []
 
 
@@ -231,8 +233,8 @@ def _where(logs: Mapping[int, Path], ranks: Mapping[int, object]) -> str:
     return "".join(texts)
 
 
-def _headline(ending: Ending) -> str:
-    return ending.said[0].splitlines()[0] if ending.said and ending.said[0] else ending.kind
+def _headline(report: ExitReport) -> str:
+    return report.said[0].splitlines()[0] if report.said and report.said[0] else report.kind
 
 
 def _signal(number: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from danlu.errors import RecipeError, ResourceError
-from danlu.parallel.meeting import meet
+from danlu.parallel.rendezvous import rendezvous
 from danlu.parallel.world import World
 
 SHORT_S, LONG_S = 2.0, 60.0
@@ -58,7 +58,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def test_all_come_to_one_store(port: int) -> None:
     said: list[str] = []
     # Rank 0, which keeps the store, may well be the last to begin.
-    stores = together(*(lambda rank=rank: meet(world(rank, port, 3), LONG_S, said.append) for rank in (2, 1, 0)))
+    stores = together(*(lambda rank=rank: rendezvous(world(rank, port, 3), LONG_S, said.append) for rank in (2, 1, 0)))
     assert [store.add("seen", 1) for store in stores] == [1, 2, 3]
     assert said == []
 
@@ -66,7 +66,7 @@ def test_all_come_to_one_store(port: int) -> None:
 def test_who_has_not_come_is_named_before_the_time_is_up_and_after(port: int) -> None:
     said: list[str] = []
     with pytest.raises(ResourceError) as caught:
-        meet(world(0, port, 4), SHORT_S, said.append)
+        rendezvous(world(0, port, 4), SHORT_S, said.append)
     where = f"127.0.0.1:{port} (from here)"
     assert said == [f"waiting: ranks 1-3 of 4 have not come to {where}"]
     assert str(caught.value).startswith(f"ranks 1-3 of 4 have not come to {where} in 2 s. Start all 4 processes")
@@ -76,7 +76,7 @@ def test_who_has_not_come_is_named_before_the_time_is_up_and_after(port: int) ->
 def test_nobody_listens(port: int, local_rank: int | None, tells: bool) -> None:
     said: list[str] = []
     with pytest.raises(ResourceError, match="Is rank 0 running, is MASTER_ADDR the machine") as caught:
-        meet(world(1, port, local_rank=local_rank), SHORT_S, said.append)
+        rendezvous(world(1, port, local_rank=local_rank), SHORT_S, said.append)
     why = f"rank 0 of 2 cannot be reached at 127.0.0.1:{port} (from here): Connection refused"
     assert str(caught.value).startswith(f"{why}. ")
     assert said == ([f"waiting: {why}"] if tells else [])  # of a machine's processes one is enough
@@ -86,26 +86,26 @@ def test_no_such_machine(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def look_up(place: Any, timeout: float) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr("danlu.parallel.meeting.socket.create_connection", look_up)
+    monkeypatch.setattr("danlu.parallel.rendezvous.socket.create_connection", look_up)
     with pytest.raises(ResourceError, match=r"cannot be reached at 127.0.0.1:\d+ \(from here\): Name or service not"):
-        meet(world(1, port), SHORT_S, print)
+        rendezvous(world(1, port), SHORT_S, print)
 
 
 def test_another_program_has_the_port(port: int, mute: None) -> None:
     with pytest.raises(ResourceError, match="what listens there does not answer as the store of a run does. Is rank 0"):
-        meet(world(1, port), SHORT_S, print)
+        rendezvous(world(1, port), SHORT_S, print)
     with pytest.raises(ResourceError, match=rf"rank 0 of 2 cannot listen at 127.0.0.1:{port} .*address already in use"):
-        meet(world(0, port), LONG_S, print)
+        rendezvous(world(0, port), LONG_S, print)
 
 
 def test_a_port_that_is_none() -> None:
     for port in (0, 1 << 16):
         with pytest.raises(RecipeError, match=f"MASTER_PORT is {port} "):
-            meet(world(0, port), LONG_S, print)
+            rendezvous(world(0, port), LONG_S, print)
 
 
 def test_two_that_say_they_are_the_same(port: int) -> None:
-    one, *others = together(*(lambda rank=rank: meet(world(rank, port), LONG_S, print) for rank in (0, 1, 1)))
+    one, *others = together(*(lambda rank=rank: rendezvous(world(rank, port), LONG_S, print) for rank in (0, 1, 1)))
     assert not isinstance(one, Exception)
     assert [str(other) for other in others if isinstance(other, Exception)] == [
         f"two processes say that they are rank 1 of 2 at 127.0.0.1:{port} (from here)"
@@ -117,17 +117,17 @@ def test_what_ends_the_waiting(port: int) -> None:
         raise ResourceError("the launcher is gone")
 
     with pytest.raises(ResourceError, match="the launcher is gone"):
-        meet(world(0, port), LONG_S, print, gone)
+        rendezvous(world(0, port), LONG_S, print, gone)
     with pytest.raises(ResourceError, match="the launcher is gone"):
-        meet(world(1, port + 1), LONG_S, print, gone)
+        rendezvous(world(1, port + 1), LONG_S, print, gone)
 
 
 def test_an_agent_keeps_one_store_for_all_attempts(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    first = together(*(lambda rank=rank: meet(world(rank, port), LONG_S, print) for rank in (0, 1)))
+    first = together(*(lambda rank=rank: rendezvous(world(rank, port), LONG_S, print) for rank in (0, 1)))
     assert first[0].add("seen", 1) == 1
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    again = together(*(lambda rank=rank: meet(world(rank, port), LONG_S, print) for rank in (0, 1)))
+    again = together(*(lambda rank=rank: rendezvous(world(rank, port), LONG_S, print) for rank in (0, 1)))
     assert again[0].add("seen", 1) == 1  # those of the attempt before are not taken for these
     assert first[1].add("seen", 1) == 2

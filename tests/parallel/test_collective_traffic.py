@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
+from danlu.parallel.collective_traffic import HEADINGS, CollectiveTraffic, Kind, axis_along, axis_of, ring_bytes, table
 from danlu.parallel.layout import Layout
-from danlu.parallel.sent import HEADINGS, Kind, Sent, axis_along, axis_of, ring_bytes, table
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,14 @@ def test_axes_are_those_along_which_ranks_differ() -> None:
 
 def test_lines_are_summed_and_judged() -> None:
     measured = [
-        Sent("shard", "all-gather", Fraction(1500), calls=2),
-        Sent("shard", "all-gather", Fraction(500), calls=1),
-        Sent("replicate", "all-reduce", Fraction(40), calls=5),
-        Sent("tensor", "all-reduce", Fraction(7000), calls=1),
+        CollectiveTraffic("shard", "all-gather", Fraction(1500), calls=2),
+        CollectiveTraffic("shard", "all-gather", Fraction(500), calls=1),
+        CollectiveTraffic("replicate", "all-reduce", Fraction(40), calls=5),
+        CollectiveTraffic("tensor", "all-reduce", Fraction(7000), calls=1),
     ]
     formula = [
-        Sent("shard", "all-gather", Fraction(1990), what="parameters"),
-        Sent("shard", "reduce-scatter", Fraction(10), what="gradients"),
+        CollectiveTraffic("shard", "all-gather", Fraction(1990), what="parameters"),
+        CollectiveTraffic("shard", "reduce-scatter", Fraction(10), what="gradients"),
     ]
     rows = table(measured, formula, beside_bytes=50)
     assert [(row.axis, row.kind, row.calls, row.agrees) for row in rows] == [
@@ -61,6 +61,6 @@ def test_lines_are_summed_and_judged() -> None:
 
 @pytest.mark.parametrize(("sent", "agrees"), [(999, False), (1000, True), (1050, True), (1051, False)])
 def test_less_than_the_formula_is_as_wrong_as_more(sent: int, agrees: bool) -> None:
-    formula = [Sent("shard", "all-gather", Fraction(1000), what="parameters")]
-    (row,) = table([Sent("shard", "all-gather", Fraction(sent), calls=1)], formula, beside_bytes=50)
+    formula = [CollectiveTraffic("shard", "all-gather", Fraction(1000), what="parameters")]
+    (row,) = table([CollectiveTraffic("shard", "all-gather", Fraction(sent), calls=1)], formula, beside_bytes=50)
     assert row.agrees is agrees

@@ -10,21 +10,21 @@ import torch.distributed as dist
 from builders.process_group import run_group
 from builders.traffic_worker import HAS_LISTS, along_axes, one_of_each
 
-from danlu.parallel import traffic
+from danlu.parallel import traffic_counter
+from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout
-from danlu.parallel.sent import Sent
-from danlu.parallel.traffic import Traffic, pretended
+from danlu.parallel.traffic_counter import TrafficCounter, fake_process_group
 
 FULL = 60 * 4  # bytes of what `one_of_each` sends around
 
 
 @pytest.fixture(scope="module")
-def counted() -> list[dict[str, list[Sent]]]:
+def counted() -> list[dict[str, list[CollectiveTraffic]]]:
     return run_group(one_of_each, 3)
 
 
 @pytest.mark.distributed
-def test_each_collective_is_counted_as_a_ring_sends_it(counted: list[dict[str, list[Sent]]]) -> None:
+def test_each_collective_is_counted_as_a_ring_sends_it(counted: list[dict[str, list[CollectiveTraffic]]]) -> None:
     third = Fraction(1, 3)
     expected = {
         "all_reduce": ("all-reduce", 4 * third * FULL),
@@ -54,25 +54,25 @@ def test_each_collective_is_counted_as_a_ring_sends_it(counted: list[dict[str, l
         stays = (10, 0, 30)[rank]
         uneven = {"all_to_all_single uneven": ("all-to-all", Fraction(FULL) - 4 * stays)}
         for name, (kind, sent) in (expected | uneven).items():
-            assert found[name] == [Sent("shard", kind, sent, calls=1)], name  # type: ignore[arg-type]
+            assert found[name] == [CollectiveTraffic("shard", kind, sent, calls=1)], name  # type: ignore[arg-type]
         assert found["barrier"] == found["nothing"] == []
         assert found.keys() == {*expected, *uneven, "barrier", "nothing"}
 
 
 def test_every_operator_of_torch_is_known() -> None:
-    with pretended(2):  # which loads all of them
+    with fake_process_group(2):  # which loads all of them
         found = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-    found = {name for name in found if name.partition("::")[0] in traffic._SPACES}
-    known = {*traffic._COLLECTIVES, *traffic._SEND_NOTHING, "_c10d_functional::batch_p2p_ops"}
+    found = {name for name in found if name.partition("::")[0] in traffic_counter._SPACES}
+    known = {*traffic_counter._COLLECTIVES, *traffic_counter._SEND_NOTHING, "_c10d_functional::batch_p2p_ops"}
     assert len(found) > 30
     assert found - known == set()
 
 
 def test_an_operator_that_is_not_known_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traffic, "_COLLECTIVES", {})
+    monkeypatch.setattr(traffic_counter, "_COLLECTIVES", {})
     with (
-        pretended(2),
-        Traffic(Layout(shard=2)),
+        fake_process_group(2),
+        TrafficCounter(Layout(shard=2)),
         pytest.raises(AssertionError, match="c10d::allreduce_ is not known to send"),
     ):
         dist.all_reduce(torch.ones(2))
@@ -117,16 +117,16 @@ def test_groups_are_axes(layout: Layout, axes: dict[str, tuple[str, int]]) -> No
 
 def test_of_many_processes_one_is_enough_to_count() -> None:
     layout = Layout(shard=64, tensor=8)
-    with pretended(512, rank=9):
+    with fake_process_group(512, rank=9):
         mesh = dist.device_mesh.init_device_mesh("cpu", (64, 8), mesh_dim_names=("shard", "tensor"))
-        with Traffic(layout) as counting:
+        with TrafficCounter(layout) as counting:
             dist.all_reduce(torch.ones(16), group=mesh.get_group("shard"))
             dist.all_reduce(torch.ones(16), group=mesh.get_group("tensor"))
             dist.all_reduce(torch.ones(16), group=mesh.get_group("tensor"))
-        with pytest.raises(AssertionError, match="belongs to a world already"), pretended(4):
+        with pytest.raises(AssertionError, match="belongs to a world already"), fake_process_group(4):
             pass
     assert not dist.is_initialized()
-    assert {one.axis: (one.bytes, one.calls) for one in counting.sent()} == {
+    assert {one.axis: (one.bytes, one.calls) for one in counting.counted()} == {
         "shard": (Fraction(126), 1),
         "tensor": (Fraction(224), 2),
     }

@@ -8,26 +8,36 @@ from typing import Any
 import pytest
 
 from danlu.errors import DanluError, DataError, RecipeError, ResourceError, TrainingError
-from danlu.parallel.endings import Cause, Ending, cause, is_consequence, note, read, stopped_alone
+from danlu.parallel.exit_reports import (
+    ExitReport,
+    FailureCause,
+    failure_cause,
+    is_peer_failure,
+    read_report,
+    stopped_by_signal,
+    write_report,
+)
 
 GONE = "RuntimeError: Connection closed by peer\nTraceback ..."
 
 
-def judged(*left: Ending | None, exits: list[int | None] | None = None, logs: dict[int, Path] | None = None) -> Cause:
+def judged(
+    *left: ExitReport | None, exits: list[int | None] | None = None, logs: dict[int, Path] | None = None
+) -> FailureCause:
     codes = exits or [1] * len(left)
-    return cause(dict(enumerate(left)), dict(enumerate(codes)), logs or {})
+    return failure_cause(dict(enumerate(left)), dict(enumerate(codes)), logs or {})
 
 
-def ending(rank: int, kind: Any, at: float, *said: str, code: int = 1) -> Ending:
-    return Ending(rank, kind, code, said, at)
+def report(rank: int, kind: Any, at: float, *said: str, code: int = 1) -> ExitReport:
+    return ExitReport(rank, kind, code, said, at)
 
 
 def test_the_first_is_told_and_what_follows_from_it_folded() -> None:
     found = judged(
-        ending(0, "consequence", 3.0, GONE),
-        ending(1, "consequence", 1.0, GONE),  # noticed before the other had written its file
-        ending(2, "error", 2.0, "rows.jsonl:7: no text", code=3),
-        ending(3, "consequence", 4.0, GONE),
+        report(0, "consequence", 3.0, GONE),
+        report(1, "consequence", 1.0, GONE),  # noticed before the other had written its file
+        report(2, "error", 2.0, "rows.jsonl:7: no text", code=3),
+        report(3, "consequence", 4.0, GONE),
     )
     assert type(found.error) is DataError
     assert str(found.error) == "rank 2: rows.jsonl:7: no text\nranks 0, 1 and 3 then stopped waiting"
@@ -36,24 +46,24 @@ def test_the_first_is_told_and_what_follows_from_it_folded() -> None:
 
 
 def test_what_all_met_is_told_once() -> None:
-    found = judged(*(ending(rank, "error", rank, "a.yaml:1: x", "a.yaml:2: y", code=2) for rank in range(3)))
+    found = judged(*(report(rank, "error", rank, "a.yaml:1: x", "a.yaml:2: y", code=2) for rank in range(3)))
     assert isinstance(found.error, RecipeError) and found.error.problems == ["a.yaml:1: x", "a.yaml:2: y"]
     some = judged(
-        *(ending(rank, "error", rank, "disk full", code=6) for rank in (0, 1)), ending(2, "consequence", 9, GONE)
+        *(report(rank, "error", rank, "disk full", code=6) for rank in (0, 1)), report(2, "consequence", 9, GONE)
     )
     assert str(some.error) == "ranks 0 and 1: disk full\nrank 2 then stopped waiting"
 
 
 def test_another_error_of_its_own_is_mentioned() -> None:
     found = judged(
-        ending(0, "failure", 2.0, "KeyError: 'a'\nTraceback ..."), ending(1, "error", 1.0, "bad row", code=3)
+        report(0, "failure", 2.0, "KeyError: 'a'\nTraceback ..."), report(1, "error", 1.0, "bad row", code=3)
     )
     assert str(found.error) == "rank 1: bad row\nrank 0 failed as well: KeyError: 'a'"
 
 
 def test_a_bug_may_be_tried_again_and_shows_its_traceback() -> None:
     found = judged(
-        ending(0, "failure", 1.0, "KeyError at layers.3 (forward, step 2): 'a'\nTraceback ..."), None, exits=[1, None]
+        report(0, "failure", 1.0, "KeyError at layers.3 (forward, step 2): 'a'\nTraceback ..."), None, exits=[1, None]
     )
     assert str(found.error) == "rank 0: KeyError at layers.3 (forward, step 2): 'a'\nTraceback ..."
     assert found.short == "rank 0: KeyError at layers.3 (forward, step 2): 'a'"
@@ -61,26 +71,26 @@ def test_a_bug_may_be_tried_again_and_shows_its_traceback() -> None:
 
 
 def test_killed_from_outside() -> None:
-    begun = ending(1, "begun", 0.0)
+    begun = report(1, "begun", 0.0)
     # The other's words are of no known kind, but it fails because of the kill.
-    for other in (ending(0, "consequence", 1.0, GONE), ending(0, "failure", 1.0, "OSError: what is this?")):
+    for other in (report(0, "consequence", 1.0, GONE), report(0, "failure", 1.0, "OSError: what is this?")):
         found = judged(other, begun, exits=[1, -9])
         assert isinstance(found.error, ResourceError)
         assert found.short == "rank 1 was killed (SIGKILL), as the system does where memory runs out"
         assert found.again
         assert str(found.error).endswith("what a step is expected to hold")
-    known = cause({0: None, 1: None}, {0: None, 1: -9}, {}, memory_kills=1)  # the system has counted it
+    known = failure_cause({0: None, 1: None}, {0: None, 1: -9}, {}, memory_kills=1)  # the system has counted it
     assert known.short == "rank 1 was killed (SIGKILL), because memory ran out"
     # A DanluError is a reason of its own.
-    assert type(judged(ending(0, "error", 1.0, "bad", code=3), begun, exits=[3, -9]).error) is DataError
+    assert type(judged(report(0, "error", 1.0, "bad", code=3), begun, exits=[3, -9]).error) is DataError
     # And one that was ended because it still ran when the first had failed is not mentioned.
-    assert "rank 1" not in str(judged(ending(0, "error", 1.0, "bad", code=3), begun, exits=[3, None]).error)
+    assert "rank 1" not in str(judged(report(0, "error", 1.0, "bad", code=3), begun, exits=[3, None]).error)
 
 
 def test_an_abort_shows_the_end_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "rank-1.txt"
     log.write_text("one\ntwo\nthree\nterminate called\n")
-    found = judged(ending(0, "consequence", 1.0, GONE), None, exits=[1, -6], logs={1: log})
+    found = judged(report(0, "consequence", 1.0, GONE), None, exits=[1, -6], logs={1: log})
     assert str(found.error) == (
         f"rank 1 was ended by SIGABRT\n  the end of {log}:\n    two\n    three\n    terminate called\n"
         "rank 0 then stopped waiting"
@@ -90,31 +100,31 @@ def test_an_abort_shows_the_end_of_the_log(tmp_path: Path) -> None:
 
 def test_an_abort_after_another_s_error_is_its_consequence() -> None:
     """gloo aborts where what the others send does not fit."""
-    found = judged(ending(0, "failure", 1.0, "KeyError: 'a'"), ending(1, "begun", 0.0), exits=[1, -6])
+    found = judged(report(0, "failure", 1.0, "KeyError: 'a'"), report(1, "begun", 0.0), exits=[1, -6])
     assert found.short == "rank 0: KeyError: 'a'"
 
 
 def test_ended_without_a_word() -> None:
-    found = judged(ending(0, "consequence", 1.0, GONE), ending(1, "begun", 0.0), exits=[1, 0])
+    found = judged(report(0, "consequence", 1.0, GONE), report(1, "begun", 0.0), exits=[1, 0])
     assert found.short == "rank 1 ended with exit code 0 and without a word"
 
 
 def test_a_hang_is_told_once_and_may_be_tried_again() -> None:
     words = "ranks 0 and 2 have waited for 45 s in all_reduce; rank 1 never came"
     found = judged(
-        ending(0, "hang", 1.0, words, code=7),
-        ending(1, "begun", 0.0),
-        ending(2, "hang", 1.1, f"{words} (a little later)", code=7),
+        report(0, "hang", 1.0, words, code=7),
+        report(1, "begun", 0.0),
+        report(2, "hang", 1.1, f"{words} (a little later)", code=7),
         exits=[7, None, 7],
     )
     assert isinstance(found.error, TrainingError) and str(found.error) == words
     assert found.again
     # One that was killed, and that the others waited for, is the reason.
-    assert judged(ending(0, "hang", 1.0, words, code=7), None, exits=[7, -9]).short.startswith("rank 1 was killed")
+    assert judged(report(0, "hang", 1.0, words, code=7), None, exits=[7, -9]).short.startswith("rank 1 was killed")
 
 
 def test_only_consequences() -> None:
-    found = judged(ending(0, "consequence", 2.0, GONE), ending(1, "consequence", 1.0, GONE))
+    found = judged(report(0, "consequence", 2.0, GONE), report(1, "consequence", 1.0, GONE))
     assert found.short == "rank 1: RuntimeError: Connection closed by peer"
     assert "rank 0 then stopped waiting" in str(found.error) and found.again
 
@@ -131,39 +141,41 @@ def test_only_consequences() -> None:
     ],
 )
 def test_consequences(error: BaseException, consequence: bool) -> None:
-    assert is_consequence(error) is consequence
+    assert is_peer_failure(error) is consequence
 
 
 def test_where_it_is_left(tmp_path: Path) -> None:
-    said = Ending(3, "error", 3, ("bad", "worse"), 1.5)
-    assert read(tmp_path / "none.json") is None
-    note(said, {"DANLU_ENDING": str(tmp_path / "a.json"), "TORCHELASTIC_ERROR_FILE": str(tmp_path / "b.json")})
-    assert read(tmp_path / "a.json") == said
+    said = ExitReport(3, "error", 3, ("bad", "worse"), 1.5)
+    assert read_report(tmp_path / "none.json") is None
+    write_report(
+        said, {"DANLU_EXIT_REPORT": str(tmp_path / "a.json"), "TORCHELASTIC_ERROR_FILE": str(tmp_path / "b.json")}
+    )
+    assert read_report(tmp_path / "a.json") == said
     assert not (tmp_path / "b.json").exists()
     # torchrun reads its own format.
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    note(said, {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "b.json")})
+    write_report(said, {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "b.json")})
     shown = ProcessFailure(3, 1, 3, str(tmp_path / "b.json"))
     assert (shown.message["message"], shown.timestamp) == ("bad\nworse", 1)
-    note(Ending(3, "finished"), {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "c.json")})
-    note(said, {})
+    write_report(ExitReport(3, "finished"), {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "c.json")})
+    write_report(said, {})
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.json", "b.json"]
 
 
 def test_room_for_the_end_is_reserved_at_the_beginning(tmp_path: Path) -> None:
     """A run that ends because its disk is full has to say so on that disk."""
     file, reserved = tmp_path / "rank-0.json", tmp_path / "rank-0.json.tmp"
-    Ending(0, "begun").write(file)
+    ExitReport(0, "begun").write(file)
     room = reserved.stat()
     assert room.st_blocks * 512 >= 64 << 10  # taken, and not only promised
-    said = Ending(0, "error", 6, ("the disk is full",), 1.5)
+    said = ExitReport(0, "error", 6, ("the disk is full",), 1.5)
     said.write(file)
-    assert read(file) == said and not reserved.exists()
+    assert read_report(file) == said and not reserved.exists()
     assert file.stat().st_ino == room.st_ino
     # Control: without a beginning there was no room.
     said.write(tmp_path / "other.json")
-    assert read(tmp_path / "other.json") == said
+    assert read_report(tmp_path / "other.json") == said
     assert (tmp_path / "other.json").stat().st_ino != room.st_ino
 
 
@@ -183,6 +195,6 @@ def test_one_that_a_signal_stopped_alone(left: tuple[str, str], exits: list[int 
     made = {}
     for rank, kind in enumerate(left):
         said = ("stopped at once; nothing was saved",) if kind == "stopped at once" else ()
-        made[rank] = ending(rank, "stopped" if said else kind, float(rank), *said, code=143)
-    found = stopped_alone(made, dict(enumerate(exits)))
+        made[rank] = report(rank, "stopped" if said else kind, float(rank), *said, code=143)
+    found = stopped_by_signal(made, dict(enumerate(exits)))
     assert (None if found is None else found.rank) == alone

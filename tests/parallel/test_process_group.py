@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from danlu.errors import RecipeError
-from danlu.parallel import joining
-from danlu.parallel.endings import is_consequence
-from danlu.parallel.joining import agree_on_devices, device_of
+from danlu.parallel import process_group
+from danlu.parallel.exit_reports import is_peer_failure
+from danlu.parallel.process_group import agree_on_devices, device_of
 from danlu.parallel.world import World
 
 
@@ -30,7 +30,7 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def become(store: Any) -> Any:
         watch = SimpleNamespace(stop=lambda: None)
-        monkeypatch.setattr(joining, "_membership", joining._Membership(store, watch, 0, 2))
+        monkeypatch.setattr(process_group, "_membership", process_group._Membership(store, watch, 0, 2))
         return store
 
     return become
@@ -38,21 +38,21 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_what_was_saved_is_not_called_lost_because_the_launcher_is_gone(member: Any) -> None:
     member(Gone())
-    joining.leave()
-    assert not joining.first_to_tell()
+    process_group.leave_process_group()
+    assert not process_group.is_first_to_report()
     with pytest.raises(dist.DistError):  # control: before the work is done it is an error
-        joining.assemble("data")
+        process_group.untimed_barrier("data")
 
 
 def test_nobody_waits_for_one_that_has_told_of_an_error(member: Any) -> None:
     store = member(dist.HashStore())
     store.set_timeout(timedelta(seconds=5))
     store.add("assemble/model", 1)
-    joining.assemble("model")  # the other is there already
+    process_group.untimed_barrier("model")  # the other is there already
     store.add("told", 1)
     with pytest.raises(ConnectionError, match="another process has failed") as caught:
-        joining.assemble("data")
-    assert is_consequence(caught.value)
+        process_group.untimed_barrier("data")
+    assert is_peer_failure(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from danlu.types import Piece
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParameter:
     """One parameter, as much of it as is here."""
 
     name: str  # in the whole model
@@ -40,17 +40,17 @@ class Held:
             self.parameter.grad = None
 
 
-def held_of(model: nn.Module, ranks: Ranks, cut: Mapping[str, Piece]) -> dict[str, Held]:
+def local_parameters_of(model: nn.Module, ranks: Ranks, cut: Mapping[str, Piece]) -> dict[str, LocalParameter]:
     """Every parameter of a placed model by name. `cut` has the boxes that tensor parallelism left, by name."""
     return {name: _held(name, parameter, ranks, cut) for name, parameter in model.named_parameters()}
 
 
-def _held(name: str, parameter: Parameter, ranks: Ranks, cut: Mapping[str, Piece]) -> Held:
+def _held(name: str, parameter: Parameter, ranks: Ranks, cut: Mapping[str, Piece]) -> LocalParameter:
     tensor = ranks.tensor
     piece = cut.get(name) or Piece.all_of(parameter.shape, copies=tensor.size, writes=tensor.index == 0)
     if not isinstance(parameter, DTensor):
         piece = replace(piece, copies=piece.copies * ranks.data.size, writes=piece.writes and ranks.data.index == 0)
-        return Held(name, parameter, parameter, piece)
+        return LocalParameter(name, parameter, parameter, piece)
     with torch.no_grad():
         data = parameter.to_local()
     local = Parameter(data, requires_grad=parameter.requires_grad) if data.is_floating_point() else _codes(data)
@@ -67,7 +67,7 @@ def _held(name: str, parameter: Parameter, ranks: Ranks, cut: Mapping[str, Piece
         copies=piece.copies * ranks.replicate.size,
         writes=piece.writes and ranks.replicate.index == 0,
     )
-    return Held(name, parameter, local, box)
+    return LocalParameter(name, parameter, local, box)
 
 
 def _codes(data: Tensor) -> Parameter:

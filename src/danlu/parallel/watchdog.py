@@ -1,7 +1,7 @@
 """Processes that wait for each other without end: who waits where in which collective, and who never came, in words.
 
 A thread of each process looks at torch's flight recorder, which knows every collective that is under way (gloo's too),
-and at `WHERE`, which the model's hooks and the step keep up to date. When a collective has taken most of the time it
+and at `PHASE`, which the model's hooks and the step keep up to date. When a collective has taken most of the time it
 may, the processes put together what they see through torch's store: it answers while their main threads are stuck in
 C++, which lets other threads run meanwhile.
 """
@@ -38,7 +38,7 @@ _Recorder = Callable[[], str]
 
 
 @dataclass
-class Where:
+class PhaseTracker:
     """What this process's main thread is doing; written by assignment, which costs nothing, read by another thread."""
 
     step: int | None = None
@@ -64,11 +64,11 @@ class Where:
         return f"{self.module} ({inside})" if inside else self.module
 
 
-WHERE = Where()
+PHASE = PhaseTracker()
 """Of this process."""
 
 
-def mark(model: nn.Module, where: Where = WHERE) -> None:
+def track_modules(model: nn.Module, where: PhaseTracker = PHASE) -> None:
     """From now on `where.module` follows the model's layers and their halves, forward and backward.
 
     To be called after what torch shards or wraps: its own hooks, which gather parameters, then run inside the module
@@ -97,7 +97,7 @@ def mark(model: nn.Module, where: Where = WHERE) -> None:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingCollective:
     """A collective that a process is in."""
 
     operation: str  # all_reduce
@@ -114,10 +114,10 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class State:
+class ProcessState:
     """What one process sees of itself."""
 
-    waiting: Waiting | None
+    waiting: PendingCollective | None
     where: str
     line: str  # of Python that its main thread is in
 
@@ -130,26 +130,28 @@ class State:
         return json.dumps(asdict(self))
 
 
-def decode(text: str) -> State:
+def decode(text: str) -> ProcessState:
     values = json.loads(text)
     waiting = values["waiting"]
     if waiting is not None:
         waiting |= {"members": tuple(waiting["members"]), "sizes": tuple(tuple(size) for size in waiting["sizes"])}
-        values["waiting"] = Waiting(**waiting)
-    return State(**values)
+        values["waiting"] = PendingCollective(**waiting)
+    return ProcessState(**values)
 
 
 # -- what a process sees ----------------------------------------------------------------------------------------------
 
 
-def oldest(trace: Mapping[str, Any], members: Mapping[str, tuple[int, ...]], now_ns: int) -> Waiting | None:
+def oldest_pending(
+    trace: Mapping[str, Any], members: Mapping[str, tuple[int, ...]], now_ns: int
+) -> PendingCollective | None:
     """The collective that has been under way for longest, of a flight recorder's trace."""
     pending = [entry for entry in trace.get("entries", ()) if not entry["retired"]]  # no key before the first
     if not pending:
         return None
     entry = min(pending, key=lambda one: one["time_created_ns"])
     group = entry["process_group"][0]
-    return Waiting(
+    return PendingCollective(
         operation=entry["profiling_name"].split(":")[-1],
         group=group,
         members=members.get(group, ()),
@@ -159,14 +161,14 @@ def oldest(trace: Mapping[str, Any], members: Mapping[str, tuple[int, ...]], now
     )
 
 
-def under_way() -> Waiting | None:
+def pending_collective() -> PendingCollective | None:
     """The collective that this process has been in for longest; None when it is in none."""
     members: dict[str, tuple[int, ...]] = {
         group.group_name: tuple(sorted(ranks))
         for group, ranks in list(dist.distributed_c10d._world.pg_group_ranks.items())
         if isinstance(group, dist.ProcessGroup)  # of groups that this process is no member of there is only a number
     }
-    found = [oldest(json.loads(recorded()), members, time.time_ns()) for recorded in _recorders()]
+    found = [oldest_pending(json.loads(recorded()), members, time.time_ns()) for recorded in _recorders()]
     return max((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
 
 
@@ -178,7 +180,7 @@ def _recorders() -> Iterator[_Recorder]:
             yield recorder
 
 
-def main_line() -> str:
+def main_thread_line() -> str:
     """``take (danlu/data/stream.py:88)``: the innermost line of danlu that the main thread is in.
 
     Where only the command line of danlu is above, of whatever is not torch or Python's own library.
@@ -214,7 +216,7 @@ def _far(frame: FrameType) -> bool:
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def words(states: Mapping[int, State | None], timeout_s: float) -> str:
+def hang_message(states: Mapping[int, ProcessState | None], timeout_s: float) -> str:
     """Who waits in what, and who never came.
 
     states: of each process, by rank; None for one that does not answer. At least one of them waits.
@@ -239,25 +241,25 @@ def words(states: Mapping[int, State | None], timeout_s: float) -> str:
     return f"{text}; {'; '.join(absent)}. A collective fails after {timeout_s:g} s (parallel.timeout_s)"
 
 
-def longest_wait(states: Mapping[int, State | None]) -> Waiting | None:
+def longest_wait(states: Mapping[int, ProcessState | None]) -> PendingCollective | None:
     """The collective that any process has been in for longest; None when all move."""
     waits = [state.waiting for state in states.values() if state is not None and state.waiting is not None]
     return max(waits, key=lambda one: one.seconds, default=None)
 
 
-def _by_place(states: Mapping[int, State]) -> dict[str, list[int]]:
+def _by_place(states: Mapping[int, ProcessState]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for rank, state in sorted(states.items()):
         found.setdefault(state.place, []).append(rank)
     return found
 
 
-def _what(waiting: Waiting) -> str:
+def _what(waiting: PendingCollective) -> str:
     sizes = ", ".join("x".join(str(one) for one in size) or "one number" for size in waiting.sizes)
     return f"{waiting.operation} of {sizes}" if sizes else waiting.operation
 
 
-def _absent(rank: int, state: State | None) -> str:
+def _absent(rank: int, state: ProcessState | None) -> str:
     if state is None:
         return f"{named([rank])} does not answer: it is stopped, or gone"
     if state.waiting is not None:
@@ -268,7 +270,7 @@ def _absent(rank: int, state: State | None) -> str:
 # -- the watch --------------------------------------------------------------------------------------------------------
 
 
-class Watch:
+class Watchdog:
     """Looks, in a thread of its own, whether a collective of this process takes too long, and whether others ask.
 
     Args:
@@ -289,14 +291,14 @@ class Watch:
         say: Callable[[str], None],
         end: Callable[[str], None],
         launcher: int | None = None,
-        where: Where = WHERE,
+        where: PhaseTracker = PHASE,
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._timeout_s = timeout_s
         self._patience_s = timeout_s - min(timeout_s / 2, LONGEST_WARNING_S)
         self._interval_s = min(5.0, self._patience_s / 10)
         self._say, self._end, self._launcher, self._where = say, end, launcher, where
-        self._told: Waiting | None = None
+        self._told: PendingCollective | None = None
         self._fails_at = 0.0  # when the collective that was told of has no time left, less what a look may be late
         self._said: tuple[str, int, str] | None = None  # what the user was last told of
         self._seen = 0  # questions that have been answered
@@ -307,7 +309,7 @@ class Watch:
         self.report: str | None = None
         """The words, from when they are told until the collective they are about is over."""
 
-    def start(self) -> Watch:
+    def start(self) -> Watchdog:
         self._thread.start()
         return self
 
@@ -334,7 +336,7 @@ class Watch:
                     answered = False
 
     def _look(self) -> None:
-        waiting, looked = under_way(), time.monotonic()
+        waiting, looked = pending_collective(), time.monotonic()
         if self._told is not None and (waiting is None or waiting.same != self._told.same):
             in_time = looked < self._fails_at
             if in_time and self._rank == 0:
@@ -352,7 +354,7 @@ class Watch:
             states = self._collect(asked)
             self._seen = asked
             if (longest := longest_wait(states)) is not None:
-                text = words(states, self._timeout_s)
+                text = hang_message(states, self._timeout_s)
                 if waiting is not None and self._told is None:  # else two had asked: the first answer is the one told
                     self._told, self.report = waiting, text
                     self._fails_at = looked + self._timeout_s - waiting.seconds - self._interval_s
@@ -364,10 +366,10 @@ class Watch:
             self._end(self.report or f"{named([self._rank])} waited in {_what(waiting)} for {waiting.seconds:.0f} s")
 
     def _answer(self, question: int) -> None:
-        state = State(under_way(), str(self._where), main_line())
+        state = ProcessState(pending_collective(), str(self._where), main_thread_line())
         self._store.set(f"hang/{question}/{self._rank}", state.encode())
 
-    def _collect(self, question: int) -> dict[int, State | None]:
+    def _collect(self, question: int) -> dict[int, ProcessState | None]:
         """What the processes answer, within most of the time that is left: one may be slow to notice the question."""
         keys = {rank: f"hang/{question}/{rank}" for rank in range(self._size)}
         until = time.monotonic() + max(2.5 * self._interval_s, 0.6 * (self._timeout_s - self._patience_s))

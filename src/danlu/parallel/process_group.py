@@ -22,12 +22,21 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from danlu.errors import RecipeError, ResourceError, TrainingError
-from danlu.parallel import endings
-from danlu.parallel.hangs import RECORDS, WHERE, Watch
-from danlu.parallel.meeting import meet
+from danlu.parallel import exit_reports
+from danlu.parallel.rendezvous import rendezvous
+from danlu.parallel.watchdog import PHASE, RECORDS, Watchdog
 from danlu.parallel.world import World, found, named
 
-__all__ = ["LAUNCHER", "WHERE", "Joined", "assemble", "first_to_tell", "join", "leave", "told"]
+__all__ = [
+    "LAUNCHER",
+    "PHASE",
+    "ProcessRank",
+    "error_to_report",
+    "is_first_to_report",
+    "join_process_group",
+    "leave_process_group",
+    "untimed_barrier",
+]
 
 LAUNCHER = "DANLU_LAUNCHER"
 """The environment variable with the process number of the danlu that has started this process."""
@@ -38,7 +47,7 @@ _TOLD = "told"  # how many processes have asked whether to tell of an error
 
 
 @dataclass(frozen=True)
-class Joined:
+class ProcessRank:
     """This process's place among all."""
 
     rank: int = 0
@@ -48,10 +57,10 @@ class Joined:
 
 @dataclass
 class _Membership:
-    """What `leave` needs."""
+    """What `leave_process_group` needs."""
 
     store: Any
-    watch: Watch
+    watch: Watchdog
     rank: int
     world: int
 
@@ -59,7 +68,7 @@ class _Membership:
 _membership: _Membership | None = None
 
 
-def join(device: str, timeout_s: float, say: Callable[[str], None] | None = None) -> Joined:
+def join_process_group(device: str, timeout_s: float, say: Callable[[str], None] | None = None) -> ProcessRank:
     """Joins the processes that the environment tells of, and watches over their collectives; alone, does nothing.
 
     device: cpu, cuda, or auto for cuda where there is one; a process takes the CUDA device of its local rank, or
@@ -70,10 +79,10 @@ def join(device: str, timeout_s: float, say: Callable[[str], None] | None = None
     """
     global _membership
     if dist.is_initialized():
-        return Joined(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+        return ProcessRank(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", dist.get_rank())))
     world = found(os.environ)
     if world is None:
-        return Joined()
+        return ProcessRank()
     on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     local = world.local_rank or 0
     taken: str | RecipeError | None = None
@@ -87,11 +96,11 @@ def join(device: str, timeout_s: float, say: Callable[[str], None] | None = None
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDS))
     launcher = None if LAUNCHER not in os.environ else int(os.environ[LAUNCHER])
     say = say or _say_stderr
-    store = meet(world, max(timeout_s, _LEAST_FOR_MEETING_S), say, lambda: _require_launcher(launcher))
+    store = rendezvous(world, max(timeout_s, _LEAST_FOR_MEETING_S), say, lambda: _require_launcher(launcher))
     if taken is not None:
         agree_on_devices(world, store, taken)
     _connect(world, "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store, timeout_s)
-    watch = Watch(
+    watch = Watchdog(
         PrefixStore("watch", store.clone()),
         world.rank,
         world.size,
@@ -101,10 +110,10 @@ def join(device: str, timeout_s: float, say: Callable[[str], None] | None = None
         launcher=launcher,
     ).start()
     _membership = _Membership(store, watch, world.rank, world.size)
-    return Joined(world.rank, world.size, local)
+    return ProcessRank(world.rank, world.size, local)
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     """To be called once the work is done, before the process ends; alone, does nothing.
 
     Rank 0, which may keep the store that the others ask, waits until they have left.
@@ -120,7 +129,7 @@ def leave() -> None:
             left = _membership.store.add("left", 0)
 
 
-def assemble(name: str) -> None:
+def untimed_barrier(name: str) -> None:
     """Returns when every process has come here, however long the slowest takes: a barrier without a time limit.
 
     name: another for each place. Alone, or where something else has joined this process, does nothing.
@@ -136,18 +145,18 @@ def assemble(name: str) -> None:
         come = _membership.store.add(f"assemble/{name}", 0)
 
 
-def told(error: BaseException) -> BaseException:
+def error_to_report(error: BaseException) -> BaseException:
     """What to tell the user of an error: for a collective that failed after a hang was reported, the report."""
     if (
         _membership is not None
-        and endings.is_consequence(error)
+        and exit_reports.is_peer_failure(error)
         and (report := _membership.watch.settled()) is not None
     ):
         return TrainingError(report)
     return error
 
 
-def first_to_tell() -> bool:
+def is_first_to_report() -> bool:
     """Whether no other process has asked before: of many that fail at once, one tells the user."""
     if _membership is None:
         return True
@@ -237,8 +246,8 @@ def _connect(world: World, backend: str, store: Any, timeout_s: float) -> None:
 
 def _end(rank: int, text: str) -> None:
     """Ends this process, whose main thread may never come back."""
-    endings.note(endings.Ending(rank, "hang", TrainingError.exit_code, (text,)))
-    if endings.ENDING not in os.environ:
+    exit_reports.write_report(exit_reports.ExitReport(rank, "hang", TrainingError.exit_code, (text,)))
+    if exit_reports.EXIT_REPORT not in os.environ:
         _say_stderr(f"error: {text}")
     sys.stdout.flush()
     os._exit(TrainingError.exit_code)

@@ -26,7 +26,9 @@ _CONNECTING_S = 2.0
 _BETWEEN_LOOKS_S = 0.05
 
 
-def meet(world: World, timeout_s: float, say: Callable[[str], None], go_on: Callable[[], None] = lambda: None) -> Any:
+def rendezvous(
+    world: World, timeout_s: float, say: Callable[[str], None], go_on: Callable[[], None] = lambda: None
+) -> Any:
     """torch's store, once every process of `world` has come to it.
 
     timeout_s: after which those that have not come are given up, and what the store's own calls may take.

@@ -14,7 +14,16 @@ import torch.distributed as dist
 from builders.hanging_workers import begin, crossing, late, marked, skipping, slow
 from torch import nn
 
-from danlu.parallel.hangs import State, Waiting, Watch, Where, decode, mark, oldest, words
+from danlu.parallel.watchdog import (
+    PendingCollective,
+    PhaseTracker,
+    ProcessState,
+    Watchdog,
+    decode,
+    hang_message,
+    oldest_pending,
+    track_modules,
+)
 
 SECOND = 10**9
 
@@ -22,7 +31,7 @@ Groups = dict[str, list[Any]]
 
 
 def test_where_in_words() -> None:
-    where = Where()
+    where = PhaseTracker()
     assert str(where) == ""
     where.begin("checkpoint")
     assert str(where) == "checkpoint"
@@ -35,7 +44,7 @@ def test_where_in_words() -> None:
 
 
 class Block(nn.Module):
-    def __init__(self, seen: list[str], where: Where) -> None:
+    def __init__(self, seen: list[str], where: PhaseTracker) -> None:
         super().__init__()
         self.first = nn.Linear(3, 3)
         self.second = nn.Linear(3, 3)
@@ -51,14 +60,14 @@ class Block(nn.Module):
 
 
 def test_modules_are_followed_forward_and_backward() -> None:
-    where, seen = Where(), list[str]()
+    where, seen = PhaseTracker(), list[str]()
     model = nn.Module()
     model.layers = nn.ModuleDict({"0": Block(seen, where), "1": Block(seen, where)})
     x = torch.ones(2, 3, requires_grad=True)
     plain = model.layers["1"](model.layers["0"](x))
     assert seen == [""] * 6  # nothing is marked yet
     seen.clear()
-    mark(model, where)
+    track_modules(model, where)
     out = model.layers["1"](model.layers["0"](x))
     assert torch.equal(out, plain)
     assert seen == [f"layers.{layer}{part}" for layer in (0, 1) for part in ("", ".first", ".second")]
@@ -88,16 +97,18 @@ def entry(number: int, created: int, **changes: Any) -> dict[str, Any]:
 
 def test_the_oldest_collective_under_way() -> None:
     done = [entry(1, 0, retired=True), entry(2, 1, retired=True)]
-    assert oldest({"entries": done}, {}, 9) is None
+    assert oldest_pending({"entries": done}, {}, 9) is None
     two = {"entries": [*done, entry(4, 6 * SECOND), entry(3, 4 * SECOND)]}
-    assert oldest(two, {"2": (0, 2)}, 9 * SECOND) == Waiting("all_reduce", "2", (0, 2), 3, ((3, 5),), 5.0)
+    assert oldest_pending(two, {"2": (0, 2)}, 9 * SECOND) == PendingCollective(
+        "all_reduce", "2", (0, 2), 3, ((3, 5),), 5.0
+    )
 
 
-def state(where: str, waiting: Waiting | None = None, line: str = "") -> State:
-    return State(waiting, where, line)
+def state(where: str, waiting: PendingCollective | None = None, line: str = "") -> ProcessState:
+    return ProcessState(waiting, where, line)
 
 
-SUM = Waiting("all_reduce", "0", (0, 1, 2, 3), 7, ((3, 5),), 45.2)
+SUM = PendingCollective("all_reduce", "0", (0, 1, 2, 3), 7, ((3, 5),), 45.2)
 END = ". A collective fails after 90 s (parallel.timeout_s)"
 
 
@@ -115,7 +126,12 @@ END = ". A collective fails after 90 s (parallel.timeout_s)"
             "never came: it is at layers.2.attention (forward, step 17), in take (danlu/data/stream.py:88)",
         ),
         (
-            {0: state("a", SUM), 1: None, 2: state("b", SUM), 3: state("c", Waiting("barrier", "1", (2, 3), 1, (), 3))},
+            {
+                0: state("a", SUM),
+                1: None,
+                2: state("b", SUM),
+                3: state("c", PendingCollective("barrier", "1", (2, 3), 1, (), 3)),
+            },
             "rank 0 has waited for 45 s in all_reduce of 3x5, at a, rank 2 at b; rank 1 does not answer: it is "
             "stopped, or gone; rank 3 waits in barrier instead, at c",
         ),
@@ -125,13 +141,18 @@ END = ". A collective fails after 90 s (parallel.timeout_s)"
             "not arrive",
         ),
         (  # a group of two: the others are not waited for
-            {0: state("x"), 1: state("y"), 2: state("", Waiting("send", "1", (2, 3), 1, ((),), 9)), 3: state("")},
+            {
+                0: state("x"),
+                1: state("y"),
+                2: state("", PendingCollective("send", "1", (2, 3), 1, ((),), 9)),
+                3: state(""),
+            },
             "rank 2 has waited for 9 s in send of one number, at somewhere; rank 3 never came: it is at somewhere",
         ),
     ],
 )
-def test_words(states: dict[int, State | None], said: str) -> None:
-    assert words(states, 90.0) == said + END
+def test_words(states: dict[int, ProcessState | None], said: str) -> None:
+    assert hang_message(states, 90.0) == said + END
 
 
 def test_a_state_comes_back_from_the_store() -> None:
@@ -156,10 +177,10 @@ def test_a_launcher_whose_store_went_before_it_is_still_missed(monkeypatch: pyte
     """The system closes what a killed process has open before its children have another parent."""
     asked = threading.Event()
     parent = [os.getppid()]
-    monkeypatch.setattr("danlu.parallel.hangs.os.getppid", lambda: parent[0])
+    monkeypatch.setattr("danlu.parallel.watchdog.os.getppid", lambda: parent[0])
     before = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
     store = Gone()
-    watch = Watch(store, 0, 2, 0.4, say=print, end=print, launcher=parent[0]).start()
+    watch = Watchdog(store, 0, 2, 0.4, say=print, end=print, launcher=parent[0]).start()
     try:
         assert store.reached.wait(10)
         assert not asked.is_set()  # control: the launcher is there
