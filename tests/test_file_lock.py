@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from danlu import file_lock
-from danlu.data.cache import TokenCache
+from danlu.data.token_cache import TokenCache
 from danlu.errors import ResourceError
 from danlu.file_lock import AlreadyLocked, FileLock, is_lock_of
 from danlu.machine import process_start_ticks

@@ -20,10 +20,10 @@ from danlu.assembly.context_length import max_sample_length
 from danlu.assembly.frozen_base import check_frozen, model_bytes
 from danlu.assembly.recipe_adapters import base_changes, base_identity, check_adapters, doubts
 from danlu.data.packed_dataset import PackedDataset
-from danlu.data.prepare import Prepared, prepare
+from danlu.data.prepare import PreparedData, prepare
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import StreamingDataset
-from danlu.data.tokenizer import Tokenizer, exported, fast_tokenizer_folder, load_tokenizer, template_date
+from danlu.data.tokenizer import Tokenizer, exported_tokenizer, fast_tokenizer_folder, load_tokenizer, template_date
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.errors import CheckpointError, DanluError, DataError, RecipeError
 from danlu.memory_estimate import (
@@ -137,7 +137,7 @@ class Language:
         late = "data, as far as it was read"
         return Material(source, None, held_out, lines, lambda: row_lines(late, source.statistics), source.close)
 
-    def _beyond_positions(self, prepared: Prepared) -> list[str]:
+    def _beyond_positions(self, prepared: PreparedData) -> list[str]:
         recipe, sides = self.recipe, [side for side in (prepared.train, prepared.eval) if side is not None]
         lengths = None if prepared.train is None else np.concatenate([side.lengths for side in sides])
         return beyond_positions(max_sample_length(recipe.model, recipe.adapter), recipe.data.max_length, lengths)
@@ -167,7 +167,7 @@ class Language:
     def targets(self, items: int) -> int:
         return items * self.recipe.data.max_length
 
-    def _prepared(self, stream: TextIO) -> Prepared:
+    def _prepared(self, stream: TextIO) -> PreparedData:
         recipe, rows = self.recipe, RowProgress(stream)
         try:
             return prepare(
@@ -310,7 +310,7 @@ def written_date(recipe: Recipe) -> str | None:
     return template_date(_tokenizer_path(recipe), recipe.model.chat_template, recipe.model.chat_template_date)
 
 
-def _held_out(recipe: Recipe, prepared: Prepared) -> list[Pack] | None:
+def _held_out(recipe: Recipe, prepared: PreparedData) -> list[Pack] | None:
     if prepared.eval is None:
         return None
     packs = PackedDataset(prepared.eval, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
@@ -503,7 +503,7 @@ def _exported_tokenizer_folder(subject: Subject, recipe: Recipe) -> Path:
     family = None if subject.adapters is not None and subject.base is not None else subject.model.config.family
     path = _tokenizer_path(recipe)
     try:
-        found = exported(path, family)
+        found = exported_tokenizer(path, family)
     except DanluError as error:  # nothing that has been trained may be lost for it
         log.warning("%s: whether the result's tokenizer is read as the one trained with is not known: %s", path, error)
         return fast_tokenizer_folder(path)
@@ -517,7 +517,7 @@ def _exported_tokenizer_folder(subject: Subject, recipe: Recipe) -> Path:
     return found.folder
 
 
-def data_lines(prepared: Prepared) -> list[str]:
+def data_lines(prepared: PreparedData) -> list[str]:
     """What became of the rows, for the console: nothing is cut, dropped or skipped without being told."""
     lines = row_lines("data", prepared.statistics)
     if prepared.eval_statistics is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from builders.chat_templates import STYLES
-from danlu.data.render import Rendered
+from danlu.data.render import RenderedSample
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 
 Kind = Literal["byte", "byte-nfc", "prepend", "metaspace"]
@@ -157,7 +157,7 @@ class WrongMask(AssertionError):
     """A sample is not what the oracle says it should be."""
 
 
-def check_sample(oracle: Any, turns: Sequence[Any], tools: Any, sample: Rendered, terminator: str | None) -> None:
+def check_sample(oracle: Any, turns: Sequence[Any], tools: Any, sample: RenderedSample, terminator: str | None) -> None:
     """Compare a sample with transformers: its ids, and which of them are trained.
 
     The ids must be those of the conversation, or of a beginning of it; eos may follow where the template has no

@@ -8,13 +8,13 @@ from typing import Any
 from danlu.data.worker_pool import Job
 
 
-class Here:
+class InlineWorkers:
     """In the place of `danlu.data.worker_pool.WorkerPool`, for tests of what is done rather than of where."""
 
     def __init__(self, job: Job[Any, Any], count: int) -> None:
         self._job = job
 
-    def __enter__(self) -> Here:
+    def __enter__(self) -> InlineWorkers:
         return self
 
     def __exit__(self, *error: object) -> None:

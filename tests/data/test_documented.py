@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from danlu.data.rows import parse, recognise
-from danlu.data.spans import Reason
+from danlu.data.message_spans import Reason
+from danlu.data.rows import detect_format, parse_row
 from danlu.recipe.sections import Data, Packing, Source
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
@@ -19,8 +19,8 @@ EXAMPLES = re.findall(r"^\| `([\w-]+)` \| `(\{.*\})` \|$", PAGE, re.MULTILINE)
 @pytest.mark.parametrize(("format", "row"), EXAMPLES)
 def test_example_rows_are_what_they_are_said_to_be(format: str, row: str) -> None:
     value = json.loads(row)
-    assert recognise(value) == format
-    parse(value, "auto", "docs")
+    assert detect_format(value) == format
+    parse_row(value, "auto", "docs")
 
 
 def test_there_is_an_example_of_every_format() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from danlu.data.mixture import epoch_rows, hold_out
-from danlu.data.order import Order
+from danlu.data.permutation import Permutation
 from danlu.errors import DataError
 
 
@@ -37,9 +37,9 @@ def test_every_source_keeps_a_row(counts: list[int], eval: float | int, seed: in
 
 def test_rows_are_held_out_as_drawn_where_every_source_keeps_one() -> None:
     mask = np.concatenate(hold_out([100, 50], 20, seed=3))
-    assert np.array_equal(np.flatnonzero(mask), np.sort(Order.of(150, 3, "eval").take(np.arange(20))))
+    assert np.array_equal(np.flatnonzero(mask), np.sort(Permutation.of(150, 3, "eval").take(np.arange(20))))
     # Negative control: here the draw itself leaves the second source nothing.
-    seed = next(seed for seed in range(1000) if 100 in Order.of(101, seed, "eval").take(np.arange(20)))
+    seed = next(seed for seed in range(1000) if 100 in Permutation.of(101, seed, "eval").take(np.arange(20)))
     assert not np.concatenate(hold_out([100, 1], 20, seed))[100]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from danlu.data.packed_dataset import PackedDataset, cut
-from danlu.data.samples import Block, Selection
+from danlu.data.samples import SampleBlock, Selection
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Packing
 from danlu.types import Pack, Sample
@@ -23,7 +23,7 @@ def samples(n: int = 200, seed: int = 0, longest: int = 60) -> Selection:
     tokens = [np.arange(a, b, dtype=np.int32) for a, b in pairwise(starts)]  # every token differs
     weights = [np.concatenate([[0], np.ones(length - 1)]).astype(np.float32) for length in lengths]
     reasons = [np.zeros(length, np.uint8) for length in lengths]
-    return Selection.all_of([Block.of(tokens, weights, reasons, list(range(n)), [f"row {i}" for i in range(n)])])
+    return Selection.all_of([SampleBlock.of(tokens, weights, reasons, list(range(n)), [f"row {i}" for i in range(n)])])
 
 
 def packs_of(kind: Any = "best-fit", seed: int = 3, **settings: Any) -> PackedDataset:
@@ -92,4 +92,4 @@ def test_state_knows_the_data_again() -> None:
 
 def test_no_samples_is_an_error() -> None:
     with pytest.raises(DataError, match="there are no samples to pack"):
-        PackedDataset(Selection.all_of([Block.join([])]), Packing(), 64, 0)
+        PackedDataset(Selection.all_of([SampleBlock.join([])]), Packing(), 64, 0)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from danlu.data.packing import best_fit, concatenate, efficiency, lay_out, one_by_one
+from danlu.data.packing import best_fit, concatenate, efficiency, one_per_pack, plan_packing
 from danlu.errors import DataError
 
 lengths_strategy = st.lists(st.integers(1, 64), max_size=300).map(np.array)
@@ -45,7 +45,7 @@ def test_a_wider_window_packs_tighter() -> None:
     assert efficiency(lengths, len(wide), 1024) > 0.99 > efficiency(lengths, len(narrow), 1024)
 
 
-@pytest.mark.parametrize("pack", [lambda lengths: best_fit(lengths, 64, 8), lambda lengths: one_by_one(lengths, 64)])
+@pytest.mark.parametrize("pack", [lambda lengths: best_fit(lengths, 64, 8), lambda lengths: one_per_pack(lengths, 64)])
 def test_a_sample_longer_than_a_pack_is_an_error(pack) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(
         DataError, match=r"sample 1 has 65 tokens and does not fit a packed sequence of 64 \(2 such samples\)"
@@ -71,14 +71,14 @@ def test_a_document_cut_by_a_border_goes_on_in_the_next_pack() -> None:
 
 
 def test_layouts_of_whole_samples() -> None:
-    layout = lay_out(np.array([3, 1, 2, 4]), "best-fit", 5, 100)
+    layout = plan_packing(np.array([3, 1, 2, 4]), "best-fit", 5, 100)
     assert [layout.pack(number) for number in range(len(layout))] == [[(1, 0, 1), (3, 0, 4)], [(0, 0, 3), (2, 0, 2)]]
-    assert len(lay_out(np.array([3, 1, 2, 4]), "none", 5, 100)) == 4
-    assert len(lay_out(np.array([], dtype=np.int64), "best-fit", 5, 100)) == 0
+    assert len(plan_packing(np.array([3, 1, 2, 4]), "none", 5, 100)) == 4
+    assert len(plan_packing(np.array([], dtype=np.int64), "best-fit", 5, 100)) == 0
 
 
 def test_none_gives_each_sample_its_own_pack() -> None:
-    assert one_by_one(np.array([3, 1, 2]), 4) == [[0], [1], [2]]
+    assert one_per_pack(np.array([3, 1, 2]), 4) == [[0], [1], [2]]
 
 
 def test_efficiency_counts_the_room() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from danlu.data.demo_data import conversations, pretraining_documents
-from danlu.data.prepare import Prepared, prepare
+from danlu.data.prepare import PreparedData, prepare
 from danlu.data.samples import Selection
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import DataError
@@ -45,7 +45,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ready(
     tokenizer: Path, cache: Path, *paths: Path, stage: Any = "sft", weights: Any = None, seed: int = 0, **data: Any
-) -> Prepared:
+) -> PreparedData:
     sources = [
         Source(path=str(path), weight=weight)
         for path, weight in zip(paths, weights or [None] * len(paths), strict=True)

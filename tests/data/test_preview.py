@@ -16,15 +16,23 @@ from builders.chat_tokenizers import make_tokenizer
 from builders.inline_workers import InlineWorkers
 from builders.tiny_world import World, write_rows
 
+from danlu.data.message_spans import Reason
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import prepare
-from danlu.data.preview import Ingredients, ShownRow, look, measure, show, survey, texts_of
+from danlu.data.preview import (
+    PreviewInputs,
+    PreviewRow,
+    preview_rows,
+    render_examples,
+    summarize_dataset,
+    summarize_refused,
+    token_texts,
+)
 from danlu.data.samples import Selection
 from danlu.data.sources import read_rows
-from danlu.data.spans import Reason
 from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
-from danlu.data.tokenizing import Settings, tokenizer_info
+from danlu.data.tokenizing import TokenizeSettings, tokenizer_info
 from danlu.errors import DataError, RecipeError
 from danlu.recipe.sections import Data, Packing, Source
 
@@ -39,22 +47,24 @@ def tokenizer(tiny_world: World) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def of(tiny_world: World) -> Callable[..., Ingredients]:
+def of(tiny_world: World) -> Callable[..., PreviewInputs]:
     """What a recipe over some files gives, chat rows of the tiny world by default."""
 
-    def of(*paths: Path, stage: Any = "sft", **data: Any) -> Ingredients:
+    def of(*paths: Path, stage: Any = "sft", **data: Any) -> PreviewInputs:
         train = [Source(path=str(path)) for path in paths or (tiny_world.chat,)]
         cache = {"cache": str(tiny_world.cache), "max_length": 64, "workers": 1}
-        return Ingredients(Data(**{"train": train, **cache, **data}), stage, str(tiny_world.tokenizer), None, seed=0)
+        return PreviewInputs(Data(**{"train": train, **cache, **data}), stage, str(tiny_world.tokenizer), None, seed=0)
 
     return of
 
 
-def shown_here(tokenizer: Tokenizer, path: Path, **data: Any) -> list[ShownRow]:
+def shown_here(tokenizer: Tokenizer, path: Path, **data: Any) -> list[PreviewRow]:
     """What `look` gives of a file, without a process of its own."""
     section = Data(**{"train": [Source(path=str(path))], "max_length": 64, **data})
-    return show(
-        tokenizer, tokenizer_info(tokenizer), (0, (Settings.of(section, "auto"), list(read_rows(section.train[0]))))
+    return preview_rows(
+        tokenizer,
+        tokenizer_info(tokenizer),
+        (0, (TokenizeSettings.of(section, "auto"), list(read_rows(section.train[0])))),
     )
 
 
@@ -82,7 +92,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_character_belongs_to_the_token_it_begins_in(tokens: list[bytes], texts: list[str]) -> None:
-    assert texts_of(tokens) == texts
+    assert token_texts(tokens) == texts
 
 
 TEXT = "Hello  wörld, 龘靐 😀\n\tcafé <0x0A> </s>"
@@ -96,7 +106,7 @@ def test_the_bytes_of_all_tokens_are_the_text(tmp_path: Path, kind: Any) -> None
     start = " " if kind == "prepend" else ""
     assert b"".join(parts).decode() == start + TEXT
     assert len(parts) == len(ids) > len("".join(TEXT.split()))  # 龘 is no token of its own here
-    assert "".join(texts_of(parts)) == start + TEXT and texts_of(parts).count("") >= 2
+    assert "".join(token_texts(parts)) == start + TEXT and token_texts(parts).count("") >= 2
     special = tokenizer.encode("</s>")[-1]
     assert special in tokenizer.special_ids and not set(tokenizer.encode("Hello")) & tokenizer.special_ids
     assert tokenizer.token_bytes([tokenizer.vocab_size + 5]) == [b""]
@@ -114,13 +124,13 @@ def test_the_bytes_of_real_tokenizers(shared_data: Path, name: str) -> None:
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_shown_are_rows_trained(of: Callable[..., Ingredients], tmp_path: Path) -> None:
+def test_rows_shown_are_rows_trained(of: Callable[..., PreviewInputs], tmp_path: Path) -> None:
     path = write_rows(
         tmp_path / "texts.jsonl", [{"text": "The fox is red. " * n} for n in (1, 40)] + [{"text": "狐狸"}]
     )
     for ingredients in (of(), of(path, stage="pretrain", overlong="split")):
-        shown = look(ingredients, rows=3)
-        overview = measure(ingredients, packs=1, shown=shown)
+        shown = render_examples(ingredients, rows=3)
+        overview = summarize_dataset(ingredients, packs=1, shown=shown)
         assert overview.changed == () and len(shown) == 3
         prepared = prepare_as_run(ingredients)
         stored = [sample for sample in Selection.all_of(prepared.stores) if sample.row in {row.where for row in shown}]
@@ -131,21 +141,21 @@ def test_rows_shown_are_rows_trained(of: Callable[..., Ingredients], tmp_path: P
     assert [row.shortened for row in shown] == ["", "split", ""]
 
 
-def prepare_as_run(of: Ingredients) -> Selection:
+def prepare_as_run(of: PreviewInputs) -> Selection:
     prepared = prepare(of.data, stage=of.stage, tokenizer_path=of.tokenizer_path, chat_template=None, seed=of.seed)
     assert prepared.train is not None
     return prepared.train
 
 
-def test_a_cache_that_holds_other_tokens_is_named(of: Callable[..., Ingredients]) -> None:
-    shown = look(of(), rows=2)
+def test_a_cache_that_holds_other_tokens_is_named(of: Callable[..., PreviewInputs]) -> None:
+    shown = render_examples(of(), rows=2)
     (sample,) = shown[1].samples
     weights = sample.weights.copy()
     weights[-1] += 1
     other = [shown[0], replace(shown[1], samples=(replace(sample, weights=weights),))]
-    assert measure(of(), packs=0, shown=other).changed == ("chat.jsonl:2",)
+    assert summarize_dataset(of(), packs=0, shown=other).changed == ("chat.jsonl:2",)
     fewer = [replace(shown[0], samples=()), shown[1]]
-    assert measure(of(), packs=0, shown=fewer).changed == ("chat.jsonl:1",)
+    assert summarize_dataset(of(), packs=0, shown=fewer).changed == ("chat.jsonl:1",)
 
 
 def test_rows_that_are_not_trained_on_are_shown_with_their_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -174,31 +184,31 @@ def test_every_token_has_its_text_reason_and_kind(tokenizer: Tokenizer, tmp_path
     assert set(sample.weights.tolist()) == {0.0, 0.5}
 
 
-def test_rows_are_found_by_the_places_that_messages_name(of: Callable[..., Ingredients], tmp_path: Path) -> None:
+def test_rows_are_found_by_the_places_that_messages_name(of: Callable[..., PreviewInputs], tmp_path: Path) -> None:
     more = write_rows(tmp_path / "more.jsonl", [HELLO, TWO_QUESTIONS, *[HELLO] * 20])
     ingredients = of(more, eval=[Source(path=str(tmp_path / "more.jsonl"), rows=3)])
     places = ("more.jsonl:12", "data/more.jsonl:2 message 2", "more.jsonl:1:7")
-    found = [(row.source, row.where) for row in look(ingredients, rows=9, places=places)]
+    found = [(row.source, row.where) for row in render_examples(ingredients, rows=9, places=places)]
     assert found == [(0, f"more.jsonl:{n}") for n in (1, 2, 12)] + [(1, f"more.jsonl:{n}") for n in (1, 2)]
-    assert [row.where for row in look(of(more), rows=0, places=("3",))] == ["more.jsonl:3"]
+    assert [row.where for row in render_examples(of(more), rows=0, places=("3",))] == ["more.jsonl:3"]
     with pytest.raises(RecipeError, match=r"--row more.jsonl:99: there is no such row in .*more.jsonl") as error:
-        look(of(more), rows=0, places=("more.jsonl:99", "3", "ore.jsonl:2"))
+        render_examples(of(more), rows=0, places=("more.jsonl:99", "3", "ore.jsonl:2"))
     assert len(error.value.problems) == 2
 
 
-def test_a_tokenizer_that_cannot_render_is_an_error_at_once(tmp_path: Path, of: Callable[..., Ingredients]) -> None:
+def test_a_tokenizer_that_cannot_render_is_an_error_at_once(tmp_path: Path, of: Callable[..., PreviewInputs]) -> None:
     plain = replace(of(), tokenizer_path=str(make_tokenizer(tmp_path / "plain", None)))
     with pytest.raises(DataError, match="this tokenizer has no chat template"):
-        look(plain, rows=1)
+        render_examples(plain, rows=1)
 
 
 # -- packs and counts -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["best-fit", "none"])
-def test_the_packs_are_those_of_a_run(of: Callable[..., Ingredients], kind: Any) -> None:
+def test_the_packs_are_those_of_a_run(of: Callable[..., PreviewInputs], kind: Any) -> None:
     ingredients = of(packing=Packing(kind=kind))
-    packed = measure(ingredients, packs=3).train.packed
+    packed = summarize_dataset(ingredients, packs=3).train.packed
     assert packed is not None
     packs = PackedDataset(prepare_as_run(ingredients), ingredients.data.packing, 64, seed=0)
     assert (packed.packs, packed.tokens, packed.efficiency) == (
@@ -212,8 +222,8 @@ def test_the_packs_are_those_of_a_run(of: Callable[..., Ingredients], kind: Any)
     assert packed.samples == len(prepare_as_run(ingredients))
 
 
-def test_rows_set_aside_are_counted(of: Callable[..., Ingredients], tmp_path: Path, tiny_world: World) -> None:
-    overview = measure(of(eval=0.2), packs=1)
+def test_rows_set_aside_are_counted(of: Callable[..., PreviewInputs], tmp_path: Path, tiny_world: World) -> None:
+    overview = summarize_dataset(of(eval=0.2), packs=1)
     assert overview.eval is not None and overview.eval.packed is not None and overview.train.packed is not None
     whole, held_out = overview.train.statistics, overview.eval.statistics
     assert (whole.rows, held_out.rows) == (100, 20)
@@ -223,17 +233,17 @@ def test_rows_set_aside_are_counted(of: Callable[..., Ingredients], tmp_path: Pa
     assert overview.eval.packed.samples == held_out.samples == len(overview.eval.lengths)
     assert len(overview.train.lengths) == whole.samples
 
-    own = measure(of(eval=[Source(path=str(write_rows(tmp_path / "eval.jsonl", [HELLO] * 3)))]), packs=1)
+    own = summarize_dataset(of(eval=[Source(path=str(write_rows(tmp_path / "eval.jsonl", [HELLO] * 3)))]), packs=1)
     assert own.eval is not None and own.eval.statistics.rows == 3 and own.train.statistics.rows == 100
-    assert measure(of(), packs=0).eval is None
+    assert summarize_dataset(of(), packs=0).eval is None
 
 
 @pytest.mark.parametrize("kind", ["best-fit", "concatenate"])
-def test_of_a_stream_the_first_block_is_counted(of: Callable[..., Ingredients], tiny_world: World, kind: Any) -> None:
+def test_of_a_stream_the_first_block_is_counted(of: Callable[..., PreviewInputs], tiny_world: World, kind: Any) -> None:
     ingredients = of(
         tiny_world.text, stage="pretrain", streaming=True, shuffle_buffer=30, packing=Packing(kind=kind), max_length=100
     )
-    overview = measure(ingredients, packs=2)
+    overview = summarize_dataset(ingredients, packs=2)
     train = overview.train
     assert overview.block and train.packed is not None
     assert train.statistics.rows == 30 and train.packed.tokens == train.statistics.tokens == train.lengths.sum()
@@ -247,12 +257,12 @@ def test_of_a_stream_the_first_block_is_counted(of: Callable[..., Ingredients], 
         assert stream.statistics.rows == 60  # that was all of the first block
 
 
-def test_data_that_a_run_refuses_is_counted_all_the_same(of: Callable[..., Ingredients], tmp_path: Path) -> None:
+def test_data_that_a_run_refuses_is_counted_all_the_same(of: Callable[..., PreviewInputs], tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [HELLO, TWO_QUESTIONS, UNTRAINED, "{broken"])
     with pytest.raises(DataError, match="rows.jsonl:2 message 2: two user turns in a row"):
-        measure(of(path), packs=1)
+        summarize_dataset(of(path), packs=1)
     seen: list[int] = []
-    counted = survey(of(path), progress=lambda done, total: seen.append(done))
+    counted = summarize_refused(of(path), progress=lambda done, total: seen.append(done))
     found = counted.train.statistics
     assert (found.rows, found.bad_rows, found.samples, found.dropped.total()) == (4, 2, 1, 1)
     assert [message.partition(" ")[0] for message in found.bad_examples] == ["rows.jsonl:2", "rows.jsonl:4:2:"]
@@ -260,9 +270,9 @@ def test_data_that_a_run_refuses_is_counted_all_the_same(of: Callable[..., Ingre
     assert counted.train.lengths.tolist() == [found.tokens]
 
 
-def test_a_survey_of_good_data_counts_what_a_run_does(of: Callable[..., Ingredients], tmp_path: Path) -> None:
+def test_a_survey_of_good_data_counts_what_a_run_does(of: Callable[..., PreviewInputs], tmp_path: Path) -> None:
     ingredients = of(eval=[Source(path=str(write_rows(tmp_path / "eval.jsonl", [HELLO] * 3)))])
-    whole, counted = measure(ingredients, packs=0), survey(ingredients)
+    whole, counted = summarize_dataset(ingredients, packs=0), summarize_refused(ingredients)
     for ours, theirs in ((counted.train, whole.train), (counted.eval, whole.eval)):
         assert ours is not None and theirs is not None
         assert ours.statistics == theirs.statistics
@@ -271,19 +281,21 @@ def test_a_survey_of_good_data_counts_what_a_run_does(of: Callable[..., Ingredie
 
 PREVIEW = """
 import json, sys
-from danlu.data.preview import Ingredients, look, measure
+from danlu.data.preview import PreviewInputs, render_examples, summarize_dataset
 from danlu.recipe.sections import Data, Source
 path, tokenizer, cache = sys.argv[1:]
-of = Ingredients(Data(train=[Source(path=path)], cache=cache, max_length=64, workers=1), "sft", tokenizer, None, 0)
+of = PreviewInputs(Data(train=[Source(path=path)], cache=cache, max_length=64, workers=1), "sft", tokenizer, None, 0)
 done = []
-shown = look(of, rows=1)
-measure(of, packs=1, shown=shown, progress=lambda rows, total: done.append(rows))
+shown = render_examples(of, rows=1)
+summarize_dataset(of, packs=1, shown=shown, progress=lambda rows, total: done.append(rows))
 heavy = {"transformers", "tokenizers", "torch", "datasets"} & {name.partition(".")[0] for name in sys.modules}
 print(json.dumps([len(shown), done, sorted(heavy)]))
 """
 
 
-def test_nothing_is_tokenised_twice_and_nothing_heavy_loaded(of: Callable[..., Ingredients], tiny_world: World) -> None:
+def test_nothing_is_tokenised_twice_and_nothing_heavy_loaded(
+    of: Callable[..., PreviewInputs], tiny_world: World
+) -> None:
     prepare_as_run(of())  # so that the cache has it
     command = [sys.executable, "-c", PREVIEW, *map(str, (tiny_world.chat, tiny_world.tokenizer, tiny_world.cache))]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)

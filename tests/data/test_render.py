@@ -24,24 +24,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from danlu.data import render as render_module
+from danlu.data.message_spans import Reason
 from danlu.data.render import (
     NOTHING_LEFT,
     NOTHING_TRAINED,
     TOO_LONG,
-    Rendered,
-    Rendering,
+    RenderedSample,
+    RenderSettings,
     fit,
     render,
-    render_many,
+    render_rows,
     turn_of,
     untrained_terminator,
 )
-from danlu.data.rows import Conversation, parse
-from danlu.data.spans import Reason
+from danlu.data.rows import Conversation, parse_row
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.errors import DataError
 
-ASSISTANT = Rendering()
+ASSISTANT = RenderSettings()
 TWO_TURNS: list[tuple[str, str]] = [
     ("user", "Hi there"), ("assistant", "Hello, you!"), ("user", "你好 é"), ("assistant", "I think so.\n\nYes 😀"),
 ]  # fmt: skip
@@ -52,19 +52,19 @@ def messages(*turns: tuple[str, str], **columns: Any) -> dict[str, Any]:
 
 
 def rendered(
-    style: str, row: dict[str, Any], rendering: Rendering = ASSISTANT, kind: Kind = "byte"
-) -> tuple[Tokenizer, list[Rendered]]:
+    style: str, row: dict[str, Any], rendering: RenderSettings = ASSISTANT, kind: Kind = "byte"
+) -> tuple[Tokenizer, list[RenderedSample]]:
     tokenizer = tokenizer_and_oracle(style, kind)[0]
-    return tokenizer, render(parse(row, "auto", "chat.jsonl:1"), "chat.jsonl:1", tokenizer, rendering)
+    return tokenizer, render(parse_row(row, "auto", "chat.jsonl:1"), "chat.jsonl:1", tokenizer, rendering)
 
 
-def trained_text(tokenizer: Tokenizer, sample: Rendered) -> str:
+def trained_text(tokenizer: Tokenizer, sample: RenderedSample) -> str:
     return tokenizer.decode(sample.tokens[sample.weights > 0].tolist())
 
 
 def turns_shown(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[dict[str, Any]], Any]:
     """The messages and tools as the template is given them: where it takes no system message, merged into the first."""
-    parsed = parse(row, "auto", "row")
+    parsed = parse_row(row, "auto", "row")
     assert isinstance(parsed, Conversation)
     shown = render_module._Writer(tokenizer, ASSISTANT)._messages(parsed, tokenizer.template(bool(parsed.tools)))
     return [turn_of(message) for message in shown], parsed.tools
@@ -115,22 +115,22 @@ def test_without_a_terminator_white_space_and_eos_end_the_answers() -> None:
     assert untrained_terminator(sample) is None
 
 
-def shifted(sample: Rendered, by: int) -> Rendered:
+def shifted(sample: RenderedSample, by: int) -> RenderedSample:
     return replace(sample, weights=np.roll(sample.weights, by))
 
 
-def changed(sample: Rendered, place: int, weight: float) -> Rendered:
+def changed(sample: RenderedSample, place: int, weight: float) -> RenderedSample:
     weights = sample.weights.copy()
     weights[place] = weight
     return replace(sample, weights=weights)
 
 
-def grown(sample: Rendered) -> Rendered:
+def grown(sample: RenderedSample) -> RenderedSample:
     columns = ("tokens", "weights", "reasons", "turns")
     return replace(sample, **{name: np.append(getattr(sample, name), getattr(sample, name)[-1]) for name in columns})
 
 
-WRONG: dict[str, Callable[[Rendered], Rendered]] = {
+WRONG: dict[str, Callable[[RenderedSample], RenderedSample]] = {
     "nothing": lambda sample: sample,
     "a token later": lambda sample: shifted(sample, 1),
     "a token earlier": lambda sample: shifted(sample, -1),
@@ -166,8 +166,8 @@ def test_many_rows_at_once_are_what_they_are_one_by_one() -> None:
     tokenizer, _ = tokenizer_and_oracle("chatml")
     texts = [*({"text": text} for text in ("One.", "", "é" * 30)), {"prompt": "a", "completion": "b"}]
     values = [messages(*TWO_TURNS), *(text for text in texts if text.get("text") != ""), messages(*TWO_TURNS[:2])]
-    rows, wheres = [parse(value, "auto", "row") for value in values], [f"row {n}" for n in range(len(values))]
-    together = render_many(rows, wheres, tokenizer, ASSISTANT)
+    rows, wheres = [parse_row(value, "auto", "row") for value in values], [f"row {n}" for n in range(len(values))]
+    together = render_rows(rows, wheres, tokenizer, ASSISTANT)
     for row, where, samples in zip(rows, wheres, together, strict=True):
         assert isinstance(samples, list)
         for one, other in zip(samples, render(row, where, tokenizer, ASSISTANT), strict=True):
@@ -201,7 +201,7 @@ def test_real_tokenizers_and_rows(name: str, shared_data: Path, monkeypatch: pyt
     )
     for row in real_rows(shared_data, calls=tokenizer.template().takes_calls):
         turns, tools = turns_shown(row, tokenizer)
-        for sample in render(parse(row, "auto", "row"), "row", tokenizer, ASSISTANT):
+        for sample in render(parse_row(row, "auto", "row"), "row", tokenizer, ASSISTANT):
             check_sample(oracle, turns, tools, sample, terminator)
 
 
@@ -213,7 +213,7 @@ def test_a_jinja_file_takes_the_place_of_the_tokenizers_own(shared_data: Path, t
     oracle.chat_template = config["chat_template"]
     for row in real_rows(shared_data, calls=True):
         turns, tools = turns_shown(row, tokenizer)
-        for sample in render(parse(row, "auto", "row"), "row", tokenizer, ASSISTANT):
+        for sample in render(parse_row(row, "auto", "row"), "row", tokenizer, ASSISTANT):
             check_sample(oracle, turns, tools, sample, "<|im_end|>")
 
 
@@ -222,7 +222,7 @@ def test_a_jinja_file_takes_the_place_of_the_tokenizers_own(shared_data: Path, t
 
 def test_train_on() -> None:
     row = messages(("system", "Be kind."), *TWO_TURNS)
-    every = {name: rendered("chatml", row, Rendering(train_on=name)) for name in ("all", "assistant", "last")}
+    every = {name: rendered("chatml", row, RenderSettings(train_on=name)) for name in ("all", "assistant", "last")}
     (tokenizer, (all_,)), (_, (assistant,)), (_, (last,)) = every.values()
     assert all_.weights.tolist() == [0.0] + [1.0] * (len(all_.tokens) - 1)
     assert trained_text(tokenizer, assistant) == "Hello, you!<|im_end|>I think so.\n\nYes 😀<|im_end|>"
@@ -249,7 +249,7 @@ def test_the_messages_of_a_prompt_are_context() -> None:
     assert trained_text(tokenizer, sample) == "I think so.\n\nYes 😀<|im_end|>"
     prompt[1]["train"] = True
     assert trained_text(tokenizer, rendered("chatml", row)[1][0]).startswith("Hello, you!<|im_end|>I think")
-    _, (everything,) = rendered("chatml", row, Rendering(train_on="all"))
+    _, (everything,) = rendered("chatml", row, RenderSettings(train_on="all"))
     assert everything.weights[1:].all()
 
 
@@ -339,14 +339,14 @@ def test_the_same_calls_in_the_sharegpt_format_give_the_same_tokens() -> None:
 )
 def test_a_template_without_tools_does_not_lose_them_silently(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
-        render(parse(row, "auto", "calls:1"), "calls:1", tokenizer_and_oracle("chatml")[0], ASSISTANT)
+        render(parse_row(row, "auto", "calls:1"), "calls:1", tokenizer_and_oracle("chatml")[0], ASSISTANT)
 
 
 # -- system prompts ----------------------------------------------------------------------------------------------------
 
 
 def test_a_system_prompt_is_given_to_conversations_that_have_none() -> None:
-    rendering = Rendering(system="Be brief.")
+    rendering = RenderSettings(system="Be brief.")
     tokenizer, (sample,) = rendered("chatml", messages(*TWO_TURNS), rendering)
     assert tokenizer.decode(sample.tokens.tolist()).startswith("<|im_start|>system\nBe brief.<|im_end|>")
     _, (own,) = rendered("chatml", messages(("system", "Be kind."), *TWO_TURNS), rendering)
@@ -376,9 +376,9 @@ def test_turns_that_are_rewritten_later_are_samples_of_their_own() -> None:
     ]
     texts = [tokenizer.decode(sample.tokens.tolist()) for sample in samples]
     assert "\na\n" not in texts[0] and "\na\n" not in texts[2]  # as it is when the later answers are generated
-    assert [trained_text(tokenizer, one) for one in rendered("qwen3", thoughts, Rendering(train_on="last"))[1]] == [
-        "<think>\nc\n</think>\n\nGamma<|im_end|>"
-    ]
+    assert [
+        trained_text(tokenizer, one) for one in rendered("qwen3", thoughts, RenderSettings(train_on="last"))[1]
+    ] == ["<think>\nc\n</think>\n\nGamma<|im_end|>"]
 
 
 def test_a_whole_conversation_without_anything_to_train_is_left_out() -> None:
@@ -390,7 +390,7 @@ def test_a_whole_conversation_without_anything_to_train_is_left_out() -> None:
 
 
 def test_all_of_a_rewritten_conversation_is_trained_once() -> None:
-    tokenizer, samples = rendered("qwen3", messages(*TWO_TURNS), Rendering(train_on="all"))
+    tokenizer, samples = rendered("qwen3", messages(*TWO_TURNS), RenderSettings(train_on="all"))
     whole, early = samples
     assert "user\nHi there<|im_end|>" in trained_text(tokenizer, whole) and "Hello, you!" not in trained_text(
         tokenizer, whole
@@ -406,7 +406,7 @@ def test_text_ends_with_eos_and_nothing_else_is_added() -> None:
     assert tokenizer.decode(sample.tokens.tolist()) == "Once upon a time.</s>"
     assert sample.weights.tolist() == [0.0] + [1.0] * (len(sample.tokens) - 1)
     assert sample.reasons.tolist() == [Reason.TEXT] * (len(sample.tokens) - 1) + [Reason.EOS]
-    _, (open_,) = rendered("chatml", {"text": "Once upon a time."}, Rendering(append_eos=False))
+    _, (open_,) = rendered("chatml", {"text": "Once upon a time."}, RenderSettings(append_eos=False))
     np.testing.assert_array_equal(open_.tokens, sample.tokens[:-1])
 
 
@@ -437,17 +437,17 @@ def test_tokenizers_that_put_bos_in_front_of_text_do_so_once(tmp_path: Path) -> 
     tokenizer, oracle = load_tokenizer(str(folder)), pretrained(folder)
     assert tokenizer.adds_bos
     for text in ("Once", "<s>Once"):
-        (sample,) = render(parse({"text": text}, "auto", "row"), "row", tokenizer, ASSISTANT)
+        (sample,) = render(parse_row({"text": text}, "auto", "row"), "row", tokenizer, ASSISTANT)
         assert sample.tokens.tolist() == [*oracle("Once")["input_ids"], oracle.eos_token_id]
         assert sample.reasons[0] == Reason.BOS and sample.weights[0] == 0
-    (chat_sample,) = render(parse(messages(*TWO_TURNS), "auto", "row"), "row", tokenizer, ASSISTANT)
+    (chat_sample,) = render(parse_row(messages(*TWO_TURNS), "auto", "row"), "row", tokenizer, ASSISTANT)
     assert chat_sample.tokens[0] != tokenizer.bos_id  # a template says itself where it wants one
 
 
 def test_a_completion_is_trained_and_its_prompt_is_context() -> None:
     tokenizer, (sample,) = rendered("chatml", {"prompt": "Two plus two is", "completion": " four."})
     assert trained_text(tokenizer, sample) == " four.</s>"
-    _, (everything,) = rendered("chatml", {"prompt": "Two plus two is", "completion": " four."}, Rendering("all"))
+    _, (everything,) = rendered("chatml", {"prompt": "Two plus two is", "completion": " four."}, RenderSettings("all"))
     assert everything.weights[1:].all()
 
 
@@ -483,28 +483,28 @@ CHAT_ROW = messages(*TWO_TURNS)
 def test_a_tokenizer_without_chat_template_renders_text_only(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, None)
     with pytest.raises(DataError, match=r"no chat template.*model\.chat_template, or train on rows of plain text"):
-        render(parse(CHAT_ROW, "auto", "row"), "row", tokenizer, ASSISTANT)
-    (sample,) = render(parse({"text": "Hi"}, "auto", "row"), "row", tokenizer, ASSISTANT)
+        render(parse_row(CHAT_ROW, "auto", "row"), "row", tokenizer, ASSISTANT)
+    (sample,) = render(parse_row({"text": "Hi"}, "auto", "row"), "row", tokenizer, ASSISTANT)
     assert tokenizer.decode(sample.tokens.tolist()) == "Hi</s>"
 
 
 def test_a_tokenizer_without_eos_closes_what_has_a_terminator(tmp_path: Path) -> None:
     tokenizer = load(tmp_path / "chatml", CHATML, eos_token=None)
-    (sample,) = render(parse(CHAT_ROW, "auto", "row"), "row", tokenizer, ASSISTANT)
+    (sample,) = render(parse_row(CHAT_ROW, "auto", "row"), "row", tokenizer, ASSISTANT)
     assert trained_text(tokenizer, sample).endswith("<|im_end|>")
     endless = load(tmp_path / "none", NO_TERMINATOR, eos_token=None)
     problem = r"no end-of-text token \(eos_token\).*tokenizer_config\.json, or set data\.append_eos: false"
     for value, one in (({"text": "Hi"}, tokenizer), (CHAT_ROW, endless)):
         with pytest.raises(DataError, match=problem):
-            render_many([parse(value, "auto", "row")], ["row"], one, ASSISTANT)
-    (open_,) = render(parse({"text": "Hi"}, "auto", "row"), "row", tokenizer, Rendering(append_eos=False))
+            render_rows([parse_row(value, "auto", "row")], ["row"], one, ASSISTANT)
+    (open_,) = render(parse_row({"text": "Hi"}, "auto", "row"), "row", tokenizer, RenderSettings(append_eos=False))
     assert tokenizer.decode(open_.tokens.tolist()) == "Hi"
 
 
 def test_a_tokenizer_without_pad_needs_none(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, CHATML, pad_token=None)
     assert tokenizer.pad_id is None
-    (sample,) = render(parse(CHAT_ROW, "auto", "row"), "row", tokenizer, ASSISTANT)
+    (sample,) = render(parse_row(CHAT_ROW, "auto", "row"), "row", tokenizer, ASSISTANT)
     np.testing.assert_array_equal(sample.tokens, rendered("chatml", CHAT_ROW)[1][0].tokens)
 
 
@@ -512,8 +512,8 @@ def test_a_template_that_takes_no_conversation_at_all(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, RAISES)
     problem = rf"^{tmp_path}: not even a question and its answer can be rendered: .*this template takes nothing"
     with pytest.raises(DataError, match=problem):
-        render_many([parse(CHAT_ROW, "auto", "row")], ["row"], tokenizer, ASSISTANT)
-    (sample,) = render(parse({"text": "Hi"}, "auto", "row"), "row", tokenizer, ASSISTANT)
+        render_rows([parse_row(CHAT_ROW, "auto", "row")], ["row"], tokenizer, ASSISTANT)
+    (sample,) = render(parse_row({"text": "Hi"}, "auto", "row"), "row", tokenizer, ASSISTANT)
     assert tokenizer.decode(sample.tokens.tolist()) == "Hi</s>"
 
 
@@ -523,8 +523,8 @@ REFUSES = CHATML + "{% if messages[0].content == 'no' %}{{ raise_exception('not 
 def test_a_template_that_refuses_a_row_spares_the_others(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, REFUSES)
     values = [CHAT_ROW, messages(("user", "no"), ("assistant", "yes")), CHAT_ROW]
-    outcomes = render_many(
-        [parse(value, "auto", "row") for value in values], ["a:1", "a:2", "a:3"], tokenizer, ASSISTANT
+    outcomes = render_rows(
+        [parse_row(value, "auto", "row") for value in values], ["a:1", "a:2", "a:3"], tokenizer, ASSISTANT
     )
     assert isinstance(outcomes[0], list) and isinstance(outcomes[2], list)
     assert str(outcomes[1]) == "a:2: the chat template refuses this conversation: TemplateError: not this one"
@@ -533,7 +533,7 @@ def test_a_template_that_refuses_a_row_spares_the_others(tmp_path: Path) -> None
 def test_a_template_that_writes_nothing(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, "{# nothing #}")
     with pytest.raises(DataError, match=r"^row 3: the chat template renders this conversation as no text at all"):
-        render(parse(CHAT_ROW, "auto", "row 3"), "row 3", tokenizer, ASSISTANT)
+        render(parse_row(CHAT_ROW, "auto", "row 3"), "row 3", tokenizer, ASSISTANT)
 
 
 @pytest.mark.parametrize("kind", ["byte", "prepend"])
@@ -547,17 +547,17 @@ def test_a_template_that_writes_nothing(tmp_path: Path) -> None:
 )
 def test_half_a_character_is_a_bad_row(kind: Kind, value: dict[str, Any]) -> None:
     tokenizer, _ = tokenizer_and_oracle("chatml", kind)
-    rows = [parse(one, "auto", "row") for one in (value, CHAT_ROW)]
-    bad, good = render_many(rows, ["x.jsonl:1", "x.jsonl:2"], tokenizer, ASSISTANT)
+    rows = [parse_row(one, "auto", "row") for one in (value, CHAT_ROW)]
+    bad, good = render_rows(rows, ["x.jsonl:1", "x.jsonl:2"], tokenizer, ASSISTANT)
     assert str(bad).startswith(r"x.jsonl:1: the text holds \ud83d, half a character") and isinstance(good, list)
 
 
 # -- length ------------------------------------------------------------------------------------------------------------
 
 
-def sample_of(weights: list[float], turns: list[int] | None = None, reasons: list[int] | None = None) -> Rendered:
+def sample_of(weights: list[float], turns: list[int] | None = None, reasons: list[int] | None = None) -> RenderedSample:
     count = len(weights)
-    return Rendered(
+    return RenderedSample(
         tokens=np.arange(count, dtype=np.int32),
         weights=np.array(weights, np.float32),
         reasons=np.array(reasons or [Reason.TEXT] * count, np.uint8),
@@ -604,7 +604,7 @@ def test_split_cuts_before_a_user_turn_where_it_can() -> None:
     assert "".join(trained_text(tokenizer, part) for part in parts) == trained_text(tokenizer, sample)
 
 
-def targets(samples: list[Rendered]) -> list[tuple[int, int, float]]:
+def targets(samples: list[RenderedSample]) -> list[tuple[int, int, float]]:
     """(the token before, the token, its weight) of every target."""
     return [
         (int(before), int(token), float(weight))
@@ -615,7 +615,7 @@ def targets(samples: list[Rendered]) -> list[tuple[int, int, float]]:
 
 
 @st.composite
-def long_samples(draw: st.DrawFn) -> Rendered:
+def long_samples(draw: st.DrawFn) -> RenderedSample:
     turns = draw(st.lists(st.tuples(st.sampled_from([Reason.USER, Reason.ASSISTANT]), st.integers(1, 6)), min_size=1))
     reasons = [reason for reason, count in turns for _ in range(count)]
     numbers = [number for number, (_, count) in enumerate(turns) for _ in range(count)]
@@ -625,7 +625,7 @@ def long_samples(draw: st.DrawFn) -> Rendered:
 
 @settings(deadline=None)
 @given(sample=long_samples(), max_length=st.integers(2, 12))
-def test_split_loses_no_target_and_repeats_none(sample: Rendered, max_length: int) -> None:
+def test_split_loses_no_target_and_repeats_none(sample: RenderedSample, max_length: int) -> None:
     fitted = fit(sample, max_length, "split")
     assert all(0 < len(part.tokens) <= max_length and part.weights[0] == 0 for part in fitted.samples)
     assert targets(fitted.samples) == targets([sample])
@@ -650,7 +650,7 @@ def test_an_answer_without_a_trained_end_is_told() -> None:
     problem = untrained_terminator(cut)
     assert problem is not None and problem.startswith("chat.jsonl:1: answers are trained, but not the token that ends")
     assert "data.append_eos: true" in problem and "model.chat_template" in problem and "data.max_length" in problem
-    _, (endless,) = rendered("chatml", {"prompt": "a", "completion": "b"}, Rendering(append_eos=False))
+    _, (endless,) = rendered("chatml", {"prompt": "a", "completion": "b"}, RenderSettings(append_eos=False))
     assert untrained_terminator(endless) is not None
-    _, (text,) = rendered("chatml", {"text": "a b c"}, Rendering(append_eos=False))
+    _, (text,) = rendered("chatml", {"text": "a b c"}, RenderSettings(append_eos=False))
     assert untrained_terminator(text) is None

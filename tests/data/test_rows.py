@@ -19,9 +19,9 @@ from danlu.data.rows import (
     Text,
     Tokenized,
     check_order,
-    parse,
-    recognise,
-    unread,
+    detect_format,
+    parse_row,
+    unread_keys,
 )
 from danlu.errors import DataError
 
@@ -29,7 +29,7 @@ Q, A = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hell
 
 
 def conversation(*turns: dict[str, Any], **columns: Any) -> Conversation:
-    row = parse({"messages": list(turns), **columns}, "auto", "chat.jsonl:3")
+    row = parse_row({"messages": list(turns), **columns}, "auto", "chat.jsonl:3")
     assert isinstance(row, Conversation)
     return row
 
@@ -86,10 +86,10 @@ FORMATS: list[tuple[str, dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("format", "value", "meant"), FORMATS)
 def test_formats_are_recognised_and_read(format: str, value: dict[str, Any], meant: Any) -> None:
-    assert recognise(value.keys()) == format
-    row = parse(value, "auto", "row")
+    assert detect_format(value.keys()) == format
+    row = parse_row(value, "auto", "row")
     assert (said(row) if isinstance(meant, list) else row) == meant
-    assert parse(value, format, "row") == row  # type: ignore[arg-type]
+    assert parse_row(value, format, "row") == row  # type: ignore[arg-type]
 
 
 def test_given_tokens() -> None:
@@ -101,13 +101,13 @@ def test_given_tokens() -> None:
         ({"labels": [-100, 6, 7], "loss_mask": [1, 0, 1]}, [0, 0, 1]),
         ({"labels": None}, [1, 1, 1]),
     ]:
-        row = parse({"input_ids": [5, 6, 7], **columns}, "auto", "row")
+        row = parse_row({"input_ids": [5, 6, 7], **columns}, "auto", "row")
         assert isinstance(row, Tokenized) and row.tokens.tolist() == [5, 6, 7] and row.tokens.dtype == np.int32
         assert row.weights.tolist() == weights
     cells = {"input_ids": "[0, 5, 6]", "labels": "[-100, 5, 6]", "attention_mask": "[0, 1, 1]"}  # of a csv file
-    given = parse(cells, "auto", "row")
+    given = parse_row(cells, "auto", "row")
     assert isinstance(given, Tokenized) and given.tokens.tolist() == [5, 6] and given.weights.tolist() == [1, 1]
-    padded = parse({"input_ids": [0, 5, 6], "labels": [-100, 5, 6], "attention_mask": [0, 1, 1]}, "auto", "row")
+    padded = parse_row({"input_ids": [0, 5, 6], "labels": [-100, 5, 6], "attention_mask": [0, 1, 1]}, "auto", "row")
     assert isinstance(padded, Tokenized) and padded.tokens.tolist() == [5, 6] and padded.weights.tolist() == [1, 1]
 
 
@@ -119,14 +119,14 @@ def test_the_same_conversation_in_every_form(row: dict[str, Any]) -> None:
         {"from": names[turn["role"]], "value": turn["content"], **{k: v for k, v in turn.items() if k not in Q}}
         for turn in row["messages"]
     ]
-    expected = parse(row, "auto", "row")
-    assert parse({**row, "messages": json.dumps(row["messages"])}, "auto", "row") == expected
+    expected = parse_row(row, "auto", "row")
+    assert parse_row({**row, "messages": json.dumps(row["messages"])}, "auto", "row") == expected
     rest = {name: json.dumps(value) for name, value in row.items() if name != "messages"}
-    assert parse({"conversations": turns, **rest}, "auto", "row") == expected
+    assert parse_row({"conversations": turns, **rest}, "auto", "row") == expected
     # A columnar file gives every message every key.
     keys = {key for turn in row["messages"] for key in turn} | {"from", "value", "weight", "name"}
     wide = [{key: turn.get(key) for key in keys} for turn in row["messages"]]
-    assert parse({**row, "messages": wide}, "auto", "row") == expected
+    assert parse_row({**row, "messages": wide}, "auto", "row") == expected
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -155,9 +155,9 @@ def test_keys_of_messages_that_are_not_read_are_listed() -> None:
     assert row.unread == ("id", "loss_scale")
     assert row == conversation(Q, A)
     value = {"messages": [Q, {**A, "loss_scale": 0.5}], "loss_weight": 0, "source": "x", "train": None}
-    assert unread(value, parse(value, "auto", "row")) == ["loss_weight (a column)", "loss_scale"]
+    assert unread_keys(value, parse_row(value, "auto", "row")) == ["loss_weight (a column)", "loss_scale"]
     text = {"text": "Once", "weight": 2.0, "url": "x"}
-    assert unread(text, parse(text, "auto", "row")) == ["weight (a column)"]
+    assert unread_keys(text, parse_row(text, "auto", "row")) == ["weight (a column)"]
 
 
 def test_content_in_parts_and_no_content() -> None:
@@ -229,7 +229,7 @@ def test_tool_calls_in_every_form(calls: Any) -> None:
     assert row.messages[1].tool_calls == (CALL,)
     as_turn = {"from": "function_call", "value": calls if isinstance(calls, str) else json.dumps(calls)}
     turns = [{"from": "human", "value": "Hi"}, as_turn, {"from": "observation", "value": "a door"}]
-    row = parse({"conversations": [*turns, {"from": "gpt", "value": "Hello"}]}, "auto", "row")
+    row = parse_row({"conversations": [*turns, {"from": "gpt", "value": "Hello"}]}, "auto", "row")
     assert isinstance(row, Conversation) and row.messages[1] == Message("assistant", "", (CALL,))
 
 
@@ -258,7 +258,7 @@ def test_tools_in_every_form() -> None:
 
 
 def test_messages_of_a_prompt_are_context() -> None:
-    row = parse({"prompt": [Q, A, Q], "completion": [A]}, "auto", "row")
+    row = parse_row({"prompt": [Q, A, Q], "completion": [A]}, "auto", "row")
     assert isinstance(row, Conversation)
     assert [message.is_context for message in row.messages] == [True, True, True, False]
 
@@ -442,7 +442,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
 def test_bad_rows(value: dict[str, Any], problem: str) -> None:
     place = "x.jsonl:9 " if problem.startswith("message") else "x.jsonl:9: "
     with pytest.raises(DataError, match=f"^{re.escape(place)}.*{problem}"):
-        parse(value, "auto", "x.jsonl:9")
+        parse_row(value, "auto", "x.jsonl:9")
 
 
 def test_a_row_of_another_format_than_the_rest_of_its_file() -> None:
@@ -451,8 +451,8 @@ def test_a_row_of_another_format_than_the_rest_of_its_file() -> None:
         match=r"^x\.jsonl:2: no column 'messages', which rows of format messages have; the columns are text\. "
         "This row looks like text: put rows of different formats in files of their own",
     ):
-        parse({"text": "x"}, "messages", "x.jsonl:2")
+        parse_row({"text": "x"}, "messages", "x.jsonl:2")
     with pytest.raises(DataError, match=r"^x\.jsonl:2: no column 'output', .*the columns are instruction$"):
-        parse({"instruction": "x"}, "alpaca", "x.jsonl:2")
+        parse_row({"instruction": "x"}, "alpaca", "x.jsonl:2")
     with pytest.raises(DataError, match=r"no column 'completion'.*the columns are prompt$"):
-        parse({"prompt": "x"}, "prompt-completion", "x.jsonl:2")
+        parse_row({"prompt": "x"}, "prompt-completion", "x.jsonl:2")

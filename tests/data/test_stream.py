@@ -9,7 +9,7 @@ import pytest
 
 from danlu.data.demo_data import pretraining_documents
 from danlu.data.sources import RawRow
-from danlu.data.stream import MixedRows, StreamingDataset
+from danlu.data.stream import InterleavedRows, StreamingDataset
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Data, Packing, Source
@@ -21,12 +21,12 @@ def reader(name: str, count: int) -> Callable[[], Iterator[RawRow]]:
     return lambda: iter([RawRow(i, f"{name}{i}", {"text": name}) for i in range(count)])
 
 
-def taken(rows: MixedRows, count: int) -> list[list[str]]:
+def taken(rows: InterleavedRows, count: int) -> list[list[str]]:
     return [[row.where for row in part] for part in rows.take(count)]
 
 
 def test_without_weights_sources_take_turns_and_a_pass_ends_together() -> None:
-    rows = MixedRows([reader("a", 4), reader("b", 2)], [None, None])
+    rows = InterleavedRows([reader("a", 4), reader("b", 2)], [None, None])
     assert taken(rows, 3) == [["a0", "a1"], ["b0"]]
     assert taken(rows, 3) == [["a2", "a3"], ["b1"]]
     assert taken(rows, 100) == [["a0", "a1", "a2", "a3"], ["b0", "b1"]]
@@ -35,7 +35,7 @@ def test_without_weights_sources_take_turns_and_a_pass_ends_together() -> None:
 
 @pytest.mark.parametrize("weights", [(3.0, 1.0), (1.0, 1.0), (0.2, 0.5)])
 def test_weights_hold_at_every_point(weights: tuple[float, float]) -> None:
-    rows = MixedRows([reader("a", 7), reader("b", 5)], weights)
+    rows = InterleavedRows([reader("a", 7), reader("b", 5)], weights)
     counts = [0, 0]
     for total in range(1, 200):
         for source, part in enumerate(rows.take(1)):
@@ -47,7 +47,7 @@ def test_weights_hold_at_every_point(weights: tuple[float, float]) -> None:
 @pytest.mark.parametrize("weights", [(None, None), (3.0, 1.0)])
 def test_a_position_continues_exactly(weights: tuple[float | None, float | None]) -> None:
     readers = [reader("a", 7), reader("b", 5)]
-    straight, other = MixedRows(readers, weights), MixedRows(readers, weights)
+    straight, other = InterleavedRows(readers, weights), InterleavedRows(readers, weights)
     for _ in range(12):
         position = straight.position
         expected = taken(straight, 4)
@@ -58,7 +58,7 @@ def test_a_position_continues_exactly(weights: tuple[float | None, float | None]
 
 def test_a_source_without_rows_is_an_error() -> None:
     with pytest.raises(DataError, match=r"data\.train\.1: no rows"):
-        MixedRows([reader("a", 7), reader("b", 0)], [None, None]).take(5)
+        InterleavedRows([reader("a", 7), reader("b", 0)], [None, None]).take(5)
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from danlu.data import tokenizer as tokenizer_room
 from danlu.data.tokenizer import (
     Encoded,
-    Exported,
+    ExportedTokenizer,
     Tokenizer,
-    exported,
-    fingerprint_of,
+    exported_tokenizer,
     load_tokenizer,
+    resolve_tokenizer_folder,
     template_date,
     today,
-    tokenizer_folder,
+    tokenizer_fingerprint,
 )
 from danlu.errors import DataError
 
@@ -36,7 +36,7 @@ def check_places(tokenizer: Tokenizer, oracle: Any, texts: list[str], encoded: E
     ids, places, base, sizes = [], [], 0, []
     for text in texts:
         one = oracle(text, add_special_tokens=False, return_offsets_mapping=True)
-        widths = [len(character.encode()) if tokenizer.by_bytes else 1 for character in text]
+        widths = [len(character.encode()) if tokenizer.offsets_in_bytes else 1 for character in text]
         at = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
         ids += one["input_ids"]
         places += [(base + at[start], base + at[stop]) for start, stop in one["offset_mapping"]]
@@ -46,7 +46,7 @@ def check_places(tokenizer: Tokenizer, oracle: Any, texts: list[str], encoded: E
     assert encoded.sizes.tolist() == sizes
     assert encoded.counts.sum() == len(ids) and len(encoded.counts) == len(texts)
     found = list(zip(encoded.starts.tolist(), encoded.stops.tolist(), strict=True))
-    if tokenizer.by_bytes:
+    if tokenizer.offsets_in_bytes:
         # A character of several tokens: transformers gives each of them the whole character, danlu its own bytes.
         assert len(found) == len(places)
         for (start, stop), (first, last) in zip(found, places, strict=True):
@@ -79,7 +79,7 @@ def test_the_check_of_places_catches_a_shift() -> None:
 
 
 def test_kinds_that_write_bytes_are_counted_in_bytes() -> None:
-    assert [tokenizer_and_oracle("chatml", kind)[0].by_bytes for kind in KINDS] == [True, True, False, False]
+    assert [tokenizer_and_oracle("chatml", kind)[0].offsets_in_bytes for kind in KINDS] == [True, True, False, False]
 
 
 def test_bytes_of_a_character_are_told_apart() -> None:
@@ -178,9 +178,12 @@ def test_a_fingerprint_changes_with_anything_that_changes_ids(tmp_path: Path) ->
     jinja.write_text(PHI3)
 
     def prints() -> tuple[str, str]:
-        return fingerprint_of(str(folder)), load_tokenizer(str(folder)).fingerprint()
+        return tokenizer_fingerprint(str(folder)), load_tokenizer(str(folder)).fingerprint()
 
-    seen = [prints(), (fingerprint_of(str(folder), str(jinja)), load_tokenizer(str(folder), str(jinja)).fingerprint())]
+    seen = [
+        prints(),
+        (tokenizer_fingerprint(str(folder), str(jinja)), load_tokenizer(str(folder), str(jinja)).fingerprint()),
+    ]
     (folder / "chat_template.jinja").write_text(LLAMA3)
     seen.append(prints())
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -196,10 +199,10 @@ def test_a_fingerprint_changes_with_anything_that_changes_ids(tmp_path: Path) ->
 
 def test_a_fingerprint_does_not_depend_on_the_place_or_on_other_files(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path / "one", CHATML)
-    before = fingerprint_of(str(folder))
+    before = tokenizer_fingerprint(str(folder))
     shutil.copytree(folder, tmp_path / "two")
     (tmp_path / "two/model.safetensors").write_bytes(b"weights")
-    assert fingerprint_of(str(tmp_path / "two")) == before
+    assert tokenizer_fingerprint(str(tmp_path / "two")) == before
 
 
 def test_the_date_counts_where_the_template_writes_it_and_nowhere_else(tmp_path: Path) -> None:
@@ -214,7 +217,7 @@ def test_the_date_counts_where_the_template_writes_it_and_nowhere_else(tmp_path:
         (folder / name).write_text(json.dumps({"chat_template": dated.read_text()}))
         assert template_date(str(folder), None, "2026-11-22") == "2026-11-22"
         assert template_date(str(folder), None, "2026-11-22") != template_date(str(folder), None, "2026-11-23")
-    prints = {fingerprint_of(str(plain), str(dated), day) for day in (None, "2026-11-22", "2026-11-23")}
+    prints = {tokenizer_fingerprint(str(plain), str(dated), day) for day in (None, "2026-11-22", "2026-11-23")}
     assert len(prints) == 3
     texts = [load_tokenizer(str(plain), str(dated), day).apply_template([]) for day in ("2026-11-22", "2026-11-23")]
     assert texts == ["22", "23"]
@@ -241,13 +244,13 @@ def test_a_result_s_tokenizer_is_read_as_the_one_trained_with(
     trained = load_tokenizer(str(source))
     with pytest.raises(DataError, match="the tokenizer cannot be read"):
         load_tokenizer(str(beside(source, tmp_path / "before", "mistral")))
-    found = exported(str(source), "mistral")
+    found = exported_tokenizer(str(source), "mistral")
     assert found.faithful and found.folder != source
     theirs = pretrained(beside(found.folder, tmp_path / "after", "mistral"))
     text = "Hello  world, 1234\n<|endoftext|>é"
     assert theirs(text).input_ids == trained.encode(text) and theirs.eos_token_id == trained.eos_id
-    assert exported(str(source), "mistral") == found, "written once"
-    assert exported(str(source), "llama") == Exported(source)
+    assert exported_tokenizer(str(source), "mistral") == found, "written once"
+    assert exported_tokenizer(str(source), "llama") == ExportedTokenizer(source)
 
 
 def test_a_result_whose_tokenizer_would_be_read_as_another_is_known(
@@ -257,11 +260,13 @@ def test_a_result_whose_tokenizer_would_be_read_as_another_is_known(
     monkeypatch.setattr(tokenizer_room, "CONVERTED", str(tmp_path / "converted"))
     monkeypatch.setattr("danlu.data.worker_pool.WorkerPool", InlineWorkers)
     source = shared_data / "tokenizers/minimind"
-    assert exported(str(source), "qwen2") == Exported(source, faithful=False)
+    assert exported_tokenizer(str(source), "qwen2") == ExportedTokenizer(source, faithful=False)
     own = beside(source, tmp_path / "own", "qwen2")
     assert not load_tokenizer(str(own)).is_same(load_tokenizer(str(source)))
-    assert exported(str(own), "qwen2") == Exported(own), "it was trained with that one"
-    assert exported(str(source), "llama") == exported(str(source), None) == Exported(source)
+    assert exported_tokenizer(str(own), "qwen2") == ExportedTokenizer(own), "it was trained with that one"
+    assert (
+        exported_tokenizer(str(source), "llama") == exported_tokenizer(str(source), None) == ExportedTokenizer(source)
+    )
 
 
 # -- finding and reading one -------------------------------------------------------------------------------------------
@@ -285,8 +290,8 @@ def test_a_chat_template_that_is_no_text(template: Any, tmp_path: Path) -> None:
 
 def test_a_finished_run_has_its_tokenizer_in_model(tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "run/model", CHATML)
-    assert tokenizer_folder(str(tmp_path / "run")) == tmp_path / "run/model"
-    assert load_tokenizer(str(tmp_path / "run")).size == tokenizer_and_oracle("chatml")[0].size
+    assert resolve_tokenizer_folder(str(tmp_path / "run")) == tmp_path / "run/model"
+    assert load_tokenizer(str(tmp_path / "run")).vocab_size == tokenizer_and_oracle("chatml")[0].vocab_size
 
 
 def test_where_there_is_no_tokenizer(tmp_path: Path) -> None:
@@ -335,7 +340,7 @@ def test_a_tokenizer_with_code_of_its_own_is_not_run(tmp_path: Path) -> None:
 
 def test_a_missing_template_file(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path, CHATML)
-    for read in (load_tokenizer, fingerprint_of):
+    for read in (load_tokenizer, tokenizer_fingerprint):
         with pytest.raises(DataError, match=r"^model\.chat_template: gone\.jinja cannot be read: .*No such file"):
             read(str(folder), "gone.jinja")
 

@@ -6,16 +6,16 @@ from typing import Any
 
 from builders.chat_tokenizers import tokenizer_and_oracle
 
-from danlu.data.render import Rendering
+from danlu.data.render import RenderSettings
 from danlu.data.sources import RawRow
 from danlu.data.statistics import Statistics
-from danlu.data.tokenizing import Settings, tokenise, tokenizer_info
+from danlu.data.tokenizing import TokenizeSettings, tokenise, tokenizer_info
 
 
 def counted(style: str, *rows: dict[str, Any], **rendering: Any) -> Statistics:
     tokenizer, _ = tokenizer_and_oracle(style)
     raw = [RawRow(number, f"rows.jsonl:{number + 1}", row) for number, row in enumerate(rows)]
-    settings = Settings("auto", Rendering(**rendering), None, "truncate")
+    settings = TokenizeSettings("auto", RenderSettings(**rendering), None, "truncate")
     made_of_them = tokenise(tokenizer, tokenizer_info(tokenizer), (settings, raw))
     assert made_of_them.bad == ()
     return made_of_them.statistics

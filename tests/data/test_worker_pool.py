@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.data import template_limits
+from danlu.data import resource_limits
 from danlu.data.worker_pool import FEW_TASKS, UnexpectedError, WorkerPool
 from danlu.errors import DataError, ResourceError
 
@@ -109,14 +109,14 @@ class Stuck:
     """A job that never comes to an end, inside of one operation of C or between many of Python's."""
 
     def start(self) -> Callable[[str], None]:
-        template_limits.SECONDS_IN_C = 0.3
+        resource_limits.SECONDS_IN_C = 0.3
         return _stuck
 
 
 def _stuck(task: str) -> None:
     print(os.getpid(), file=sys.stderr, flush=True)
     if task == "in C":
-        with template_limits.limited():
+        with resource_limits.limited():
             sum(range(10**12))
     while True:
         pass

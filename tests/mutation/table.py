@@ -185,8 +185,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- data
     Mutation(
         "data/prepare.py",
-        '"settings": asdict(Settings.of(self._data, source.format)),',
-        '"settings": asdict(Settings.of(self._data, "auto")),',
+        '"settings": asdict(TokenizeSettings.of(self._data, source.format)),',
+        '"settings": asdict(TokenizeSettings.of(self._data, "auto")),',
         "data/test_prepare.py",
         "another_format",
     ),
@@ -199,10 +199,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation("data/batch.py", "[tokens, positions, trained - 1,", "[tokens, positions, trained,", "data/test_batch.py"),
     Mutation(
-        "data/order.py",
+        "data/permutation.py",
         "round_key = (self.key ^ (number * 0xD1B54A32D192ED03)) & 0xFFFFFFFFFFFFFFFF",
         "round_key = self.key & 0xFFFFFFFFFFFFFFFF",
-        "data/test_order.py",
+        "data/test_permutation.py",
     ),
     Mutation(
         "data/packing.py",
@@ -219,8 +219,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("data/packed_dataset.py", "weights[:1] = 0", "weights[:0] = 0", "data/test_packed_dataset.py"),
     Mutation(
         "data/packed_dataset.py",
-        'Order.of(self.packs_per_epoch, self._seed, "packs", epoch)',
-        'Order.of(self.packs_per_epoch, self._seed, "packs")',
+        'Permutation.of(self.packs_per_epoch, self._seed, "packs", epoch)',
+        'Permutation.of(self.packs_per_epoch, self._seed, "packs")',
         "data/test_packed_dataset.py",
     ),
     Mutation(
@@ -237,10 +237,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_render.py",
     ),
     Mutation(
-        "data/spans.py",
+        "data/message_spans.py",
         "if start < template.common(prompt, before):",
         "if start < 0:",
-        "data/test_spans.py data/test_templates.py",
+        "data/test_message_spans.py data/test_chat_template.py",
     ),
     Mutation(
         "data/statistics.py",

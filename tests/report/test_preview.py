@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from builders.tiny_world import World
 
-from danlu.data.preview import Overview, Packed, ShownRow, ShownSample, Side
-from danlu.data.spans import Reason
+from danlu.data.message_spans import Reason
+from danlu.data.preview import DatasetSummary, PackingSummary, PreviewRow, PreviewSample, SplitSummary
 from danlu.data.statistics import Statistics
 from danlu.errors import RecipeError
 from danlu.recipe import Recipe
@@ -27,9 +27,9 @@ from danlu.types import Pack, Sample
 T, U, A, E = Reason.TEMPLATE, Reason.USER, Reason.ASSISTANT, Reason.TERMINATOR
 
 
-def made(*tokens: tuple[str, Reason, float]) -> ShownSample:
+def made(*tokens: tuple[str, Reason, float]) -> PreviewSample:
     texts, reasons, weights = zip(*tokens, strict=True)
-    return ShownSample(
+    return PreviewSample(
         tokens=np.arange(100, 100 + len(texts), dtype=np.int32),
         weights=np.array(weights, np.float32),
         reasons=np.array(reasons, np.uint8),
@@ -42,7 +42,7 @@ ANSWER = made(
     ("<|user|>", T, 0), ("龘", U, 0), ("", U, 0), ("?", U, 0), ("\n", T, 0),
     ("<script>", A, 1), (" a│b", A, 1), ("&", A, 1), ("\n\n", A, 1), ("half", A, 0.5), (" ", A, 0.5), ("<|end|>", E, 1),
 )  # fmt: skip
-ROW = ShownRow(0, 0, "chat.jsonl:1", samples=(ANSWER,))
+ROW = PreviewRow(0, 0, "chat.jsonl:1", samples=(ANSWER,))
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def recipe(tiny_world: World, tmp_path: Path) -> Any:
     return lambda **changes: load_recipe(tiny_world.recipe(tmp_path / f"run{next(numbers)}", **changes)).recipe
 
 
-def overview_of(statistics: Statistics, first: tuple[Pack, ...] = (), packs: int = 10) -> Overview:
+def overview_of(statistics: Statistics, first: tuple[Pack, ...] = (), packs: int = 10) -> DatasetSummary:
     lengths = np.full(statistics.samples, 50, np.int32)
-    packed = Packed(packs, statistics.samples, statistics.tokens, 0.875, first)
-    return Overview(Side(statistics, lengths, packed), None, block=False)
+    packed = PackingSummary(packs, statistics.samples, statistics.tokens, 0.875, first)
+    return DatasetSummary(SplitSummary(statistics, lengths, packed), None, block=False)
 
 
 COUNTS = Statistics(
@@ -138,7 +138,7 @@ def test_facts_count_what_was_lost(recipe: Any) -> None:
     assert facts["bad rows"].examples == ("chat.jsonl:2:1: broken ‹001B›[31m",)
     assert facts["by reason"].bars == (("user", 280, 0.8), ("assistant", 70, 0.2))
     assert facts["sample lengths"].bars[-1] == ("49-56", 7, 1.0)
-    nothing = Side(Statistics(rows=2), np.empty(0, np.int32), None)
+    nothing = SplitSummary(Statistics(rows=2), np.empty(0, np.int32), None)
     assert [fact.label for fact in content.facts(nothing, chosen.data)] == ["rows", "samples", "tokens"]
 
 
@@ -174,7 +174,7 @@ def test_no_steps_for_data_that_is_refused(recipe: Any) -> None:
 # -- lines and colours ------------------------------------------------------------------------------------------------
 
 
-def lines_of(*rows: ShownRow, recipe: Recipe, most: int | None = None) -> list[str]:
+def lines_of(*rows: PreviewRow, recipe: Recipe, most: int | None = None) -> list[str]:
     stream = io.StringIO()
     preview_text.show_rows(preview_text.screen(stream), rows, recipe.data, most)
     text = stream.getvalue()
@@ -213,7 +213,7 @@ def test_what_is_left_out_is_said(recipe: Any) -> None:
 
 
 def test_rows_that_are_not_trained_on_say_why(recipe: Any) -> None:
-    bad = ShownRow(1, 4, "eval.jsonl:5", bad="eval.jsonl:5: no\x07", columns='{"text": "' + "x" * 600 + '"}')
+    bad = PreviewRow(1, 4, "eval.jsonl:5", bad="eval.jsonl:5: no\x07", columns='{"text": "' + "x" * 600 + '"}')
     dropped = replace(ROW, dropped="longer than max_length", shortened="dropped", lost_tokens=12)
     cut = replace(ROW, shortened="truncated", lost_tokens=1200)
     lines = lines_of(bad, dropped, cut, recipe=recipe())
@@ -313,7 +313,7 @@ class Page(HTMLParser):
             self.text += data
 
 
-def page_of(*rows: ShownRow, recipe: Recipe, most: int | None = None, refusal: str | None = None) -> str:
+def page_of(*rows: PreviewRow, recipe: Recipe, most: int | None = None, refusal: str | None = None) -> str:
     return preview_page.page("sft.yaml", recipe, rows, overview_of(COUNTS, (PACK,)), most, refusal)
 
 
@@ -345,7 +345,7 @@ def test_text_is_escaped_and_nothing_comes_from_outside(recipe: Any) -> None:
     row = replace(ROW, where=evil, samples=(made((evil, U, 0), (evil, A, 1)),))
     statistics = replace(COUNTS, bad_examples=[evil], endless_example=evil)
     pack = Pack((Sample(np.zeros(9, np.int32), np.zeros(9, np.float32), evil),) * 9)
-    bad = ShownRow(0, 1, evil, bad=evil, columns=evil)
+    bad = PreviewRow(0, 1, evil, bad=evil, columns=evil)
     text = preview_page.page(evil, recipe(), [row, bad], overview_of(statistics, (pack,)), None, evil)
     page = Page(text)
     assert not {tag for tag, _ in page.elements} & {"script", "img", "link", "iframe", "object"}

@@ -30,7 +30,7 @@ from danlu.terminal import echo, print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.data.packed_dataset import PackedDataset
-    from danlu.data.prepare import Prepared
+    from danlu.data.prepare import PreparedData
     from danlu.data.samples import Selection
     from danlu.recipe import Recipe
     from danlu.rollout.load_model import LoadedModel
@@ -162,7 +162,7 @@ def evaluation_recipe(folder: Path, data: str, overrides: list[str], context: in
     return recipe
 
 
-def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> Prepared:
+def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> PreparedData:
     """The rows as samples. Raises DataError when none of their tokens is to be scored."""
     from danlu.data.prepare import prepare
     from danlu.train.progress import RowProgress
@@ -183,12 +183,12 @@ def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> Prepa
         raise DataError(str(error).replace("model.chat_template", "--chat-template")) from None
 
 
-def samples_of(prepared: Prepared) -> Selection:
+def samples_of(prepared: PreparedData) -> Selection:
     assert prepared.train is not None, "only a streaming data section has no samples"
     return prepared.train
 
 
-def score(opened: LoadedModel, prepared: Prepared, recipe: Recipe) -> Scores:
+def score(opened: LoadedModel, prepared: PreparedData, recipe: Recipe) -> Scores:
     """Scores over every sample, once."""
     from danlu.data.packed_dataset import PackedDataset
     from danlu.recipe.sections import LossOptions
@@ -232,7 +232,7 @@ def bits_per_byte(scores: Scores, samples: Selection, opened: LoadedModel) -> fl
 
     None unless the rows are plain text.
     """
-    from danlu.data.text_bytes import is_plain_text, weighted_bytes
+    from danlu.data.bits_per_byte import is_plain_text, weighted_bytes
 
     if not is_plain_text(samples):
         return None

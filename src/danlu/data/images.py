@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from danlu.data.idx_format import read_idx
-from danlu.data.order import Order
+from danlu.data.permutation import Permutation
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Source
 
@@ -115,7 +115,7 @@ class ImageSampler:
         """Image `number` of the endless sequence; epoch = number // per_epoch."""
         epoch, place = divmod(number, len(self._pictures))
         if self._shuffle and epoch != self._epoch:
-            self._epoch, self._order = epoch, Order.of(len(self._pictures), self._seed, "images", epoch).all()
+            self._epoch, self._order = epoch, Permutation.of(len(self._pictures), self._seed, "images", epoch).all()
         return self._pictures.image(int(self._order[place]))
 
     def state(self, number: int | None = None) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def held_out(pictures: ImageDataset, share: float | int, seed: int) -> tuple[Ima
     count = share if isinstance(share, int) else max(1, round(share * len(pictures)))
     if count >= len(pictures):
         raise DataError(f"data.eval: {share} of {len(pictures)} images leaves none to train on")
-    order = Order.of(len(pictures), seed, "held out").all()
+    order = Permutation.of(len(pictures), seed, "held out").all()
     return pictures.chosen(np.sort(order[count:])), pictures.chosen(np.sort(order[:count]))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from danlu.data.order import Order
+from danlu.data.permutation import Permutation
 from danlu.errors import DataError
 
 MOST_ROWS = 10**8
@@ -41,7 +41,7 @@ def hold_out(counts: Sequence[int], eval: float | int, seed: int) -> list[np.nda
             f"{problem} {total - wanted} to train on for {len(counts)} sources; each keeps one, so at most {most} can "
             f"be held out. data.train.{smallest} is the smallest, with {counts[smallest]} rows"
         )
-    order, ends = Order.of(total, seed, "eval"), np.cumsum(counts)
+    order, ends = Permutation.of(total, seed, "eval"), np.cumsum(counts)
     drawn = order.take(np.arange(wanted))
     mask = np.zeros(total, dtype=bool)
     mask[drawn] = True
@@ -90,6 +90,6 @@ def epoch_rows(counts: Sequence[int], weights: Sequence[float | None], seed: int
             )
         wanted = max(1, round(share))
         repeats, rest = divmod(wanted, count)
-        drawn = np.sort(Order.of(count, seed, "mixture", number).take(np.arange(rest)))
+        drawn = np.sort(Permutation.of(count, seed, "mixture", number).take(np.arange(rest)))
         chosen.append(np.concatenate([np.tile(np.arange(count), repeats), drawn]))
     return chosen

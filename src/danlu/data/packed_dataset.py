@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from danlu.data.order import Order
-from danlu.data.packing import efficiency, lay_out
+from danlu.data.packing import efficiency, plan_packing
+from danlu.data.permutation import Permutation
 from danlu.data.samples import Samples
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Packing
@@ -36,9 +36,9 @@ class PackedDataset:
         self._seed = seed
         self._shuffle = shuffle
         count = len(samples)
-        self._order = Order.of(count, seed, "samples").all() if shuffle else np.arange(count)
+        self._order = Permutation.of(count, seed, "samples").all() if shuffle else np.arange(count)
         lengths = samples.lengths[self._order]
-        self._layout = lay_out(lengths, packing.kind, max_length, packing.window)
+        self._layout = plan_packing(lengths, packing.kind, max_length, packing.window)
         self.packs_per_epoch = len(self._layout)
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         self.efficiency = efficiency(lengths, self.packs_per_epoch, max_length)
@@ -49,7 +49,7 @@ class PackedDataset:
         """Pack `number` of the endless sequence; epoch = number // packs_per_epoch."""
         epoch, place = divmod(number, self.packs_per_epoch)
         if self._shuffle:
-            place = Order.of(self.packs_per_epoch, self._seed, "packs", epoch)[place]
+            place = Permutation.of(self.packs_per_epoch, self._seed, "packs", epoch)[place]
         return Pack(tuple(self._piece(*piece) for piece in self._layout.pack(place)))
 
     def state(self, number: int | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from danlu.errors import DataError
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackingPlan:
     """Packs as flat arrays: pack i is pieces `offsets[i]` to `offsets[i + 1]`, a piece is some tokens of one sample."""
 
     samples: np.ndarray  # [pieces] int64, index into the lengths given
@@ -30,7 +30,7 @@ class Layout:
         )
 
 
-def lay_out(lengths: np.ndarray, kind: str, capacity: int, window: int) -> Layout:
+def plan_packing(lengths: np.ndarray, kind: str, capacity: int, window: int) -> PackingPlan:
     """Samples of the given lengths [n], laid into packs of `capacity` tokens the way `packing.kind` says.
 
     Raises:
@@ -38,10 +38,10 @@ def lay_out(lengths: np.ndarray, kind: str, capacity: int, window: int) -> Layou
     """
     if kind == "concatenate":
         return concatenate(lengths, capacity)
-    packs = best_fit(lengths, capacity, window) if kind == "best-fit" else one_by_one(lengths, capacity)
+    packs = best_fit(lengths, capacity, window) if kind == "best-fit" else one_per_pack(lengths, capacity)
     samples = np.fromiter((index for pack in packs for index in pack), dtype=np.int64, count=len(lengths))
     offsets = np.cumsum([0, *map(len, packs)], dtype=np.int64)
-    return Layout(samples, np.zeros(len(samples), np.int32), lengths[samples].astype(np.int32), offsets)
+    return PackingPlan(samples, np.zeros(len(samples), np.int32), lengths[samples].astype(np.int32), offsets)
 
 
 def best_fit(lengths: np.ndarray, capacity: int, window: int) -> list[list[int]]:
@@ -94,7 +94,7 @@ def _fill(indices: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[
     return packs
 
 
-def concatenate(lengths: np.ndarray, capacity: int) -> Layout:
+def concatenate(lengths: np.ndarray, capacity: int) -> PackingPlan:
     """Documents joined end to end and cut every `capacity` tokens.
 
     A document cut by a border goes on in the next pack as a piece of its own: positions restart there and attention
@@ -113,7 +113,7 @@ def concatenate(lengths: np.ndarray, capacity: int) -> Layout:
     samples = np.searchsorted(ends, begins, side="right")
     document_begins = ends[samples] - np.asarray(lengths, dtype=np.int64)[samples]
     offsets = np.append(np.searchsorted(begins, np.arange(0, total, capacity)), len(begins))
-    return Layout(
+    return PackingPlan(
         samples.astype(np.int64),
         (begins - document_begins).astype(np.int32),
         (stops - document_begins).astype(np.int32),
@@ -121,7 +121,7 @@ def concatenate(lengths: np.ndarray, capacity: int) -> Layout:
     )
 
 
-def one_by_one(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+def one_per_pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Each sample a pack of its own (`packing: none`)."""
     _check_capacity(np.asarray(lengths), capacity)
     return [[index] for index in range(len(lengths))]

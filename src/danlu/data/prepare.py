@@ -11,13 +11,13 @@ from typing import Literal
 import numpy as np
 
 from danlu.data import mixture, sources
-from danlu.data.cache import StoreWriter, TokenCache, TokenStore
-from danlu.data.rows import Format, recognise, refuse_verdicts
+from danlu.data.rows import Format, detect_format, refuse_unpaired_preferences
 from danlu.data.samples import Selection
 from danlu.data.sources import BadRow, RawRow
 from danlu.data.statistics import Statistics
-from danlu.data.tokenizer import fingerprint_of, template_date
-from danlu.data.tokenizing import Settings, Task, Tokenised, Tokenising, TokenizerInfo, chunks
+from danlu.data.token_cache import StoreWriter, TokenCache, TokenStore
+from danlu.data.tokenizer import template_date, tokenizer_fingerprint
+from danlu.data.tokenizing import Task, TokenizedChunk, TokenizeJob, TokenizerInfo, TokenizeSettings, chunks
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError
 from danlu.machine import usable_cores
@@ -29,7 +29,7 @@ Progress = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Tokenised data, read from disk as it is needed."""
 
     train: Selection | None  # None when streaming: `danlu.data.stream.StreamingDataset` reads the rows while training
@@ -51,7 +51,7 @@ def prepare(
     date: str | None = None,
     progress: Progress | None = None,
     require_ends: bool = True,
-) -> Prepared:
+) -> PreparedData:
     """Tokenise what is not in the cache yet, check it, and choose each epoch's samples.
 
     Neither a tokenizer library nor the rows are loaded into this process: rows are tokenised in processes of their own,
@@ -67,8 +67,8 @@ def prepare(
     """
     # Pretraining renders no conversation: its tokens are the same on every day.
     date = template_date(tokenizer_path, chat_template, date) if stage == "sft" else None
-    tokenising = Tokenising(tokenizer_path, chat_template, date)
-    cached = _Cached(data, stage, tokenising, fingerprint_of(tokenizer_path, chat_template, date), progress)
+    tokenising = TokenizeJob(tokenizer_path, chat_template, date)
+    cached = _Cached(data, stage, tokenising, tokenizer_fingerprint(tokenizer_path, chat_template, date), progress)
     own_eval = data.eval if isinstance(data.eval, list) else []
     with WorkerPool(tokenising, worker_count(data)) as workers:
         eval_stores = [cached.store(source, workers) for source in own_eval]
@@ -82,7 +82,7 @@ def prepare(
             raise DataError(f"{source.path}: no row is left to evaluate on: every one was skipped or dropped")
     train, held_out = _choose(train_stores, data, seed) if train_stores else (None, None)
     every = [*train_stores, *eval_stores]
-    return Prepared(
+    return PreparedData(
         train=train,
         eval=Selection.all_of(eval_stores) if eval_stores else held_out,
         statistics=train_statistics,
@@ -129,7 +129,7 @@ def check_trained(statistics: Statistics, where: str, *, require_ends: bool = Tr
         raise DataError(f"{longer if rows else ''}{statistics.endless_example}")
 
 
-class BadRows:
+class BadRowPolicy:
     """What `on_bad_row` says, applied to the messages of bad rows in the order of the rows."""
 
     def __init__(self, data: Data) -> None:
@@ -160,7 +160,7 @@ class _Cached:
     """Stores of sources, tokenised when the cache does not have them."""
 
     def __init__(
-        self, data: Data, stage: Stage, tokenising: Tokenising, tokenizer_fingerprint: str, progress: Progress | None
+        self, data: Data, stage: Stage, tokenising: TokenizeJob, tokenizer_fingerprint: str, progress: Progress | None
     ) -> None:
         self._data = data
         self._stage: Stage = stage
@@ -169,20 +169,20 @@ class _Cached:
         self._progress = progress or (lambda done, total: None)
         self._done = 0
 
-    def store(self, source: Source, workers: WorkerPool[Task, Tokenised]) -> TokenStore:
+    def store(self, source: Source, workers: WorkerPool[Task, TokenizedChunk]) -> TokenStore:
         parts = {
             "source": sources.fingerprint(source, self._cache.folder / "files"),
             "tokenizer": self._tokenizer,
-            "settings": asdict(Settings.of(self._data, source.format)),
+            "settings": asdict(TokenizeSettings.of(self._data, source.format)),
             # A store made while skipping bad rows must not serve a run that would have stopped at one.
             "bad_rows": [self._data.on_bad_row, self._data.bad_row_limit],
         }
 
         def build(open_writer: Callable[[int], StoreWriter]) -> None:
-            statistics, bad_rows = Statistics(), BadRows(self._data)
+            statistics, bad_rows = Statistics(), BadRowPolicy(self._data)
             writer: StoreWriter | None = None
             format, raw = read(source, self._data, self._stage)
-            for part in tokenise_rows(raw, Settings.of(self._data, format), workers):
+            for part in tokenise_rows(raw, TokenizeSettings.of(self._data, format), workers):
                 bad_rows.see(part.bad, part.statistics.rows)
                 writer = writer or open_writer(part.tokenizer.vocab_size)
                 writer.add(part.block)
@@ -210,8 +210,8 @@ def read(source: Source, data: Data, stage: Stage) -> tuple[Format | Literal["au
         if isinstance(row.value, BadRow):
             continue
         try:
-            found = recognise(row.value, row.where) if format == "auto" else format
-            refuse_verdicts(row.value, found, row.where)
+            found = detect_format(row.value, row.where) if format == "auto" else format
+            refuse_unpaired_preferences(row.value, found, row.where)
             format = found
             break
         except DataError:  # one such row is a bad row, but too many of them are no rows of ours
@@ -231,8 +231,8 @@ def read(source: Source, data: Data, stage: Stage) -> tuple[Format | Literal["au
 
 
 def tokenise_rows(
-    raw: Iterable[RawRow], settings: Settings, workers: WorkerPool[Task, Tokenised]
-) -> Iterator[Tokenised]:
+    raw: Iterable[RawRow], settings: TokenizeSettings, workers: WorkerPool[Task, TokenizedChunk]
+) -> Iterator[TokenizedChunk]:
     """Rows as tokenised chunks, in order."""
     return workers.map((settings, chunk) for chunk in chunks(raw))
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from danlu.data.message_spans import Reason
 from danlu.data.packed_dataset import PackedDataset
-from danlu.data.prepare import Prepared, Progress, Stage, prepare, read, tokenise_rows, worker_count
-from danlu.data.render import render_many
-from danlu.data.rows import parse
-from danlu.data.samples import Block, Samples, Selection
+from danlu.data.prepare import PreparedData, Progress, Stage, prepare, read, tokenise_rows, worker_count
+from danlu.data.render import render_rows
+from danlu.data.rows import parse_row
+from danlu.data.samples import SampleBlock, Samples, Selection
 from danlu.data.sources import BadRow, RawRow
-from danlu.data.spans import Reason
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, load_tokenizer, template_date
-from danlu.data.tokenizing import Settings, Task, Tokenising, TokenizerInfo, tokenise, tokenizer_info
+from danlu.data.tokenizing import Task, TokenizeJob, TokenizerInfo, TokenizeSettings, tokenise, tokenizer_info
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError, RecipeError
 from danlu.recipe.sections import Data, Source
@@ -34,7 +34,7 @@ from danlu.types import Pack
 
 
 @dataclass(frozen=True)
-class Ingredients:
+class PreviewInputs:
     """What `prepare` needs to know of a recipe."""
 
     data: Data
@@ -61,7 +61,7 @@ class Ingredients:
 
 
 @dataclass(frozen=True)
-class ShownSample:
+class PreviewSample:
     """A sample of S tokens.
 
     Attributes:
@@ -69,7 +69,7 @@ class ShownSample:
         weights: [S] float32, 0 = context only.
         reasons: [S] uint8, values of `Reason`.
         special: [S] bool, tokens that no text contains by its letters alone.
-        texts: [S] the text of each token, see `texts_of`.
+        texts: [S] the text of each token, see `token_texts`.
     """
 
     tokens: np.ndarray
@@ -80,11 +80,11 @@ class ShownSample:
 
 
 @dataclass(frozen=True)
-class ShownRow:
+class PreviewRow:
     """What became of one row.
 
     Attributes:
-        source: number of its source in `Ingredients.sources`.
+        source: number of its source in `PreviewInputs.sources`.
         index: its number in the source, from 0.
         where: its place, as messages name it.
         samples: what is trained on; for a dropped row what it would have been.
@@ -98,7 +98,7 @@ class ShownRow:
     source: int
     index: int
     where: str
-    samples: tuple[ShownSample, ...] = ()
+    samples: tuple[PreviewSample, ...] = ()
     bad: str = ""
     columns: str = ""
     dropped: str = ""
@@ -107,19 +107,19 @@ class ShownRow:
 
 
 @dataclass(frozen=True)
-class Showing:
+class PreviewJob:
     """The job of the process that renders the rows to show (`danlu.data.worker_pool.Job`)."""
 
     tokenizer_path: str
     chat_template: str | None
     date: str | None = None
 
-    def start(self) -> Callable[[tuple[int, Task]], list[ShownRow]]:
+    def start(self) -> Callable[[tuple[int, Task]], list[PreviewRow]]:
         tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template, self.date)
-        return partial(show, tokenizer, tokenizer_info(tokenizer))
+        return partial(preview_rows, tokenizer, tokenizer_info(tokenizer))
 
 
-def look(of: Ingredients, *, rows: int, places: Sequence[str] = ()) -> list[ShownRow]:
+def render_examples(of: PreviewInputs, *, rows: int, places: Sequence[str] = ()) -> list[PreviewRow]:
     """Rows of every source, rendered: the first `rows` of each, or the ones at `places`.
 
     Args:
@@ -135,15 +135,15 @@ def look(of: Ingredients, *, rows: int, places: Sequence[str] = ()) -> list[Show
         format, raw = read(source, of.data, of.stage)
         wanted = _at(raw, places) if places else list(islice(raw, rows))
         missing = [place for place in missing if not any(_is_at(row, place) for row in wanted)]
-        tasks.append((number, (Settings.of(of.data, format), wanted)))
+        tasks.append((number, (TokenizeSettings.of(of.data, format), wanted)))
     if missing:
         files = ", ".join(source.path for source in of.sources)
         raise RecipeError([f"--row {place}: there is no such row in {files}" for place in missing])
-    with WorkerPool(Showing(of.tokenizer_path, of.chat_template, of.template_date), 1) as workers:
+    with WorkerPool(PreviewJob(of.tokenizer_path, of.chat_template, of.template_date), 1) as workers:
         return [row for part in workers.map(tasks) for row in part]
 
 
-def show(tokenizer: Tokenizer, facts: TokenizerInfo, numbered: tuple[int, Task]) -> list[ShownRow]:
+def preview_rows(tokenizer: Tokenizer, facts: TokenizerInfo, numbered: tuple[int, Task]) -> list[PreviewRow]:
     """What becomes of each row of a source, by the same steps as for training.
 
     Raises:
@@ -153,12 +153,14 @@ def show(tokenizer: Tokenizer, facts: TokenizerInfo, numbered: tuple[int, Task])
     return [_show(tokenizer, facts, settings, source, row) for row in rows]
 
 
-def _show(tokenizer: Tokenizer, facts: TokenizerInfo, settings: Settings, source: int, row: RawRow) -> ShownRow:
+def _show(
+    tokenizer: Tokenizer, facts: TokenizerInfo, settings: TokenizeSettings, source: int, row: RawRow
+) -> PreviewRow:
     made = tokenise(tokenizer, facts, (settings, [row]))
     counted, block = made.statistics, made.block
     if counted.dropped:
         block = _whole(tokenizer, settings, row)
-    return ShownRow(
+    return PreviewRow(
         source,
         row.index,
         row.where,
@@ -173,13 +175,13 @@ def _show(tokenizer: Tokenizer, facts: TokenizerInfo, settings: Settings, source
     )
 
 
-def _whole(tokenizer: Tokenizer, settings: Settings, row: RawRow) -> Block:
+def _whole(tokenizer: Tokenizer, settings: TokenizeSettings, row: RawRow) -> SampleBlock:
     """A row that is dropped, as it is before that."""
     assert not isinstance(row.value, BadRow), "a bad row is not dropped"
-    meant = parse(row.value, settings.format, row.where)
-    (samples,) = render_many([meant], [row.where], tokenizer, settings.rendering)
+    meant = parse_row(row.value, settings.format, row.where)
+    (samples,) = render_rows([meant], [row.where], tokenizer, settings.rendering)
     assert not isinstance(samples, DataError), "a row that was rendered before"
-    return Block.of(
+    return SampleBlock.of(
         [sample.tokens for sample in samples],
         [sample.weights for sample in samples],
         [sample.reasons for sample in samples],
@@ -188,15 +190,15 @@ def _whole(tokenizer: Tokenizer, settings: Settings, row: RawRow) -> Block:
     )
 
 
-def _sample(tokenizer: Tokenizer, block: Block, number: int) -> ShownSample:
+def _sample(tokenizer: Tokenizer, block: SampleBlock, number: int) -> PreviewSample:
     sample = block.sample(number)
     ids = sample.tokens.tolist()
     special = np.array([token in tokenizer.special_ids for token in ids], bool)
-    texts = texts_of(tokenizer.token_bytes(ids))
-    return ShownSample(sample.tokens, sample.weights, block.reasons(number), special, tuple(texts))
+    texts = token_texts(tokenizer.token_bytes(ids))
+    return PreviewSample(sample.tokens, sample.weights, block.reasons(number), special, tuple(texts))
 
 
-def texts_of(tokens: Sequence[bytes]) -> list[str]:
+def token_texts(tokens: Sequence[bytes]) -> list[str]:
     """Text to show for each token, where characters may be spread over several tokens.
 
     A character belongs to the token that its first byte is in; a token inside a character has an empty text. Bytes that
@@ -229,7 +231,7 @@ def _is_at(row: RawRow, place: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackingSummary:
     """The packs of an epoch, which hold every sample of it once.
 
     Attributes:
@@ -245,7 +247,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Side:
+class SplitSummary:
     """What is trained on, or what is evaluated on.
 
     Attributes:
@@ -256,11 +258,11 @@ class Side:
 
     statistics: Statistics
     lengths: np.ndarray
-    packed: Packed | None
+    packed: PackingSummary | None
 
 
 @dataclass(frozen=True)
-class Overview:
+class DatasetSummary:
     """The data as a whole.
 
     Attributes:
@@ -271,8 +273,8 @@ class Overview:
         beyond: what is to be told of samples longer than the model has positions for.
     """
 
-    train: Side
-    eval: Side | None
+    train: SplitSummary
+    eval: SplitSummary | None
     block: bool
     changed: tuple[str, ...] = ()
     tokenizer: TokenizerInfo | None = None
@@ -280,9 +282,9 @@ class Overview:
     beyond: tuple[str, ...] = ()
 
 
-def measure(
-    of: Ingredients, *, packs: int, shown: Sequence[ShownRow] = (), progress: Progress | None = None
-) -> Overview:
+def summarize_dataset(
+    of: PreviewInputs, *, packs: int, shown: Sequence[PreviewRow] = (), progress: Progress | None = None
+) -> DatasetSummary:
     """The whole data set as a run would have it, through the cache that the run will read.
 
     Args:
@@ -303,17 +305,17 @@ def measure(
     prepared = prepare(data, **recipe, progress=progress)
     if prepared.train is not None:
         laid = PackedDataset(prepared.train, data.packing, data.max_length, of.seed)
-        train = Side(prepared.statistics, _lengths(prepared.train), _packed(laid, prepared.train, packs))
+        train = SplitSummary(prepared.statistics, _lengths(prepared.train), _packed(laid, prepared.train, packs))
     else:
         with StreamingDataset(data, **recipe) as stream:
             train = _first_block(stream, data, packs)
     changed = tuple(_changed(prepared, shown, len(data.train)))
     held_out = _evaluation(prepared, of)
     beyond = _beyond(of, train, held_out)
-    return Overview(train, held_out, data.streaming, changed, prepared.tokenizer, prepared.date, beyond)
+    return DatasetSummary(train, held_out, data.streaming, changed, prepared.tokenizer, prepared.date, beyond)
 
 
-def _beyond(of: Ingredients, *sides: Side | None) -> tuple[str, ...]:
+def _beyond(of: PreviewInputs, *sides: SplitSummary | None) -> tuple[str, ...]:
     """Of a stream's samples only those of the first block are known, which says nothing of the others."""
     if of.positions is None:
         return ()
@@ -321,7 +323,7 @@ def _beyond(of: Ingredients, *sides: Side | None) -> tuple[str, ...]:
     return tuple(beyond_positions(of.positions, of.data.max_length, None if of.data.streaming else lengths))
 
 
-def survey(of: Ingredients, *, progress: Progress | None = None) -> Overview:
+def summarize_refused(of: PreviewInputs, *, progress: Progress | None = None) -> DatasetSummary:
     """Counts over all rows whatever is wrong with them, for data that a run refuses. Nothing is cached.
 
     Of a stream as many rows of each source as a block has.
@@ -332,26 +334,26 @@ def survey(of: Ingredients, *, progress: Progress | None = None) -> Overview:
     most = of.data.shuffle_buffer if of.data.streaming else None
     done = 0
 
-    def side(sources: Sequence[Source], most: int | None) -> Side:
+    def side(sources: Sequence[Source], most: int | None) -> SplitSummary:
         nonlocal done
         statistics, lengths = Statistics(), [np.empty(0, np.int32)]
         for source in sources:
             format, raw = read(source, of.data, of.stage)
-            for part in tokenise_rows(islice(raw, most), Settings.of(of.data, format), workers):
+            for part in tokenise_rows(islice(raw, most), TokenizeSettings.of(of.data, format), workers):
                 statistics.add(part.statistics)
                 lengths.append(part.block.lengths)
                 done += part.statistics.rows
                 if progress is not None:
                     progress(done, None)
-        return Side(statistics, np.concatenate(lengths), None)
+        return SplitSummary(statistics, np.concatenate(lengths), None)
 
     with WorkerPool(
-        Tokenising(of.tokenizer_path, of.chat_template, of.template_date), worker_count(of.data)
+        TokenizeJob(of.tokenizer_path, of.chat_template, of.template_date), worker_count(of.data)
     ) as workers:
         train = side(of.data.train, most)
         own_eval = side(of.data.eval, None) if isinstance(of.data.eval, list) else None
     beyond = _beyond(of, train, own_eval)
-    return Overview(train, own_eval, block=of.data.streaming, date=of.template_date, beyond=beyond)
+    return DatasetSummary(train, own_eval, block=of.data.streaming, date=of.template_date, beyond=beyond)
 
 
 def _lengths(selection: Selection) -> np.ndarray:
@@ -359,13 +361,13 @@ def _lengths(selection: Selection) -> np.ndarray:
     return np.concatenate([store.lengths for store in selection.stores])
 
 
-def _packed(packs: PackedDataset, samples: Samples, first: int) -> Packed:
+def _packed(packs: PackedDataset, samples: Samples, first: int) -> PackingSummary:
     count = packs.packs_per_epoch
     kept = tuple(packs.at(number) for number in range(min(first, count)))
-    return Packed(count, len(samples), packs.tokens_per_epoch, packs.efficiency, kept)
+    return PackingSummary(count, len(samples), packs.tokens_per_epoch, packs.efficiency, kept)
 
 
-def _first_block(stream: StreamingDataset, data: Data, first: int) -> Side:
+def _first_block(stream: StreamingDataset, data: Data, first: int) -> SplitSummary:
     kept: list[Pack] = []
     documents: list[int] = []
     packs = tokens = 0
@@ -379,17 +381,17 @@ def _first_block(stream: StreamingDataset, data: Data, first: int) -> Side:
     # Joined documents are cut by the packs, so their pieces are what is known of them.
     lengths = np.array(documents, np.int32)
     samples = len(documents) if data.packing.kind == "concatenate" else stream.statistics.samples
-    packed = Packed(packs, samples, tokens, tokens / (packs * data.max_length), tuple(kept))
-    return Side(stream.statistics, lengths, packed)
+    packed = PackingSummary(packs, samples, tokens, tokens / (packs * data.max_length), tuple(kept))
+    return SplitSummary(stream.statistics, lengths, packed)
 
 
-def _evaluation(prepared: Prepared, of: Ingredients) -> Side | None:
+def _evaluation(prepared: PreparedData, of: PreviewInputs) -> SplitSummary | None:
     held_out = prepared.eval
     if held_out is None:
         return None
     packs = PackedDataset(held_out, of.data.packing, of.data.max_length, of.seed, shuffle=False)
     statistics = prepared.eval_statistics or _count(held_out)
-    return Side(statistics, held_out.lengths, _packed(packs, held_out, 0))
+    return SplitSummary(statistics, held_out.lengths, _packed(packs, held_out, 0))
 
 
 def _count(samples: Selection) -> Statistics:
@@ -410,7 +412,7 @@ def _count(samples: Selection) -> Statistics:
     return statistics
 
 
-def _changed(prepared: Prepared, shown: Sequence[ShownRow], train_sources: int) -> Iterator[str]:
+def _changed(prepared: PreparedData, shown: Sequence[PreviewRow], train_sources: int) -> Iterator[str]:
     """Rows whose stored samples differ from those shown."""
     train = prepared.train.stores if prepared.train is not None else (None,) * train_sources
     own_eval = prepared.eval.stores if prepared.eval is not None and prepared.eval_statistics is not None else ()
@@ -427,7 +429,7 @@ def _changed(prepared: Prepared, shown: Sequence[ShownRow], train_sources: int) 
             yield row.where
 
 
-def _is_stored(store: Samples, number: int, shown: ShownSample) -> bool:
+def _is_stored(store: Samples, number: int, shown: PreviewSample) -> bool:
     stored = store.sample(number)
     return (
         np.array_equal(stored.tokens, shown.tokens)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from danlu.data.chat_template import ChatTemplate
+from danlu.data.message_spans import AnnotatedText, Reason, SpanRenderer
 from danlu.data.rows import Completion, Conversation, Message, Row, Text, Tokenized
-from danlu.data.spans import Reason, Script, Shapes
-from danlu.data.templates import ChatTemplate
 from danlu.data.tokenizer import Encoded, Tokenizer
 from danlu.errors import DataError
 
@@ -24,7 +24,7 @@ _OWN = (Reason.ASSISTANT, Reason.REASONING, Reason.TERMINATOR)  # what an assist
 
 
 @dataclass(frozen=True)
-class Rendering:
+class RenderSettings:
     """How rows become tokens: the fields of the same names in the data section of a recipe."""
 
     train_on: Literal["all", "assistant", "last"] = "assistant"
@@ -33,7 +33,7 @@ class Rendering:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedSample:
     """One sample of S tokens.
 
     Attributes:
@@ -50,11 +50,13 @@ class Rendered:
     turns: np.ndarray
     where: str
 
-    def part(self, start: int, stop: int) -> Rendered:
+    def part(self, start: int, stop: int) -> RenderedSample:
         """Tokens `start` to `stop` as a sample of its own."""
         weights = self.weights[start:stop].copy()
         weights[:1] = 0
-        return Rendered(self.tokens[start:stop], weights, self.reasons[start:stop], self.turns[start:stop], self.where)
+        return RenderedSample(
+            self.tokens[start:stop], weights, self.reasons[start:stop], self.turns[start:stop], self.where
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +73,21 @@ class _Draft:
     after_as: tuple[Reason, int, float] = (Reason.EOS, -1, 1.0)
 
 
-def render(row: Row, where: str, tokenizer: Tokenizer, rendering: Rendering) -> list[Rendered]:
-    """One row as one sample; several where the chat template rewrites history (see `danlu.data.spans`).
+def render(row: Row, where: str, tokenizer: Tokenizer, rendering: RenderSettings) -> list[RenderedSample]:
+    """One row as one sample; several where the chat template rewrites history (see `danlu.data.message_spans`).
 
     Raises:
         DataError: the row cannot be rendered; the message begins with `where`.
     """
-    outcome = render_many([row], [where], tokenizer, rendering)[0]
+    outcome = render_rows([row], [where], tokenizer, rendering)[0]
     if isinstance(outcome, DataError):
         raise outcome
     return outcome
 
 
-def render_many(
-    rows: Sequence[Row], wheres: Sequence[str], tokenizer: Tokenizer, rendering: Rendering
-) -> list[list[Rendered] | DataError]:
+def render_rows(
+    rows: Sequence[Row], wheres: Sequence[str], tokenizer: Tokenizer, rendering: RenderSettings
+) -> list[list[RenderedSample] | DataError]:
     """For each row its samples, or what is wrong with it.
 
     Raises:
@@ -94,9 +96,9 @@ def render_many(
     writer = _writer(tokenizer, rendering)
     drafts: list[_Draft] = []
     owners: list[int] = []
-    outcomes: list[list[Rendered] | DataError] = []
+    outcomes: list[list[RenderedSample] | DataError] = []
     for number, (row, where) in enumerate(zip(rows, wheres, strict=True)):
-        outcome: list[Rendered] | DataError = []
+        outcome: list[RenderedSample] | DataError = []
         if isinstance(row, Tokenized):
             outcome = [_given(row, where, tokenizer)] if _fits(row, tokenizer) else _too_large(row, where, tokenizer)
         else:
@@ -120,7 +122,7 @@ def render_many(
 
 
 @lru_cache(maxsize=4)
-def _writer(tokenizer: Tokenizer, rendering: Rendering) -> _Writer:
+def _writer(tokenizer: Tokenizer, rendering: RenderSettings) -> _Writer:
     """Kept for the next rows: what is found out about a template takes longer than a row."""
     return _Writer(tokenizer, rendering)
 
@@ -128,11 +130,11 @@ def _writer(tokenizer: Tokenizer, rendering: Rendering) -> _Writer:
 class _Writer:
     """Turns rows into drafts; holds what is found out about the templates on the way."""
 
-    def __init__(self, tokenizer: Tokenizer, rendering: Rendering) -> None:
+    def __init__(self, tokenizer: Tokenizer, rendering: RenderSettings) -> None:
         self._tokenizer = tokenizer
         self._rendering = rendering
         self._bos = tokenizer.bos_id if tokenizer.adds_bos else None
-        self._shapes: dict[bool, tuple[ChatTemplate, Shapes]] = {}
+        self._shapes: dict[bool, tuple[ChatTemplate, SpanRenderer]] = {}
 
     def prepare(self, row: Conversation | Text | Completion) -> None:
         """Make sure of what all rows of this kind need.
@@ -147,7 +149,7 @@ class _Writer:
             template = self._tokenizer.template(tools)
             if not template.terminators:
                 self._eos()
-            self._shapes[tools] = template, Shapes(template, self._tokenizer.by_bytes)
+            self._shapes[tools] = template, SpanRenderer(template, self._tokenizer.offsets_in_bytes)
 
     def _eos(self) -> int | None:
         return self._tokenizer.require_eos() if self._rendering.append_eos else None
@@ -176,7 +178,7 @@ class _Writer:
         return _Draft(row.prompt + row.completion, stops, reasons, [-1, -1], weights, self._bos, self._eos())
 
     def _size(self, text: str) -> int:
-        return len(text.encode()) if self._tokenizer.by_bytes else len(text)
+        return len(text.encode()) if self._tokenizer.offsets_in_bytes else len(text)
 
     def _conversation(self, row: Conversation) -> list[_Draft]:
         template, shapes = self._shapes[bool(row.tools)]
@@ -208,7 +210,7 @@ class _Writer:
             )
         return messages
 
-    def _draft(self, script: Script, turn_weights: Sequence[float], *, whole: bool) -> _Draft:
+    def _draft(self, script: AnnotatedText, turn_weights: Sequence[float], *, whole: bool) -> _Draft:
         on_template = 1.0 if whole and self._rendering.train_on == "all" else 0.0
         weights = []
         for reason, turn in zip(script.reasons, script.turns, strict=True):
@@ -267,7 +269,7 @@ def _turn_weights(messages: Sequence[Message], train_on: str) -> list[float]:
     return weights
 
 
-def _tokenised(drafts: Sequence[_Draft], wheres: Sequence[str], tokenizer: Tokenizer) -> list[Rendered]:
+def _tokenised(drafts: Sequence[_Draft], wheres: Sequence[str], tokenizer: Tokenizer) -> list[RenderedSample]:
     if not drafts:
         return []
     encoded = tokenizer.encode_many([draft.text for draft in drafts])
@@ -278,7 +280,9 @@ def _tokenised(drafts: Sequence[_Draft], wheres: Sequence[str], tokenizer: Token
     result, start = [], 0
     for draft, where, stop in zip(drafts, wheres, np.cumsum(encoded.counts).tolist(), strict=True):
         part = slice(start, stop)
-        result.append(_with_ends(Rendered(encoded.ids[part], weights[part], reasons[part], turns[part], where), draft))
+        result.append(
+            _with_ends(RenderedSample(encoded.ids[part], weights[part], reasons[part], turns[part], where), draft)
+        )
         result[-1].weights[:1] = 0
         start = stop
     return result
@@ -303,7 +307,7 @@ def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> np.ndarray:
     return span_of
 
 
-def _with_ends(rendered: Rendered, draft: _Draft) -> Rendered:
+def _with_ends(rendered: RenderedSample, draft: _Draft) -> RenderedSample:
     if draft.before is not None:
         rendered = _with_token(rendered, draft.before, (Reason.BOS, -1, 0.0), at_end=False)
     if draft.after is not None:
@@ -311,7 +315,9 @@ def _with_ends(rendered: Rendered, draft: _Draft) -> Rendered:
     return rendered
 
 
-def _with_token(rendered: Rendered, token: int, label: tuple[Reason, int, float], *, at_end: bool) -> Rendered:
+def _with_token(
+    rendered: RenderedSample, token: int, label: tuple[Reason, int, float], *, at_end: bool
+) -> RenderedSample:
     """The sample with a token before or behind it; one that the text brings itself takes its place."""
     reason, turn, weight = label
     has_own = len(rendered.tokens) and rendered.tokens[-1 if at_end else 0] == token
@@ -321,7 +327,7 @@ def _with_token(rendered: Rendered, token: int, label: tuple[Reason, int, float]
         one = np.array([value], column.dtype)
         return np.concatenate([column[rest], one] if at_end else [one, column[rest]])
 
-    return Rendered(
+    return RenderedSample(
         tokens=join(rendered.tokens, token),
         weights=join(rendered.weights, weight),
         reasons=join(rendered.reasons, reason),
@@ -340,12 +346,12 @@ def _too_large(row: Tokenized, where: str, tokenizer: Tokenizer) -> DataError:
     return DataError(f"{problem}; use the tokenizer that made these rows")
 
 
-def _given(row: Tokenized, where: str, tokenizer: Tokenizer) -> Rendered:
+def _given(row: Tokenized, where: str, tokenizer: Tokenizer) -> RenderedSample:
     count = len(row.tokens)
     weights = row.weights.copy()
     weights[0] = 0
     reasons = np.where(row.weights > 0, Reason.TEXT, Reason.PROMPT).astype(np.uint8)
-    return Rendered(row.tokens, weights, reasons, np.full(count, -1, np.int32), where)
+    return RenderedSample(row.tokens, weights, reasons, np.full(count, -1, np.int32), where)
 
 
 # -- length and checks ------------------------------------------------------------------------------------------------
@@ -362,7 +368,7 @@ class Fitted:
         lost_tokens: tokens that are in no sample.
     """
 
-    samples: list[Rendered]
+    samples: list[RenderedSample]
     shortened: Literal["truncated", "split", "dropped"] | None = None
     dropped: str | None = None
     lost_tokens: int = 0
@@ -373,7 +379,7 @@ NOTHING_LEFT = "longer than max_length, with no trained token in what was left"
 TOO_LONG = "longer than max_length"
 
 
-def fit(rendered: Rendered, max_length: int | None, overlong: Literal["truncate", "split", "drop"]) -> Fitted:
+def fit(rendered: RenderedSample, max_length: int | None, overlong: Literal["truncate", "split", "drop"]) -> Fitted:
     """A sample cut to at most `max_length` tokens (None: any length), and dropped if it trains nothing.
 
     truncate keeps the beginning. split cuts a conversation before a user turn where it can, else anywhere. Where the
@@ -400,7 +406,7 @@ def fit(rendered: Rendered, max_length: int | None, overlong: Literal["truncate"
     return Fitted([rendered.part(*part) for part in parts], "split", reason, int(count - covered.sum()))
 
 
-def _cuts(rendered: Rendered, max_length: int) -> list[tuple[int, int]]:
+def _cuts(rendered: RenderedSample, max_length: int) -> list[tuple[int, int]]:
     """Ranges of at most `max_length` tokens that together hold every target."""
     count, start, own, ranges = len(rendered.tokens), 0, 0, []  # own: the first token that is in no part before
     turn_starts = np.flatnonzero(np.diff(rendered.turns)) + 1
@@ -415,7 +421,7 @@ def _cuts(rendered: Rendered, max_length: int) -> list[tuple[int, int]]:
     return [*ranges, (start, count)]
 
 
-def untrained_terminator(rendered: Rendered) -> str | None:
+def untrained_terminator(rendered: RenderedSample) -> str | None:
     """What is wrong if a sample trains answers but no token that ends one; None if it trains one, or no answer."""
     trained = rendered.reasons[rendered.weights > 0]
     if (

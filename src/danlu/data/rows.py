@@ -121,7 +121,7 @@ class Tokenized:
 Row = Conversation | Text | Completion | Tokenized
 
 
-def recognise(columns: Collection[str], where: str = "row") -> Format:
+def detect_format(columns: Collection[str], where: str = "row") -> Format:
     """The format of a row with these columns.
 
     Raises:
@@ -150,7 +150,7 @@ def recognise(columns: Collection[str], where: str = "row") -> Format:
     )
 
 
-def parse(value: Mapping[str, Any], format: Format | Literal["auto"], where: str) -> Row:
+def parse_row(value: Mapping[str, Any], format: Format | Literal["auto"], where: str) -> Row:
     """A raw row as what it means.
 
     With a fixed format a row of another one is an error, so pass the first row's format for the rest of its file.
@@ -158,15 +158,15 @@ def parse(value: Mapping[str, Any], format: Format | Literal["auto"], where: str
     Raises:
         DataError: the row does not fit its format or makes no sense; the message says where, what, and what to do.
     """
-    known: Format = recognise(value.keys(), where) if format == "auto" else format
-    refuse_verdicts(value, known, where)
+    known: Format = detect_format(value.keys(), where) if format == "auto" else format
+    refuse_unpaired_preferences(value, known, where)
     try:
         return _PARSERS[known](value, where)
     except KeyError as error:
         raise DataError(_misfit(value, known, str(error.args[0]), where)) from None
 
 
-def refuse_verdicts(value: Mapping[str, Any], format: Format, where: str) -> None:
+def refuse_unpaired_preferences(value: Mapping[str, Any], format: Format, where: str) -> None:
     """Refuse unpaired preferences: an answer with a column that says whether it is a good one (TRL's KTO rows).
 
     A column of other values, or beside plain text, is a label of something else.
@@ -190,7 +190,7 @@ def refuse_verdicts(value: Mapping[str, Any], format: Format, where: str) -> Non
             )
 
 
-def unread(value: Mapping[str, Any], row: Row) -> list[str]:
+def unread_keys(value: Mapping[str, Any], row: Row) -> list[str]:
     """What a row holds beside its messages and in them that seems to be meant for training, and is not read."""
     columns = [f"{name} (a column)" for name in _ROW_WEIGHTS & value.keys() if value[name] is not None]
     return sorted(columns) + (list(row.unread) if isinstance(row, Conversation) else [])
@@ -199,7 +199,7 @@ def unread(value: Mapping[str, Any], row: Row) -> list[str]:
 def _misfit(value: Mapping[str, Any], format: Format, missing: str, where: str) -> str:
     problem = f"{where}: no column '{missing}', which rows of format {format} have; the columns are {', '.join(value)}"
     try:
-        other = recognise(value.keys(), where)
+        other = detect_format(value.keys(), where)
     except DataError:
         return problem
     if other == format:

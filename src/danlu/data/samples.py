@@ -34,7 +34,7 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class Block:
+class SampleBlock:
     """Some samples in memory: flat arrays, with the labels (weight, reason) as codes into the few that differ."""
 
     tokens: np.ndarray  # [T] int32
@@ -53,7 +53,7 @@ class Block:
         reasons: Sequence[np.ndarray],
         row_numbers: Sequence[int],
         rows: Sequence[str],
-    ) -> Block:
+    ) -> SampleBlock:
         """A block of samples given one by one: tokens [S], weights [S], reasons [S] each."""
         lengths = np.array([len(one) for one in tokens], dtype=np.int32)
         bits = _flat(weights, np.float32).view(np.uint32).astype(np.uint64)
@@ -76,7 +76,7 @@ class Block:
         )
 
     @classmethod
-    def join(cls, blocks: Sequence[Block]) -> Block:
+    def join(cls, blocks: Sequence[SampleBlock]) -> SampleBlock:
         """The samples of `blocks` one after another."""
         bases = np.cumsum([0, *(len(block.palette) for block in blocks)])
         lengths = _flat([block.lengths for block in blocks], np.int32)

@@ -20,14 +20,14 @@ from types import TracebackType
 from typing import Any
 
 from danlu.data import sources
-from danlu.data.order import key
 from danlu.data.packed_dataset import PackedDataset
-from danlu.data.prepare import BadRows, Stage, check_trained, read, tokenise_rows, worker_count
-from danlu.data.samples import Block
+from danlu.data.permutation import key
+from danlu.data.prepare import BadRowPolicy, Stage, check_trained, read, tokenise_rows, worker_count
+from danlu.data.samples import SampleBlock
 from danlu.data.sources import RawRow
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import template_date
-from danlu.data.tokenizing import Settings, Tokenising
+from danlu.data.tokenizing import TokenizeJob, TokenizeSettings
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Data
@@ -46,7 +46,7 @@ class Position:
     used_up: tuple[bool, ...]  # without weights: waits for the others
 
 
-class MixedRows:
+class InterleavedRows:
     """The endless sequence of rows of several sources.
 
     Args:
@@ -148,12 +148,12 @@ class StreamingDataset:
         self._seed = seed
         date = template_date(tokenizer_path, chat_template, date) if stage == "sft" else None
         # Opened once to learn the formats, and that every source is there, before anything expensive begins.
-        self._settings = [Settings.of(data, read(source, data, stage)[0]) for source in data.train]
+        self._settings = [TokenizeSettings.of(data, read(source, data, stage)[0]) for source in data.train]
         readers = [partial(sources.read_rows, source) for source in data.train]
-        self._rows = MixedRows(readers, [source.weight for source in data.train])
-        self._workers = WorkerPool(Tokenising(tokenizer_path, chat_template, date), worker_count(data))
+        self._rows = InterleavedRows(readers, [source.weight for source in data.train])
+        self._workers = WorkerPool(TokenizeJob(tokenizer_path, chat_template, date), worker_count(data))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="stream")
-        self._bad_rows = BadRows(data)
+        self._bad_rows = BadRowPolicy(data)
         self.statistics = Statistics()
         self._begin(0, self._rows.position, number=0, used=0)
 
@@ -240,7 +240,7 @@ class StreamingDataset:
     def _load(self, number: int, start: Position) -> _PackedBlock:
         if self._rows.position != start:
             self._rows.position = start
-        blocks: list[Block] = []
+        blocks: list[SampleBlock] = []
         bad: list[str] = []
         statistics = Statistics()
         for settings, rows in zip(self._settings, self._rows.take(self._data.shuffle_buffer), strict=True):
@@ -248,7 +248,7 @@ class StreamingDataset:
                 blocks.append(part.block)
                 statistics.add(part.statistics)
                 bad += part.bad
-        samples = Block.join(blocks)
+        samples = SampleBlock.join(blocks)
         seed = key(self._seed, "stream", number)
         packs = PackedDataset(samples, self._data.packing, self._data.max_length, seed) if len(samples) else None
         return _PackedBlock(number, start, self._rows.position, packs, statistics, tuple(bad))

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from danlu.data.byte_level import PRINTABLE, Encoder, encoder_of
-from danlu.data.templates import ChatTemplate, Turn
-from danlu.data.tokenizer_model import convert
+from danlu.data.byte_level_bpe import PRINTABLE, ByteLevelEncoder, byte_level_encoder
+from danlu.data.chat_template import ChatTemplate, Turn
+from danlu.data.tokenizer_conversion import convert
 from danlu.errors import DataError
 from danlu.small_files import check_regular, parse_json, read_small_text
 from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
@@ -46,7 +46,7 @@ class Encoded:
         starts: [T] int64, where each token begins, counted over all the texts end to end.
         stops: [T] int64, where it ends.
         counts: [texts] int64, tokens of each text.
-        sizes: [texts] int64, length of each text in the unit of `starts`: bytes or characters (`Tokenizer.by_bytes`).
+        sizes: [texts] int64, length of each text in bytes or characters (`Tokenizer.offsets_in_bytes`).
     """
 
     ids: np.ndarray
@@ -62,7 +62,7 @@ class Tokenizer:
     Attributes:
         vocab_size: ids go from 0 to vocab_size - 1.
         eos_id, bos_id, pad_id: None where the tokenizer has none.
-        by_bytes: places of tokens are counted in UTF-8 bytes (byte-level tokenizers), else in characters.
+        offsets_in_bytes: places of tokens are counted in UTF-8 bytes (byte-level tokenizers), else in characters.
         adds_bos: plain text begins with bos when this tokenizer is used the ordinary way.
 
     Args:
@@ -96,7 +96,7 @@ class Tokenizer:
         self._normalizes = self._fast.normalizer is not None
 
     @property
-    def by_bytes(self) -> bool:
+    def offsets_in_bytes(self) -> bool:
         return self._byte_lengths is not None
 
     # -- text ---------------------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ class Tokenizer:
         return np.frombuffer(b"".join(ids), np.int32), np.array([len(one) // 4 for one in ids], np.int64)
 
     @cached_property
-    def _encoder(self) -> Encoder | None:
-        return encoder_of(self._fast)
+    def _encoder(self) -> ByteLevelEncoder | None:
+        return byte_level_encoder(self._fast)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._pretrained.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -180,7 +180,7 @@ class Tokenizer:
 
     @cached_property
     def _writes_bytes(self) -> bool:
-        # Not `by_bytes`: a tokenizer that normalises its text (Qwen's) writes its vocabulary in bytes all the same.
+        # Not `offsets_in_bytes`: a tokenizer that normalises its text (Qwen's) writes its vocabulary in bytes too.
         return "ByteLevel" in repr(self._fast.decoder)
 
     @cached_property
@@ -382,7 +382,7 @@ def template_date(path: str, chat_template: str | None = None, date: str | None 
     Raises:
         DataError: there is no tokenizer, or the Jinja file is missing.
     """
-    template, folder = _read_template(chat_template), tokenizer_folder(path)
+    template, folder = _read_template(chat_template), resolve_tokenizer_folder(path)
     files = ("tokenizer_config.json", "chat_template.jinja", f"{NAMED_TEMPLATES}/*.jinja") if template is None else ()
     texts = [template.encode()] if template is not None else []
     texts += [file.read_bytes() for pattern in files for file in folder.glob(pattern) if file.is_file()]
@@ -395,7 +395,7 @@ def today() -> Date:
     return Date.today()
 
 
-def fingerprint_of(path: str, chat_template: str | None = None, date: str | None = None) -> str:
+def tokenizer_fingerprint(path: str, chat_template: str | None = None, date: str | None = None) -> str:
     """A hash of a tokenizer's files, without loading any library for them: the key of what it tokenised.
 
     date: as `template_date` gives it.
@@ -403,7 +403,7 @@ def fingerprint_of(path: str, chat_template: str | None = None, date: str | None
     Raises:
         DataError: there is no tokenizer, or the Jinja file is missing.
     """
-    folder = tokenizer_folder(path)
+    folder = resolve_tokenizer_folder(path)
     digest = hashlib.blake2b(repr((_read_template(chat_template), date)).encode(), digest_size=16)
     for file in sorted({file for pattern in _READ_FILES for file in folder.glob(pattern)}):
         if file.is_file():
@@ -412,7 +412,7 @@ def fingerprint_of(path: str, chat_template: str | None = None, date: str | None
     return digest.hexdigest()
 
 
-def tokenizer_folder(path: str) -> Path:
+def resolve_tokenizer_folder(path: str) -> Path:
     """The local folder with a tokenizer's files: the one named, its `model` part for a finished run, or a hub snapshot.
 
     Raises:
@@ -454,7 +454,7 @@ def fast_tokenizer_folder(path: str) -> Path:
     Raises:
         DataError: there is no tokenizer, or the file is damaged.
     """
-    folder = tokenizer_folder(path)
+    folder = resolve_tokenizer_folder(path)
     model = folder / "tokenizer.model"
     others = ("tokenizer.json", "vocab.json", "tekken.json")
     if not model.is_file() or any((folder / name).is_file() for name in others):
@@ -462,7 +462,7 @@ def fast_tokenizer_folder(path: str) -> Path:
     config = _json_object(folder / "tokenizer_config.json")
     if "fast_tokenizer_files" in config:
         return folder
-    target = Path(CONVERTED).expanduser() / fingerprint_of(str(folder))
+    target = Path(CONVERTED).expanduser() / tokenizer_fingerprint(str(folder))
     if (target / "tokenizer.json").is_file():
         return target
     converted = convert(model, adds_bos=config.get("add_bos_token") is not False)
@@ -505,7 +505,7 @@ def _copy_files(folder: Path, target: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedTokenizer:
     """Where a tokenizer's files are taken from for a result.
 
     Attributes:
@@ -517,14 +517,14 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Exporting:
+class ExportJob:
     """The job (`danlu.data.worker_pool.Job`) of finding out: it loads tokenizers, which a training process need not."""
 
-    def start(self) -> Callable[[tuple[Path, str | None]], Exported]:
+    def start(self) -> Callable[[tuple[Path, str | None]], ExportedTokenizer]:
         return _exported
 
 
-def exported(path: str, model_type: str | None) -> Exported:
+def exported_tokenizer(path: str, model_type: str | None) -> ExportedTokenizer:
     """The tokenizer's files for a result folder whose config.json says `model_type`; None where it has none.
 
     transformers chooses the class of a tokenizer by that type too, and some classes make another tokenizer of the same
@@ -535,11 +535,11 @@ def exported(path: str, model_type: str | None) -> Exported:
     """
     folder = fast_tokenizer_folder(path)
     if not _depends_on_type(folder, model_type):
-        return Exported(folder)
+        return ExportedTokenizer(folder)
     # Imported here: nothing else in this file has processes.
     from danlu.data.worker_pool import WorkerPool
 
-    with WorkerPool(Exporting(), 1) as workers:
+    with WorkerPool(ExportJob(), 1) as workers:
         return next(iter(workers.map([(folder, model_type)])))
 
 
@@ -552,17 +552,17 @@ def _depends_on_type(folder: Path, model_type: str | None) -> bool:
     return not (has_json and named in ("PreTrainedTokenizerFast", "TokenizersBackend")) or model_type == "qwen2"
 
 
-def _exported(task: tuple[Path, str | None]) -> Exported:
+def _exported(task: tuple[Path, str | None]) -> ExportedTokenizer:
     folder, model_type = task
     trained = load_tokenizer(str(folder))
     if _is_read_as(trained, folder, model_type):
-        return Exported(folder)
-    target = Path(CONVERTED).expanduser() / f"{fingerprint_of(str(folder))}-{model_type}"
+        return ExportedTokenizer(folder)
+    target = Path(CONVERTED).expanduser() / f"{tokenizer_fingerprint(str(folder))}-{model_type}"
     specials = {name: text for name, text in trained.special_texts.items() if isinstance(text, str)}
     written = target if (target / "tokenizer.json").is_file() else _written(folder, target, trained.fast, specials)
     if _is_read_as(trained, written, model_type):
-        return Exported(written)
-    return Exported(folder, faithful=False)
+        return ExportedTokenizer(written)
+    return ExportedTokenizer(folder, faithful=False)
 
 
 def _is_read_as(trained: Tokenizer, folder: Path, model_type: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""What a worker process does with a chunk of rows: parse, render, cut to length, count."""
+"""What a worker process does with a chunk of rows: parse_row, render, cut to length, count."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from danlu.data.render import Rendered, Rendering, fit, render_many, untrained_terminator
-from danlu.data.rows import Conversation, Format, Row, Tokenized, parse, unread
-from danlu.data.samples import Block
+from danlu.data.message_spans import Reason
+from danlu.data.render import RenderedSample, RenderSettings, fit, render_rows, untrained_terminator
+from danlu.data.rows import Conversation, Format, Row, Tokenized, parse_row, unread_keys
+from danlu.data.samples import SampleBlock
 from danlu.data.sources import BadRow, RawRow
-from danlu.data.spans import Reason
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.errors import DataError
@@ -38,19 +38,19 @@ _IS_END[[Reason.TERMINATOR, Reason.EOS]] = True
 
 
 @dataclass(frozen=True)
-class Settings:
+class TokenizeSettings:
     """Everything besides the rows and the tokenizer that decides what a row becomes; part of the cache's key."""
 
     format: Format | Literal["auto"]
-    rendering: Rendering
+    rendering: RenderSettings
     max_length: int | None  # None: documents are joined and cut by the packing
     overlong: Literal["truncate", "split", "drop"]
 
     @classmethod
-    def of(cls, data: Data, format: Format | Literal["auto"]) -> Settings:
+    def of(cls, data: Data, format: Format | Literal["auto"]) -> TokenizeSettings:
         return cls(
             format=format,
-            rendering=Rendering(train_on=data.train_on, system=data.system, append_eos=data.append_eos),
+            rendering=RenderSettings(train_on=data.train_on, system=data.system, append_eos=data.append_eos),
             max_length=None if data.packing.kind == "concatenate" else data.max_length,
             overlong=data.overlong,
         )
@@ -91,27 +91,27 @@ def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
 
 
 @dataclass(frozen=True)
-class Tokenised:
+class TokenizedChunk:
     """A chunk of rows as samples."""
 
-    block: Block
+    block: SampleBlock
     statistics: Statistics
     bad: tuple[str, ...]  # a message for each row that cannot be used, in the order of the rows
     tokenizer: TokenizerInfo
 
 
-Task = tuple[Settings, list[RawRow]]
+Task = tuple[TokenizeSettings, list[RawRow]]
 
 
 @dataclass(frozen=True)
-class Tokenising:
+class TokenizeJob:
     """The job of a worker process (`danlu.data.worker_pool.Job`)."""
 
     tokenizer_path: str
     chat_template: str | None
     date: str | None = None  # that the template writes
 
-    def start(self) -> Callable[[Task], Tokenised]:
+    def start(self) -> Callable[[Task], TokenizedChunk]:
         tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template, self.date)
         return partial(tokenise, tokenizer, tokenizer_info(tokenizer))
 
@@ -130,7 +130,7 @@ def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-def tokenise(tokenizer: Tokenizer, facts: TokenizerInfo, task: Task) -> Tokenised:
+def tokenise(tokenizer: Tokenizer, facts: TokenizerInfo, task: Task) -> TokenizedChunk:
     """Rows as samples; rows that cannot be used are reported, not raised.
 
     Raises:
@@ -145,15 +145,15 @@ def tokenise(tokenizer: Tokenizer, facts: TokenizerInfo, task: Task) -> Tokenise
             bad[row.index] = row.value.message
             continue
         try:
-            parsed.append((row, parse(row.value, settings.format, row.where)))
+            parsed.append((row, parse_row(row.value, settings.format, row.where)))
         except DataError as error:
             bad[row.index] = str(error)
         else:
-            statistics.unread.update(unread(row.value, parsed[-1][1]))
-    outcomes = render_many(
+            statistics.unread.update(unread_keys(row.value, parsed[-1][1]))
+    outcomes = render_rows(
         [row for _, row in parsed], [place.where for place, _ in parsed], tokenizer, settings.rendering
     )
-    samples: list[Rendered] = []
+    samples: list[RenderedSample] = []
     numbers: list[int] = []
     for (place, _), outcome in zip(parsed, outcomes, strict=True):
         if isinstance(outcome, DataError):
@@ -169,12 +169,12 @@ def tokenise(tokenizer: Tokenizer, facts: TokenizerInfo, task: Task) -> Tokenise
         rows = {place.index: row for place, row in parsed}
         _count_thoughts(block, rows, statistics)
         _count_specials(block, rows, tokenizer, statistics)
-    return Tokenised(block, statistics, messages, facts)
+    return TokenizedChunk(block, statistics, messages, facts)
 
 
-def _fit(outcome: list[Rendered], settings: Settings, statistics: Statistics) -> list[Rendered]:
+def _fit(outcome: list[RenderedSample], settings: TokenizeSettings, statistics: Statistics) -> list[RenderedSample]:
     """What is left of the samples of one row."""
-    kept: list[Rendered] = []
+    kept: list[RenderedSample] = []
     shortened: set[str] = set()
     dropped: str | None = None
     for rendered in outcome:
@@ -190,9 +190,9 @@ def _fit(outcome: list[Rendered], settings: Settings, statistics: Statistics) ->
     return kept
 
 
-def _block(samples: list[Rendered], numbers: list[int], statistics: Statistics) -> Block:
+def _block(samples: list[RenderedSample], numbers: list[int], statistics: Statistics) -> SampleBlock:
     """The samples as a block, counted."""
-    block = Block.of(
+    block = SampleBlock.of(
         [sample.tokens for sample in samples],
         [sample.weights for sample in samples],
         [sample.reasons for sample in samples],
@@ -211,7 +211,7 @@ def _block(samples: list[Rendered], numbers: list[int], statistics: Statistics) 
     return block
 
 
-def _count_ends(samples: list[Rendered], block: Block, statistics: Statistics) -> None:
+def _count_ends(samples: list[RenderedSample], block: SampleBlock, statistics: Statistics) -> None:
     trained = block.palette["weight"] > 0
     answers, ends = (
         np.logical_or.reduceat((trained & kind[block.palette["reason"]])[block.codes], block.offsets[:-1])
@@ -224,7 +224,7 @@ def _count_ends(samples: list[Rendered], block: Block, statistics: Statistics) -
         statistics.endless_example = untrained_terminator(samples[int(endless[0])]) or ""
 
 
-def _count_thoughts(block: Block, rows: Mapping[int, Row], statistics: Statistics) -> None:
+def _count_thoughts(block: SampleBlock, rows: Mapping[int, Row], statistics: Statistics) -> None:
     """Samples with trained thoughts of rows that have none: the chat template has put them there."""
     is_thought = (block.palette["weight"] > 0) & _IS_THOUGHT[block.palette["reason"]]
     if not is_thought.any():
@@ -238,7 +238,7 @@ def _count_thoughts(block: Block, rows: Mapping[int, Row], statistics: Statistic
             statistics.added_thought_example = statistics.added_thought_example or block.rows[number]
 
 
-def _count_specials(block: Block, rows: Mapping[int, Row], tokenizer: Tokenizer, statistics: Statistics) -> None:
+def _count_specials(block: SampleBlock, rows: Mapping[int, Row], tokenizer: Tokenizer, statistics: Statistics) -> None:
     """Samples whose row has written out special tokens, by token. Rows that are given as tokens mean theirs."""
     reasons = block.palette["reason"]
     is_text, is_own = _IS_ROWS_TEXT[reasons], _IS_OWN[reasons]

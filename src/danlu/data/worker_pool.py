@@ -27,7 +27,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from danlu.data import template_limits
+from danlu.data import resource_limits
 from danlu.errors import DanluError, DataError, ResourceError
 
 Task = TypeVar("Task")
@@ -107,7 +107,7 @@ class WorkerPool(Generic[Task, Result]):
             code = process.wait()
             if code == -signal.SIGPROF:
                 raise DataError(
-                    f"the chat template has worked on one conversation for {template_limits.SECONDS_IN_C:g} s and does "
+                    f"the chat template has worked on one conversation for {resource_limits.SECONDS_IN_C:g} s and does "
                     "not come to an end. Correct it, or name another Jinja file in model.chat_template"
                 ) from error
             why = (
@@ -161,7 +161,7 @@ def serve() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not land among the replies
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
-    template_limits.end_when_stuck()
+    resource_limits.end_when_stuck()
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then believes there is none
     work: Callable[[Any], Any] | None = None
     job: Job[Any, Any] = pickle.load(requests)  # noqa: S301  # from the process that started this one

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from danlu.data.preview import Overview, Packed, ShownRow, ShownSample, Side
-from danlu.data.spans import Reason
+from danlu.data.message_spans import Reason
+from danlu.data.preview import DatasetSummary, PackingSummary, PreviewRow, PreviewSample, SplitSummary
 from danlu.data.statistics import Statistics
 from danlu.recipe.sections import Data, Recipe
 from danlu.types import Sample
@@ -62,7 +62,7 @@ class Run:
         return "context" if self.weight == 0 else "trained" if self.weight == 1 else f"trained x{self.weight:g}"
 
 
-def runs_of(sample: ShownSample, most: int | None) -> Iterator[Run]:
+def runs_of(sample: PreviewSample, most: int | None) -> Iterator[Run]:
     """The tokens of a sample in order, at most `most` of them: three quarters from its beginning, the rest its end."""
     count = len(sample.tokens)
     changes = (np.diff(sample.reasons) != 0) | (np.diff(sample.weights) != 0)
@@ -115,7 +115,7 @@ def _printable(character: str) -> str:
     return character
 
 
-def reasons_in(rows: Iterable[ShownRow]) -> list[Reason]:
+def reasons_in(rows: Iterable[PreviewRow]) -> list[Reason]:
     """The reasons that occur, in the order of `Reason`."""
     seen = {int(reason) for row in rows for sample in row.samples for reason in np.unique(sample.reasons)}
     return [Reason(number) for number in sorted(seen)]
@@ -128,12 +128,12 @@ def name(reason: Reason) -> str:
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def title(row: ShownRow, data: Data) -> str:
+def title(row: PreviewRow, data: Data) -> str:
     """`alpaca.json:17`, with what it is for where there is more than training."""
     return row.where if row.source < len(data.train) else f"{row.where} (evaluation)"
 
 
-def remarks(row: ShownRow, data: Data) -> list[str]:
+def remarks(row: PreviewRow, data: Data) -> list[str]:
     """What happened to a row besides being rendered."""
     if row.bad:
         columns = printable(row.columns)
@@ -151,12 +151,12 @@ def _with_length(reason: str, data: Data) -> str:
     return reason.replace("max_length", f"max_length {count(data.max_length)}")
 
 
-def samples_of(row: ShownRow, most: int | None) -> tuple[ShownSample, ...]:
+def samples_of(row: PreviewRow, most: int | None) -> tuple[PreviewSample, ...]:
     """The samples of a row to show: all of them where all tokens are asked for."""
     return row.samples if most is None else row.samples[:MOST_SAMPLES]
 
 
-def measure_of(sample: ShownSample, number: int, of: int) -> str:
+def measure_of(sample: PreviewSample, number: int, of: int) -> str:
     """`sample 2 of 3: 160 tokens, 87 trained`."""
     which = f"sample {number} of {of}: " if of > 1 else ""
     return f"{which}{tokens(len(sample.tokens))}, {count(int(np.count_nonzero(sample.weights)))} trained"
@@ -165,7 +165,7 @@ def measure_of(sample: ShownSample, number: int, of: int) -> str:
 # -- packs ------------------------------------------------------------------------------------------------------------
 
 
-def packs_title(packed: Packed, data: Data) -> str:
+def packs_title(packed: PackingSummary, data: Data) -> str:
     kind = data.packing.kind
     if kind == "none":
         return f"{many(packed.packs, 'sample')}, each a sequence of its own (packing: none)"
@@ -194,7 +194,7 @@ class Fact:
     bars: tuple[tuple[str, int, float], ...] = ()  # name, number, share of all
 
 
-def facts(side: Side, data: Data) -> list[Fact]:
+def facts(side: SplitSummary, data: Data) -> list[Fact]:
     """The counts of one side of the data."""
     found = side.statistics
     rows = Fact("rows", count(found.rows))
@@ -258,7 +258,7 @@ def length_bins(lengths: np.ndarray) -> Iterator[tuple[int, int, int]]:
         yield first, last, number
 
 
-def steps(recipe: Recipe, overview: Overview) -> str | None:
+def steps(recipe: Recipe, overview: DatasetSummary) -> str | None:
     """`8 packed sequences a step: 21 steps an epoch, 42 in this run`; None where no run would begin."""
     packed = overview.train.packed
     if packed is None:
@@ -280,7 +280,7 @@ def steps(recipe: Recipe, overview: Overview) -> str | None:
     return f"{begin}: {epoch} an epoch; this run has {count(total)} (epochs: {epochs:g})"
 
 
-def sides(overview: Overview, data: Data) -> list[tuple[str, Side]]:
+def sides(overview: DatasetSummary, data: Data) -> list[tuple[str, SplitSummary]]:
     """Training and, where there is one, evaluation, each with its heading."""
     held_out = ", with those held out" if isinstance(data.eval, int | float) else ""
     heading = "training rows: the first block of the stream" if overview.block else f"training rows{held_out}"
@@ -290,7 +290,7 @@ def sides(overview: Overview, data: Data) -> list[tuple[str, Side]]:
     return found
 
 
-def warnings(overview: Overview) -> Iterator[str]:
+def warnings(overview: DatasetSummary) -> Iterator[str]:
     """What is to be known before a run: rows that the cache holds otherwise, a tokenizer that loses text."""
     if overview.changed:
         yield (

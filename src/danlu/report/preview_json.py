@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from danlu.data.preview import Overview, Packed, ShownRow, ShownSample, Side
-from danlu.data.spans import Reason
+from danlu.data.message_spans import Reason
+from danlu.data.preview import DatasetSummary, PackingSummary, PreviewRow, PreviewSample, SplitSummary
 from danlu.recipe.sections import Recipe
 from danlu.report import preview_content as content
 from danlu.types import Pack
 
 
-def as_json(recipe: Recipe, rows: Sequence[ShownRow], overview: Overview, refused: str | None) -> str:
+def as_json(recipe: Recipe, rows: Sequence[PreviewRow], overview: DatasetSummary, refused: str | None) -> str:
     """The object on one line of ASCII, so that no text of a row can be anything else to a terminal than its escapes.
 
     refused: why a run would refuse this data, if it would; the counts are of all rows then, and there are no packs.
@@ -38,7 +38,7 @@ def as_json(recipe: Recipe, rows: Sequence[ShownRow], overview: Overview, refuse
     )
 
 
-def _row(row: ShownRow, recipe: Recipe) -> dict[str, Any]:
+def _row(row: PreviewRow, recipe: Recipe) -> dict[str, Any]:
     return {
         "row": row.where,
         "source": row.source,
@@ -54,7 +54,7 @@ def _row(row: ShownRow, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _sample(sample: ShownSample) -> dict[str, Any]:
+def _sample(sample: PreviewSample) -> dict[str, Any]:
     return {
         "ids": sample.tokens.tolist(),
         "texts": list(sample.texts),
@@ -72,7 +72,7 @@ def _pack(pack: Pack, number: int) -> dict[str, Any]:
     return {"pack": number, "tokens": pack.tokens, "documents": documents}
 
 
-def _steps(recipe: Recipe, packed: Packed, block: bool) -> dict[str, Any]:
+def _steps(recipe: Recipe, packed: PackingSummary, block: bool) -> dict[str, Any]:
     """Of a stream nothing is known of an epoch."""
     per_step = recipe.batch.packs(recipe.data.max_length)
     total = recipe.steps
@@ -81,7 +81,7 @@ def _steps(recipe: Recipe, packed: Packed, block: bool) -> dict[str, Any]:
     return {"packs": per_step, "epoch": None if block else math.ceil(packed.packs / per_step), "run": total}
 
 
-def _side(side: Side) -> dict[str, Any]:
+def _side(side: SplitSummary) -> dict[str, Any]:
     packed, counted = side.packed, side.statistics
     reasons = {Reason[reason.upper()].label: number for reason, number in counted.reasons.items()}
     return {

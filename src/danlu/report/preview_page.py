@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from danlu import __version__
-from danlu.data.preview import Overview, ShownRow
+from danlu.data.preview import DatasetSummary, PreviewRow
 from danlu.recipe.sections import Recipe
 from danlu.report import preview_content as content
 from danlu.report.html_page import HtmlPage
@@ -29,7 +29,12 @@ REASON_COLOURS = {  # on a light background, on a dark one; each with a contrast
 
 
 def page(
-    name: str, recipe: Recipe, rows: Sequence[ShownRow], overview: Overview, most: int | None, refusal: str | None
+    name: str,
+    recipe: Recipe,
+    rows: Sequence[PreviewRow],
+    overview: DatasetSummary,
+    most: int | None,
+    refusal: str | None,
 ) -> str:
     """The whole page.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from danlu.data.preview import Overview, ShownRow, ShownSample
-from danlu.data.spans import Reason
+from danlu.data.message_spans import Reason
+from danlu.data.preview import DatasetSummary, PreviewRow, PreviewSample
 from danlu.recipe.sections import Data, Recipe
 from danlu.report import preview_content as content
 from danlu.terminal import printable
@@ -42,7 +42,7 @@ class Screen(Protocol):
 
     def line(self, text: str, label: str = "") -> None: ...
 
-    def tokens(self, sample: ShownSample, most: int | None) -> None: ...
+    def tokens(self, sample: PreviewSample, most: int | None) -> None: ...
 
     def legend(self, reasons: Iterable[Reason]) -> None: ...
 
@@ -58,7 +58,7 @@ def screen(stream: TextIO) -> Screen:
     return Plain(stream)
 
 
-def show_rows(out: Screen, rows: Iterable[ShownRow], data: Data, most: int | None) -> None:
+def show_rows(out: Screen, rows: Iterable[PreviewRow], data: Data, most: int | None) -> None:
     """Rows token by token.
 
     Args:
@@ -81,7 +81,7 @@ def show_rows(out: Screen, rows: Iterable[ShownRow], data: Data, most: int | Non
             out.line(f"… {content.many(more, 'sample')} of this row not shown (--tokens 0 shows all)")
 
 
-def show_overview(out: Screen, overview: Overview, recipe: Recipe) -> None:
+def show_overview(out: Screen, overview: DatasetSummary, recipe: Recipe) -> None:
     """The first packs, and the counts over everything."""
     if (packed := overview.train.packed) is not None:
         out.heading(content.packs_title(packed, recipe.data))
@@ -156,7 +156,7 @@ class Plain:
         self._write(f"  {BORDER} between tokens, {signs}, ‹E9› a byte or character that cannot be shown")
         self._write(f"  {content.FIRST_TOKEN}")
 
-    def tokens(self, sample: ShownSample, most: int | None) -> None:
+    def tokens(self, sample: PreviewSample, most: int | None) -> None:
         runs = list(content.runs_of(sample, most))
         width = max(len(run.state) for run in runs)
         for run in runs:
@@ -201,7 +201,7 @@ class Coloured:
         )
         self._write((f"  {content.FIRST_TOKEN}", "dim"))
 
-    def tokens(self, sample: ShownSample, most: int | None) -> None:
+    def tokens(self, sample: PreviewSample, most: int | None) -> None:
         parts: list[tuple[str, str]] = []
         for run in content.runs_of(sample, most):
             if run.omitted:

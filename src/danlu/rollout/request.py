@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from danlu.data.tokenizer import tokenizer_folder
+from danlu.data.tokenizer import resolve_tokenizer_folder
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.models.hf_folder import GENERATION_CONFIG, read_config, read_json, resolve_folder
 
@@ -83,7 +83,7 @@ def find_model(path_or_id: str) -> Path:
     folder = resolve_folder(path_or_id)
     read_config(folder)
     try:
-        tokenizer_folder(str(folder))
+        resolve_tokenizer_folder(str(folder))
     except DataError:
         raise DataError(
             f"{folder}: this model folder has no tokenizer, so no text can be given to the model. Copy its tokenizer's "

@@ -72,7 +72,7 @@ def adapter_tokenizer_folder(stack: Stack, base: Path) -> Path:
     """The folder of the tokenizer that goes with adapters: of the topmost that has one, or the base's."""
     for folder in (*(adapter.path for adapter in reversed(stack)), base):
         try:
-            tokenizer.tokenizer_folder(str(folder))
+            tokenizer.resolve_tokenizer_folder(str(folder))
         except DataError:
             continue
         return folder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from danlu.data.message_spans import Reason
 from danlu.data.samples import Samples
-from danlu.data.spans import Reason
 from danlu.data.tokenizer import Tokenizer
 
 

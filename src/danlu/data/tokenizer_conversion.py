@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from danlu.data.byte_level import PRINTABLE
+from danlu.data.byte_level_bpe import PRINTABLE
 from danlu.errors import DataError
 
 LLAMA3_PATTERN = (
@@ -41,7 +41,7 @@ class PieceType(IntEnum):
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedTokenizer:
     """A tokenizer and what its file says of special tokens.
 
     Attributes:
@@ -53,7 +53,7 @@ class Converted:
     specials: dict[str, str]
 
 
-def convert(file: Path, *, adds_bos: bool = True) -> Converted | None:
+def convert(file: Path, *, adds_bos: bool = True) -> ConvertedTokenizer | None:
     """The tokenizer in a `tokenizer.model`; None for a SentencePiece model that is not BPE.
 
     Args:
@@ -128,7 +128,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _from_sentencepiece(model: _Model, adds_bos: bool) -> Converted | None:
+def _from_sentencepiece(model: _Model, adds_bos: bool) -> ConvertedTokenizer | None:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     if model.trainer.get(3, 1) != 2:  # model_type: 1 is unigram, 2 BPE
@@ -185,7 +185,7 @@ def _from_sentencepiece(model: _Model, adds_bos: bool) -> Converted | None:
             if kind == PieceType.USER_DEFINED
         ]
     )
-    return _with_bos(Converted(fast, specials), adds_bos)
+    return _with_bos(ConvertedTokenizer(fast, specials), adds_bos)
 
 
 def _sentencepiece_specials(model: _Model) -> dict[str, str]:
@@ -227,7 +227,7 @@ def _ranks(content: bytes) -> dict[bytes, int] | None:
     return ranks or None
 
 
-def _from_ranks(ranks: Mapping[bytes, int], file: Path, adds_bos: bool) -> Converted:
+def _from_ranks(ranks: Mapping[bytes, int], file: Path, adds_bos: bool) -> ConvertedTokenizer:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     if len(ranks) != _LLAMA3_RANKS or sorted(ranks.values()) != list(range(_LLAMA3_RANKS)):
@@ -260,7 +260,7 @@ def _from_ranks(ranks: Mapping[bytes, int], file: Path, adds_bos: bool) -> Conve
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _llama3_specials()])
     specials = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    return _with_bos(Converted(fast, specials), adds_bos)
+    return _with_bos(ConvertedTokenizer(fast, specials), adds_bos)
 
 
 def _llama3_specials() -> Iterable[str]:
@@ -274,7 +274,7 @@ def _llama3_specials() -> Iterable[str]:
             reserved += 1
 
 
-def _with_bos(converted: Converted, adds_bos: bool) -> Converted:
+def _with_bos(converted: ConvertedTokenizer, adds_bos: bool) -> ConvertedTokenizer:
     from tokenizers import processors
 
     bos = converted.specials.get("bos_token")

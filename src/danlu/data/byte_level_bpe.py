@@ -39,7 +39,7 @@ _DISPUTED = frozenset("\u0295")
 Cut = Callable[[str], list[str]]
 
 
-def encoder_of(fast: Any) -> Encoder | None:
+def byte_level_encoder(fast: Any) -> ByteLevelEncoder | None:
     """An encoder for a `tokenizers.Tokenizer`; None where its ids might differ from the library's."""
     model, added = fast.model, list(fast.get_added_tokens_decoder().values())
     if type(model).__name__ != "BPE" or any(
@@ -59,11 +59,11 @@ def encoder_of(fast: Any) -> Encoder | None:
     if cuts is None:
         return None
     ids = {token.content: number for number, token in fast.get_added_tokens_decoder().items()}
-    return Encoder(fast, cuts, ids, normalizes=fast.normalizer is not None)
+    return ByteLevelEncoder(fast, cuts, ids, normalizes=fast.normalizer is not None)
 
 
-class Encoder:
-    """Encodes one text after another. Made by `encoder_of`."""
+class ByteLevelEncoder:
+    """Encodes one text after another. Made by `byte_level_encoder`."""
 
     def __init__(self, fast: Any, cuts: Sequence[Cut], added: dict[str, int], normalizes: bool) -> None:
         self._fast = fast
@@ -102,7 +102,7 @@ class Encoder:
 
 
 class _Known(dict[str, bytes]):
-    """Encoder of text and their ids; a new piece is encoded by the tokenizer's model."""
+    """Pre-tokens and their ids; a new piece is encoded by the tokenizer's model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -14,18 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from danlu.data import cache as cache_module
-from danlu.data.cache import MARKER, StoreWriter, TokenCache, TokenStore
-from danlu.data.samples import Block, Selection
+from danlu.data import token_cache
+from danlu.data.samples import SampleBlock, Selection
+from danlu.data.token_cache import MARKER, StoreWriter, TokenCache, TokenStore
 from danlu.errors import ResourceError
 
 Build = Callable[[Callable[[int], StoreWriter]], None]
 
 
-def block(seed: int, samples: int = 20, largest: int = 1000, weights: list[float] | None = None) -> Block:
+def block(seed: int, samples: int = 20, largest: int = 1000, weights: list[float] | None = None) -> SampleBlock:
     generator = np.random.default_rng(seed)
     lengths = generator.integers(1, 30, samples)
-    return Block.of(
+    return SampleBlock.of(
         [generator.integers(0, largest, n).astype(np.int32) for n in lengths],
         [generator.choice(weights or [0.0, 1.0], n).astype(np.float32) for n in lengths],
         [generator.integers(0, 5, n).astype(np.uint8) for n in lengths],
@@ -34,7 +34,7 @@ def block(seed: int, samples: int = 20, largest: int = 1000, weights: list[float
     )
 
 
-def writes(*blocks: Block, vocabulary: int = 1000) -> Build:
+def writes(*blocks: SampleBlock, vocabulary: int = 1000) -> Build:
     def build(open_writer: Callable[[int], StoreWriter]) -> None:
         writer = open_writer(vocabulary)
         for one in blocks:
@@ -48,7 +48,7 @@ def refuses(open_writer: Callable[[int], StoreWriter]) -> None:
     raise AssertionError("built although it was there")
 
 
-def assert_same(store: TokenStore | Selection, expected: Block) -> None:
+def assert_same(store: TokenStore | Selection, expected: SampleBlock) -> None:
     assert np.array_equal(store.lengths, expected.lengths)
     assert np.array_equal(store.row_numbers, expected.row_numbers)
     for number in range(len(expected)):
@@ -63,7 +63,7 @@ def assert_same(store: TokenStore | Selection, expected: Block) -> None:
 def test_a_block_keeps_what_it_was_given() -> None:
     tokens = [np.array([1, 2], np.int32), np.array([3], np.int32)]
     weights = [np.array([0.0, 0.1], np.float32), np.array([-0.0], np.float32)]
-    one = Block.of(tokens, weights, [np.array([4, 5], np.uint8), np.array([4], np.uint8)], [0, 0], ["a", "b"])
+    one = SampleBlock.of(tokens, weights, [np.array([4, 5], np.uint8), np.array([4], np.uint8)], [0, 0], ["a", "b"])
     assert one.sample(0).weights.tolist() == [0.0, float(np.float32(0.1))]
     assert one.reasons(0).tolist() == [4, 5]
     assert one.sample(1).row == "b"
@@ -71,21 +71,21 @@ def test_a_block_keeps_what_it_was_given() -> None:
 
 def test_joined_blocks_equal_their_parts() -> None:
     parts = [block(1), block(2, weights=[0.0, 0.3]), block(3, samples=0)]
-    joined = Block.join(parts)
+    joined = SampleBlock.join(parts)
     assert_same(Selection.all_of(parts), joined)
-    assert len(Block.join([])) == 0
+    assert len(SampleBlock.join([])) == 0
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(65536, np.uint16), (65537, np.int32)])
 def test_what_is_written_is_read(tmp_path: Path, vocabulary: int, dtype: type) -> None:
     parts = [block(seed, largest=vocabulary) for seed in range(3)]
     store = TokenCache(tmp_path).get("rows", {"a": 1}, writes(*parts, vocabulary=vocabulary))
-    assert_same(store, Block.join(parts))
+    assert_same(store, SampleBlock.join(parts))
     assert store._tokens.dtype == dtype
     assert store.statistics == {"rows": 3}
     assert store.max_token == max(part.tokens.max() for part in parts)
     again = TokenCache(tmp_path).get("rows", {"a": 1}, refuses)
-    assert_same(again, Block.join(parts))
+    assert_same(again, SampleBlock.join(parts))
 
 
 def test_the_check_sees_a_changed_weight(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_any_number_of_different_weights_is_exact(tmp_path: Path) -> None:
     assert len(many.palette) > 256
     parts = [block(0), many, block(2)]
     store = TokenCache(tmp_path).get("rows", {}, writes(*parts))
-    assert_same(store, Block.join(parts))
+    assert_same(store, SampleBlock.join(parts))
 
 
 def test_a_store_without_samples(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_damage_is_noticed_and_repaired(
 
 
 def test_checksums_cover_every_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "CHECK_BYTES", 64)
+    monkeypatch.setattr(token_cache, "CHECK_BYTES", 64)
     store = TokenCache(tmp_path).get("rows", {}, writes(block(1), block(2)))
     size = (store.folder / "tokens.bin").stat().st_size
     for at in (0, 63, 64, size // 2, size - 1):
@@ -167,7 +167,7 @@ def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(self: object, array: np.ndarray) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cache_module._SummedFile, "write", full)
+    monkeypatch.setattr(token_cache._SummedFile, "write", full)
     with pytest.raises(ResourceError, match=r"the disk is full: \d+ MiB are left for the token cache .* larger disk"):
         TokenCache(tmp_path).get("rows", {}, writes(block(1)))
 
@@ -184,13 +184,13 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
-from danlu.data.cache import TokenCache
-from danlu.data.samples import Block
+from danlu.data.token_cache import TokenCache
+from danlu.data.samples import SampleBlock
 
 def build(open_writer):
     writer = open_writer(100)
     one = [np.array([1, 2, 3], np.int32)]
-    writer.add(Block.of(one, [np.zeros(3, np.float32)], [np.zeros(3, np.uint8)], [0], ["row"]))
+    writer.add(SampleBlock.of(one, [np.zeros(3, np.float32)], [np.zeros(3, np.uint8)], [0], ["row"]))
     print("building", flush=True)
     sys.stdin.readline()
     writer.finish({"by": os.getpid()})

@@ -35,7 +35,7 @@ def mix(values: np.ndarray, key: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Order:
+class Permutation:
     """A pseudo-random permutation of 0..n-1 whose elements are computable one by one.
 
     A Feistel network over the smallest power of two that holds n, walked until the value falls below n ("cycle
@@ -46,7 +46,7 @@ class Order:
     key: int
 
     @classmethod
-    def of(cls, n: int, seed: int, *path: int | str) -> Order:
+    def of(cls, n: int, seed: int, *path: int | str) -> Permutation:
         return cls(n, key(seed, *path))
 
     def take(self, positions: np.ndarray) -> np.ndarray:

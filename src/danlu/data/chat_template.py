@@ -14,8 +14,8 @@ from datetime import datetime, time
 from functools import cached_property
 from typing import Any
 
-from danlu.data import template_limits
-from danlu.data.template_limits import TookTooLong
+from danlu.data import resource_limits
+from danlu.data.resource_limits import TookTooLong
 from danlu.errors import DataError
 
 Turn = Mapping[str, Any]
@@ -68,7 +68,7 @@ class ChatTemplate:
         environment = _environment(date)
         try:
             self._parsed = environment.parse(source)
-            with template_limits.limited():
+            with resource_limits.limited():
                 self._template = environment.from_string(_counting(environment.parse(source)))
         except RecursionError:
             raise DataError(f"{name}: the chat template does not compile: it is nested too deeply") from None
@@ -89,10 +89,10 @@ class ChatTemplate:
             DataError: the template refuses the conversation or fails on it.
         """
         environment = self._template.environment
-        environment.steps_left = template_limits.STEPS + 20 * len(turns) ** 2
-        parts, written, most = [], 0, template_limits.CHARACTERS
+        environment.steps_left = resource_limits.STEPS + 20 * len(turns) ** 2
+        parts, written, most = [], 0, resource_limits.CHARACTERS
         try:
-            with template_limits.limited():
+            with resource_limits.limited():
                 for part in self._template.generate(
                     messages=turns,
                     tools=list(tools) if tools else None,
@@ -103,7 +103,7 @@ class ChatTemplate:
                     parts.append(part)
                     written += len(part)
                     if written > most:
-                        most = template_limits.CHARACTERS + 16 * template_limits.characters([*turns, *(tools or ())])
+                        most = resource_limits.CHARACTERS + 16 * resource_limits.characters([*turns, *(tools or ())])
                         if written > most:
                             raise OutOfBounds(f"it writes more than {most:,} characters")
                 return "".join(parts)
@@ -236,11 +236,11 @@ def _used_up(error: BaseException) -> str:
     """What of its limits a template has used up."""
     match error:
         case MemoryError():
-            return f"it needs more than {template_limits.MEMORY_BYTES / 2**30:g} GiB of memory"
+            return f"it needs more than {resource_limits.MEMORY_BYTES / 2**30:g} GiB of memory"
         case RecursionError():
             return "it calls itself without end"
         case TookTooLong():
-            return f"it works for more than {template_limits.SECONDS:g} s"
+            return f"it works for more than {resource_limits.SECONDS:g} s"
     return str(error)
 
 
@@ -356,7 +356,7 @@ def _environment(date: Date | None) -> Any:
                 size = count * len(repeated) if hasattr(repeated, "__len__") else 0
             else:
                 size = 0
-            if size > template_limits.CHARACTERS:
+            if size > resource_limits.CHARACTERS:
                 raise OutOfBounds(f"it makes something of {size:,} characters")
             return super().call_binop(context, operator, left, right)
 

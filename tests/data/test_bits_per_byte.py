@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 from builders.chat_tokenizers import KINDS, Kind, tokenizer_and_oracle
 
-from danlu.data.render import Rendered, Rendering, fit, render
+from danlu.data.bits_per_byte import is_plain_text, weighted_bytes
+from danlu.data.render import RenderedSample, RenderSettings, fit, render
 from danlu.data.rows import Completion, Text
-from danlu.data.samples import Block
-from danlu.data.text_bytes import is_plain_text, weighted_bytes
+from danlu.data.samples import SampleBlock
 
 TEXTS = ["The quick brown fox.", "naïve 丹炉 — 🎈🎈!", "  two spaces, then a line\n\n and tabs\t\t", "?"]
 
 
-def block(kind: Kind, texts: list[str], max_length: int | None = None) -> Block:
+def block(kind: Kind, texts: list[str], max_length: int | None = None) -> SampleBlock:
     """Texts as samples, without an end-of-text token; longer ones are split."""
     tokenizer, _ = tokenizer_and_oracle("chatml", kind)
-    whole = [render(Text(text), "row", tokenizer, Rendering(append_eos=False))[0] for text in texts]
+    whole = [render(Text(text), "row", tokenizer, RenderSettings(append_eos=False))[0] for text in texts]
     parts = [part for one in whole for part in fit(one, max_length, "split").samples]
     return joined(parts)
 
 
-def joined(parts: list[Rendered]) -> Block:
+def joined(parts: list[RenderedSample]) -> SampleBlock:
     numbers, wheres = [0] * len(parts), ["row"] * len(parts)
-    return Block.of(
+    return SampleBlock.of(
         [part.tokens for part in parts],
         [part.weights for part in parts],
         [part.reasons for part in parts],
@@ -62,4 +62,6 @@ def test_pieces_of_a_document_have_the_bytes_of_the_whole(kind: Kind) -> None:
 
 def test_other_rows_are_no_plain_text() -> None:
     tokenizer, _ = tokenizer_and_oracle("chatml", "byte")
-    assert not is_plain_text(joined(render(Completion("a b", " c d"), "row", tokenizer, Rendering(append_eos=False))))
+    assert not is_plain_text(
+        joined(render(Completion("a b", " c d"), "row", tokenizer, RenderSettings(append_eos=False)))
+    )

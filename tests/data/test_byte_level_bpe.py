@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from danlu.data import byte_level
-from danlu.data.byte_level import GPT2, encoder_of
+from danlu.data import byte_level_bpe
+from danlu.data.byte_level_bpe import GPT2, byte_level_encoder
 from danlu.data.demo_data import pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
 
@@ -81,7 +81,7 @@ def characters() -> st.SearchStrategy[str]:
 @given(text=characters(), ignore_merges=st.booleans(), nfc=st.booleans())
 def test_ids_are_those_of_the_library(name: str, text: str, ignore_merges: bool, nfc: bool) -> None:
     tokenizer = trained(name, ignore_merges=ignore_merges, nfc=nfc)
-    found = encoder_of(tokenizer)
+    found = byte_level_encoder(tokenizer)
     assert found is not None
     assert ids(found.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -89,12 +89,12 @@ def test_ids_are_those_of_the_library(name: str, text: str, ignore_merges: bool,
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "cased", "gaps"])
 def cut_both_ways(name: str, text: str) -> tuple[list[str], list[str]]:
     """Pieces of a text as danlu and as the library cut it, written as byte-level vocabularies write them."""
-    cuts = byte_level._cuts(json.loads(KNOWN[name].__getstate__()))
+    cuts = byte_level_bpe._cuts(json.loads(KNOWN[name].__getstate__()))
     assert cuts is not None
     found = [text]
     for cut in cuts:
         found = [piece for one in found for piece in cut(one)]
-    written = [piece.encode().decode("latin-1").translate(byte_level.PRINTABLE) for piece in found]
+    written = [piece.encode().decode("latin-1").translate(byte_level_bpe.PRINTABLE) for piece in found]
     return written, [piece for piece, _ in KNOWN[name].pre_tokenize_str(text)]
 
 
@@ -102,18 +102,18 @@ def cut_both_ways(name: str, text: str) -> tuple[list[str], list[str]]:
 def test_every_character_is_cut_as_by_the_library(name: str) -> None:
     """All of Unicode, each character among letters, digits, spaces, marks and apostrophes."""
     known = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
-    known = [one for one in known if one not in byte_level._DISPUTED]
+    known = [one for one in known if one not in byte_level_bpe._DISPUTED]
     for start in range(0, len(known), 5000):
         ours, theirs = cut_both_ways(name, "".join(f"{one}a '{one}{one} 1" for one in known[start : start + 5000]))
         assert ours == theirs
 
 
-@pytest.mark.parametrize("what", [rf"\p{{{name}}}" for name in byte_level.PROPERTIES] + [r"\s", r"\d"])
+@pytest.mark.parametrize("what", [rf"\p{{{name}}}" for name in byte_level_bpe.PROPERTIES] + [r"\s", r"\d"])
 def test_every_class_that_is_let_through_has_the_same_characters(what: str) -> None:
     import regex
 
     known = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
-    text = "".join(one for one in known if one not in byte_level._DISPUTED)
+    text = "".join(one for one in known if one not in byte_level_bpe._DISPUTED)
     left = "".join(text[start:stop] for _, (start, stop) in split(what, "removed").pre_tokenize_str(text))
     assert left == regex.sub(what, "", text)
     assert 0 < len(left) < len(text)
@@ -123,21 +123,21 @@ def test_every_class_that_is_let_through_has_the_same_characters(what: str) -> N
 def test_the_comparisons_see_a_difference() -> None:
     ours, theirs = cut_both_ways("cased", "\u0295Ab")  # to one engine a letter without case
     assert ours != theirs
-    found = encoder_of(trained("cased"))
+    found = byte_level_encoder(trained("cased"))
     assert found is not None
     assert not found._is_settled("\u0295Ab")  # so the library is asked
     assert not found._is_settled("\u0378")  # no character yet
     assert found._is_settled("é你🙂")
-    other = encoder_of(trained("gpt2"))
+    other = byte_level_encoder(trained("gpt2"))
     assert other is not None
     text = "12345 You'LL"
     assert ids(other.encode(text)) != trained("cased").encode(text, add_special_tokens=False).ids
 
 
 def test_pieces_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_level, "MOST_PIECES", 3)
+    monkeypatch.setattr(byte_level_bpe, "MOST_PIECES", 3)
     tokenizer = trained("gpt2")
-    found = encoder_of(tokenizer)
+    found = byte_level_encoder(tokenizer)
     assert found is not None
     text = "one two three four five " + "x" * 100 + " one two"
     for _ in range(2):
@@ -176,8 +176,8 @@ def changed(tokenizer: Any, **parts: Any) -> Any:
     ],
 )
 def test_what_is_not_known_is_left_to_the_library(parts: dict[str, Any]) -> None:
-    assert encoder_of(trained("llama3")) is not None
-    assert encoder_of(changed(trained("llama3"), **parts)) is None
+    assert byte_level_encoder(trained("llama3")) is not None
+    assert byte_level_encoder(changed(trained("llama3"), **parts)) is None
 
 
 def test_added_tokens_that_reach_around_themselves_are_left_to_the_library() -> None:
@@ -189,18 +189,18 @@ def test_added_tokens_that_reach_around_themselves_are_left_to_the_library() -> 
     ):
         tokenizer = changed(trained("llama3"))
         tokenizer.add_tokens([token])
-        assert encoder_of(tokenizer) is None
+        assert byte_level_encoder(tokenizer) is None
     tokenizer = changed(trained("llama3"))
     tokenizer.add_tokens([AddedToken("<a>", normalized=False)])
-    assert encoder_of(tokenizer) is not None
-    assert encoder_of(Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))) is None
-    assert encoder_of(Tokenizer(models.BPE(byte_fallback=True))) is None
+    assert byte_level_encoder(tokenizer) is not None
+    assert byte_level_encoder(Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))) is None
+    assert byte_level_encoder(Tokenizer(models.BPE(byte_fallback=True))) is None
 
 
 def test_real_text_and_a_real_tokenizer(shared_data: Any) -> None:
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "minimind"))
     fast = tokenizer._fast
-    found = encoder_of(fast)
+    found = byte_level_encoder(fast)
     assert found is not None
     for name in ("alpaca_en_demo.json", "alpaca_zh_demo.json"):
         for row in json.loads((shared_data / "instruct" / name).read_text(encoding="utf-8")):
@@ -210,7 +210,7 @@ def test_real_text_and_a_real_tokenizer(shared_data: Any) -> None:
 
 def test_gpt2_is_what_the_library_cuts_by() -> None:
     text = "I'll  say 12½ things,\n\n  don't\tyou? 'S \u3000x"
-    cuts = byte_level._cuts({"type": "ByteLevel", "add_prefix_space": False})
-    again = byte_level._cuts(json.loads(pre_tokenizers.Sequence([split(GPT2), BYTES]).__getstate__()))
+    cuts = byte_level_bpe._cuts({"type": "ByteLevel", "add_prefix_space": False})
+    again = byte_level_bpe._cuts(json.loads(pre_tokenizers.Sequence([split(GPT2), BYTES]).__getstate__()))
     assert cuts is not None and again is not None
     assert cuts[0](text) == again[0](text)

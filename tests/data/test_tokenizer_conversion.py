@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from danlu.data import tokenizer as tokenizers
 from danlu.data.tokenizer import fast_tokenizer_folder, load_tokenizer
-from danlu.data.tokenizer_model import LLAMA3_PATTERN, convert
+from danlu.data.tokenizer_conversion import LLAMA3_PATTERN, convert
 from danlu.errors import DataError
 
 TEXTS = st.one_of(odd_texts(), st.text(alphabet="ab cd  é你龘😀\n\t▁'1", max_size=40), st.text(max_size=20))
@@ -138,7 +138,7 @@ def test_marks_of_turns_are_control_pieces_and_only_a_text_s_beginning_has_a_spa
 @pytest.fixture(scope="module")
 def llama3(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vocabulary as large as Llama 3's: GPT-2's tokens by rank, and more that texts do not hold."""
-    from danlu.data.byte_level import PRINTABLE
+    from danlu.data.byte_level_bpe import PRINTABLE
 
     back = {character: byte for byte, character in PRINTABLE.items()}
     vocabulary = json.loads((shared_data / "tokenizers/gpt2/vocab.json").read_text())

@@ -23,10 +23,10 @@ from builders.chat_tokenizers import tokenizer_and_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from danlu.data import template_limits
+from danlu.data import resource_limits
+from danlu.data.chat_template import ChatTemplate
 from danlu.data.render import turn_of
-from danlu.data.rows import Conversation, parse
-from danlu.data.templates import ChatTemplate
+from danlu.data.rows import Conversation, parse_row
 from danlu.errors import DataError
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<end_of_turn>", "</s>")
@@ -45,7 +45,7 @@ def template(source: str, name: str = "tokenizer") -> ChatTemplate:
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_texts_are_those_of_transformers(style: str, data: st.DataObject) -> None:
-    row = parse(data.draw(chat_tokenizers.rows(tools=style == "qwen3")), "auto", "row")
+    row = parse_row(data.draw(chat_tokenizers.rows(tools=style == "qwen3")), "auto", "row")
     assert isinstance(row, Conversation)
     turns = [turn_of(message) for message in row.messages]
     tokenizer, oracle = tokenizer_and_oracle(style)
@@ -154,9 +154,9 @@ ENDLESS = {
 @pytest.mark.parametrize("what", ENDLESS)
 def test_a_template_without_end(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, problem = ENDLESS[what]
-    monkeypatch.setattr(template_limits, "MEMORY_BYTES", 2**26)
+    monkeypatch.setattr(resource_limits, "MEMORY_BYTES", 2**26)
     if what == "lists":
-        monkeypatch.setattr(template_limits, "SECONDS", 0.2)
+        monkeypatch.setattr(resource_limits, "SECONDS", 0.2)
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getitimer(signal.ITIMER_VIRTUAL)
     said = (
         rf"^the chat template does not come to an end with this conversation: {problem}\. Correct it, or name another"

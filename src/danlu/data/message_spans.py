@@ -9,8 +9,9 @@ last question. Then an earlier turn does not stand in the whole conversation the
 a turn becomes a sample of its own, rendered up to its end as it would be when it is generated, with what comes before
 it as context.
 
-The fast way, `Shapes`, renders each sequence of roles once with stand-ins for the contents and then puts the real ones
-in their places. It is used for contents that cannot look different to the template (see `ChatTemplate.looks_for`).
+The fast way, `SpanRenderer`, renders each sequence of roles once with stand-ins for the contents and then puts the
+real ones in their places. It is used for contents that cannot look different to the template (see
+`ChatTemplate.looks_for`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from enum import IntEnum
 from itertools import accumulate
 from typing import Any
 
-from danlu.data.templates import ChatTemplate, Turn
+from danlu.data.chat_template import ChatTemplate, Turn
 from danlu.errors import DataError
 
 
@@ -61,11 +62,11 @@ _CHECK_EVERY = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class AnnotatedText:
     """The text of one sample, cut into spans that follow each other without gaps.
 
     Attributes:
-        stops: where each span ends; `size` of them are counted in characters (or bytes, from `Shapes` if asked).
+        stops: where each span ends; `size` of them are counted in characters (or bytes, from `SpanRenderer` if asked).
         reasons: of each span.
         turns: of each span, the message it belongs to; -1 for none.
         trained: the assistant turns that stand here as they are to be written.
@@ -79,17 +80,17 @@ class Script:
     trained: frozenset[int]
     closed: bool
 
-    def in_bytes(self) -> Script:
+    def in_bytes(self) -> AnnotatedText:
         """The same with stops counted in UTF-8 bytes."""
         if self.text.isascii():
             return self
         sizes = [len(self.text[start:stop].encode()) for start, stop in zip((0, *self.stops), self.stops, strict=False)]
-        return Script(self.text, tuple(accumulate(sizes)), self.reasons, self.turns, self.trained, self.closed)
+        return AnnotatedText(self.text, tuple(accumulate(sizes)), self.reasons, self.turns, self.trained, self.closed)
 
 
 def scripts(
     turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, template: ChatTemplate, wanted: Collection[int]
-) -> list[Script]:
+) -> list[AnnotatedText]:
     """A conversation as one script, and one more for each wanted turn that the template rewrites later on.
 
     Args:
@@ -141,7 +142,7 @@ def _script(
     tools: Sequence[Mapping[str, Any]] | None,
     written: Mapping[int, tuple[int, int]],
     template: ChatTemplate,
-) -> Script:
+) -> AnnotatedText:
     found = _places(text, turns, tools, template) | dict(written)
     for i in sorted(set(range(len(turns))) - found.keys()):
         # Between its neighbours: a short content could also be found in another message.
@@ -165,7 +166,7 @@ def _script(
         span for before, span in zip((0, *(stop for stop, _, _ in spans)), spans, strict=False) if span[0] > before
     ]
     stops, reasons, owners = zip(*filled, strict=True) if filled else ((), (), ())
-    return Script(text, stops, reasons, owners, frozenset(written), closed)
+    return AnnotatedText(text, stops, reasons, owners, frozenset(written), closed)
 
 
 def _places(
@@ -246,17 +247,17 @@ def _closing(text: str, start: int, stop: int, template: ChatTemplate) -> tuple[
         first = position = position - len(token)
 
 
-class Shapes:
+class SpanRenderer:
     """Scripts by putting contents between the literal texts of a template, found once for each sequence of roles.
 
     Args:
         template: the chat template.
-        by_bytes: count stops in UTF-8 bytes instead of characters.
+        offsets_in_bytes: count stops in UTF-8 bytes instead of characters.
     """
 
-    def __init__(self, template: ChatTemplate, by_bytes: bool) -> None:
+    def __init__(self, template: ChatTemplate, offsets_in_bytes: bool) -> None:
         self._template = template
-        self._by_bytes = by_bytes
+        self._by_bytes = offsets_in_bytes
         self._known: dict[tuple[tuple[str, ...], tuple[int, ...]], _Known | None] = {}
         equal, searched = template.looks_for
         self._equal = equal
@@ -265,7 +266,7 @@ class Shapes:
 
     def scripts(
         self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, wanted: tuple[int, ...]
-    ) -> list[Script]:
+    ) -> list[AnnotatedText]:
         """What `spans.scripts` gives, faster where that is safe."""
         if tools is None and self._template.is_transparent and all(map(self._is_plain, turns)):
             key = (tuple([turn["role"] for turn in turns]), wanted)
@@ -336,10 +337,10 @@ class _Shape:
     literals: tuple[str, ...]
     sizes: tuple[int, ...]  # UTF-8 bytes of each literal
     borders: tuple[tuple[int, int, int], ...]  # of each span: literal, characters of it, bytes of it
-    like: Script
+    like: AnnotatedText
 
     @classmethod
-    def of(cls, script: Script, contents: Sequence[str]) -> _Shape | None:
+    def of(cls, script: AnnotatedText, contents: Sequence[str]) -> _Shape | None:
         literals, starts, position = [], [], 0
         used = [content for content in contents if content in script.text]
         if used != list(contents[: len(used)]):
@@ -361,16 +362,16 @@ class _Shape:
             borders.append((number, characters, len(literals[number][:characters].encode())))
         return cls(tuple(literals), tuple(len(one.encode()) for one in literals), tuple(borders), script)
 
-    def fill(self, contents: Sequence[str], by_bytes: bool) -> Script:
+    def fill(self, contents: Sequence[str], offsets_in_bytes: bool) -> AnnotatedText:
         parts, starts, position = [self.literals[0]], [0], 0
         for number in range(len(self.literals) - 1):
             content = contents[number]
             parts += (content, self.literals[number + 1])
-            if by_bytes:
+            if offsets_in_bytes:
                 position += self.sizes[number] + (len(content) if content.isascii() else len(content.encode()))
             else:
                 position += len(self.literals[number]) + len(content)
             starts.append(position)
-        stops = tuple([starts[number] + (size if by_bytes else width) for number, width, size in self.borders])
+        stops = tuple([starts[number] + (size if offsets_in_bytes else width) for number, width, size in self.borders])
         like = self.like
-        return Script("".join(parts), stops, like.reasons, like.turns, like.trained, like.closed)
+        return AnnotatedText("".join(parts), stops, like.reasons, like.turns, like.trained, like.closed)

@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from danlu.data.samples import LABEL, Block
+from danlu.data.samples import LABEL, SampleBlock
 from danlu.errors import ResourceError
 from danlu.file_lock import AlreadyLocked, FileLock
 from danlu.types import Sample
@@ -119,7 +119,7 @@ class StoreWriter:
         for name in ("offsets.bin", "row_offsets.bin"):
             self._files[name].write(np.zeros(1, "<i8"))
 
-    def add(self, block: Block) -> None:
+    def add(self, block: SampleBlock) -> None:
         """Append samples."""
         if len(block):
             with _writing(self.folder.parent):
@@ -138,7 +138,7 @@ class StoreWriter:
         for file in self._files.values():
             file.abandon()
 
-    def _add(self, block: Block) -> None:
+    def _add(self, block: SampleBlock) -> None:
         self._max_token = max(self._max_token, int(block.tokens.max(initial=-1)))
         self._files["tokens.bin"].write(block.tokens.astype(self._token_dtype))
         self._write_codes(block)
@@ -168,7 +168,7 @@ class StoreWriter:
         _flush(self.folder / MARKER)
         _flush(self.folder)
 
-    def _write_codes(self, block: Block) -> None:
+    def _write_codes(self, block: SampleBlock) -> None:
         table = [self._label_codes.setdefault(label.tobytes(), len(self._label_codes)) for label in block.palette]
         if len(self._label_codes) > 256 and self._label_dtype == np.uint8:
             self._widen_labels()

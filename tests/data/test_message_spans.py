@@ -10,11 +10,11 @@ from builders.chat_tokenizers import tokenizer_and_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from danlu.data import spans
+from danlu.data import message_spans
+from danlu.data.chat_template import ChatTemplate
+from danlu.data.message_spans import AnnotatedText, Reason, SpanRenderer, scripts
 from danlu.data.render import turn_of
-from danlu.data.rows import Conversation, parse
-from danlu.data.spans import Reason, Script, Shapes, scripts
-from danlu.data.templates import ChatTemplate
+from danlu.data.rows import Conversation, parse_row
 from danlu.errors import DataError
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "</s>")
@@ -30,7 +30,7 @@ def say(*contents: str, **first: str) -> list[dict[str, Any]]:
     return turns + [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
 
 
-def parts(script: Script) -> list[tuple[str, Reason, int]]:
+def parts(script: AnnotatedText) -> list[tuple[str, Reason, int]]:
     """What a script says of its text, span for span."""
     starts = (0, *script.stops)
     spans = zip(starts, script.stops, script.reasons, script.turns, strict=False)
@@ -138,21 +138,23 @@ def test_shapes_give_what_scripts_give(style: str, data: st.DataObject) -> None:
     value = data.draw(chat_tokenizers.rows(texts))
     if not one.takes_system:
         value["messages"] = [turn for turn in value["messages"] if turn["role"] != "system"]
-    row = parse(value, "auto", "row")
+    row = parse_row(value, "auto", "row")
     assert isinstance(row, Conversation)
     turns = [turn_of(message) for message in row.messages]
     wanted = tuple(data.draw(st.sets(st.sampled_from(answers(turns)), min_size=1)))
     expected = scripts(turns, None, one, wanted)
-    assert Shapes(one, by_bytes=False).scripts(turns, None, wanted) == expected
-    assert Shapes(one, by_bytes=True).scripts(turns, None, wanted) == [script.in_bytes() for script in expected]
+    assert SpanRenderer(one, offsets_in_bytes=False).scripts(turns, None, wanted) == expected
+    assert SpanRenderer(one, offsets_in_bytes=True).scripts(turns, None, wanted) == [
+        script.in_bytes() for script in expected
+    ]
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_shapes_are_used_where_they_can_be(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original = spans.scripts
-    monkeypatch.setattr(spans, "scripts", lambda *arguments: calls.append(arguments) or original(*arguments))
-    shapes = Shapes(tokenizer_and_oracle(style)[0].template(), by_bytes=True)
+    original = message_spans.scripts
+    monkeypatch.setattr(message_spans, "scripts", lambda *arguments: calls.append(arguments) or original(*arguments))
+    shapes = SpanRenderer(tokenizer_and_oracle(style)[0].template(), offsets_in_bytes=True)
     for number in range(10):
         shapes.scripts(say(f"Question {number}", f"Answer {number}"), None, (1,))
     assert len(calls) == 1
@@ -170,15 +172,15 @@ def test_shapes_are_used_where_they_can_be(style: str, monkeypatch: pytest.Monke
 def test_shapes_are_not_used_for_contents_that_may_look_different(
     turns: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spans.Shapes, "_shapes", lambda *_: pytest.fail("a shape was asked for"))
-    shapes = Shapes(tokenizer_and_oracle("qwen3")[0].template(), by_bytes=False)
+    monkeypatch.setattr(message_spans.SpanRenderer, "_shapes", lambda *_: pytest.fail("a shape was asked for"))
+    shapes = SpanRenderer(tokenizer_and_oracle("qwen3")[0].template(), offsets_in_bytes=False)
     assert shapes.scripts(turns, None, (1,)) == scripts(turns, None, tokenizer_and_oracle("qwen3")[0].template(), [1])
 
 
 def test_an_answer_that_begins_as_the_prompt_ends_has_no_shape() -> None:
     # The prompt of this template ends in <think>: it is not written by an answer that begins so.
     one = tokenizer_and_oracle("open-thought")[0].template()
-    shapes = Shapes(one, by_bytes=False)
+    shapes = SpanRenderer(one, offsets_in_bytes=False)
     shapes.scripts(say("Hi", "Hello"), None, (1,))  # so that the shape is known
     (script,) = shapes.scripts(say("Hi", "<think>Hello"), None, (1,))
     assert script == scripts(say("Hi", "<think>Hello"), None, one, [1])[0]
@@ -186,13 +188,13 @@ def test_an_answer_that_begins_as_the_prompt_ends_has_no_shape() -> None:
 
 
 def test_a_wrong_shape_is_noticed() -> None:
-    shapes = Shapes(template(CHATML), by_bytes=False)
+    shapes = SpanRenderer(template(CHATML), offsets_in_bytes=False)
     shapes.scripts(say("Hi", "Hello"), None, (1,))
     ((key, known),) = shapes._known.items()
     assert known is not None
     wrong = tuple(replace(shape, literals=("x", *shape.literals[1:])) for shape in known.shapes)
     shapes._known[key] = replace(known, shapes=wrong)
-    for _ in range(spans._CHECK_EVERY - 1):
+    for _ in range(message_spans._CHECK_EVERY - 1):
         shapes.scripts(say("Hi", "Hello"), None, (1,))
     with pytest.raises(AssertionError, match="a shape does not give what the template renders"):
         shapes.scripts(say("Hi", "Hello"), None, (1,))
