@@ -214,7 +214,7 @@ def frozen_with_adapter(config: Any, device: Any, adapter: Any, quantization: An
             linears[owner].store(quantize_weight(value, quantization, name))
         else:
             setattr(model.get_submodule(owner), attribute, Parameter(value, requires_grad=False))
-    adapters.ready()
+    adapters.finish_loading()
     adapters.train_only("default")
     return model, adapters
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from danlu.adapters.adapter_set import CHANGES_BASE, AdapterSet
+from danlu.adapters.adapter_set import BASE_CHANGING_INITS, AdapterSet
 from danlu.adapters.description import WEIGHTS, resolve_adapter
 from danlu.adapters.lora import LowRank
 from danlu.assembly.adapter_training import TRAINED
@@ -396,9 +396,9 @@ def _shapes(
     if not isinstance(recipe.adapter, sections.Continue):
         adapters.add(TRAINED, recipe.adapter)
         _begin(adapters, recipe.adapter)
-        adapters.ready()
+        adapters.finish_loading()
         adapters.train_only(TRAINED)
-    whole = adapters.trained_in_full()
+    whole = adapters.fully_trained()
     linears = {f"{site.name}.weight" for site in adapters.sites if site.group in ("attention", "mlp")} - whole
     section, base = recipe.quantization, adapters.base_parameters()
     stored = None
@@ -424,7 +424,7 @@ def _begin(adapters: AdapterSet, section: Any) -> None:
     for module in adapters.added[TRAINED].modules.values():
         if not isinstance(module, LowRank):
             continue
-        if section.init in CHANGES_BASE:
+        if section.init in BASE_CHANGING_INITS:
             module.begin(module.lora_A.detach(), module.lora_B.detach())
         if module.lora_magnitude_vector is not None:
             module.weight_norm = torch.empty_like(module.lora_magnitude_vector)

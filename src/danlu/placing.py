@@ -151,7 +151,7 @@ class Parts:
         self.cutter.layer(name)
         self.shard_layer(name)
         if self.adapters is not None:
-            self.adapters.follow()
+            self.adapters.refresh_copies()
 
     def shard_layer(self, name: str) -> None:
         if self.sharder is not None:
@@ -219,7 +219,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     if empty:
         data.to_empty(model, device, offload=parts.sharder is not None and shards_on_host(recipe, device))
     if adapters is not None:
-        adapters.follow()
+        adapters.refresh_copies()
     held = {} if ranks.alone else local_parameters_of(model, ranks, cuts.pieces)
     if empty and not resumed:
         fill(held, first_values(recipe, model.config, {name: one.piece.whole for name, one in held.items()}))

@@ -9,7 +9,7 @@ import torch
 from builders.tiny_adapters import adapter_set, hidden_states, logits, perturb
 from builders.tiny_run import tiny_model
 
-from danlu.adapters.adapter_set import CHANGES_BASE, NO_WEIGHTS
+from danlu.adapters.adapter_set import BASE_CHANGING_INITS, UNMERGEABLE_KINDS
 from danlu.errors import ModelError, RecipeError
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe import sections
@@ -35,7 +35,7 @@ KINDS: list[Any] = [
     sections.Bottleneck(width=6),
     sections.Bottleneck(placement="pfeiffer", activation="relu", modules_to_save=["norm"]),
 ]
-MERGEABLE = [section for section in KINDS if section.kind not in NO_WEIGHTS]
+MERGEABLE = [section for section in KINDS if section.kind not in UNMERGEABLE_KINDS]
 VIRTUAL: list[Any] = [  # which change the model from the start
     sections.Prompt(tokens=3),
     sections.Prefix(tokens=3),
@@ -165,7 +165,7 @@ def test_bfloat16_activations_leave_parameters_and_gradients_in_float32(section:
         assert parameter.grad is None or parameter.grad.isfinite().all()
 
 
-LEAVES_BASE = [one for one in KINDS + VIRTUAL if getattr(one, "init", "default") not in CHANGES_BASE]
+LEAVES_BASE = [one for one in KINDS + VIRTUAL if getattr(one, "init", "default") not in BASE_CHANGING_INITS]
 
 
 @pytest.mark.parametrize("section", LEAVES_BASE, ids=name_of)

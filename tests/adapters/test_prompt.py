@@ -67,11 +67,11 @@ def test_it_waits_for_the_weights(tmp_path: Path) -> None:
     adapters = adapter_set(empty)
     adapters.add("one", sections.Prompt(tokens=3))
     load_into(empty, tmp_path / "base", take=lambda _, value: value, unpack=no_packed_weight)
-    adapters.ready()
+    adapters.finish_loading()
     prompt = adapters.tensors("one")[WEIGHT].detach().clone()
     assert torch.equal(prompt, started(sections.Prompt(tokens=3))[0])
     adapters.tensors("one")[WEIGHT].data += 1
-    adapters.ready()  # a second time it is left alone
+    adapters.finish_loading()  # a second time it is left alone
     assert torch.equal(adapters.tensors("one")[WEIGHT], prompt + 1)
 
 

@@ -99,7 +99,7 @@ def _adapted(model: Decoder, dropout_state: DropoutState, case: Case) -> Adapter
         perturb(adapters, f"a{number}", seed=number + 1)
     adapters.train_only(f"a{len(case.adapters) - 1}")
     if case.quantization is not None:
-        saved = adapters.trained_in_full()
+        saved = adapters.fully_trained()
         for site in adapters.sites:
             if site.group in ("attention", "mlp") and f"{site.name}.weight" not in saved:
                 site.module.store(quantize_weight(site.module.weight.detach(), case.quantization, site.name))

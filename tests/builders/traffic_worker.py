@@ -209,7 +209,7 @@ def with_adapters() -> Counted:
     adapters = adapter_set(model)
     adapters.add("new", Lora(rank=2))
     weights, micro_batch, _ = placed(model, section, ranks, False, frozen=[".weight"])
-    adapters.follow()
+    adapters.refresh_copies()
     assert {one.gathered_bytes for one in weights} == {1, 4}
     measured = counted_step(model, micro_batch, ranks, [], 2, False)
     wide = [replace(one, gathered_bytes=4) for one in weights]

@@ -22,9 +22,9 @@ from danlu.adapters.virtual import VirtualTokens
 from danlu.errors import ModelError, RecipeError
 from danlu.types import Site
 
-CHANGES_BASE = ("pissa", "olora", "loftq")
+BASE_CHANGING_INITS = ("pissa", "olora", "loftq")
 """Initialisations that take their start out of the base."""
-NO_WEIGHTS = ("bottleneck", "prefix", "prompt")
+UNMERGEABLE_KINDS = ("bottleneck", "prefix", "prompt")
 """Kinds that cannot be said as other weights of the same model."""
 FROZEN = ("initial_A", "initial_B", "vera_A", "vera_B")
 """Parameters of adapters that are kept and never trained."""
@@ -42,7 +42,7 @@ class Copy:
 
 
 @dataclass
-class Added:
+class AddedAdapter:
     """One adapter, wherever it sits."""
 
     name: str
@@ -63,8 +63,9 @@ class Added:
 class AdapterSet:
     """All adapters of a model by name, of which some are active, one upon the other.
 
-    The order of calls, where weights are still to be loaded: `add`, then `prepare` for each weight as it comes (it may
-    take the adapter's start out of it), then `ready`. On a model that has its weights `add` does all of it.
+    The order of calls where weights are still to be loaded: `add`, then `prepare_weight` for each weight as it comes
+    (an initialisation may take its start out of it), then `finish_loading`. On a model that has its weights `add` does
+    all of it.
 
     Args:
         model: frozen from now on.
@@ -87,7 +88,7 @@ class AdapterSet:
         self.sites = tuple(sites)
         self.hf_name = hf_name
         self.build_context = build_context
-        self.added: dict[str, Added] = {}
+        self.added: dict[str, AddedAdapter] = {}
         self.active: tuple[str, ...] = ()
         self.head_as_linear = head_as_linear
         self._rounded = rounded
@@ -109,14 +110,14 @@ class AdapterSet:
         (words,) = (site.shape[0] for site in self.sites if site.group == "embedding")
         first_virtual = max([words, *taken])
         modules = build_modules(sites, section, name, self.build_context, every=self.sites, first_virtual=first_virtual)
-        added = Added(name, section, sites, modules)
+        added = AddedAdapter(name, section, sites, modules)
         self.added[name] = added
         for slot, module in added.slots().items():
             self._slot(slot)[name] = module
         if not any(parameter.is_meta for parameter in self.model.parameters()):
             for site in sites:
                 self._prepare_in_place(site, section)
-            self.ready()
+            self.finish_loading()
         try:
             self.activate(*self.active, name)
         except ModelError:
@@ -145,18 +146,18 @@ class AdapterSet:
             del self._slot(slot)[name]
         del self.added[name]
 
-    def take_up(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+    def load_initial_factors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Before weights are loaded: where an adapter's start was, from the tensors of the run that began there."""
         for site, module in self.added[name].modules.items():
             a, b = (tensors.get(f"{site}.adapter.{name}.{key}") for key in ("initial_A", "initial_B"))
             if isinstance(module, LowRank) and a is not None and b is not None:
                 module.begin(a, b)
 
-    def prepare(self, site_name: str, weight: Tensor) -> Tensor:
+    def prepare_weight(self, site_name: str, weight: Tensor) -> Tensor:
         """A weight as it was loaded -> the base: what an initialisation leaves of it, float32, or the weight itself."""
         for added in self.added.values():
             module = added.modules.get(site_name)
-            if isinstance(module, LowRank) and added.section.init in CHANGES_BASE:
+            if isinstance(module, LowRank) and added.section.init in BASE_CHANGING_INITS:
                 weight = self._start(site_name, added, module, weight)
         return weight
 
@@ -177,7 +178,7 @@ class AdapterSet:
                 weight = weight.addmm(wide(module.initial_B), wide(module.initial_A), alpha=module.scale)
         return weight
 
-    def ready(self, within: str = "") -> None:
+    def finish_loading(self, within: str = "") -> None:
         """After the weights have come: DoRA measures them, and trained copies of parameters are made.
 
         within: where they have come, where that is not everywhere: "layers.3.".
@@ -197,7 +198,7 @@ class AdapterSet:
             ]
         self.activate(*self.active)
 
-    def _start(self, site_name: str, added: Added, module: LowRank, weight: Tensor) -> Tensor:
+    def _start(self, site_name: str, added: AddedAdapter, module: LowRank, weight: Tensor) -> Tensor:
         section, scale = added.section, module.scale
         known = module.initial_A, module.initial_B  # of a run that is taken up again
         if known[0] is not None and known[1] is not None and section.init != "loftq":
@@ -225,10 +226,10 @@ class AdapterSet:
         return start.base
 
     def _prepare_in_place(self, site: Site, section: Any) -> None:
-        if site.group == "embedding" or getattr(section, "init", None) not in CHANGES_BASE:
+        if site.group == "embedding" or getattr(section, "init", None) not in BASE_CHANGING_INITS:
             return
         weight = _dense(site.module).weight
-        base = self.prepare(site.name, weight)
+        base = self.prepare_weight(site.name, weight)
         if base is not weight:
             if site.module.weight is None:
                 raise ModelError(
@@ -252,7 +253,7 @@ class AdapterSet:
     def _opened(self, site: Site) -> Site:
         return site if site.module is not None else replace(site, module=self.head_as_linear())
 
-    def _fully_trained(self, added: Added) -> Iterator[str]:
+    def _fully_trained(self, added: AddedAdapter) -> Iterator[str]:
         """Names of the base's parameters that this adapter trains as well."""
         section = added.section
         in_full: list[str] = getattr(section, "modules_to_save", [])
@@ -269,7 +270,7 @@ class AdapterSet:
             if saved or (name.endswith(".bias") and (bias == "all" or (bias == "adapted" and name in adapted))):
                 yield name
 
-    def trained_in_full(self) -> set[str]:
+    def fully_trained(self) -> set[str]:
         """Names of the base's parameters of which some adapter trains a copy."""
         return {name for added in self.added.values() for name in self._fully_trained(added)}
 
@@ -287,7 +288,7 @@ class AdapterSet:
         original = getattr(owner, attribute)
         return Copy(name, owner, attribute, original, Parameter(wide(original.detach()).clone()))
 
-    def follow(self) -> None:
+    def refresh_copies(self) -> None:
         """After parameters have been replaced where they sit: the copy that sat there is what sits there now."""
         seen = set()
         for name in reversed(self.active):
@@ -362,7 +363,7 @@ class AdapterSet:
         """Everything that makes up one adapter, by its name in the model while the adapter is active."""
         return dict(self._parameters(self.added[name]))
 
-    def _parameters(self, added: Added) -> Iterator[tuple[str, Parameter]]:
+    def _parameters(self, added: AddedAdapter) -> Iterator[tuple[str, Parameter]]:
         seen: set[Parameter] = set()  # what modules share is the first one's
         for slot, module in added.slots().items():
             for name, parameter in module.named_parameters():
@@ -453,7 +454,7 @@ class AdapterSet:
         return not torch.equal(self.merged("lm_head.weight"), self.merged("embed_tokens.weight"))
 
     @torch.no_grad()
-    def absorb(self) -> None:
+    def merge_and_unload(self) -> None:
         """Makes the active adapters part of the weights for good and takes every adapter out; all of it trains again.
 
         Raises ModelError where the result is no model of this shape: a tied head that is not its embedding any more.
@@ -486,7 +487,7 @@ class AdapterSet:
     def check_mergeable(self) -> None:
         """Raises ModelError if an active adapter is of a kind that is no change of weights."""
         for name in self.active:
-            if (kind := self.added[name].section.kind) in NO_WEIGHTS:
+            if (kind := self.added[name].section.kind) in UNMERGEABLE_KINDS:
                 raise ModelError(
                     f"adapter {name!r} ({kind}) changes what flows through the model, not its weights: it cannot be "
                     "merged. Keep it as an adapter folder beside the base"

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu import __version__
-from danlu.adapters.adapter_set import CHANGES_BASE, AdapterSet, Added
+from danlu.adapters.adapter_set import BASE_CHANGING_INITS, AdapterSet, AddedAdapter
 from danlu.adapters.description import CONFIG, DANLU, WEIGHTS, AdapterFolder
 from danlu.adapters.peft_kinds import FORMATS, format_of
 from danlu.adapters.peft_low_rank import PREFIX, for_original_base
@@ -69,13 +69,13 @@ def write_adapter(
         "below": list(below),
         "adapter": added.section.model_dump(mode="json"),
         # One that took its start out of the weights is written for the weights as they were, before any rounding.
-        "quantization": None if getattr(added.section, "init", None) in CHANGES_BASE else quantization,
+        "quantization": None if getattr(added.section, "init", None) in BASE_CHANGING_INITS else quantization,
     }
     write_files(folder, config, own, tensors)
 
 
 @contextmanager
-def _holding(adapters: AdapterSet, added: Added, whole: Mapping[str, Tensor | None] | None) -> Iterator[None]:
+def _holding(adapters: AdapterSet, added: AddedAdapter, whole: Mapping[str, Tensor | None] | None) -> Iterator[None]:
     """Within it the modules of an adapter hold `whole` tensors, by their names in the model, in place of their own."""
     if whole is None:
         yield
@@ -213,7 +213,7 @@ def _loaded_weight(adapters: AdapterSet, where: str, module: str) -> Tensor | No
     return torch.cat([part for part in parts if part is not None])
 
 
-def _copies(adapters: AdapterSet, added: Added) -> tuple[list[str], dict[str, Tensor]]:
+def _copies(adapters: AdapterSet, added: AddedAdapter) -> tuple[list[str], dict[str, Tensor]]:
     """Modules trained in full, by their names on disk, and their tensors; a tied head goes along with its embedding."""
     modules: set[str] = set()
     tensors: dict[str, Tensor] = {}

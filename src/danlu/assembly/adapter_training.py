@@ -50,7 +50,7 @@ def adapted_model(
 
     def restore_adapters(adapters: AdapterSet) -> None:
         if saved_adapter is not None and continued is None:
-            adapters.take_up(TRAINED, saved_adapter)
+            adapters.load_initial_factors(TRAINED, saved_adapter)
 
     adapted = load_frozen(
         base.folder,
@@ -83,7 +83,7 @@ def merged_model(model: sections.Model, *, device: torch.device) -> Decoder:
     adapters = adapters_of(decoder, device=device)
     stacks = AdapterStacks(adapters)
     stacks.use(stacks.add(folders))
-    adapters.absorb()
+    adapters.merge_and_unload()
     return decoder
 
 

@@ -101,13 +101,13 @@ def load_frozen(
         adapters.add(name, section)
     if restore_adapters is not None:
         restore_adapters(adapters)
-    whole = adapters.trained_in_full()
+    whole = adapters.fully_trained()
     linears = {site.name: site.module for site in adapters.sites if site.group in ("attention", "mlp")}
 
     def take(parameter: str, value: Tensor) -> Tensor | None:
         owner, _, attribute = parameter.rpartition(".")
         if attribute == "weight" and value.ndim == 2:
-            value = adapters.prepare(owner, value)
+            value = adapters.prepare_weight(owner, value)
             if quantization is not None and owner in linears and parameter not in whole:
                 linear: Linear = linears[owner]
                 linear.store(quantize_weight(value, quantization, parameter))
@@ -121,11 +121,11 @@ def load_frozen(
         layer_hook = layer_hook_factory(adapted)
 
         def layer_loaded(layer: str) -> None:
-            adapters.ready(f"layers.{layer}.")
+            adapters.finish_loading(f"layers.{layer}.")
             layer_hook(layer)
 
         load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device), layer_loaded=layer_loaded)
-    adapters.ready()
+    adapters.finish_loading()
     return adapted
 
 

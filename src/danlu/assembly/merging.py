@@ -219,7 +219,7 @@ class _Combining:
 
 def _touched(adapters: AdapterSet) -> set[str]:
     """Names of parameters that some adapter changes."""
-    names = set(adapters.trained_in_full())
+    names = set(adapters.fully_trained())
     for added in adapters.added.values():
         names |= {f"{site.name}.{attribute}" for site in added.sites for attribute in ("weight", "bias")}
     if adapters.tied and "embed_tokens.weight" in names:
