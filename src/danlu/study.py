@@ -28,7 +28,7 @@ from danlu.report.study_results import STUDY, is_finished, known_runs, study_jso
 from danlu.train.run_lock import LOCK_FILE, RunLock
 
 POLL_S = 0.2  # how often the console is told what a run has written
-MOST_LINES = 12  # of a failed run's log
+MAX_LINES = 12  # of a failed run's log
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -391,7 +391,7 @@ def _failure(code: int, log: Path, start: int) -> str:
     """Why a run failed: its error message, or the end of what it wrote."""
     lines = [line for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
     first = next((number for number, line in enumerate(lines) if line.startswith("error: ")), None)
-    told = lines[-MOST_LINES:] if first is None else lines[first : first + MOST_LINES]
+    told = lines[-MAX_LINES:] if first is None else lines[first : first + MAX_LINES]
     if code < 0:
         name = signal.Signals(-code).name
         told.append(f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else ""))

@@ -83,7 +83,7 @@ def test_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert offered("danlu eval m --data ro") == ["rows.jsonl"]
     assert offered("danlu train no/where/") == []
     assert answer({"_DANLU_COMPLETE": "bash", "_DANLU_LINE": "danlu train b"}) == "'b c.yml'\n"
-    monkeypatch.setattr(completion, "MOST_PATHS", 1)
+    monkeypatch.setattr(completion, "MAX_PATHS", 1)
     assert offered("danlu train ") == ["a.yaml"]
 
 

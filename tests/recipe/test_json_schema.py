@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from danlu.recipe import Recipe, library, resolved_yaml, schema
-from danlu.recipe.yaml_tree import parse
+from danlu.recipe.yaml_reader import parse
 from tests.recipe.strategies import RECIPES
 
 SCHEMA = schema()

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from danlu.recipe import Recipe, load, resolved_yaml
 from danlu.recipe.short_forms import expand
 from danlu.recipe.validation import validate
-from danlu.recipe.yaml_tree import parse
+from danlu.recipe.yaml_reader import parse
 from tests.recipe.strategies import RECIPES
 
 Write = Callable[..., str]

@@ -33,7 +33,7 @@ from danlu.registry import VERBS
 LINE = "_DANLU_LINE"
 """The environment variable with the line up to the cursor."""
 
-MOST_PATHS = 200
+MAX_PATHS = 200
 
 # Values of options that are words, not paths, by the option's name.
 CHOICES = {
@@ -292,4 +292,4 @@ def _paths(current: str, suffixes: tuple[str, ...] | None) -> Iterator[Candidate
         for one in sorted(found, key=lambda one: one.name)
         if (start or not one.name.startswith(".")) and (one.is_dir() or suffixes is None or one.name.endswith(suffixes))
     )
-    yield from map(Candidate, islice(wanted, MOST_PATHS))
+    yield from map(Candidate, islice(wanted, MAX_PATHS))

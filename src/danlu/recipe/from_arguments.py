@@ -38,7 +38,7 @@ def recipe_from_arguments(
     recipe, found = validate(expand(tree, Recipe))
     problems += [problem for problem in found if problem.key not in broken]
     if problems or recipe is None:
-        raise RecipeError([str(_line(problem, verb)) for problem in problems])
+        raise RecipeError([problem.line(verb) for problem in problems])
     return recipe
 
 
@@ -55,8 +55,3 @@ def _refused(key: str, verb: str, open_keys: Sequence[str]) -> str:
     guess = closest_match(key.rpartition(".")[2], list(by_name))
     hint = f" Did you mean {by_name[guess]!r}?" if guess is not None else ""
     return f"{verb} takes no {key!r}.{hint} It takes {', '.join(open_keys)}"
-
-
-def _line(problem: Problem, verb: str) -> str:
-    place = problem.origin.place if problem.origin is not None else verb
-    return f"{place} {problem.key}: {problem.message}" if problem.key else f"{place}: {problem.message}"

@@ -14,7 +14,8 @@ from danlu.recipe.messages import closest_match
 from danlu.recipe.sections import Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.validation import validate
-from danlu.recipe.yaml_tree import MAX_BYTES, Node, Origin, Problem, parse
+from danlu.recipe.yaml_reader import MAX_BYTES, parse
+from danlu.recipe.yaml_tree import Node, Origin, Problem
 from danlu.small_files import read_small
 
 
@@ -43,7 +44,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     if tree is not None:
         recipe = _check(tree, overrides, problems)
     if problems or recipe is None or tree is None:
-        raise RecipeError([_line(problem, str(path)) for problem in sorted(problems, key=_order)])
+        raise RecipeError([problem.line(str(path)) for problem in sorted(problems, key=_order)])
     return Loaded(recipe, Path(path), {key: node.origin for key, node in tree.walk()}, tuple(rules.notes(recipe)))
 
 
@@ -95,11 +96,6 @@ def _placed(problem: Problem, tree: Node) -> Problem:
 
 def _order(problem: Problem) -> tuple[int, int, int]:
     return problem.origin.order if problem.origin is not None else (0, 0, 0)
-
-
-def _line(problem: Problem, path: str) -> str:
-    place = problem.origin.place if problem.origin is not None else path
-    return f"{place} {problem.key}: {problem.message}" if problem.key else f"{place}: {problem.message}"
 
 
 def _read(path: Path) -> str:

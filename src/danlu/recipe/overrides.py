@@ -20,9 +20,10 @@ from danlu.recipe.short_forms import (
     section_types,
     variants_of,
 )
-from danlu.recipe.yaml_tree import Node, Origin, Problem, parse
+from danlu.recipe.yaml_reader import parse
+from danlu.recipe.yaml_tree import Node, Origin, Problem
 
-MOST_SHOWN = 120
+MAX_SHOWN = 120
 """Characters of an override in a message."""
 
 
@@ -31,7 +32,7 @@ def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> None
     for index, text in enumerate(overrides):
         key, equals, written = text.partition("=")
         parts = key.strip().split(".")
-        name = f"override {text if len(text) <= MOST_SHOWN else f'{text[:MOST_SHOWN]}...'!r}"
+        name = f"override {text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'!r}"
         origin = Origin(name, (1, index, 0))
         if not equals or not all(parts):
             problems.append(Problem("", "write it as section.key=value, for example steps=100", origin))

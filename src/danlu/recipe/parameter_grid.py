@@ -13,7 +13,7 @@ from danlu.errors import RecipeError
 
 SEED = "seed"
 """The key whose values repeat the same experiment: results are averaged over it."""
-MOST_CHARACTERS = 40  # of a value in a folder's name
+MAX_CHARACTERS = 40  # of a value in a folder's name
 
 _OPENING, _CLOSING = "([{", ")]}"
 _EXAMPLE = "--vary adapter.rank=4,8,16"
@@ -105,5 +105,5 @@ def short_keys(keys: Sequence[str]) -> list[str]:
 def _in_a_name(value: str) -> str:
     """A value as part of a folder's name; one that had to be changed for it is told apart by a hash."""
     plain = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-")
-    plain = plain[-MOST_CHARACTERS:]  # of a path the end says most
+    plain = plain[-MAX_CHARACTERS:]  # of a path the end says most
     return plain if plain == value else f"{plain}-{hashlib.sha256(value.encode()).hexdigest()[:6]}".strip("-")

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
 
 from danlu.recipe.sections import Recipe
-from danlu.recipe.yaml_tree import Dumper
+from danlu.recipe.yaml_reader import SCALARS
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes texts that would read as something else in quotes, by the same table."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  as PyYAML declares it
+
+    def text(self, value: str) -> yaml.Node:
+        # Line ends of other alphabets come back from single quotes as a newline; double quotes write them as escapes.
+        style = '"' if _ODD_LINE_END.search(value) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+Dumper.add_representer(str, Dumper.text)
+_ODD_LINE_END = re.compile("[\x85\u2028\u2029]")
+
+for _tag, _pattern, _first in SCALARS:
+    Dumper.add_implicit_resolver(_tag, _pattern, _first)
 
 
 def resolved_yaml(recipe: Recipe) -> str:

@@ -34,11 +34,11 @@ from danlu.recipe.sections import (
 )
 from danlu.recipe.yaml_tree import Problem
 
-MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4095
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """Of Linux and its file systems."""
-MOST_TRIED = 10_000
+MAX_TRIED = 10_000
 """Numbers next to a `batch.micro` that does not divide a step, among which one that does is looked for."""
-MOST_NAMES = 2000
+MAX_NAMES = 2000
 """Of a folder, among which a misspelt one is looked for."""
 
 FILE_TYPES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".bz2", ".xz", ".zst")
@@ -69,10 +69,10 @@ def _impossible(path: str) -> str | None:
             whose = f"there is no user {user!r}" if user else "this user has no home folder"
             return f"{format_value(path)}: {whose}. Write the path in full"
     part, whole = max(len(os.fsencode(part)) for part in path.split("/")), len(os.fsencode(path))
-    if part > MOST_NAME_BYTES or whole > MOST_PATH_BYTES:
+    if part > MAX_NAME_BYTES or whole > MAX_PATH_BYTES:
         return (
-            f"{format_value(path)} is too long: a name may have {MOST_NAME_BYTES} bytes and a path "
-            f"{MOST_PATH_BYTES:,}, not {part if part > MOST_NAME_BYTES else whole:,}"
+            f"{format_value(path)} is too long: a name may have {MAX_NAME_BYTES} bytes and a path "
+            f"{MAX_PATH_BYTES:,}, not {part if part > MAX_NAME_BYTES else whole:,}"
         )
     return None
 
@@ -147,26 +147,26 @@ def batch_size(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("batch.tokens", message, reads=("data.packing",))
         return
     packs = batch.sequences if batch.sequences is not None else (batch.tokens or 0) // data.max_length
-    if packs > MOST_PACKS:
+    if packs > MAX_PACKS:
         if batch.tokens is not None:
             message = f"{batch.tokens:,} tokens are {packs:,} packed sequences of {data.max_length} tokens, and a step "
-            yield Problem("batch.tokens", f"{message}has at most {MOST_PACKS:,}", reads=("data.max_length",))
+            yield Problem("batch.tokens", f"{message}has at most {MAX_PACKS:,}", reads=("data.max_length",))
         return
     if isinstance(batch.micro, int) and packs % batch.micro:
         begin = min(batch.micro, packs)
         around = (n for distance in range(begin) for n in (begin - distance, begin + distance) if n <= packs)
-        near = next((n for n in islice(around, MOST_TRIED) if packs % n == 0), 1)
+        near = next((n for n in islice(around, MAX_TRIED) if packs % n == 0), 1)
         message = f"{batch.micro} does not divide the {packs} sequences of a step. Use {near}, or auto"
         yield Problem("batch.micro", message, reads=(*both, "data.max_length"))
 
 
-MOST_PACKS = 2**24  # of a step: a Python object each
+MAX_PACKS = 2**24  # of a step: a Python object each
 
 # What no machine can do, or nobody means; far above what was ever published.
 _MOST: tuple[tuple[str, float, str], ...] = (
     ("steps", 10**10, "steps: a millisecond each would be four months"),
     ("epochs", 10**10, "epochs: at a millisecond for each, four months"),
-    ("batch.sequences", MOST_PACKS, "in a step: each is an object of its own"),
+    ("batch.sequences", MAX_PACKS, "in a step: each is an object of its own"),
     ("data.max_length", 2**24, "tokens: those of a packed sequence go through the model at once"),
     ("data.shuffle_buffer", 10**9, "rows: they are held in memory"),
     ("data.workers", 1024, "processes"),
@@ -554,7 +554,7 @@ def _not_there(place: Path, written: str) -> str:
     if not folder.is_dir():
         return f"no file or folder {written!r}: there is no folder {str(folder)!r}"
     try:
-        names = {entry.name.lower(): entry.name for entry in islice(folder.iterdir(), MOST_NAMES)}
+        names = {entry.name.lower(): entry.name for entry in islice(folder.iterdir(), MAX_NAMES)}
     except OSError:  # a folder that may be entered but not listed
         names = {}
     guess = closest_match(place.name, list(names))

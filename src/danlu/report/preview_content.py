@@ -37,10 +37,10 @@ CONTEXT = "context: masked out (label -100), only read"
 INSIDE = "‥"
 SIGNS = {"↵": "newline", "⇥": "tab", "␣": "space", INSIDE: "rest of a character that the token before began"}
 FIRST_TOKEN = "the first token of a sample is context, since nothing comes before it to predict it from"
-MOST_DOCUMENTS = 6  # named for each pack
-MOST_BINS = 12
-MOST_SAMPLES = 3  # of a row that gives many
-MOST_COLUMNS = 500  # characters of a row that cannot be used
+MAX_DOCUMENTS = 6  # named for each pack
+MAX_BINS = 12
+MAX_SAMPLES = 3  # of a row that gives many
+MAX_COLUMNS = 500  # characters of a row that cannot be used
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def remarks(row: PreviewRow, data: Data) -> list[str]:
     """What happened to a row besides being rendered."""
     if row.bad:
         columns = printable(row.columns)
-        cut = f"{columns[:MOST_COLUMNS]}…" if len(columns) > MOST_COLUMNS else columns
+        cut = f"{columns[:MAX_COLUMNS]}…" if len(columns) > MAX_COLUMNS else columns
         return [f"cannot be used: {printable(row.bad)}", *([f"its columns: {cut}"] if cut else [])]
     if row.dropped:
         return [f"dropped: {_with_length(row.dropped, data)}. It would have been:"]
@@ -153,7 +153,7 @@ def _with_length(reason: str, data: Data) -> str:
 
 def samples_of(row: PreviewRow, most: int | None) -> tuple[PreviewSample, ...]:
     """The samples of a row to show: all of them where all tokens are asked for."""
-    return row.samples if most is None else row.samples[:MOST_SAMPLES]
+    return row.samples if most is None else row.samples[:MAX_SAMPLES]
 
 
 def measure_of(sample: PreviewSample, number: int, of: int) -> str:
@@ -249,7 +249,7 @@ def histogram(lengths: np.ndarray) -> Iterator[tuple[str, int, float]]:
 def length_bins(lengths: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """Samples by length: (shortest, longest, number), in ranges of one width, a power of two; none before the first."""
     longest = int(lengths.max(initial=1))
-    width = 2 ** max(0, math.ceil(math.log2(longest / MOST_BINS)))
+    width = 2 ** max(0, math.ceil(math.log2(longest / MAX_BINS)))
     counts = np.bincount((lengths - 1) // width)
     for place, number in enumerate(counts.tolist()):
         if not counts[: place + 1].any():

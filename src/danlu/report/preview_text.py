@@ -114,7 +114,7 @@ def _fact(out: Screen, fact: content.Fact) -> None:
 
 def _pack(pack: Pack, data: Data, number: int) -> tuple[str, str]:
     """What a pack holds, and its label."""
-    named = [content.document(sample) for sample in pack.samples[: content.MOST_DOCUMENTS]]
+    named = [content.document(sample) for sample in pack.samples[: content.MAX_DOCUMENTS]]
     if more := len(pack.samples) - len(named):
         named.append(f"{more} more")
     listed = " · ".join(named)

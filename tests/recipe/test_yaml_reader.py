@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from danlu.recipe import yaml_tree
-from danlu.recipe.yaml_tree import Problem, parse
+from danlu.recipe import yaml_reader
+from danlu.recipe.yaml_reader import parse
+from danlu.recipe.yaml_tree import Problem
 
 
 def read(text: str) -> tuple[object, list[str]]:
@@ -143,13 +144,13 @@ LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" 
 )
 def test_what_would_hang_or_fill_memory_is_bounded(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[None] = []
-    real = yaml_tree.Node.__init__
+    real = yaml_reader.Node.__init__
     monkeypatch.setattr(
-        yaml_tree.Node, "__init__", lambda self, *rest, **more: made.append(None) or real(self, *rest, **more)
+        yaml_reader.Node, "__init__", lambda self, *rest, **more: made.append(None) or real(self, *rest, **more)
     )
     _, said = read(text)
     assert len(said) == 1 and message in said[0]
-    assert len(made) <= yaml_tree.MOST_VALUES + yaml_tree.MOST_LEVELS
+    assert len(made) <= yaml_reader.MAX_VALUES + yaml_reader.MAX_LEVELS
 
 
 def test_what_lies_within_the_bounds_is_read() -> None:
