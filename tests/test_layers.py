@@ -18,6 +18,7 @@ LAYERS: dict[str, int] = {
     "machine": 0,
     "recipe": 0,
     "registry": 0,
+    "shard_box": 0,
     "small_files": 0,
     "terminal": 0,
     "tokenizer_files": 0,

@@ -220,15 +220,15 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         data.to_empty(model, device, offload=parts.sharder is not None and shards_on_host(recipe, device))
     if adapters is not None:
         adapters.refresh_copies()
-    held = {} if ranks.alone else local_parameters_of(model, ranks, cuts.pieces)
+    held = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)
     if empty and not resumed:
-        fill(held, first_values(recipe, model.config, {name: one.piece.whole for name, one in held.items()}))
+        fill(held, first_values(recipe, model.config, {name: one.box.global_shape for name, one in held.items()}))
     folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
     in_file = None
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
         folder.mkdir(parents=True, exist_ok=True)
         in_file = offload_parameters(model, folder, ahead=section.prefetch)
-        held = {} if ranks.alone else local_parameters_of(model, ranks, cuts.pieces)
+        held = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)
     sums: list[tuple[Group, str]] = []
     if parts.sharder is not None:
         sums += [(ranks.data, name) for name in held if name in parts.whole]
@@ -384,7 +384,7 @@ def fill(held: Mapping[str, LocalParameter], values: Iterator[tuple[str, Tensor]
     """Copies of each whole tensor the box that is here."""
     for name, value in values:
         one = held[name]
-        one.local.copy_(one.piece.of(value))
+        one.local.copy_(one.box.view_of(value))
 
 
 def saved_adapter(path: Path) -> Mapping[str, Tensor]:

@@ -68,7 +68,7 @@ from danlu.train.run_folder import (
 )
 from danlu.train.run_lock import RunLock
 from danlu.train.signals import TOGETHER_S, StopRequest
-from danlu.train.state import Cadence, Run, pieces, restore
+from danlu.train.state import Cadence, Run, restore, shard_boxes
 from danlu.train.summary import (
     clear_summary,
     few_steps,
@@ -418,7 +418,7 @@ def _export(run: Run, placed: PlacedModel, recipe: Recipe, folder: Path, say: Sa
         into = {"model": run.compute.weights()}
         if run.ema is not None:
             into["ema"] = run.ema.state_tensors()
-        load_checkpoint(best.path, into, pieces(run, into), run.store.group)
+        load_checkpoint(best.path, into, shard_boxes(run, into), run.store.group)
     own, averaged = (folder / name for name in result_names(recipe))
     run.store.wait()  # its group is used here
     if run.ema is None:
@@ -438,7 +438,7 @@ def _write(placed: PlacedModel, target: Path, run: Run | None = None) -> Path:
 
 
 def _whole(gathering: Gathering, held: Mapping[str, LocalParameter], name: str) -> Tensor | None:
-    return gathering.whole(name, held[name].local, held[name].piece)
+    return gathering.whole(name, held[name].local, held[name].box)
 
 
 def export(path: Path, target: Path, *, average: bool = False) -> Path:

@@ -210,25 +210,6 @@ class Across(Protocol):
     def max(self, x: Tensor) -> Tensor: ...  # in place
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The box of a whole tensor that this process holds; one range of indices in every dimension."""
-
-    whole: tuple[int, ...]  # shape of the tensor
-    start: tuple[int, ...]  # of the box
-    size: tuple[int, ...]  # of the box; 0 in a dimension where nothing is left for this process
-    copies: int = 1  # processes that hold this same box
-    writes: bool = True  # whether this is the one of them that saves it
-
-    @staticmethod
-    def all_of(shape: Sequence[int], *, copies: int = 1, writes: bool = True) -> Piece:
-        return Piece(tuple(shape), (0,) * len(shape), tuple(shape), copies, writes)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """A view of the box in the whole tensor."""
-        return tensor[tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))]
-
-
 Axis = Literal["outputs", "inputs"]
 
 

@@ -21,15 +21,15 @@ from danlu.models.saving import save as save_model
 from danlu.optim.eight_bit import EightBitMoments
 from danlu.parallel.comm import Group, new_group
 from danlu.recipe import sections
+from danlu.shard_box import ShardBox
 from danlu.train.checkpoints import store as checkpoint_store
 from danlu.train.checkpoints.gathering import Gathering
 from danlu.train.checkpoints.loading import load_checkpoint
-from danlu.train.checkpoints.state_boxes import state_piece
+from danlu.train.checkpoints.state_boxes import state_box
 from danlu.train.checkpoints.store import CheckpointStore
-from danlu.types import Piece
 
 Groups = dict[str, dict[str, Tensor]]
-Layout = Callable[[tuple[int, ...], int, int], Piece]
+Layout = Callable[[tuple[int, ...], int, int], ShardBox]
 
 
 def wholes(seed: int = 0) -> Groups:
@@ -59,40 +59,40 @@ def bounds(length: int, number: int, of: int) -> tuple[int, int]:
     return start, min(length, start + each) - start
 
 
-def cut(shape: tuple[int, ...], dim: int, number: int, of: int, piece: Piece | None = None) -> Piece:
-    """A piece narrowed along one dimension; a tensor without that dimension stays whole, for one of `of` to write."""
-    piece = piece or Piece.all_of(shape)
+def cut(shape: tuple[int, ...], dim: int, number: int, of: int, box: ShardBox | None = None) -> ShardBox:
+    """A box narrowed along one dimension; a tensor without that dimension stays whole, for one of `of` to write."""
+    box = box or ShardBox.full(shape)
     if dim >= len(shape):
-        return Piece(piece.whole, piece.start, piece.size, piece.copies * of, piece.writes and number == 0)
-    first, count = bounds(piece.size[dim], number, of)
-    start, size = list(piece.start), list(piece.size)
+        return ShardBox(box.global_shape, box.offsets, box.sizes, box.replicas * of, box.is_writer and number == 0)
+    first, count = bounds(box.sizes[dim], number, of)
+    start, size = list(box.offsets), list(box.sizes)
     start[dim], size[dim] = start[dim] + first, count
-    return Piece(piece.whole, tuple(start), tuple(size), piece.copies, piece.writes)
+    return ShardBox(box.global_shape, tuple(start), tuple(size), box.replicas, box.is_writer)
 
 
-def rows(shape: tuple[int, ...], rank: int, size: int) -> Piece:
+def rows(shape: tuple[int, ...], rank: int, size: int) -> ShardBox:
     return cut(shape, 0, rank, size)
 
 
-def columns(shape: tuple[int, ...], rank: int, size: int) -> Piece:
+def columns(shape: tuple[int, ...], rank: int, size: int) -> ShardBox:
     return cut(shape, 1, rank, size)
 
 
-def grid(shape: tuple[int, ...], rank: int, size: int) -> Piece:
+def grid(shape: tuple[int, ...], rank: int, size: int) -> ShardBox:
     """Columns among pairs of neighbours, rows among the pairs."""
     return cut(shape, 0, rank // 2, size // 2, cut(shape, 1, rank % 2, 2))
 
 
-def copies(shape: tuple[int, ...], rank: int, size: int) -> Piece:
+def copies(shape: tuple[int, ...], rank: int, size: int) -> ShardBox:
     """Two copies, each cut by rows; the first one writes."""
-    piece = cut(shape, 0, rank % (size // 2), size // 2)
-    return Piece(piece.whole, piece.start, piece.size, 2 * piece.copies, piece.writes and rank < size // 2)
+    box = cut(shape, 0, rank % (size // 2), size // 2)
+    return ShardBox(box.global_shape, box.offsets, box.sizes, 2 * box.replicas, box.is_writer and rank < size // 2)
 
 
 LAYOUTS: dict[str, Layout | None] = {"rows": rows, "columns": columns, "grid": grid, "copies": copies, "same": None}
 
 
-def pieces_of(layout: str, whole: Groups, rank: int, size: int) -> dict[str, dict[str, Piece]] | None:
+def boxes_of(layout: str, whole: Groups, rank: int, size: int) -> dict[str, dict[str, ShardBox]] | None:
     place = LAYOUTS[layout]
     if place is None or size == 1:
         return None
@@ -102,10 +102,13 @@ def pieces_of(layout: str, whole: Groups, rank: int, size: int) -> dict[str, dic
     }
 
 
-def local(whole: Groups, pieces: dict[str, dict[str, Piece]] | None) -> Groups:
+def local(whole: Groups, boxes: dict[str, dict[str, ShardBox]] | None) -> Groups:
     """What this process holds; memory of its own."""
     return {
-        group: {name: (one if pieces is None else pieces[group][name].of(one)).clone() for name, one in named.items()}
+        group: {
+            name: (tensor if boxes is None else boxes[group][name].view_of(tensor)).clone()
+            for name, tensor in named.items()
+        }
         for group, named in whole.items()
     }
 
@@ -132,11 +135,11 @@ def saves(folder: str) -> list[str]:
     rank, size, group = dist.get_rank(), dist.get_world_size(), own_group()
     said = []
     for number, layout in enumerate(LAYOUTS, 1):
-        pieces = pieces_of(layout, wholes(), rank, size)
+        boxes = boxes_of(layout, wholes(), rank, size)
         with CheckpointStore(Path(folder) / layout, group=group) as store:
-            store.save(number, local(wholes(1), pieces), {"rank": rank}, pieces=pieces)
-            held = local(wholes(), pieces)
-            store.save(10 + number, held, {"rank": rank}, pieces=pieces, loss=float(rank))
+            store.save(number, local(wholes(1), boxes), {"rank": rank}, boxes=boxes)
+            held = local(wholes(), boxes)
+            store.save(10 + number, held, {"rank": rank}, boxes=boxes, loss=float(rank))
             for tensor in (one for named in held.values() for one in named.values()):
                 tensor.zero_()
             said.append(f"{store.latest()} {store.best()} {len(store.checkpoints())}")
@@ -154,16 +157,16 @@ def load_all(paths: list[str], rank: int, size: int, group: Group) -> list[str]:
     wrong = []
     for path in paths:
         for layout in LAYOUTS if size > 1 else ["same"]:
-            pieces = pieces_of(layout, wholes(), rank, size)
-            expected = local(wholes(), pieces)
+            boxes = boxes_of(layout, wholes(), rank, size)
+            expected = local(wholes(), boxes)
             found = blank(expected)
-            state = load_checkpoint(Path(path), found, pieces, group)
+            state = load_checkpoint(Path(path), found, boxes, group)
             wrong += [f"{path} into {layout}: {one}" for one in differing(found, expected)]
             if state != {"rank": 0}:
                 wrong.append(f"{path} into {layout}: state {state}")
             # The negative control: the boxes of a neighbour are other numbers.
-            if pieces is not None and layout != "copies":
-                others = local(wholes(), pieces_of(layout, wholes(), (rank + 1) % size, size))
+            if boxes is not None and layout != "copies":
+                others = local(wholes(), boxes_of(layout, wholes(), (rank + 1) % size, size))
                 if differing(found, others) == []:
                     wrong.append(f"{path} into {layout}: a neighbour's boxes would pass as well")
     return wrong
@@ -172,9 +175,9 @@ def load_all(paths: list[str], rank: int, size: int, group: Group) -> list[str]:
 def refused(path: str, change: str) -> tuple[str, bool]:
     """What loading says on this rank, and whether anything was touched."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), own_group()
-    pieces = pieces_of("rows", wholes(), rank, size)
-    assert pieces is not None
-    held = blank(local(wholes(), pieces))
+    boxes = boxes_of("rows", wholes(), rank, size)
+    assert boxes is not None
+    held = blank(local(wholes(), boxes))
     if change == "dtype on rank 1" and rank == 1:
         held["model"]["wide"] = held["model"]["wide"].double()
     if change == "a name too much on rank 2" and rank == 2:
@@ -184,7 +187,7 @@ def refused(path: str, change: str) -> tuple[str, bool]:
     if change == "a name too few on rank 0" and rank == 0:
         del held["model"]["vector"]
     try:
-        load_checkpoint(Path(path), held, pieces, group)
+        load_checkpoint(Path(path), held, boxes, group)
     except DanluError as error:
         return f"{type(error).__name__}: {error}", any(bool(one.any()) for one in held["model"].values())
     return "", True
@@ -203,11 +206,11 @@ def saves_while_training(folder: str) -> list[float]:
             overlapped.append(trained.wait(60))
         real(path)
 
-    pieces = pieces_of("rows", wholes(), rank, size)
+    boxes = boxes_of("rows", wholes(), rank, size)
     sums = []
     with patched(checkpoint_store, "sync_file", slow), CheckpointStore(Path(folder), group=group) as store:
-        held = local(wholes(), pieces)
-        store.save(1, held, {"rank": rank}, pieces=pieces)
+        held = local(wholes(), boxes)
+        store.save(1, held, {"rank": rank}, boxes=boxes)
         for number in range(20):
             held["model"]["wide"].add_(1)
             sums.append(float(world.sum(torch.tensor(float(rank + number)))))
@@ -222,13 +225,13 @@ def saves_while_training(folder: str) -> list[float]:
 def saves_with_an_error(folder: str, background: bool) -> list[str]:
     """Errors on one rank at each stage: what each rank raises, and that the next save works."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), own_group()
-    pieces = pieces_of("rows", wholes(), rank, size)
-    held = local(wholes(), pieces)
+    boxes = boxes_of("rows", wholes(), rank, size)
+    held = local(wholes(), boxes)
     said = []
 
-    def attempt(step: int, state: dict[str, Any], pieces: Any = pieces) -> None:
+    def attempt(step: int, state: dict[str, Any], boxes: Any = boxes) -> None:
         try:
-            store.save(step, held, state, pieces=pieces)
+            store.save(step, held, state, boxes=boxes)
             store.wait()
             said.append("")
         except DanluError as error:
@@ -245,9 +248,9 @@ def saves_with_an_error(folder: str, background: bool) -> list[str]:
         with patched(checkpoint_store, "write_atomically", full_disk):  # rank 0 alone comes there
             attempt(5, {"rank": rank})
         everywhere = {
-            group: {name: Piece.all_of(one.shape) for name, one in named.items()} for group, named in held.items()
+            group: {name: ShardBox.full(one.shape) for name, one in named.items()} for group, named in held.items()
         }
-        attempt(6, {"rank": rank}, everywhere if rank == 1 else pieces)
+        attempt(6, {"rank": rank}, everywhere if rank == 1 else boxes)
         attempt(7, {"rank": rank})
         said.append(str([info.step for info in store.checkpoints()]))
     return said
@@ -260,13 +263,13 @@ def full_disk(*_: Any, **__: Any) -> Any:
 def dies(folder: str, name: str, victim: int) -> None:
     """Saves step 1, then step 2, in which one rank vanishes as it comes to the function `checkpoint.<name>`."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), own_group()
-    pieces = pieces_of("rows", wholes(), rank, size)
+    boxes = boxes_of("rows", wholes(), rank, size)
     store = CheckpointStore(Path(folder), group=group)
-    store.save(1, local(wholes(), pieces), {"rank": rank}, pieces=pieces)
+    store.save(1, local(wholes(), boxes), {"rank": rank}, boxes=boxes)
     store.wait()
     if rank == victim:
         setattr(checkpoint_store, name, lambda *_, **__: os._exit(9))
-    store.save(2, local(wholes(1), pieces), {"rank": rank}, pieces=pieces)
+    store.save(2, local(wholes(1), boxes), {"rank": rank}, boxes=boxes)
     try:
         store.wait()
     except RuntimeError as error:  # of torch: its words are for whoever tells why the run ended
@@ -279,13 +282,13 @@ def saves_eight_bit(folder: str) -> list[str]:
     rank, size, group = dist.get_rank(), dist.get_world_size(), own_group()
     wrong = []
     for name, shape, block in EIGHT_BIT:
-        piece = rows(shape, rank, size)
-        state = eight_bit_state(shape, piece)
-        pieces = {"optimizer": {key: state_piece(one, piece, block=block) for key, one in state.items()}}
+        box = rows(shape, rank, size)
+        state = eight_bit_state(shape, box)
+        boxes = {"optimizer": {key: state_box(one, box, block=block) for key, one in state.items()}}
         with CheckpointStore(Path(folder) / name, group=group) as store:
-            path = store.save(1, {"optimizer": state}, {}, pieces=pieces)
+            path = store.save(1, {"optimizer": state}, {}, boxes=boxes)
         found = blank({"optimizer": state})
-        load_checkpoint(path, found, pieces, group)
+        load_checkpoint(path, found, boxes, group)
         wrong += [f"{name}: {one}" for one in differing(found, {"optimizer": state})]
     return wrong
 
@@ -297,10 +300,10 @@ EIGHT_BIT: list[tuple[str, tuple[int, int], int | None]] = [
 ]
 
 
-def eight_bit_state(shape: tuple[int, int], piece: Piece) -> dict[str, Tensor]:
+def eight_bit_state(shape: tuple[int, int], box: ShardBox) -> dict[str, Tensor]:
     """State of two steps of 8-bit AdamW on a box of a parameter, by the names of `Optimizers.state_tensors`."""
     draw = torch.Generator().manual_seed(3)
-    weight, *gradients = (piece.of(torch.randn(shape, generator=draw)).contiguous() for _ in range(3))
+    weight, *gradients = (box.view_of(torch.randn(shape, generator=draw)).contiguous() for _ in range(3))
     moments = EightBitMoments(256, smallest=1)
     state = {key: torch.zeros(spec.shape, dtype=spec.dtype) for key, spec in moments.specs(weight.shape).items()}
     settings = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
@@ -317,13 +320,13 @@ def gathers() -> dict[str, list[str]]:
     wrong: dict[str, list[str]] = {}
     for layout in LAYOUTS:
         whole = wholes()
-        pieces = pieces_of(layout, whole, rank, size)
-        held = local(whole, pieces)
+        boxes = boxes_of(layout, whole, rank, size)
+        held = local(whole, boxes)
         wrong[layout] = []
         with Gathering(world) as gathering:
             for group, named in held.items():
                 for name, one in named.items():
-                    found = gathering.whole(name, one, pieces[group][name] if pieces else None)
+                    found = gathering.whole(name, one, boxes[group][name] if boxes else None)
                     if (found is not None) != (rank == 0):
                         wrong[layout].append(f"{name}: {'' if found is None else 'not '}None on rank {rank}")
                     elif found is not None and not torch.equal(found, whole[group][name]):
@@ -335,15 +338,15 @@ def gathering_fails(after: int) -> str:
     """The first rank fails after so many tensors; what each rank raises."""
     rank, size = dist.get_rank(), dist.get_world_size()
     world = Group("world", tuple(range(size)), rank, dist.group.WORLD)
-    pieces = pieces_of("rows", wholes(), rank, size)
-    assert pieces is not None
-    held = local(wholes(), pieces)["model"]
+    boxes = boxes_of("rows", wholes(), rank, size)
+    assert boxes is not None
+    held = local(wholes(), boxes)["model"]
     try:
         with Gathering(world) as gathering:
             for number, (name, one) in enumerate(held.items()):
                 if number == after and rank == 0:
                     full_disk()
-                gathering.whole(name, one, pieces["model"][name])
+                gathering.whole(name, one, boxes["model"][name])
             if after >= len(held) and rank == 0:
                 full_disk()
     except (OSError, DanluError) as error:
@@ -378,12 +381,12 @@ def boxed(
 ) -> Callable[[str], Tensor | None]:
     """The gathered value of a parameter of which this rank has a box; what the module itself has is spoilt."""
     whole = {"model": {name: one.detach().clone() for name, one in named.items()}}
-    pieces = pieces_of(layout, whole, rank, size)
-    assert pieces is not None
-    held = local(whole, pieces)["model"]
+    boxes = boxes_of(layout, whole, rank, size)
+    assert boxes is not None
+    held = local(whole, boxes)["model"]
     for parameter in named.values():
         parameter.data.fill_(float("nan"))
-    return lambda name: gathering.whole(name, held[name], pieces["model"][name])
+    return lambda name: gathering.whole(name, held[name], boxes["model"][name])
 
 
 KINDS = ("lora", "dora", "pissa", "vera", "mora", "ia3", "bottleneck", "prefix", "prompt")

@@ -20,11 +20,11 @@ from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe, load
+from danlu.shard_box import ShardBox
 from danlu.train.evaluation import evaluate
 from danlu.train.step import accumulate
-from danlu.types import Piece
 
-Parts = dict[str, tuple[Piece, Tensor]]
+Parts = dict[str, tuple[ShardBox, Tensor]]
 STEPS = (7, 8, 3)  # images: uneven, even, and fewer than four processes
 
 
@@ -95,7 +95,7 @@ def _see(recipe: Recipe, fault: str | None) -> Seen:
 def _held(placed: PlacedClassifier, tensors: Mapping[str, Tensor | None]) -> Parts:
     held = placed.parallel.local_parameters
     return {
-        name: (held[name].piece if held else Piece.all_of(tensor.shape), tensor.detach().clone())
+        name: (held[name].box if held else ShardBox.full(tensor.shape), tensor.detach().clone())
         for name, tensor in tensors.items()
         if tensor is not None
     }

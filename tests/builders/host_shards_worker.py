@@ -34,7 +34,7 @@ def placed_on_gpu(file: str) -> dict[str, tuple[str, bool, bool]]:
         name: (
             one.local.device.type,
             one.sharded,
-            one.local.device == HOST and torch.equal(one.local, one.piece.of(values[name])),
+            one.local.device == HOST and torch.equal(one.local, one.box.view_of(values[name])),
         )
         for name, one in held.items()
     }
@@ -46,7 +46,7 @@ def _place(recipe: Recipe, device: torch.device) -> Placed:
 
 
 def _shapes(placed: Placed) -> dict[str, tuple[int, ...]]:
-    return {name: one.piece.whole for name, one in placed.parallel.local_parameters.items()}
+    return {name: one.box.global_shape for name, one in placed.parallel.local_parameters.items()}
 
 
 def shares_memory(file: str) -> list[str]:

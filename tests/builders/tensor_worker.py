@@ -179,7 +179,7 @@ def errors(case: Case, group: Group, against: Case | None = None) -> dict[str, f
     found |= {name: relative_error(got.sums[n], want.sums[n]) for n, name in enumerate(("total", "nll", "correct"))}
     for name, gradient in got.gradients.items():
         whole = want.gradients[name]
-        found[name] = relative_error(gradient, cuts.pieces[name].of(whole), whole)
+        found[name] = relative_error(gradient, cuts.boxes[name].view_of(whole), whole)
     return found
 
 
@@ -346,10 +346,10 @@ def shapes_first(case: Case) -> dict[str, Any]:
     with torch.no_grad():
         values = dict(whole.model.named_parameters())
         for name, parameter in model.named_parameters():
-            parameter.copy_(cuts.pieces[name].of(values[name]))
+            parameter.copy_(cuts.boxes[name].view_of(values[name]))
     one = Side(model, None, DropoutState(0))
     got, want = run_pass(one, case), run_pass(whole, case)
-    return {"shapes": before, "pieces": cuts.pieces, "error": relative_error(got.hidden, want.hidden)}
+    return {"shapes": before, "boxes": cuts.boxes, "error": relative_error(got.hidden, want.hidden)}
 
 
 def sampled(case: Case) -> dict[str, Any]:
@@ -377,7 +377,7 @@ def beside_data(case: Case) -> dict[str, Any]:
     return {
         "errors": errors(case, ranks.tensor),
         "partial": {name: group.ranks for name, group in cuts.partial.items()},
-        "copies": {name: (piece.copies, piece.writes) for name, piece in cuts.pieces.items()},
+        "copies": {name: (box.replicas, box.is_writer) for name, box in cuts.boxes.items()},
     }
 
 

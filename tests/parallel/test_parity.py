@@ -195,7 +195,7 @@ def test_a_difference_is_seen(fast: Matrix) -> None:
     assert len(differences([dataclasses.replace(one, steps=one.steps[::-1])], one)) >= 4
     bf16 = fast.one["full", "bf16"]
     assert differences([bf16], one)
-    halved = {name: (piece, value / 2) for name, (piece, value) in bf16.steps[0].gradients.items()}
+    halved = {name: (box, value / 2) for name, (box, value) in bf16.steps[0].gradients.items()}
     assert further_off(
         [dataclasses.replace(bf16, steps=[dataclasses.replace(bf16.steps[0], gradients=halved)])], bf16, one
     )

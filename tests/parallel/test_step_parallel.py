@@ -13,7 +13,7 @@ from danlu.parallel.layout import Layout
 from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
-from danlu.types import Piece
+from danlu.shard_box import ShardBox
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Doubling(Group):
 def held(name: str, size: int, device: str) -> LocalParameter:
     parameter = Parameter(torch.zeros(size, device=device))
     parameter.grad = torch.ones(size, device=device)
-    return LocalParameter(name, parameter, parameter, Piece.all_of((size,)))
+    return LocalParameter(name, parameter, parameter, ShardBox.full((size,)))
 
 
 def test_gradients_of_offloaded_shards_and_of_whole_parameters_are_summed_apart() -> None:

@@ -87,15 +87,15 @@ def test_shapes_are_cut_before_there_are_values(sequence: bool) -> None:
     covered: dict[str, int] = {}
     for rank in ranks:
         assert rank["error"] < 1e-11
-        for name, piece in rank["pieces"].items():
-            assert rank["shapes"][name] == piece.size
-            if piece.writes:
-                covered[name] = covered.get(name, 0) + torch.Size(piece.size).numel()
-    assert covered == {name: torch.Size(piece.whole).numel() for name, piece in ranks[0]["pieces"].items()}
+        for name, box in rank["boxes"].items():
+            assert rank["shapes"][name] == box.sizes
+            if box.is_writer:
+                covered[name] = covered.get(name, 0) + torch.Size(box.sizes).numel()
+    assert covered == {name: torch.Size(box.global_shape).numel() for name, box in ranks[0]["boxes"].items()}
     words = [rank["shapes"]["embed_tokens.weight"][0] for rank in ranks]
     assert sum(words) == CONFIG["vocab_size"] and len(set(words)) == 2  # 131 words do not fall into 4 equal parts
-    heads = [rank["pieces"]["layers.0.attention.k_proj.weight"] for rank in ranks]
-    assert [(piece.start[0], piece.copies, piece.writes) for piece in heads] == [
+    heads = [rank["boxes"]["layers.0.attention.k_proj.weight"] for rank in ranks]
+    assert [(box.offsets[0], box.replicas, box.is_writer) for box in heads] == [
         (0, 2, True),
         (0, 2, False),
         (12, 2, True),

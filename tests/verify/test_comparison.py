@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from danlu.recipe import sections
-from danlu.types import Piece
+from danlu.shard_box import ShardBox
 from danlu.verify.comparison import Comparison, compare, module_of, turns_of
 from danlu.verify.trace import Parts, StepTrace, Trace, joined
 from danlu.verify.workers import Observed
@@ -24,20 +24,20 @@ def tensors(seed: int) -> dict[str, Tensor]:
 
 
 def whole_parts(values: dict[str, Tensor]) -> Parts:
-    return {name: (Piece.all_of(value.shape), value.clone()) for name, value in values.items()}
+    return {name: (ShardBox.full(value.shape), value.clone()) for name, value in values.items()}
 
 
-def shard(values: dict[str, Tensor], rank: int) -> dict[str, tuple[Piece, Tensor]]:
+def shard(values: dict[str, Tensor], rank: int) -> dict[str, tuple[ShardBox, Tensor]]:
     """Rows cut in two for matrices, 1-D tensors on both."""
     found = {}
     for name, value in values.items():
         if value.ndim == 1:
-            found[name] = Piece.all_of(value.shape, copies=2, writes=rank == 0), value.clone()
+            found[name] = ShardBox.full(value.shape, replicas=2, is_writer=rank == 0), value.clone()
             continue
         half = value.shape[0] // 2
         start = (rank * half, 0)
-        piece = Piece(tuple(value.shape), start, (half, value.shape[1]))
-        found[name] = piece, piece.of(value).clone()
+        box = ShardBox(tuple(value.shape), start, (half, value.shape[1]))
+        found[name] = box, box.view_of(value).clone()
     return found
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from danlu.models.families import read_config_values
 from danlu.parallel.layout import Layout
 from danlu.recipe import load
-from danlu.types import Pack, Piece
+from danlu.shard_box import ShardBox
+from danlu.types import Pack
 from danlu.verify.comparison import compare
 from danlu.verify.data import made_packs
 from danlu.verify.decoder_proxy import DecoderProxy
@@ -54,8 +55,8 @@ def _summed(by_item: list[dict[str, Tensor]], shares: list[float]) -> dict[str, 
     return {name: torch.stack([share * parts[name] for parts, share in pairs]).sum(0) for name in NAMES}
 
 
-def _parts(values: dict[str, Tensor]) -> dict[str, tuple[Piece, Tensor]]:
-    return {name: (Piece.all_of(value.shape), value.clone()) for name, value in values.items()}
+def _parts(values: dict[str, Tensor]) -> dict[str, tuple[ShardBox, Tensor]]:
+    return {name: (ShardBox.full(value.shape), value.clone()) for name, value in values.items()}
 
 
 def _seen(gradients: dict[str, Tensor]) -> Trace:
@@ -144,8 +145,8 @@ def test_a_part_on_each_rank_that_would_add_up_is_a_sum_left_out(tmp_path: Path)
     of = case(tmp_path, layout=Layout(tensor=2))
     name = "norm.weight"
     for rank, seen in enumerate(of.observed.many):
-        piece, value = seen.steps[0].gradients[name]
-        seen.steps[0].gradients[name] = piece, value * (0.3, 0.7)[rank]  # type: ignore[index]
+        box, value = seen.steps[0].gradients[name]
+        seen.steps[0].gradients[name] = box, value * (0.3, 0.7)[rank]  # type: ignore[index]
     stage, parameter, ratio, cause = told(of)
     assert (stage, parameter) == ("gradients of step 1", name)
     assert ratio.startswith("/tensor, a part on each rank") and "over tensor ranks is missing" in cause

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from danlu.parallel.ranks import Ranks
-from danlu.types import Piece
+from danlu.shard_box import ShardBox
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LocalParameter:
     name: str  # in the whole model
     parameter: Parameter  # of the module
     local: Parameter  # the same memory as a plain tensor; the parameter itself where that is plain
-    piece: Piece
+    box: ShardBox
 
     @property
     def sharded(self) -> bool:
@@ -40,34 +40,34 @@ class LocalParameter:
             self.parameter.grad = None
 
 
-def local_parameters_of(model: nn.Module, ranks: Ranks, cut: Mapping[str, Piece]) -> dict[str, LocalParameter]:
+def local_parameters_of(model: nn.Module, ranks: Ranks, cut: Mapping[str, ShardBox]) -> dict[str, LocalParameter]:
     """Every parameter of a placed model by name. `cut` has the boxes that tensor parallelism left, by name."""
     return {name: _held(name, parameter, ranks, cut) for name, parameter in model.named_parameters()}
 
 
-def _held(name: str, parameter: Parameter, ranks: Ranks, cut: Mapping[str, Piece]) -> LocalParameter:
+def _held(name: str, parameter: Parameter, ranks: Ranks, cut: Mapping[str, ShardBox]) -> LocalParameter:
     tensor = ranks.tensor
-    piece = cut.get(name) or Piece.all_of(parameter.shape, copies=tensor.size, writes=tensor.index == 0)
+    box = cut.get(name) or ShardBox.full(parameter.shape, replicas=tensor.size, is_writer=tensor.index == 0)
     if not isinstance(parameter, DTensor):
-        piece = replace(piece, copies=piece.copies * ranks.data.size, writes=piece.writes and ranks.data.index == 0)
-        return LocalParameter(name, parameter, parameter, piece)
+        box = replace(box, replicas=box.replicas * ranks.data.size, is_writer=box.is_writer and ranks.data.index == 0)
+        return LocalParameter(name, parameter, parameter, box)
     with torch.no_grad():
         data = parameter.to_local()
     local = Parameter(data, requires_grad=parameter.requires_grad) if data.is_floating_point() else _codes(data)
     # torch.chunk's rule: as many rows for each of the first ranks as ceil(rows / ranks), the last ones have fewer.
-    rows = piece.size[0]
+    rows = box.sizes[0]
     chunk = -(-rows // ranks.shard.size)
     first = min(rows, chunk * ranks.shard.index)
     count = min(rows, first + chunk) - first
     assert count == len(data), f"{name}: {len(data)} rows are here, {count} were expected"
-    box = Piece(
-        piece.whole,
-        (piece.start[0] + first, *piece.start[1:]),
-        (count, *piece.size[1:]),
-        copies=piece.copies * ranks.replicate.size,
-        writes=piece.writes and ranks.replicate.index == 0,
+    rows_box = ShardBox(
+        box.global_shape,
+        (box.offsets[0] + first, *box.offsets[1:]),
+        (count, *box.sizes[1:]),
+        replicas=box.replicas * ranks.replicate.size,
+        is_writer=box.is_writer and ranks.replicate.index == 0,
     )
-    return LocalParameter(name, parameter, local, box)
+    return LocalParameter(name, parameter, local, rows_box)
 
 
 def _codes(data: Tensor) -> Parameter:

@@ -94,7 +94,7 @@ class StepParallel:
 
     def norm_weights(self) -> dict[Tensor, float]:
         """For the global gradient norm: local parameter -> what its gradient's square counts here, 1 / its copies."""
-        return {parameter.local: 1 / parameter.piece.copies for parameter in self.local_parameters.values()}
+        return {parameter.local: 1 / parameter.box.replicas for parameter in self.local_parameters.values()}
 
 
 def _all_reduce_flat(group: Group, grads: Sequence[Tensor]) -> None:

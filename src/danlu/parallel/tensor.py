@@ -31,7 +31,8 @@ from danlu.errors import RecipeError
 from danlu.models.decoder import MLP, Attention, Decoder, Embedding, Layer, Linear, Role
 from danlu.parallel.comm import Group, within
 from danlu.parallel.regions import Regions
-from danlu.types import Piece, Share, Words
+from danlu.shard_box import ShardBox
+from danlu.types import Share, Words
 
 LINEAR_AXES: TensorAxes = {"weight": ("outputs", "inputs"), "bias": ("outputs",)}
 TABLE_AXES: TensorAxes = {"weight": ("outputs", "inputs")}
@@ -50,7 +51,7 @@ class Narrowed(Protocol):
 class Cuts:
     """What tensor parallelism made of a model, by parameter name."""
 
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    boxes: dict[str, ShardBox] = field(default_factory=dict)
     """Of every parameter; `copies` and `writes` are among the processes of the group alone."""
     partial: dict[str, Group] = field(default_factory=dict)
     """Parameters whose gradient is a part of a sum over a group, to be summed after the backward pass."""
@@ -89,7 +90,7 @@ class Cutter:
         self.model, self.adapters, self.group, self.sequence = model, adapters, group, sequence
         self.alone = Group(group.name, (group.ranks[group.index],))
         # Its box, and where gradients are summed. What layers share is cut once; what is replaced is forgotten.
-        self._found: MutableMapping[Tensor, tuple[Piece, Group]] = WeakIdKeyDictionary()
+        self._found: MutableMapping[Tensor, tuple[ShardBox, Group]] = WeakIdKeyDictionary()
         self._cuts = Cuts()
         self._copies: dict[tuple[int, str], list[Tensor]] = {}
         self._subgroups: dict[int, Group] = {}
@@ -130,7 +131,7 @@ class Cutter:
                 self._tell(module, f"{name}.")
         names = dict(model.named_parameters())  # of what layers share, that of the first
         return Cuts(
-            {name: piece for name, piece in self._cuts.pieces.items() if name in names},
+            {name: box for name, box in self._cuts.boxes.items() if name in names},
             {name: group for name, group in self._cuts.partial.items() if name in names},
         )
 
@@ -145,8 +146,8 @@ class Cutter:
     def _tell(self, module: nn.Module, prefix: str) -> None:
         for name, parameter in module.named_parameters():
             assert parameter in self._found, f"{prefix}{name}: nothing says how it is cut"
-            piece, summed = self._found[parameter]
-            self._cuts.pieces[prefix + name] = piece
+            box, summed = self._found[parameter]
+            self._cuts.boxes[prefix + name] = box
             if not summed.alone:
                 self._cuts.partial[prefix + name] = summed
 
@@ -238,15 +239,15 @@ class Cutter:
         if parameter in self._found:
             return
         whole = tuple(parameter.shape)
-        box = [slice(0, side) if one is None else one for one, side in zip(ranges, whole, strict=True)]
-        starts, sizes = tuple(one.start for one in box), tuple(_length(one) for one in box)
-        piece = Piece(whole, starts, sizes, copies=holders.size, writes=holders.index == 0)
-        parameter.data = piece.of(parameter.data).clone(memory_format=torch.contiguous_format)
-        self._found[parameter] = piece, holders
+        slices = [slice(0, side) if one is None else one for one, side in zip(ranges, whole, strict=True)]
+        starts, sizes = tuple(part.start for part in slices), tuple(map(_length, slices))
+        box = ShardBox(whole, starts, sizes, replicas=holders.size, is_writer=holders.index == 0)
+        parameter.data = box.view_of(parameter.data).clone(memory_format=torch.contiguous_format)
+        self._found[parameter] = box, holders
 
     def _keep(self, parameter: Tensor, summed: Group) -> None:
-        piece = Piece.all_of(parameter.shape, copies=self.group.size, writes=self.group.index == 0)
-        self._found.setdefault(parameter, (piece, summed))
+        box = ShardBox.full(parameter.shape, replicas=self.group.size, is_writer=self.group.index == 0)
+        self._found.setdefault(parameter, (box, summed))
 
     # ── parts ──
 

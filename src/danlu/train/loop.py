@@ -13,7 +13,7 @@ from danlu.train.diagnosis import explain_gradient, explain_weights, some
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.metrics import Value, peak_memory_bytes
 from danlu.train.out_of_memory import OutOfMemory, in_short, is_out_of_memory
-from danlu.train.state import Run, pieces, restore, snapshot
+from danlu.train.state import Run, restore, shard_boxes, snapshot
 from danlu.train.step import Gradients, accumulate
 from danlu.types import Item, StepMetrics
 
@@ -225,7 +225,7 @@ def save(run: Run, scores: Scores | None = None) -> None:
         run.metrics.sync()
     groups, state = snapshot(run)
     loss = None if scores is None else scores.loss
-    run.store.save(run.state.step, groups, state, loss=loss, pieces=pieces(run, groups))
+    run.store.save(run.state.step, groups, state, loss=loss, boxes=shard_boxes(run, groups))
     run.compute.parallel.release_pages()
 
 

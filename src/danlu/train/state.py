@@ -16,15 +16,16 @@ from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
 from danlu.optim.ema import Ema
 from danlu.recipe.sections import EarlyStop, Schedule
+from danlu.shard_box import ShardBox
 from danlu.train.checkpoints.loading import load_checkpoint
-from danlu.train.checkpoints.state_boxes import state_piece
+from danlu.train.checkpoints.state_boxes import state_box
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.metrics import MetricsLog, Recorder, Value
 from danlu.train.position import Feed
 from danlu.train.signals import StopRequest
 from danlu.train.step import Learner
 from danlu.train.watch import Watch
-from danlu.types import Item, Piece
+from danlu.types import Item
 
 E = TypeVar("E", bound=DanluError)
 
@@ -138,17 +139,17 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
     return groups, state
 
 
-def pieces(run: Run, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Piece]] | None:
+def shard_boxes(run: Run, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, ShardBox]] | None:
     """Which box of a whole tensor each tensor of `snapshot` is; None where every tensor is whole."""
     held = run.compute.parallel.local_parameters
     if not held:
         return None
-    found: dict[str, dict[str, Piece]] = {}
+    found: dict[str, dict[str, ShardBox]] = {}
     for group, tensors in groups.items():
         found[group] = {}
         for name, tensor in tensors.items():
-            parameter = held[name.partition(".")[2] if group == "optimizer" else name].piece
-            found[group][name] = state_piece(tensor, parameter) if group == "optimizer" else parameter
+            parameter = held[name.partition(".")[2] if group == "optimizer" else name].box
+            found[group][name] = state_box(tensor, parameter) if group == "optimizer" else parameter
     return found
 
 
@@ -160,14 +161,14 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     model = run.compute.weights()
     into = {"model": model} if run.ema is None else {"model": model, "ema": run.ema.state_tensors()}
     together = run.compute.parallel.ranks.world
-    state = load_checkpoint(path, into, pieces(run, into), together)
+    state = load_checkpoint(path, into, shard_boxes(run, into), together)
     wanted = (
         {"run", "feed", "optimizer", "watch"} | ({"scaler"} if run.scaler else set()) | ({"ema"} if run.ema else set())
     )
     if missing := wanted - state.keys():
         raise CheckpointError(f"{path}: its state lacks {', '.join(sorted(missing))}: it is of another recipe.")
     room = run.optimizer.room_for_state(state["optimizer"])
-    load_checkpoint(path, {"optimizer": room}, pieces(run, {"optimizer": room}), together)
+    load_checkpoint(path, {"optimizer": room}, shard_boxes(run, {"optimizer": room}), together)
     run.optimizer.load_state(room, state["optimizer"])
     if run.scaler is not None:
         run.scaler.load(state["scaler"])

@@ -154,7 +154,7 @@ def trained_parameters_of(model: nn.Module, held: Mapping[str, LocalParameter] =
 def _numbers(model: nn.Module, held: Mapping[str, LocalParameter], *, trained: bool = False) -> dict[str, int]:
     """Of each whole parameter, by name; codes are no parameters."""
     return {
-        name: prod(held[name].piece.whole) if name in held else one.numel()
+        name: prod(held[name].box.global_shape) if name in held else one.numel()
         for name, one in model.named_parameters()
         if one.is_floating_point() and (one.requires_grad or not trained)
     }

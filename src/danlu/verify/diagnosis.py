@@ -181,7 +181,7 @@ def _line(layout: Layout, axes: Sequence[str]) -> list[int]:
 def _sum_of(name: str, parts: Sequence[Parts], one: Tensor) -> Tensor | None:
     total = torch.zeros_like(one)
     for part in parts:
-        if name not in part or part[name][0].size != tuple(one.shape):
+        if name not in part or part[name][0].sizes != tuple(one.shape):
             return None
         total += part[name][1]
     return total

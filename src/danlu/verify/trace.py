@@ -23,6 +23,7 @@ from danlu.placing import optimizer_of
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Schedule
 from danlu.recipe.sections import Watch as WatchSection
+from danlu.shard_box import ShardBox
 from danlu.tasks import PlacedModel
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.evaluation import evaluate
@@ -32,11 +33,11 @@ from danlu.train.signals import StopRequest
 from danlu.train.state import Cadence, Run, restore
 from danlu.train.step import accumulate
 from danlu.train.watch import Watch
-from danlu.types import Item, Piece
+from danlu.types import Item
 from danlu.verify.data import Listed
 from danlu.verify.proxy import PlacedProxy, Proxy
 
-Parts = Mapping[str, tuple[Piece, Tensor]]
+Parts = Mapping[str, tuple[ShardBox, Tensor]]
 """What one process holds of each tensor, by name."""
 _STEADY = Schedule(kind="constant", warmup=0)  # a warm-up would make the first steps too small to see
 _FP16_SCALE = 1024.0
@@ -224,16 +225,16 @@ def perturb(learning: ProxyTraining, share: float, seed: int) -> None:
             parameter.mul_(noise.to(parameter.device))
 
 
-def parts_of(placed: PlacedModel, *, weights: bool) -> dict[str, tuple[Piece, Tensor]]:
+def parts_of(placed: PlacedModel, *, weights: bool) -> dict[str, tuple[ShardBox, Tensor]]:
     """What is here of each weight that is trained, or of its gradient, copied to the host."""
     parts = {}
     for name, parameter in placed.parameters():
         value = parameter.detach() if weights else parameter.grad
         if parameter.requires_grad and value is not None:
             held = placed.parallel.local_parameters.get(name)
-            piece = Piece.all_of(parameter.shape) if held is None else held.piece
+            box = ShardBox.full(parameter.shape) if held is None else held.box
             value = value.to_dense() if value.is_sparse else value
-            parts[name] = piece, value.to(device="cpu", copy=True)
+            parts[name] = box, value.to(device="cpu", copy=True)
     return parts
 
 
@@ -254,17 +255,17 @@ def joined(parts: Sequence[Parts]) -> tuple[dict[str, Tensor], dict[str, tuple[i
     owner: dict[str, Tensor] = {}  # the process that each number is from; -1: nobody
     differing: dict[str, tuple[int, int]] = {}
     for rank, held in enumerate(parts):
-        for name, (piece, value) in held.items():
+        for name, (box, value) in held.items():
             if name not in made:
-                made[name] = torch.zeros(piece.whole, dtype=value.dtype)
-                owner[name] = torch.full(piece.whole, -1, dtype=torch.int32)
-            box, whose = piece.of(made[name]), piece.of(owner[name])
+                made[name] = torch.zeros(box.global_shape, dtype=value.dtype)
+                owner[name] = torch.full(box.global_shape, -1, dtype=torch.int32)
+            region, whose = box.view_of(made[name]), box.view_of(owner[name])
             new = whose < 0
             if not bool(new.all()) and name not in differing:
-                other = (~new) & (box != value) & ~(box.isnan() & value.isnan())
+                other = (~new) & (region != value) & ~(region.isnan() & value.isnan())
                 if bool(other.any()):
                     differing[name] = int(whose[other][0]), rank
-            box.copy_(torch.where(new, value, box))
+            region.copy_(torch.where(new, value, region))
             whose.masked_fill_(new, rank)
     if missing := [name for name, whose in owner.items() if bool((whose < 0).any())]:
         raise ValueError(f"{missing[0]}: no process holds all of it")

@@ -13,8 +13,8 @@ from builders.process_group import run_group
 from danlu.adapters.folder import write_adapter
 from danlu.models.saving import save
 from danlu.parallel.comm import ALONE
+from danlu.shard_box import ShardBox
 from danlu.train.checkpoints.gathering import Gathering, whole
-from danlu.types import Piece
 
 
 @pytest.mark.distributed
@@ -28,7 +28,7 @@ def test_alone_a_tensor_is_itself() -> None:
     with Gathering(ALONE) as gathering:
         assert gathering.first
         assert gathering.whole("w", tensor, None).data_ptr() == tensor.data_ptr()  # type: ignore[union-attr]
-    found = whole("w", tensor, Piece.all_of((2, 2)), ALONE)
+    found = whole("w", tensor, ShardBox.full((2, 2)), ALONE)
     assert found is not None and found.data_ptr() == tensor.data_ptr()
 
 

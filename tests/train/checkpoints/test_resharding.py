@@ -19,13 +19,12 @@ from safetensors.torch import load_file, save
 
 from danlu.errors import CheckpointError
 from danlu.parallel.comm import ALONE
+from danlu.shard_box import ShardBox
 from danlu.train.checkpoints import manifest as on_disk
 from danlu.train.checkpoints import shard_files
-from danlu.train.checkpoints.boxes import Box
 from danlu.train.checkpoints.loading import load_checkpoint, read_group
 from danlu.train.checkpoints.manifest import MANIFEST, MARK, list_checkpoints, mark_text, read_manifest, verify
 from danlu.train.checkpoints.store import CheckpointStore
-from danlu.types import Piece
 
 STEPS = {layout: 10 + number for number, layout in enumerate(LAYOUTS, 1)}
 
@@ -71,14 +70,14 @@ def test_each_box_is_written_once_and_by_the_rank_that_has_it(saved: Path) -> No
     for layout, step in STEPS.items():
         manifest = read_manifest(saved / layout / f"step-{step:08d}")
         for group, named in wholes().items():
-            boxes = manifest.boxes(group)
+            boxes = manifest.parts(group)
             assert boxes.keys() == named.keys()
             for name, entries in boxes.items():
-                assert sum(entry.box.count for entry in entries) == named[name].numel(), f"{layout} {group}.{name}"
+                assert sum(entry.box.numel for entry in entries) == named[name].numel(), f"{layout} {group}.{name}"
     manifest = read_manifest(saved / "rows" / f"step-{STEPS['rows']:08d}")
     held = {shard.file: shard for shard in manifest.shards}
     file = "model-rank00002-00001-of-00001.safetensors"
-    assert held[file].tensors["wide"].box == Box((4, 0), (2, 12))
+    assert held[file].tensors["wide"].box == ShardBox(wholes()["model"]["wide"].shape, (4, 0), (2, 12))
     assert "step.wide" not in held["optimizer-rank00001-00001-of-00001.safetensors"].tensors
     # Any reader of safetensors finds the box in the file.
     read = load_file(saved / "rows" / f"step-{STEPS['rows']:08d}" / file)
@@ -99,12 +98,12 @@ def test_only_the_bytes_of_the_box_are_read(saved: Path, monkeypatch: pytest.Mon
         path = saved / layout / f"step-{STEPS[layout]:08d}"
         whole = wholes()["model"]
         # All other tensors are of one whole; of `wide`, rows 1 to 5 of columns 2 to 9.
-        piece = Piece((7, 12), (1, 2), (5, 7))
+        box = ShardBox((7, 12), (1, 2), (5, 7))
         into = {name: torch.zeros_like(one) for name, one in whole.items()} | {"wide": torch.zeros(5, 7)}
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", counted)
             read[0] = 0
-            load_checkpoint(path, {"model": into}, {"model": {"wide": piece}})
+            load_checkpoint(path, {"model": into}, {"model": {"wide": box}})
         assert torch.equal(into["wide"], whole["wide"][1:6, 2:9])
         assert read[0] == sum(one.nbytes for one in into.values())
 
@@ -245,7 +244,7 @@ def test_tensors_that_do_not_fit_are_named_on_all_processes(saved: Path) -> None
 def test_other_shapes_are_told_by_the_whole(saved: Path) -> None:
     into = {"optimizer": {"exp_avg.wide": torch.zeros(4, 13), "step.wide": torch.zeros(())}}
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(paths(saved)[0], into, {"optimizer": {"exp_avg.wide": Piece((8, 13), (0, 0), (4, 13))}})
+        load_checkpoint(paths(saved)[0], into, {"optimizer": {"exp_avg.wide": ShardBox((8, 13), (0, 0), (4, 13))}})
     assert str(caught.value).splitlines()[1:] == [
         "  optimizer.exp_avg.wide: the checkpoint has float32 [7, 12], this run needs float32 [8, 13]"
     ]
@@ -326,7 +325,7 @@ def test_moments_in_blocks(tmp_path: Path) -> None:
     shapes = {name: shape for name, shape, _ in checkpoint_worker.EIGHT_BIT}
     for name, shape in shapes.items():
         # One process that never was cut: blocks are independent of each other.
-        expected = {"optimizer": checkpoint_worker.eight_bit_state(shape, Piece.all_of(shape))}
+        expected = {"optimizer": checkpoint_worker.eight_bit_state(shape, ShardBox.full(shape))}
         into = blank(expected)
         path = tmp_path / name / "step-00000001"
         assert verify(path) == []
@@ -351,13 +350,13 @@ def test_moments_in_blocks(tmp_path: Path) -> None:
 
 def test_whole_blocks_into_boxes_that_are_not_of_whole_blocks(tmp_path: Path) -> None:
     shape = (10, 300)
-    whole = {"optimizer": checkpoint_worker.eight_bit_state(shape, Piece.all_of(shape))}
+    whole = {"optimizer": checkpoint_worker.eight_bit_state(shape, ShardBox.full(shape))}
     path = CheckpointStore(tmp_path, background=False).save(1, whole, {})
-    piece = checkpoint_worker.rows(shape, 1, 4)
-    into = blank({"optimizer": checkpoint_worker.eight_bit_state(shape, piece)})
-    pieces = {"optimizer": {name: checkpoint_worker.state_piece(one, piece) for name, one in into["optimizer"].items()}}
+    box = checkpoint_worker.rows(shape, 1, 4)
+    into = blank({"optimizer": checkpoint_worker.eight_bit_state(shape, box)})
+    boxes = {"optimizer": {name: checkpoint_worker.state_box(one, box) for name, one in into["optimizer"].items()}}
     with pytest.raises(CheckpointError, match=r"absmax\.w: the checkpoint has \[0:12\] of \[12\] in blocks"):
-        load_checkpoint(path, into, pieces)
+        load_checkpoint(path, into, boxes)
 
 
 # -- checkpoints of the first format ----------------------------------------------------------------------------------
@@ -400,7 +399,7 @@ def test_a_checkpoint_of_the_first_format_still_loads(tmp_path: Path) -> None:
     assert verify(path) == []
     assert differing({"model": read_group(path, "model")}, {"model": tensors}) == []
     part = {"a": torch.zeros(2, 1), "b": torch.zeros(())}
-    assert load_checkpoint(path, {"model": part}, {"model": {"a": Piece((2, 3), (0, 1), (2, 1))}}) == {"step": 4}
+    assert load_checkpoint(path, {"model": part}, {"model": {"a": ShardBox((2, 3), (0, 1), (2, 1))}}) == {"step": 4}
     assert part["a"].tolist() == [[1.0], [4.0]]
     rewritten(path, lambda values: values.update(format=3))
     assert "cannot be read by this version of danlu (written by a newer danlu)" in verify(path)[0]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from builders.checkpoint_worker import LAYOUTS, rows
 
-from danlu.train.checkpoints.state_boxes import state_piece
-from danlu.types import Piece
+from danlu.shard_box import ShardBox
+from danlu.train.checkpoints.state_boxes import state_box
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "same"])
@@ -16,31 +16,31 @@ def test_a_number_for_all_is_written_by_one(layout: str, shape: tuple[int, ...])
     place = LAYOUTS[layout]
     assert place is not None
     parameters = [place(shape, rank, 4) for rank in range(4)]
-    steps = [state_piece(torch.tensor(1.0), parameter) for parameter in parameters]
-    assert sum(step.writes for step in steps) == 1
-    assert {(step.whole, step.start, step.size) for step in steps} == {((), (), ())}
+    steps = [state_box(torch.tensor(1.0), parameter) for parameter in parameters]
+    assert sum(step.is_writer for step in steps) == 1
+    assert {(step.global_shape, step.offsets, step.sizes) for step in steps} == {((), (), ())}
 
 
 def test_what_has_the_shape_of_the_box_is_that_box() -> None:
     parameter = rows((7, 12), 1, 4)
-    assert state_piece(torch.zeros(2, 12), parameter) is parameter
+    assert state_box(torch.zeros(2, 12), parameter) is parameter
 
 
 def test_of_a_whole_parameter_any_state_is_whole() -> None:
-    parameter = Piece.all_of((8, 512), copies=4, writes=False)
-    assert state_piece(torch.zeros(8, 1), parameter) == Piece((8, 1), (0, 0), (8, 1), 4, False)
+    parameter = ShardBox.full((8, 512), replicas=4, is_writer=False)
+    assert state_box(torch.zeros(8, 1), parameter) == ShardBox((8, 1), (0, 0), (8, 1), 4, False)
 
 
 def test_what_has_another_shape_stays_with_its_box() -> None:
     parameter = rows((7, 12), 1, 4)
-    assert state_piece(torch.zeros(2, 1), parameter) is parameter  # Adafactor's rows
-    assert state_piece(torch.zeros(1), parameter, block=256) is parameter  # a block that goes on in the next row
+    assert state_box(torch.zeros(2, 1), parameter) is parameter  # Adafactor's rows
+    assert state_box(torch.zeros(1), parameter, block=256) is parameter  # a block that goes on in the next row
 
 
 def test_maxima_of_whole_rows_are_boxes_of_all_maxima() -> None:
     for rank, (start, count) in enumerate([(0, 3), (3, 3), (6, 3), (9, 1)]):
         maxima = torch.zeros(2 * count)
-        assert state_piece(maxima, rows((10, 512), rank, 4), block=256) == Piece((20,), (2 * start,), (2 * count,))
-        assert state_piece(maxima, rows((10, 512), rank, 4)) == rows((10, 512), rank, 4)
-    cut = Piece((10, 512), (0, 256), (10, 256))
-    assert state_piece(torch.zeros(10), cut, block=256) is cut
+        assert state_box(maxima, rows((10, 512), rank, 4), block=256) == ShardBox((20,), (2 * start,), (2 * count,))
+        assert state_box(maxima, rows((10, 512), rank, 4)) == rows((10, 512), rank, 4)
+    cut = ShardBox((10, 512), (0, 256), (10, 256))
+    assert state_box(torch.zeros(10), cut, block=256) is cut

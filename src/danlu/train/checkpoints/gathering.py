@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from danlu.parallel.comm import Group
+from danlu.shard_box import ShardBox, find_gap
 from danlu.train.agreement import Failure
-from danlu.train.checkpoints.boxes import Box, gap
-from danlu.train.checkpoints.shard_files import is_whole
-from danlu.types import Piece
 
 _MOST_DIMS = 8
 _NOTHING, _BRINGS, _FAILED = range(3)
@@ -38,31 +36,30 @@ class Gathering:
         """Whether this is the process that gets the tensors."""
         return self.group.index == 0
 
-    def whole(self, name: str, local: Tensor, piece: Piece | None) -> Tensor | None:
+    def whole(self, name: str, local: Tensor, box: ShardBox | None) -> Tensor | None:
         """The whole tensor on the first process: on the CPU, or `local` itself where that is all of it; else None.
 
-        piece: the box that `local` is; None for one that is whole and the same on all processes.
+        box: the box that `local` is; None for one that is whole and the same on all processes.
         Raises CheckpointError on all when the first process failed; AssertionError if the boxes are not the whole.
         """
-        if self.group.alone or piece is None or (is_whole(piece) and piece.copies == self.group.size):
+        if self.group.alone or box is None or (box.is_full and box.replicas == self.group.size):
             return local.detach() if self.first else None
         assert local.ndim <= _MOST_DIMS, f"{name} has {local.ndim} dimensions"
-        brings = piece.writes and local.numel() > 0
-        heads = self._heads(_BRINGS if brings else _NOTHING, Box(piece.start, piece.size))
+        brings = box.is_writer and local.numel() > 0
+        heads = self._heads(_BRINGS if brings else _NOTHING, box)
         if not self.first:
             if brings:
                 self.group.exchange([(local.detach().cpu().contiguous(), 0)], [])
             return None
-        found = torch.empty(piece.whole, dtype=local.dtype)
-        boxes = [_box(head, local.ndim) for head in heads]
-        brought = {member: box for member, box in enumerate(boxes) if heads[member][0] == _BRINGS}
-        for member, box in brought.items():
-            part = local.detach() if member == 0 else torch.empty(box.size, dtype=local.dtype)
+        found = torch.empty(box.global_shape, dtype=local.dtype)
+        brought = {member: _box(head, box.global_shape) for member, head in enumerate(heads) if head[0] == _BRINGS}
+        for member, part_box in brought.items():
+            part = local.detach() if member == 0 else torch.empty(part_box.sizes, dtype=local.dtype)
             if member:
                 self.group.exchange([], [(part, member)])
-            found[box.slices].copy_(part)
-        missing = gap(piece.whole, list(brought.values()))
-        assert missing is None, f"{name}: {missing} of {list(piece.whole)} is brought by no process"
+            found[part_box.slices].copy_(part)
+        missing = find_gap(box.global_shape, list(brought.values()))
+        assert missing is None, f"{name}: {missing} of {list(box.global_shape)} is brought by no process"
         return found
 
     def __enter__(self) -> Self:
@@ -71,7 +68,7 @@ class Gathering:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        nothing = Box((), ())
+        nothing = ShardBox.full(())
         if self.group.alone:
             return
         if error is None:
@@ -81,10 +78,10 @@ class Gathering:
                 self._heads(_FAILED, nothing)
                 self.group.objects(Failure.of(error))
 
-    def _heads(self, state: int, box: Box) -> list[list[int]]:
+    def _heads(self, state: int, box: ShardBox) -> list[list[int]]:
         """What each process has of a tensor, as [state, start, size]. Raises what the first one failed of."""
-        pad = [0] * (_MOST_DIMS - len(box.start))
-        head = torch.tensor([[state, *box.start, *pad, *box.size, *pad]])
+        pad = [0] * (_MOST_DIMS - len(box.offsets))
+        head = torch.tensor([[state, *box.offsets, *pad, *box.sizes, *pad]])
         heads: list[list[int]] = self.group.gather(head).tolist()
         if heads[0][0] == _FAILED and not self.first:
             failure: Failure = self.group.objects(None)[0]
@@ -92,11 +89,12 @@ class Gathering:
         return heads
 
 
-def _box(head: list[int], ndim: int) -> Box:
-    start, size = head[1 : 1 + ndim], head[1 + _MOST_DIMS : 1 + _MOST_DIMS + ndim]
-    return Box(tuple(start), tuple(size))
+def _box(head: list[int], global_shape: tuple[int, ...]) -> ShardBox:
+    ndim = len(global_shape)
+    offsets, sizes = head[1 : 1 + ndim], head[1 + _MOST_DIMS : 1 + _MOST_DIMS + ndim]
+    return ShardBox(global_shape, tuple(offsets), tuple(sizes))
 
 
-def whole(name: str, local: Tensor, piece: Piece | None, group: Group) -> Tensor | None:
+def whole(name: str, local: Tensor, box: ShardBox | None, group: Group) -> Tensor | None:
     """One tensor, as `Gathering.whole`; every process of the group calls it."""
-    return Gathering(group).whole(name, local, piece)
+    return Gathering(group).whole(name, local, box)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from danlu.errors import CheckpointError
 from danlu.parallel.comm import ALONE, Group
+from danlu.shard_box import ShardBox
 from danlu.train.agreement import agree
-from danlu.train.checkpoints.boxes import Box
 from danlu.train.checkpoints.manifest import (
     STATE,
     Manifest,
@@ -25,12 +25,11 @@ from danlu.train.checkpoints.manifest import (
     step_of,
     verify,
 )
-from danlu.train.checkpoints.shard_files import DTYPES, cannot_be_cut, is_whole, read_box
-from danlu.types import Piece
+from danlu.train.checkpoints.shard_files import DTYPES, cannot_be_cut, read_box
 
 Groups = Mapping[str, Mapping[str, Tensor]]
 """By group ("model", "optimizer", "ema") and name."""
-Pieces = Mapping[str, Mapping[str, Piece]]
+Boxes = Mapping[str, Mapping[str, ShardBox]]
 """By group and name, the box of the whole that a tensor of this process is; what is left out is whole."""
 
 _IN_BLOCKS = "in blocks, which cannot be resharded"
@@ -42,23 +41,23 @@ _ADVICE_FOR_BLOCKS = (
 _MOST_SHOWN = 10
 
 
-def load_checkpoint(path: Path, into: Groups, pieces: Pieces | None = None, group: Group = ALONE) -> dict[str, Any]:
+def load_checkpoint(path: Path, into: Groups, boxes: Boxes | None = None, group: Group = ALONE) -> dict[str, Any]:
     """Copy tensors of the checkpoint at `path` into existing ones, and return its state.
 
     Args:
-        into    the groups to load, each with every tensor the checkpoint has for it: same names, dtypes, whole shapes
-        pieces  the box of the whole that a tensor is, whatever boxes it was saved in; one without is whole
-        group   processes that load together, each its own boxes; they share the work of proving hashes
+        into   the groups to load, each with every tensor the checkpoint has for it: same names, dtypes, whole shapes
+        boxes  the box of the whole that a tensor is, whatever boxes it was saved in; one without is whole
+        group  processes that load together, each its own boxes; they share the work of proving hashes
     Nothing is touched before all hashes have been proved and all tensors been matched. Raises CheckpointError that
     names each damage and the newest older checkpoint that is intact, or each tensor that does not match.
     """
-    pieces = pieces or {}
+    boxes = boxes or {}
     manifest = intact_manifest(path, into, group)
-    require_fit(path, manifest, into, pieces, group)
+    require_fit(path, manifest, into, boxes, group)
 
     def read() -> None:
         for kind, tensors in into.items():
-            fill(path, manifest, kind, tensors, pieces.get(kind, {}))
+            fill(path, manifest, kind, tensors, boxes.get(kind, {}))
 
     agree(group, read, lambda _: None)
     return _state_of(path)
@@ -103,15 +102,15 @@ def intact_manifest(path: Path, groups: Iterable[str], among: Group) -> Manifest
     return manifest
 
 
-def require_fit(path: Path, manifest: Manifest, into: Groups, pieces: Pieces, among: Group) -> None:
+def require_fit(path: Path, manifest: Manifest, into: Groups, boxes: Boxes, among: Group) -> None:
     """Raises CheckpointError if a process needs a tensor otherwise than it was saved, or no process needs one."""
 
     def compare() -> tuple[set[str], set[str]]:
         wrong, unknown = set(), set()
         for group, tensors in into.items():
-            found = _mismatches(manifest, group, tensors, pieces.get(group, {}))
+            found = _mismatches(manifest, group, tensors, boxes.get(group, {}))
             wrong |= {f"{group}.{name}: {problem}" for name, problem in found}
-            others = manifest.boxes(group).keys() - tensors.keys()
+            others = manifest.parts(group).keys() - tensors.keys()
             unknown |= {f"{group}.{name}: the checkpoint has it, this run does not" for name in others}
         return wrong, unknown
 
@@ -128,7 +127,7 @@ def require_fit(path: Path, manifest: Manifest, into: Groups, pieces: Pieces, am
 
 
 def fill(
-    path: Path, manifest: Manifest, group: str, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]
+    path: Path, manifest: Manifest, group: str, tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox]
 ) -> None:
     """Read each tensor's box out of all saved boxes that have a part of it, after `require_fit`."""
     for shard in manifest.shards:
@@ -137,7 +136,7 @@ def fill(
         needed = [
             (entry, *both, tensors[name])
             for name, entry in shard.tensors.items()
-            if name in tensors and (both := _overlap(entry, tensors[name], pieces.get(name))) is not None
+            if name in tensors and (both := _overlap(entry, tensors[name], boxes.get(name))) is not None
         ]
         if not needed:
             continue
@@ -154,8 +153,8 @@ def empty_tensors(manifest: Manifest, group: str) -> dict[str, Tensor]:
     like the first of them.
     """
     return {
-        name: torch.empty(first.of if first.size is None else first.shape, dtype=DTYPES[first.dtype])
-        for name, (first, *_) in manifest.boxes(group).items()
+        name: torch.empty(first.box.global_shape if first.size is None else first.shape, dtype=DTYPES[first.dtype])
+        for name, (first, *_) in manifest.parts(group).items()
     }
 
 
@@ -172,59 +171,52 @@ def _way_out(path: Path) -> str:
 
 
 def _mismatches(
-    manifest: Manifest, group: str, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]
+    manifest: Manifest, group: str, tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox]
 ) -> Iterator[tuple[str, str]]:
-    saved = manifest.boxes(group)
+    saved = manifest.parts(group)
     for name, tensor in tensors.items():
         if name in saved:
-            if problem := _mismatch(saved[name], tensor, pieces.get(name)):
+            if problem := _mismatch(saved[name], tensor, boxes.get(name)):
                 yield name, problem
-        elif tensor.numel() or name not in pieces:  # of a part with nothing in it, nothing was saved
+        elif tensor.numel() or name not in boxes:  # of a part with nothing in it, nothing was saved
             yield name, "this run needs it, the checkpoint does not have it"
 
 
-def _mismatch(saved: Sequence[TensorEntry], tensor: Tensor, piece: Piece | None) -> str | None:
-    part = _part(piece)
-    box = _box(tensor, part)
-    if (part is not None and cannot_be_cut(part, tensor)) or any(entry.size is not None for entry in saved):
-        if not tensor.numel() or any(_same_box(entry, tensor, part) for entry in saved):
+def _mismatch(saved: Sequence[TensorEntry], tensor: Tensor, box: ShardBox | None) -> str | None:
+    needed = _needed(tensor, box)
+    if cannot_be_cut(needed, tensor) or any(entry.size is not None for entry in saved):
+        if not tensor.numel() or any(_same_part(entry, tensor, needed) for entry in saved):
             return None
-        here = "all of it" if part is None else str(box)
-        return f"the checkpoint has {saved[0].box} of {list(saved[0].of)} {_IN_BLOCKS}; this run needs {here}"
-    if part is not None and not tensor.numel():
+        here = "all of it" if needed.is_full else str(needed)
+        saved_box = saved[0].box
+        return f"the checkpoint has {saved_box} of {list(saved_box.global_shape)} {_IN_BLOCKS}; this run needs {here}"
+    if not needed.is_full and not tensor.numel():
         dtypes = [tensor.dtype]  # nothing is read; and of few elements a state may be kept otherwise than of many
     else:
-        read = [entry for entry in saved if entry.box.common(box) is not None] or saved[:1]
+        read = [entry for entry in saved if entry.box.intersection(needed) is not None] or saved[:1]
         dtypes = [DTYPES[entry.dtype] for entry in read]
     odd = next((dtype for dtype in dtypes if dtype != tensor.dtype), tensor.dtype)
-    expected = _spell(tensor.dtype, tensor.shape if part is None else part.whole)
-    found = _spell(odd, saved[0].of)
+    expected = _spell(tensor.dtype, needed.global_shape)
+    found = _spell(odd, saved[0].box.global_shape)
     return None if found == expected else f"the checkpoint has {found}, this run needs {expected}"
 
 
-def _same_box(entry: TensorEntry, tensor: Tensor, part: Piece | None) -> bool:
-    whole = tuple(tensor.shape) if part is None else part.whole
-    same_place = entry.of == whole and entry.box == _box(tensor, part)
-    return same_place and entry.shape == tuple(tensor.shape) and DTYPES[entry.dtype] == tensor.dtype
+def _same_part(entry: TensorEntry, tensor: Tensor, box: ShardBox) -> bool:
+    return entry.box.same_elements(box) and entry.shape == tuple(tensor.shape) and DTYPES[entry.dtype] == tensor.dtype
 
 
-def _overlap(entry: TensorEntry, tensor: Tensor, piece: Piece | None) -> tuple[Box, Box] | None:
+def _overlap(entry: TensorEntry, tensor: Tensor, box: ShardBox | None) -> tuple[ShardBox, ShardBox] | None:
     """What a saved part has of a tensor of this process: where it is in the one, and in the other."""
-    part = _part(piece)
-    if entry.size is not None or (part is not None and cannot_be_cut(part, tensor)):
-        whole = Box.all_of(entry.shape)
-        return (whole, whole) if tensor.numel() and _same_box(entry, tensor, part) else None
-    box = _box(tensor, part)
-    common = entry.box.common(box)
-    return None if common is None else (common.seen_from(entry.box), common.seen_from(box))
+    needed = _needed(tensor, box)
+    if entry.size is not None or cannot_be_cut(needed, tensor):
+        whole = ShardBox.full(entry.shape)
+        return (whole, whole) if tensor.numel() and _same_part(entry, tensor, needed) else None
+    common = entry.box.intersection(needed)
+    return None if common is None else (common.relative_to(entry.box), common.relative_to(needed))
 
 
-def _part(piece: Piece | None) -> Piece | None:
-    return None if piece is None or is_whole(piece) else piece
-
-
-def _box(tensor: Tensor, part: Piece | None) -> Box:
-    return Box.all_of(tensor.shape) if part is None else Box(part.start, part.size)
+def _needed(tensor: Tensor, box: ShardBox | None) -> ShardBox:
+    return ShardBox.full(tensor.shape) if box is None or box.is_full else box
 
 
 def _spell(dtype: torch.dtype, shape: Sequence[int]) -> str:

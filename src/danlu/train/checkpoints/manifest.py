@@ -37,7 +37,7 @@ from typing import Any
 
 from danlu.errors import CheckpointError
 from danlu.machine import usable_cores
-from danlu.train.checkpoints.boxes import Box, gap, overlap
+from danlu.shard_box import ShardBox, find_gap, find_overlap
 
 MARK = "COMPLETE"
 MANIFEST = "manifest.json"
@@ -66,16 +66,11 @@ class TensorEntry:
     """Of the box, with `whole`, for what belongs to a box and has not its shape: it cannot be cut into other boxes."""
 
     @property
-    def box(self) -> Box:
-        """What it is of the whole."""
-        if self.start is None:
-            return Box.all_of(self.shape)
-        return Box(self.start, self.shape if self.size is None else self.size)
-
-    @property
-    def of(self) -> tuple[int, ...]:
-        """Shape of the whole."""
-        return self.shape if self.whole is None else self.whole
+    def box(self) -> ShardBox:
+        """Which elements of the whole tensor these are."""
+        if self.whole is None or self.start is None:
+            return ShardBox.full(self.shape)
+        return ShardBox(self.whole, self.start, self.shape if self.size is None else self.size)
 
     def named(self, name: str) -> str:
         """For messages: a part with its box."""
@@ -132,7 +127,7 @@ class Manifest:
             for name, entry in shard.tensors.items()
         }
 
-    def boxes(self, group: str) -> dict[str, list[TensorEntry]]:
+    def parts(self, group: str) -> dict[str, list[TensorEntry]]:
         """The parts of every tensor of `group` by name; one that is whole is its only part."""
         found: dict[str, list[TensorEntry]] = {}
         for shard in self.shards:
@@ -301,14 +296,15 @@ def box_problems(group: str, shards: Iterable[Shard]) -> list[str]:
                 boxes.setdefault(name, []).append(entry)
     problems = []
     for name, entries in boxes.items():
-        parts, whole = [entry.box for entry in entries], entries[0].of
-        if any(entry.of != whole for entry in entries):
+        parts = [entry.box for entry in entries]
+        whole = parts[0].global_shape
+        if any(part.global_shape != whole for part in parts):
             problems.append(f"tensor {group}.{name} has parts of tensors of other shapes than {list(whole)}.")
-        elif (twice := overlap(parts)) is not None:
+        elif (twice := find_overlap(parts)) is not None:
             problems.append(f"tensor {group}.{name}: {twice} of {list(whole)} is in two files.")
         elif len(entries) > 1 and not math.prod(whole):
             problems.append(f"tensor {group}.{name} is in two files.")
-        elif (missing := gap(whole, parts)) is not None:
+        elif (missing := find_gap(whole, parts)) is not None:
             problems.append(f"tensor {group}.{name}: {missing} of {list(whole)} is in no file.")
     return problems
 

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.train.checkpoints.boxes import Box, runs
+from danlu.shard_box import ShardBox
 from danlu.train.checkpoints.manifest import Shard, TensorEntry
-from danlu.types import Piece
 
 SHARD_BYTES = 4 << 30
 _CHUNK_BYTES = 16 << 20  # of one write or read; also the staging buffer a CUDA tensor passes through
@@ -53,7 +52,7 @@ class ShardPlan:
     header: bytes
     offsets: dict[str, int]  # from the start of the file
     bytes: int
-    pieces: Mapping[str, Piece] = field(default_factory=dict)  # of those tensors that are parts
+    boxes: Mapping[str, ShardBox] = field(default_factory=dict)  # of those tensors that are parts of larger ones
 
 
 def plan_shards(
@@ -61,14 +60,14 @@ def plan_shards(
     tensors: Mapping[str, Tensor],
     shard_bytes: int = SHARD_BYTES,
     *,
-    pieces: Mapping[str, Piece] | None = None,
+    boxes: Mapping[str, ShardBox] | None = None,
     rank: int | None = None,
 ) -> list[ShardPlan]:
     """Lay `tensors` out in files of at most `shard_bytes` (more only for one larger tensor). Touches no tensor data.
 
     Args:
-        pieces  which box of a whole each tensor is; one that has none is whole
-        rank    number of this process among those that write files into one folder; None: it is the only one
+        boxes  which box of a whole each tensor is; one that has none is whole
+        rank   number of this process among those that write files into one folder; None: it is the only one
     Raises TypeError for a dtype that safetensors has no name for.
     """
     for name, tensor in tensors.items():
@@ -85,7 +84,7 @@ def plan_shards(
         files[-1].append(name)
         room -= tensors[name].nbytes
     stem = group if rank is None else f"{group}-rank{rank:05d}"
-    parts = {name: piece for name, piece in (pieces or {}).items() if not is_whole(piece)}
+    parts = {name: box for name, box in (boxes or {}).items() if not box.is_full}
     return [
         _plan_shard(f"{stem}-{number:05d}-of-{len(files):05d}.safetensors", group, {n: tensors[n] for n in file}, parts)
         for number, file in enumerate(files, 1)
@@ -111,7 +110,7 @@ def write_shard(folder: Path, plan: ShardPlan, tensors: Mapping[str, Tensor], th
             offset=offset,
             bytes=tensors[name].nbytes,
             sha256=hashes[name],
-            **_box_fields(plan.pieces.get(name), tensors[name]),
+            **_box_fields(plan.boxes.get(name), tensors[name]),
         )
         for name, offset in plan.offsets.items()
     }
@@ -119,17 +118,12 @@ def write_shard(folder: Path, plan: ShardPlan, tensors: Mapping[str, Tensor], th
     return Shard(plan.file, plan.group, plan.bytes, len(plan.header), header_sha256, entries)
 
 
-def is_whole(piece: Piece) -> bool:
-    """Whether the box is all there is of the tensor."""
-    return piece.size == piece.whole
-
-
-def cannot_be_cut(piece: Piece, tensor: Tensor) -> bool:
+def cannot_be_cut(box: ShardBox, tensor: Tensor) -> bool:
     """Whether a tensor belongs to a part of a parameter without having its shape, as moments in blocks do."""
-    return not is_whole(piece) and tuple(tensor.shape) != piece.size
+    return not box.is_full and tuple(tensor.shape) != box.sizes
 
 
-def read_box(fd: int, entry: TensorEntry, box: Box, into: Tensor) -> None:
+def read_box(fd: int, entry: TensorEntry, box: ShardBox, into: Tensor) -> None:
     """Fill `into` with a box of what `entry` holds, of the same shape and dtype, from an open shard.
 
     Only the bytes of the box are read, stretch by stretch; into its memory where that is flat, else through a buffer.
@@ -137,35 +131,35 @@ def read_box(fd: int, entry: TensorEntry, box: Box, into: Tensor) -> None:
     """
     target = into.detach()
     if target.device.type == "cpu" and target.is_contiguous():
-        _read_runs(fd, entry, box, target)
+        _read_ranges(fd, entry, box, target)
         return
     rows = max(1, _CHUNK_BYTES // max(1, target[:1].nbytes)) if target.ndim else 1
-    for first in range(0, box.size[0] if box.size else 1, rows):
+    for first in range(0, box.sizes[0] if box.sizes else 1, rows):
         part = box
-        if box.size:
-            count = min(rows, box.size[0] - first)
-            part = Box((box.start[0] + first, *box.start[1:]), (count, *box.size[1:]))
-        staged = torch.empty(part.size, dtype=target.dtype)
-        _read_runs(fd, entry, part, staged)
-        (target[first : first + rows] if box.size else target).copy_(staged)
+        if box.sizes:
+            offsets = (box.offsets[0] + first, *box.offsets[1:])
+            part = ShardBox(box.global_shape, offsets, (min(rows, box.sizes[0] - first), *box.sizes[1:]))
+        staged = torch.empty(part.sizes, dtype=target.dtype)
+        _read_ranges(fd, entry, part, staged)
+        (target[first : first + rows] if box.sizes else target).copy_(staged)
 
 
-def _read_runs(fd: int, entry: TensorEntry, box: Box, target: Tensor) -> None:
+def _read_ranges(fd: int, entry: TensorEntry, box: ShardBox, target: Tensor) -> None:
     room = _bytes_of(target)
     width = target.element_size()
-    for offset, count in runs(entry.shape, box):
+    for offset, count in box.contiguous_ranges():
         _pread_all(fd, room[: count * width], entry.offset + offset * width)
         room = room[count * width :]
 
 
-def _box_fields(piece: Piece | None, tensor: Tensor) -> dict[str, Any]:
-    if piece is None:
+def _box_fields(box: ShardBox | None, tensor: Tensor) -> dict[str, Any]:
+    if box is None:
         return {}
-    own = {"size": piece.size} if cannot_be_cut(piece, tensor) else {}
-    return {"whole": piece.whole, "start": piece.start, **own}
+    own = {"size": box.sizes} if cannot_be_cut(box, tensor) else {}
+    return {"whole": box.global_shape, "start": box.offsets, **own}
 
 
-def _plan_shard(file: str, group: str, tensors: Mapping[str, Tensor], parts: Mapping[str, Piece]) -> ShardPlan:
+def _plan_shard(file: str, group: str, tensors: Mapping[str, Tensor], parts: Mapping[str, ShardBox]) -> ShardPlan:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     end = 0
@@ -180,8 +174,8 @@ def _plan_shard(file: str, group: str, tensors: Mapping[str, Tensor], parts: Map
     text += b" " * (-len(text) % 8)  # the format wants the data to start at a multiple of 8
     header = len(text).to_bytes(8, "little") + text
     offsets = {name: len(header) + start for name, start in starts.items()}
-    pieces = {name: parts[name] for name in tensors if name in parts}
-    return ShardPlan(file, group, header, offsets, len(header) + end, pieces)
+    boxes = {name: parts[name] for name in tensors if name in parts}
+    return ShardPlan(file, group, header, offsets, len(header) + end, boxes)
 
 
 def _write_tensor(fd: int, tensor: Tensor, offset: int) -> str:
@@ -203,9 +197,9 @@ def _host_chunks(tensor: Tensor) -> Iterator[memoryview]:
         return
     staging = torch.empty(min(_CHUNK_BYTES, flat.numel()), dtype=torch.uint8, pin_memory=flat.device.type == "cuda")
     for start in range(0, flat.numel(), _CHUNK_BYTES):
-        piece = flat[start : start + _CHUNK_BYTES]
-        staged = staging[: piece.numel()]
-        staged.copy_(piece)
+        chunk = flat[start : start + _CHUNK_BYTES]
+        staged = staging[: chunk.numel()]
+        staged.copy_(chunk)
         yield staged.numpy().data
 
 

@@ -6,11 +6,10 @@ import math
 
 from torch import Tensor
 
-from danlu.train.checkpoints.shard_files import is_whole
-from danlu.types import Piece
+from danlu.shard_box import ShardBox
 
 
-def state_piece(state: Tensor, parameter: Piece, *, block: int | None = None) -> Piece:
+def state_box(state: Tensor, parameter: ShardBox, *, block: int | None = None) -> ShardBox:
     """The box of one state tensor: the parameter's own, where it has its shape.
 
     A number for all (shape []) is saved once, by whoever has the first element of the parameter. What has another shape
@@ -24,23 +23,23 @@ def state_piece(state: Tensor, parameter: Piece, *, block: int | None = None) ->
     """
     shape = tuple(state.shape)
     if not shape:
-        first = parameter.writes and not any(parameter.start) and (is_whole(parameter) or all(parameter.size))
-        return Piece((), (), (), parameter.copies, first)
-    if shape == parameter.size:
+        first = parameter.is_writer and not any(parameter.offsets) and (parameter.is_full or all(parameter.sizes))
+        return ShardBox((), (), (), parameter.replicas, first)
+    if shape == parameter.sizes:
         return parameter
-    if is_whole(parameter):
-        return Piece.all_of(shape, copies=parameter.copies, writes=parameter.writes)
+    if parameter.is_full:
+        return ShardBox.full(shape, replicas=parameter.replicas, is_writer=parameter.is_writer)
     if block is not None and (rows := _rows_of_blocks(shape, parameter, block)) is not None:
         return rows
     return parameter
 
 
-def _rows_of_blocks(shape: tuple[int, ...], parameter: Piece, block: int) -> Piece | None:
-    width = math.prod(parameter.whole[1:])
+def _rows_of_blocks(shape: tuple[int, ...], parameter: ShardBox, block: int) -> ShardBox | None:
+    width = math.prod(parameter.global_shape[1:])
     # Asked of the row alone, not of this box: all processes have to come to one answer.
-    if width % block or parameter.size[1:] != parameter.whole[1:] or len(shape) != 1:
+    if width % block or parameter.sizes[1:] != parameter.global_shape[1:] or len(shape) != 1:
         return None
     in_row = width // block
-    assert shape[0] == parameter.size[0] * in_row, f"{shape[0]} blocks for a box of {parameter.size}"
-    whole, start = (parameter.whole[0] * in_row,), (parameter.start[0] * in_row,)
-    return Piece(whole, start, shape, parameter.copies, parameter.writes)
+    assert shape[0] == parameter.sizes[0] * in_row, f"{shape[0]} blocks for a box of {parameter.sizes}"
+    whole, start = (parameter.global_shape[0] * in_row,), (parameter.offsets[0] * in_row,)
+    return ShardBox(whole, start, shape, parameter.replicas, parameter.is_writer)

@@ -40,8 +40,9 @@ from danlu.atomic_write import sync_file, sync_folder, write_atomically
 from danlu.errors import CheckpointError, ResourceError
 from danlu.machine import pid_is_alive
 from danlu.parallel.comm import ALONE, Group
+from danlu.shard_box import ShardBox
 from danlu.train.agreement import agree
-from danlu.train.checkpoints.loading import Groups, Pieces
+from danlu.train.checkpoints.loading import Boxes, Groups
 from danlu.train.checkpoints.manifest import (
     MANIFEST,
     MARK,
@@ -60,9 +61,8 @@ from danlu.train.checkpoints.manifest import (
     temporary_folder_name,
     to_prune,
 )
-from danlu.train.checkpoints.shard_files import ShardPlan, is_whole, plan_shards, write_shard
+from danlu.train.checkpoints.shard_files import ShardPlan, plan_shards, write_shard
 from danlu.train.units import format_bytes
-from danlu.types import Piece
 
 _GROUP_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(\d+)\.tmp")
@@ -119,7 +119,7 @@ class CheckpointStore:
         state: dict[str, Any],
         *,
         loss: float | None = None,
-        pieces: Pieces | None = None,
+        boxes: Boxes | None = None,
     ) -> Path:
         """Write the checkpoint of `step`; when this returns, tensors and state may be changed.
 
@@ -128,15 +128,16 @@ class CheckpointStore:
             state    everything else; only what JSON brings back unchanged: str, int, float, bool, None, list, dict.
                      Of several processes, that of the first is kept
             loss     evaluation loss at this step, for `keep_best`
-            pieces   the box of the whole that a tensor is; one without is whole and the same on all processes. One that
-                     has not its box's shape (state in blocks) is kept with the box, and loads into the same box alone
+            boxes    the box of the whole that a tensor is; one without is whole and the same on all processes. One
+                     that has not its box's shape (state in blocks) is kept with the box, and loads into the same box
+                     alone
         Returns the folder it will be in once it is published. An earlier checkpoint of the same step is replaced.
         Raises ResourceError when it cannot be written (also for the previous save, when that failed in the
         background, and with several processes what failed while writing); older checkpoints stay as they were.
-        TypeError for state that JSON would change. CheckpointError where the pieces do not make up the whole.
+        TypeError for state that JSON would change. CheckpointError where the boxes do not make up the whole.
         """
         self.wait()
-        draft = _Draft(tensors, state, pieces or {}, self.group)
+        draft = _Draft(tensors, state, boxes or {}, self.group)
         name, need = agree(self.group, draft.plan, partial(self._begin, step))
         temporary = self.folder / name
         written: list[Shard] | Exception
@@ -331,7 +332,7 @@ class _Draft:
 
     tensors: Groups
     state: dict[str, Any]
-    pieces: Pieces
+    boxes: Boxes
     group: Group
     plans: list[ShardPlan] = field(default_factory=list)
     state_json: bytes = b""
@@ -344,9 +345,9 @@ class _Draft:
                 raise ValueError(f"{group!r}: a group is named in lower-case letters, digits and underscores")
         rank = None if self.group.alone else self.group.index
         for group, named in self.tensors.items():
-            pieces = self.pieces.get(group, {})
-            own = {name: tensor for name, tensor in named.items() if self._writes(tensor, pieces.get(name))}
-            self.plans += plan_shards(group, own, pieces=pieces, rank=rank)
+            boxes = self.boxes.get(group, {})
+            own = {name: tensor for name, tensor in named.items() if self._writes(tensor, boxes.get(name))}
+            self.plans += plan_shards(group, own, boxes=boxes, rank=rank)
         self.state_json = json.dumps(self.state).encode() if self.group.index == 0 else b""
         count = sum(len(plan.offsets) for plan in self.plans)
         need = sum(plan.bytes for plan in self.plans) + count * _MANIFEST_BYTES_PER_TENSOR
@@ -361,10 +362,10 @@ class _Draft:
         threads = min(_MOST_THREADS, torch.get_num_threads())
         return [write_shard(folder, plan, self.tensors[plan.group], threads) for plan in self.plans]
 
-    def _writes(self, tensor: Tensor, piece: Piece | None) -> bool:
-        if piece is None or not math.prod(piece.whole):
+    def _writes(self, tensor: Tensor, box: ShardBox | None) -> bool:
+        if box is None or not math.prod(box.global_shape):
             return self.group.index == 0
-        return piece.writes and (is_whole(piece) or tensor.numel() > 0)
+        return box.is_writer and (box.is_full or tensor.numel() > 0)
 
 
 def _require_json(value: object, where: str) -> None:
