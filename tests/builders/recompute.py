@@ -78,16 +78,16 @@ def full(family: str = "llama", **changes: Any) -> RecomputeCase:
     return RecomputeCase(model, dict(model.named_parameters()), DropoutState(0))
 
 
-def adapted(kind: str, pack: Callable[[Tensor], QuantizedWeightModule] | None = None, **changes: Any) -> RecomputeCase:
-    """With an adapter that has been trained for a while; `pack` makes it QLoRA."""
+def adapted(kind: str, quantize: Callable[[Tensor], QuantizedWeightModule] | None = None, **changes: Any) -> RecomputeCase:
+    """With an adapter that has been trained for a while; `quantize` makes it QLoRA."""
     dropout_state = DropoutState(0)
     model = decoder(**changes)
     adapters = adapter_set(model, dropout_state=dropout_state)
     adapters.add("one", ADAPTERS[kind])
-    if pack is not None:
+    if quantize is not None:
         for layer in model.layers.modules():
             if isinstance(layer, Linear) and layer.weight is not None:
-                layer.store(pack(layer.weight.data))
+                layer.store(quantize(layer.weight.data))
     perturb(adapters, "one", size=0.1)
     adapters.train_only("one")
     trained = {name: one for name, one in adapters.tensors("one").items() if one.requires_grad}

@@ -45,7 +45,7 @@ def to_files(folder: Path) -> ActivationOffload:
 @pytest.mark.parametrize("base", ["full", "dora-dropout", "prefix", "qlora"])
 def test_the_bits_are_those_of_activations_that_stay(tmp_path: Path, base: str, kind: Kind | None) -> None:
     made = (
-        full() if base == "full" else adapted("lora-dropout", FourBitWeight.pack) if base == "qlora" else adapted(base)
+        full() if base == "full" else adapted("lora-dropout", FourBitWeight.quantize) if base == "qlora" else adapted(base)
     )
     expected = step(made), step(made, torch.bfloat16)
     if kind is not None:

@@ -66,7 +66,7 @@ def test_the_bits_are_those_of_weights_in_memory(tmp_path: Path, base: str, reco
     def fresh() -> RecomputeCase:
         if base == "full":
             return full(**WIDE)
-        return adapted("lora-dropout", FourBitWeight.pack if base == "qlora" else None, **WIDE)
+        return adapted("lora-dropout", FourBitWeight.quantize if base == "qlora" else None, **WIDE)
 
     expected = trained(fresh())
     made = fresh()

@@ -44,8 +44,8 @@ BASES: dict[str, Callable[[], RecomputeCase]] = {
     **{family: lambda family=family: full(family) for family in FAMILIES},  # type: ignore[misc]
     "biased": lambda: full(attention_bias=True, mlp_bias=True),
     **{kind: lambda kind=kind: adapted(kind) for kind in ADAPTERS},  # type: ignore[misc]
-    "qlora": lambda: adapted("lora-dropout", FourBitWeight.pack),
-    "qdora": lambda: adapted("dora-dropout", FourBitWeight.pack),
+    "qlora": lambda: adapted("lora-dropout", FourBitWeight.quantize),
+    "qdora": lambda: adapted("dora-dropout", FourBitWeight.quantize),
 }
 
 
@@ -116,13 +116,13 @@ def test_no_adapter_holds_what_its_layer_drops(kind: str, monkeypatch: pytest.Mo
     # Not what autograd keeps, which other tests count, but what is alive: a Function may hold tensors of its own.
     made = adapted(kind)
     seen: list[StorageWeakRef] = []
-    inner = MLP.inner
+    inner = MLP.gated_activation
 
     def watched(mlp: MLP, gate: Tensor, up: Tensor) -> Tensor:
         seen.extend(StorageWeakRef(one.untyped_storage()) for one in (gate, up))
         return inner(mlp, gate, up)
 
-    monkeypatch.setattr(MLP, "inner", watched)
+    monkeypatch.setattr(MLP, "gated_activation", watched)
     tokens, dropped = torch.arange(8), {}
     for recompute in ("none", "full"):
         seen.clear()

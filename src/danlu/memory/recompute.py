@@ -132,9 +132,9 @@ def _between_products(layer: Layer, kind: Kind) -> Iterator[tuple[Any, str, str]
         return
     yield layer.attention_norm, "forward", "attention_norm"
     yield layer.mlp_norm, "forward", "mlp_norm"
-    yield layer.mlp, "inner", "mlp"
+    yield layer.mlp, "gated_activation", "mlp"
     if kind == "selective":
-        yield layer.attention, "between", "attention"
+        yield layer.attention, "attend_heads", "attention"
     else:
         for name in ("q_norm", "k_norm"):
             if (norm := getattr(layer.attention, name)) is not None:
