@@ -78,7 +78,9 @@ def full(family: str = "llama", **changes: Any) -> RecomputeCase:
     return RecomputeCase(model, dict(model.named_parameters()), DropoutState(0))
 
 
-def adapted(kind: str, quantize: Callable[[Tensor], QuantizedWeightModule] | None = None, **changes: Any) -> RecomputeCase:
+def adapted(
+    kind: str, quantize: Callable[[Tensor], QuantizedWeightModule] | None = None, **changes: Any
+) -> RecomputeCase:
     """With an adapter that has been trained for a while; `quantize` makes it QLoRA."""
     dropout_state = DropoutState(0)
     model = decoder(**changes)

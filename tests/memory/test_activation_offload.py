@@ -44,9 +44,8 @@ def to_files(folder: Path) -> ActivationOffload:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("base", ["full", "dora-dropout", "prefix", "qlora"])
 def test_the_bits_are_those_of_activations_that_stay(tmp_path: Path, base: str, kind: Kind | None) -> None:
-    made = (
-        full() if base == "full" else adapted("lora-dropout", FourBitWeight.quantize) if base == "qlora" else adapted(base)
-    )
+    quantize = FourBitWeight.quantize if base == "qlora" else None
+    made = full() if base == "full" else adapted("lora-dropout" if base == "qlora" else base, quantize)
     expected = step(made), step(made, torch.bfloat16)
     if kind is not None:
         wrap(made.model, [LayerPlan(layer, kind) for layer in range(LAYERS)])
