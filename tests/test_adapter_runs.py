@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from danlu import run
-from danlu.adapters.description import open_adapter
-from danlu.adapters.folder import WEIGHTS, add_adapter
+from danlu.adapters.adapter_config import open_adapter
+from danlu.adapters.peft_folder import WEIGHTS, add_adapter
 from danlu.assembly.frozen_base import adapters_of
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import fingerprint

@@ -15,8 +15,8 @@ from builders.tiny_adapters import logits
 from builders.tiny_run import tiny_model
 from torch import Tensor
 
+from danlu.adapters.adapter_config import CONFIG, adapter_stack
 from danlu.adapters.combine import Combination
-from danlu.adapters.description import CONFIG, stacked
 from danlu.assembly.adapter_training import adapted_model, merged_model
 from danlu.assembly.combining import combine
 from danlu.assembly.merging import merge
@@ -80,7 +80,7 @@ def test_answering_and_evaluating(base: Path, saved: dict[str, tuple[Path, Tenso
     folder, expected = saved[kind]
     for merged in (False, True):
         model, stacks = load_adapted_model(
-            base, [stacked(folder)], dtype=torch.float32, device="cpu", quantization=None, merged=merged
+            base, [adapter_stack(folder)], dtype=torch.float32, device="cpu", quantization=None, merged=merged
         )
         virtual_token_ids = () if stacks is None else stacks.adapters.virtual_token_ids
         assert close(logits(model, TOKENS, virtual_token_ids=virtual_token_ids), expected)

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
 from danlu.adapters.adapter_set import BASE_CHANGING_INITS, AdapterSet
-from danlu.adapters.description import WEIGHTS, resolve_adapter
 from danlu.adapters.lora import LowRank
 from danlu.assembly.adapter_training import TRAINED
 from danlu.assembly.base_model import find_base

@@ -10,7 +10,7 @@ from builders.adapter_folders import adapted_logits, adapter_folder
 from builders.tiny_adapters import logits
 from builders.tiny_run import tiny_model
 
-from danlu.adapters.description import stacked
+from danlu.adapters.adapter_config import adapter_stack
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.frozen_base import adapters_of
 from danlu.errors import ModelError
@@ -35,7 +35,7 @@ def test_each_stack_is_as_if_it_were_alone(base: Path, tmp_path: Path) -> None:
     model = load(base)
     plain = logits(model)
     stacks = AdapterStacks(adapters_of(model))
-    assert [stacks.add(stacked(folder)) for folder in (lower, upper, other)] == [0, 1, 2]
+    assert [stacks.add(adapter_stack(folder)) for folder in (lower, upper, other)] == [0, 1, 2]
     assert torch.equal(logits(model), plain) and len(stacks.adapters.added) == 3
     seen = []
     for number, folders in ((0, [lower]), (1, [lower, upper]), (2, [other]), (None, []), (0, [lower])):
@@ -50,6 +50,6 @@ def test_an_order_without_a_meaning_is_told_by_name(base: Path, tmp_path: Path) 
     lower = adapter_folder(base, tmp_path / "lower", sections.Lora())
     upper = adapter_folder(base, tmp_path / "run" / "adapter", sections.Dora(), below=(lower,))
     stacks = AdapterStacks(adapters_of(load(base)))
-    number = stacks.add(stacked(upper))
+    number = stacks.add(adapter_stack(upper))
     with pytest.raises(ModelError, match="adapter '1-run' is DoRA, which scales the weight itself"):
         stacks.use(number)

@@ -9,7 +9,7 @@ import pytest
 from builders.adapter_folders import adapter_folder, changed, of_another_tool
 from builders.tiny_run import tiny_model
 
-from danlu.adapters.description import CONFIG, stacked
+from danlu.adapters.adapter_config import CONFIG, adapter_stack
 from danlu.assembly.base_model import base_of, check_base, find_base
 from danlu.errors import ModelError
 from danlu.models.saving import save
@@ -25,13 +25,13 @@ def base(tmp_path: Path) -> Path:
 def test_the_base_is_the_one_given_or_the_one_named(base: Path, tmp_path: Path) -> None:
     folder = adapter_folder(base, tmp_path / "adapter", sections.Lora())
     save(tiny_model(seed=1), tmp_path / "run" / "model")
-    assert base_of(stacked(folder), None, "--base").folder == base
-    other = base_of(stacked(folder), tmp_path / "run", "--base")
+    assert base_of(adapter_stack(folder), None, "--base").folder == base
+    other = base_of(adapter_stack(folder), tmp_path / "run", "--base")
     assert other.folder == tmp_path / "run" / "model" and other.fingerprint != find_base(base).fingerprint
-    check_base(stacked(folder)[0], find_base(base))
+    check_base(adapter_stack(folder)[0], find_base(base))
     with pytest.raises(ModelError, match=rf"{folder}: was trained on another base \({base}\) than {other.folder}"):
-        check_base(stacked(folder)[0], other)
-    check_base(stacked(of_another_tool(folder))[0], other)  # nothing is known of it
+        check_base(adapter_stack(folder)[0], other)
+    check_base(adapter_stack(of_another_tool(folder))[0], other)  # nothing is known of it
 
 
 def test_a_base_that_is_not_there(base: Path, tmp_path: Path) -> None:
@@ -39,13 +39,13 @@ def test_a_base_that_is_not_there(base: Path, tmp_path: Path) -> None:
     base.rename(tmp_path / "moved")
     with pytest.raises(ModelError, match=rf"{folder}: the model it was trained on cannot be had. {base}: no such folder"
                                          r". Say where it is with --base FOLDER"):  # fmt: skip
-        base_of(stacked(folder), None, "--base")
-    assert base_of(stacked(folder), tmp_path / "moved", "--base").folder == tmp_path / "moved"
+        base_of(adapter_stack(folder), None, "--base")
+    assert base_of(adapter_stack(folder), tmp_path / "moved", "--base").folder == tmp_path / "moved"
     with pytest.raises(ModelError, match="nowhere: no such folder"):
-        base_of(stacked(folder), tmp_path / "nowhere", "--base")
+        base_of(adapter_stack(folder), tmp_path / "nowhere", "--base")
     changed(folder, CONFIG, base_model_name_or_path=None)
     with pytest.raises(ModelError, match="adapter: does not say which model it was trained on. Name it with --into F"):
-        base_of(stacked(folder), None, "--into")
+        base_of(adapter_stack(folder), None, "--into")
 
 
 def test_what_a_quantized_folder_was_made_from(base: Path) -> None:

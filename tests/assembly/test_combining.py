@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from danlu.adapters.adapter_config import CONFIG, DANLU, WEIGHTS
 from danlu.adapters.combine import Combination
-from danlu.adapters.description import CONFIG, DANLU, WEIGHTS
 from danlu.assembly.combining import Combined, combine
 from danlu.assembly.merging import merge
 from danlu.errors import ModelError, ResourceError

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from danlu.adapters.combine import Combination
-from danlu.adapters.folder import DANLU, WEIGHTS
+from danlu.adapters.peft_folder import DANLU, WEIGHTS
 from danlu.assembly import merging
 from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.merging import merge

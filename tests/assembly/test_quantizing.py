@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from danlu.adapters.description import describe
+from danlu.adapters.adapter_config import read_adapter_config
 from danlu.assembly import quantizing
 from danlu.assembly.base_model import ORIGIN, check_base, find_base
 from danlu.assembly.frozen_base import load_frozen
@@ -144,7 +144,7 @@ def test_words_come_along(bases: dict[str, Path], tmp_path: Path) -> None:
 def test_adapters_of_the_original_fit(bases: dict[str, Path], tmp_path: Path) -> None:
     quantize(bases["llama"], tmp_path / "out", sections.Nf4())
     assert json.loads((tmp_path / "out" / ORIGIN).read_text())["quantized_from"] == fingerprint(bases["llama"])
-    adapter = describe(adapter_folder(bases["llama"], tmp_path / "adapter", sections.Lora()))
+    adapter = read_adapter_config(adapter_folder(bases["llama"], tmp_path / "adapter", sections.Lora()))
     check_base(adapter, find_base(bases["llama"]))
     check_base(adapter, find_base(tmp_path / "out"))
     save(tiny_model(seed=9, **FAMILIES["llama"]), tmp_path / "other")

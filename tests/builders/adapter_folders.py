@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from builders.tiny_adapters import logits, perturb
-from danlu.adapters.description import open_adapter
-from danlu.adapters.folder import DANLU, WEIGHTS, write_adapter
+from danlu.adapters.adapter_config import open_adapter
+from danlu.adapters.peft_folder import DANLU, WEIGHTS, write_adapter
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapters_of

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from builders.tiny_adapters import adapter_set, perturb
 from builders.tiny_run import tiny_model
-from danlu.adapters.folder import write_adapter
+from danlu.adapters.peft_folder import write_adapter
 from danlu.errors import DanluError
 from danlu.models.saving import save as save_model
 from danlu.optim.eight_bit import EightBitMoments

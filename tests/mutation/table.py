@@ -143,7 +143,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "adapters/lora.py",
         "bound = 1 / math.sqrt(values.shape[1])",
         "bound = 1 / math.sqrt(values.shape[0])",
-        "adapters/test_folder.py",
+        "adapters/test_peft_folder.py",
         "initial_values",
     ),
     Mutation(

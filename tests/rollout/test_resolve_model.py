@@ -9,7 +9,7 @@ import pytest
 from builders.adapter_folders import adapter_folder, changed, of_another_tool
 from builders.tiny_world import World
 
-from danlu.adapters.description import CONFIG, describe
+from danlu.adapters.adapter_config import CONFIG, read_adapter_config
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.recipe import sections
 from danlu.rollout.resolve_model import adapter_names, resolve_model
@@ -105,7 +105,7 @@ def test_names_are_those_of_runs_and_folders_and_each_one_of_a_kind(base: Path, 
         (folder / CONFIG).write_text("{}")
         if "sft" in place:
             (folder.parent / "recipe.yaml").touch()
-        stacks.append((describe(folder),))
+        stacks.append((read_adapter_config(folder),))
     assert adapter_names(stacks) == [
         "sft", "sft-ema", "sft-2", "poet", "poet-2", "my-cat", "none-2", "adapter",
     ]  # fmt: skip

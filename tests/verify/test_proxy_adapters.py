@@ -11,7 +11,7 @@ import torch
 from builders.adapter_folders import adapted_logits, adapter_folder
 from builders.tiny_adapters import logits
 
-from danlu.adapters.description import describe, stacked
+from danlu.adapters.adapter_config import adapter_stack, read_adapter_config
 from danlu.errors import ModelError, RecipeError
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
@@ -69,8 +69,8 @@ def test_one_of_the_same_kind_sits_on_the_small_model_and_matters(
     large, small = bases
     given = adapter_folder(large, tmp_path / "given", KINDS[kind])
     (made,), words = small_stack([str(given)], LARGE, small, tmp_path / "small", seed=3)
-    folder = describe(Path(made))
-    assert (folder.kind, words) == (describe(given).kind, kind)
+    folder = read_adapter_config(Path(made))
+    assert (folder.kind, words) == (read_adapter_config(given).kind, kind)
     without, along = logits(load(small)), adapted_logits(small, Path(made))
     assert float((along - without).abs().max()) > 5e-3 * float(without.abs().max())
     (again,), _ = small_stack([str(given)], LARGE, small, tmp_path / "again", seed=3)
@@ -86,7 +86,7 @@ def test_what_lies_below_what_stays(bases: tuple[Path, Path], tmp_path: Path) ->
     other = adapter_folder(large, tmp_path / "other", sections.Vera())
     made, words = small_stack([str(other), str(tmp_path / "upon")], LARGE, small, tmp_path / "small", seed=0)
     assert words == "vera and lora and ia3"
-    assert [[one.path.name for one in stacked(path)] for path in made] == [["0-other"], ["1-below", "2-upon"]]
+    assert [[one.path.name for one in adapter_stack(path)] for path in made] == [["0-other"], ["1-below", "2-upon"]]
     assert upon.is_dir()
 
 

@@ -11,7 +11,7 @@ import torch
 from builders.adapter_folders import adapter_folder
 from builders.tiny_world import tiny_world
 
-from danlu.adapters.description import describe
+from danlu.adapters.adapter_config import read_adapter_config
 from danlu.memory import recompute_planner
 from danlu.memory.recompute import KINDS
 from danlu.models.attend import PackedAttention
@@ -194,5 +194,5 @@ def test_adapters_below_are_written_beside_the_small_base(tmp_path: Path) -> Non
     given = made.model_copy(update={"model": made.model.model_copy(update={"adapters": [str(below)]})})
     small = small_recipe(given, read_config(tiny_world().base), Layout(shard=2), tmp_path)
     assert small.recipe.model.adapters == [str(tmp_path / "adapters" / "0-below")]
-    assert describe(Path(small.recipe.model.adapters[0])).kind == "VERA"
+    assert read_adapter_config(Path(small.recipe.model.adapters[0])).kind == "VERA"
     assert small.notes[-1].endswith("with numbers of their own: vera")

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from danlu.adapters import initial
+from danlu.adapters import low_rank_init
 from danlu.adapters.adapter import Dense
 from danlu.adapters.build import BuildContext, build_modules
 from danlu.adapters.lora import LowRank
 from danlu.adapters.prompt import Prompt
 from danlu.adapters.slot import EmbeddingSlot, LinearSlot, Slot, new_slot
 from danlu.adapters.targets import choose
-from danlu.adapters.virtual import VirtualTokens
+from danlu.adapters.virtual_tokens import VirtualTokens
 from danlu.errors import ModelError, RecipeError
 from danlu.types import Site
 
@@ -206,14 +206,14 @@ class AdapterSet:
         match section.init:
             case "pissa":
                 generator = self.build_context.generator(f"{site_name}.{added.name}.svd")
-                start = initial.pissa(
+                start = low_rank_init.pissa(
                     weight, module.rank, scale, iterations=section.svd_iterations, generator=generator
                 )
             case "olora":
-                start = initial.olora(weight, module.rank, scale)
+                start = low_rank_init.olora(weight, module.rank, scale)
             case _:
                 assert self._rounded is not None, "the recipe's rules ask for quantization with loftq"
-                start = initial.loftq(
+                start = low_rank_init.loftq(
                     weight, module.rank, scale, iterations=section.loftq_iterations, rounded=self._rounded
                 )
         if known[0] is None or known[1] is None:

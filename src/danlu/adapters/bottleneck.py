@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.disk import one_of, take, whole
-from danlu.adapters.peft_low_rank import PREFIX
+from danlu.adapters.peft_values import PREFIX, choice, positive_int, take_tensor
 from danlu.recipe import sections
 from danlu.types import Site
 
@@ -90,16 +89,16 @@ def from_peft(
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
     section = sections.Bottleneck(
-        placement=one_of(values, "placement", SLOTS, where),
-        width=whole(values, "width", where),
-        activation=one_of(values, "activation", ACTIVATIONS, where),
+        placement=choice(values, "placement", SLOTS, where),
+        width=positive_int(values, "width", where),
+        activation=choice(values, "activation", ACTIVATIONS, where),
     )
     width, inner = next(site.shape[1] for site in sites if site.group == "embedding"), section.width
     shapes = {"down_weight": (inner, width), "down_bias": (inner,), "up_weight": (width, inner), "up_bias": (width,)}
     by_place: dict[str, dict[str, Tensor]] = {}
     used: set[str] = set()
     for place, key in _keys(sites, section.placement):
-        by_place[place] = {name: take(tensors, f"{key}.{name}", shape, where) for name, shape in shapes.items()}
+        by_place[place] = {name: take_tensor(tensors, f"{key}.{name}", shape, where) for name, shape in shapes.items()}
         used |= {f"{key}.{name}" for name in shapes}
     return section, by_place, used
 

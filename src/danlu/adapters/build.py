@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from danlu.adapters import bottleneck, prefix, prompt
-from danlu.adapters.disk import HFLayer, hf_layers
 from danlu.adapters.dropout import Dropout, DropoutState
+from danlu.adapters.hf_layers import HFLayer, hf_layers
 from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
 from danlu.adapters.mora import Mora

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, Dense, TensorAxes
-from danlu.adapters.disk import check_supported, hf_layers, take
-from danlu.adapters.peft_low_rank import PREFIX, target_modules
+from danlu.adapters.hf_layers import hf_layers
+from danlu.adapters.peft_lora import target_modules
+from danlu.adapters.peft_values import PREFIX, check_supported, take_tensor
 from danlu.errors import ModelError
 from danlu.recipe import sections
 from danlu.types import LinearLayer, Remade, Site
@@ -145,11 +146,11 @@ def from_peft(
         used.add(key)
         outputs, inputs = layer.shape
         if tensors[key].shape[0] == 1:  # a row for inputs, a column for outputs
-            vector = take(tensors, key, (1, inputs), where)[0]
+            vector = take_tensor(tensors, key, (1, inputs), where)[0]
             by_site |= {site.name: {"ia3_l": vector} for site in layer.parts}
             of_inputs += [site.name for site in layer.parts]
         else:
-            vector = take(tensors, key, (outputs, 1), where)[:, 0]
+            vector = take_tensor(tensors, key, (outputs, 1), where)[:, 0]
             by_site |= {site.name: {"ia3_l": vector[rows]} for site, rows in layer.rows()}
     if not by_site:
         raise ModelError(f"{where}: holds no tensor of an (IA)^3 adapter of this model")

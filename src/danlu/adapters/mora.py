@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, Dense
-from danlu.adapters.disk import HFLayer, hf_layers, number, one_of, take, whole
 from danlu.adapters.dropout import Dropout
-from danlu.adapters.peft_low_rank import PREFIX, target_modules
+from danlu.adapters.hf_layers import HFLayer, hf_layers
+from danlu.adapters.peft_lora import target_modules
+from danlu.adapters.peft_values import PREFIX, choice, finite_number, positive_int, take_tensor
 from danlu.adapters.targets import Form, square_width
 from danlu.errors import ModelError
 from danlu.recipe import sections
@@ -230,18 +231,18 @@ def from_peft(
 
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
-    rank, form = whole(values, "r", where), one_of(values, "mora_form", get_args(Form), where)
+    rank, form = positive_int(values, "r", where), choice(values, "mora_form", get_args(Form), where)
     by_site: dict[str, dict[str, Tensor]] = {}
     used: set[str] = set()
     for layer in hf_layers(sites):
         for site in layer.parts:
             if (key := _key(layer, site)) in tensors:
                 width = square_width(site.shape, rank, form)
-                by_site[site.name] = {"mora_M": take(tensors, key, (width, width), where)}
+                by_site[site.name] = {"mora_M": take_tensor(tensors, key, (width, width), where)}
                 used.add(key)
     if not by_site:
         raise ModelError(f"{where}: holds no tensor of a MoRA adapter of this model")
-    dropout = number(values, "mora_dropout", 0.0, where)
+    dropout = finite_number(values, "mora_dropout", 0.0, where)
     return sections.Mora(rank=rank, form=form, dropout=dropout, targets=list(by_site)), by_site, used
 
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import TensorAxes
-from danlu.adapters.disk import check_supported, take, whole
-from danlu.adapters.virtual import Places, VirtualTokens
+from danlu.adapters.peft_values import check_supported, positive_int, take_tensor
+from danlu.adapters.virtual_tokens import Places, VirtualTokens
 from danlu.recipe import sections
 from danlu.types import Share, Site
 
@@ -176,8 +176,8 @@ def from_peft(
     """
     check_supported(values, _HARMLESS, where)
     widths = slots(sites)
-    count = whole(values, "num_virtual_tokens", where)
-    table = take(tensors, _KEY, (count, sum(2 * width for width in widths.values())), where)
+    count = positive_int(values, "num_virtual_tokens", where)
+    table = take_tensor(tensors, _KEY, (count, sum(2 * width for width in widths.values())), where)
     tables = table.split([2 * width for width in widths.values()], 1)
     by_place = {slot: {"embedding.weight": one} for slot, one in zip(widths, tables, strict=True)}
     return sections.Prefix(tokens=count), by_place, {_KEY}

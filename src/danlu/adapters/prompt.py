@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.disk import take, whole
-from danlu.adapters.virtual import Places, VirtualTokens
+from danlu.adapters.peft_values import positive_int, take_tensor
+from danlu.adapters.virtual_tokens import Places, VirtualTokens
 from danlu.recipe import sections
 from danlu.types import EmbeddingLayer, Site
 
@@ -86,6 +86,6 @@ def from_peft(
     Raises ModelError for tensors that do not fit the model.
     """
     (site,) = (site for site in sites if site.group == "embedding")
-    count = whole(values, "num_virtual_tokens", where)
-    weight = take(tensors, _KEY, (count, site.shape[1]), where)
+    count = positive_int(values, "num_virtual_tokens", where)
+    weight = take_tensor(tensors, _KEY, (count, site.shape[1]), where)
     return sections.Prompt(tokens=count), {site.name: {"embedding.weight": weight}}, {_KEY}

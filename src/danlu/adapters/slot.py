@@ -15,7 +15,7 @@ from danlu.adapters.adapter import Adapter, Dense, EmbeddingAdapter
 from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank import Branch, products
 from danlu.adapters.prefix import LayerPrefix
-from danlu.adapters.virtual import VirtualTokens
+from danlu.adapters.virtual_tokens import VirtualTokens
 from danlu.types import EmbeddingLayer, LinearLayer, Remade
 
 

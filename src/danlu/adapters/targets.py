@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
-from danlu.adapters.disk import hf_layers
+from danlu.adapters.hf_layers import hf_layers
 from danlu.errors import RecipeError
 from danlu.recipe import sections
 from danlu.types import Site

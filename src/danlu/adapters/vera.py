@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, Dense, TensorAxes
-from danlu.adapters.disk import HFLayer, check_supported, hf_layers, number, take, whole
 from danlu.adapters.dropout import Dropout
-from danlu.adapters.peft_low_rank import PREFIX, target_modules
+from danlu.adapters.hf_layers import HFLayer, hf_layers
+from danlu.adapters.peft_lora import target_modules
+from danlu.adapters.peft_values import PREFIX, check_supported, finite_number, positive_int, take_tensor
 from danlu.errors import ModelError
 from danlu.recipe import sections
 from danlu.types import LinearLayer, Remade, Share, Site
@@ -182,7 +183,7 @@ def from_peft(
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
     check_supported(values, _HARMLESS, where)
-    rank, saved = whole(values, "r", where), bool(values.get("save_projection", True))
+    rank, saved = positive_int(values, "r", where), bool(values.get("save_projection", True))
     layers = [layer for layer in hf_layers(sites) if f"{PREFIX}{layer.name}.vera_lambda_b" in tensors]
     if not layers:
         raise ModelError(f"{where}: holds no tensor of a VeRA adapter of this model")
@@ -191,22 +192,22 @@ def from_peft(
     for layer in layers:
         keys = [f"{PREFIX}{layer.name}.{one}" for one in ("vera_lambda_d", "vera_lambda_b")]
         used.update(keys)
-        lambda_d = take(tensors, keys[0], (rank,), where)
-        lambda_b = take(tensors, keys[1], (layer.shape[0],), where)
+        lambda_d = take_tensor(tensors, keys[0], (rank,), where)
+        lambda_b = take_tensor(tensors, keys[1], (layer.shape[0],), where)
         for site, rows in layer.rows():
             by_site[site.name] = {"vera_lambda_d": lambda_d, "vera_lambda_b": lambda_b[rows]}
     if saved:
         outputs, inputs = widest(layers)
         used |= {_A, _B}
         by_site[layers[0].parts[0].name] |= {
-            "projection.vera_A": take(tensors, _A, (rank, inputs), where),
-            "projection.vera_B": take(tensors, _B, (outputs, rank), where),
+            "projection.vera_A": take_tensor(tensors, _A, (rank, inputs), where),
+            "projection.vera_B": take_tensor(tensors, _B, (outputs, rank), where),
         }
     section = sections.Vera(
         rank=rank,
-        dropout=number(values, "vera_dropout", 0.0, where),
-        initial_d=number(values, "d_initial", 0.1, where),
-        projection_seed=int(number(values, "projection_prng_key", 0, where)),
+        dropout=finite_number(values, "vera_dropout", 0.0, where),
+        initial_d=finite_number(values, "d_initial", 0.1, where),
+        projection_seed=int(finite_number(values, "projection_prng_key", 0, where)),
         save_projection=saved,
         targets=list(by_site),
     )

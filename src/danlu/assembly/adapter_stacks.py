@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from danlu.adapters.adapter_config import AdapterFolder, open_adapter
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.description import AdapterFolder, open_adapter
-from danlu.adapters.folder import add_adapter
+from danlu.adapters.peft_folder import add_adapter
 
 
 class AdapterStacks:

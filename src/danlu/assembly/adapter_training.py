@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from danlu.adapters.adapter_config import CONFIG
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.description import CONFIG
-from danlu.adapters.folder import add_adapter, write_adapter
+from danlu.adapters.peft_folder import add_adapter, write_adapter
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, find_base
 from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
@@ -104,7 +104,7 @@ def write_result(
 
     started_from: `model.adapters`, upon which it was trained and which it needs; continued: all but the last.
     quantization: how the base was held meanwhile, so that it is held the same way when the adapter is used.
-    value, writes: as `adapters.folder.write_adapter` has them, for an adapter cut among processes.
+    value, writes: as `adapters.peft_folder.write_adapter` has them, for an adapter cut among processes.
     """
     if not writes:
         for name in adapters.tensors(TRAINED):

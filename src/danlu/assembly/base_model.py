@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from danlu.adapters.description import AdapterFolder
+from danlu.adapters.adapter_config import AdapterFolder
 from danlu.errors import ModelError
 from danlu.models.hf_folder import fingerprint, read_json, resolve_folder
 

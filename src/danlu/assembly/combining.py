@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from danlu import __version__
+from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, init_taken_from_base, open_adapter
 from danlu.adapters.combine import Combination, weighted_sum
-from danlu.adapters.description import CONFIG, AdapterFolder, open_adapter, stacked, start_out_of_base
-from danlu.adapters.folder import read_files, write_files
-from danlu.adapters.initial import pissa
-from danlu.adapters.peft_low_rank import (
-    PREFIX,
+from danlu.adapters.low_rank_init import pissa
+from danlu.adapters.peft_folder import read_files, write_files
+from danlu.adapters.peft_lora import (
     Factors,
     described,
     for_original_base,
     read_factors,
 )
+from danlu.adapters.peft_values import PREFIX
 from danlu.assembly.base_model import Base, base_of, check_base, find_base
 from danlu.assembly.merging import check_free, common_below, find_tokenizer
 from danlu.errors import ModelError
@@ -79,7 +79,7 @@ def combine(
     """
     check_free(target)
     base = None if into is None else find_base(into)
-    stacks = [stacked(source) for source in sources]
+    stacks = [adapter_stack(source) for source in sources]
     below = common_below(stacks)
     folders = [open_adapter(stack[-1].path) for stack in stacks]
     for folder in folders:
@@ -163,7 +163,7 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | 
     if folder.kind != "LORA":
         raise ModelError(f"{where}: is {folder.kind}; only LoRA adapters become one adapter. Merge it into its base")
     values, tensors = folder.values, read_files(folder)
-    if start_out_of_base(values, where) is not None:
+    if init_taken_from_base(values, where) is not None:
         of = base_of([folder], None, "--into") if base is None else base
         weight = partial(_base_weight, of.folder)
         values, changed = for_original_base(values, tensors, weight, where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from danlu.adapters.description import stacked
+from danlu.adapters.adapter_config import adapter_stack
 from danlu.models.hf_folder import find_config
 from danlu.models.presets import from_scratch
 from danlu.recipe import sections
@@ -17,7 +17,7 @@ def max_sample_length(model: sections.Model, adapter: Any) -> int:
     adapter: section of the recipe, or None. Raises ModelError for a config that danlu cannot read.
     """
     config = find_config(model.path) if model.path is not None else from_scratch(model, vocab_size=1)
-    below = {one.path.resolve(): one for path in model.adapters for one in stacked(Path(path).expanduser())}
+    below = {one.path.resolve(): one for path in model.adapters for one in adapter_stack(Path(path).expanduser())}
     virtual = [one.values.get("num_virtual_tokens") for one in below.values()]
     if isinstance(adapter, sections.Prefix | sections.Prompt):
         virtual.append(adapter.tokens)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danlu.adapters.adapter_config import AdapterFolder, adapter_stack
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.combine import Combination
-from danlu.adapters.description import AdapterFolder, stacked
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, base_of, check_base
 from danlu.assembly.frozen_base import load_frozen
@@ -88,7 +88,7 @@ def merge(
     `target` holds anything.
     """
     check_free(target)
-    stacks = [stacked(source) for source in sources]
+    stacks = [adapter_stack(source) for source in sources]
     held = (stacks[-1][-1].quantization or {}).get("kind")
     below = common_below(stacks)
     base = base_of(stacks[0], into, "--into")

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from danlu.adapters.description import CONFIG, WEIGHTS, AdapterFolder, open_adapter, resolve_adapter, stacked
+from danlu.adapters.adapter_config import CONFIG, WEIGHTS, AdapterFolder, adapter_stack, open_adapter, resolve_adapter
 from danlu.adapters.targets import choose
 from danlu.assembly.base_model import Base, check_base, find_base
 from danlu.errors import ModelError
@@ -119,7 +119,7 @@ def open_named(paths: Sequence[str], base: Base) -> list[AdapterFolder]:
 
 def named_stack(paths: Sequence[str]) -> list[AdapterFolder]:
     """The adapters named, each with those that it was trained upon below it and none twice."""
-    found = {folder.path.resolve(): folder for path in paths for folder in stacked(path)}
+    found = {folder.path.resolve(): folder for path in paths for folder in adapter_stack(path)}
     return list(found.values())
 
 

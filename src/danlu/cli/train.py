@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from danlu import recipe as recipes
-from danlu.adapters.description import is_adapter
+from danlu.adapters.adapter_config import is_adapter
 from danlu.cli.worker import loaded_torch, print_into, work
 from danlu.errors import RecipeError
 from danlu.machine import total_memory_bytes, usable_cores

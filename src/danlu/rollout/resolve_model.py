@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from danlu.adapters.description import CONFIG, AdapterFolder, is_adapter, stacked
+from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, is_adapter
 from danlu.assembly.base_model import base_of, check_base, find_base
 from danlu.data import tokenizer
 from danlu.errors import DataError, RecipeError
@@ -51,7 +51,7 @@ def resolve_model(path_or_id: str, base: str | None = None, adapters: Sequence[s
     """
     path = Path(path_or_id).expanduser()
     if _is_only_adapter(path):
-        stack = tuple(stacked(path))
+        stack = tuple(adapter_stack(path))
         below = base_of(stack, base, "--base")
         read_config(below.folder)
         named, folder, stacks = stack[-1].path, below.folder, [stack]
@@ -62,7 +62,7 @@ def resolve_model(path_or_id: str, base: str | None = None, adapters: Sequence[s
         if not adapters:
             return ResolvedModel(named, folder, folder)
         below, stacks = find_base(folder), []
-    stacks += [tuple(stacked(one)) for one in adapters]
+    stacks += [tuple(adapter_stack(one)) for one in adapters]
     for adapter in (one for stack in stacks for one in stack):
         check_base(adapter, below)
     return ResolvedModel(named, folder, adapter_tokenizer_folder(stacks[0], folder), tuple(stacks))

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from danlu.adapters.description import AdapterFolder, open_adapter, resolve_adapter, stacked
-from danlu.adapters.folder import section_of, write_adapter
+from danlu.adapters.adapter_config import AdapterFolder, adapter_stack, open_adapter, resolve_adapter
+from danlu.adapters.peft_folder import section_of, write_adapter
 from danlu.adapters.targets import by_pattern, select, unmatched
 from danlu.assembly.base_model import Base, find_base
 from danlu.assembly.frozen_base import adapters_of
@@ -76,7 +76,7 @@ def small_stack(
     large, found = adapters_of(meta_decoder(config)), find_base(base)
     made: dict[Path, Path] = {}
     kinds: list[str] = []
-    for one in (one for path in paths for one in stacked(path)):
+    for one in (one for path in paths for one in adapter_stack(path)):
         if one.path.resolve() not in made:
             section = section_of(large, open_adapter(one.path))
             below = [str(made[resolve_adapter(path).resolve()]) for path in one.below]

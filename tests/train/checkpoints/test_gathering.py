@@ -10,7 +10,7 @@ from builders import checkpoint_worker
 from builders.checkpoint_worker import KINDS, LAYOUTS, adapted
 from builders.process_group import run_group
 
-from danlu.adapters.folder import write_adapter
+from danlu.adapters.peft_folder import write_adapter
 from danlu.models.saving import save
 from danlu.parallel.comm import ALONE
 from danlu.shard_box import ShardBox

@@ -15,10 +15,10 @@ from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 
+from danlu.adapters.adapter_config import open_adapter
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.description import open_adapter
-from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, write_adapter
-from danlu.adapters.peft_kinds import FORMATS, format_of
+from danlu.adapters.peft_folder import CONFIG, WEIGHTS, add_adapter, write_adapter
+from danlu.adapters.peft_formats import FORMATS, format_of
 from danlu.errors import ModelError
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters import initial
-from danlu.adapters.description import start_out_of_base
-from danlu.adapters.disk import HFLayer, check_supported, hf_layers, number, whole
+from danlu.adapters import low_rank_init
+from danlu.adapters.adapter_config import init_taken_from_base
+from danlu.adapters.hf_layers import HFLayer, hf_layers
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
+from danlu.adapters.peft_values import PREFIX, check_supported, finite_number, positive_int
 from danlu.errors import ModelError
 from danlu.recipe import sections
 from danlu.types import Site
 
-PREFIX = "base_model.model."
 _FACTORS = {"lora_A.weight": "lora_A", "lora_B.weight": "lora_B"}
 _MAGNITUDE = "lora_magnitude_vector"
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
@@ -121,7 +121,7 @@ def read_factors(
     """
     check_supported(values, _HARMLESS, where)
     _check_types(values, where)
-    alpha, power = number(values, "lora_alpha", 8.0, where), 0.5 if values.get("use_rslora") else 1.0
+    alpha, power = finite_number(values, "lora_alpha", 8.0, where), 0.5 if values.get("use_rslora") else 1.0
     factors: dict[str, Factors] = {}
     used: set[str] = set()
     for name, (keys, one) in _read(tensors, None, where).items():
@@ -142,14 +142,14 @@ def for_original_base(
     other is given back as it is. An embedding keeps its rank: PEFT takes nothing out of it.
 
     weight: a module's weight [O, I] by its name on disk, in float32 or wider, or None where the model has no such
-    layer; of a weight on the meta device only the shape is asked. Raises ModelError as `start_out_of_base` does, and
+    layer; of a weight on the meta device only the shape is asked. Raises ModelError as `init_taken_from_base` does, and
     for factors that do not have the weight's shape.
     """
-    init = start_out_of_base(values, where)
+    init = init_taken_from_base(values, where)
     if init is None:
         return values, tensors
     _check_types(values, where)
-    alpha, power = number(values, "lora_alpha", 8.0, where), 0.5 if values.get("use_rslora") else 1.0
+    alpha, power = finite_number(values, "lora_alpha", 8.0, where), 0.5 if values.get("use_rslora") else 1.0
     rest = dict(tensors)
     written: dict[str, Factors] = {}
     for name, (keys, one) in _read(tensors, None, where).items():
@@ -180,9 +180,9 @@ def _start(init: str, weight: Tensor, rank: int, scale: float) -> tuple[Tensor, 
     if weight.is_meta:
         return torch.zeros(rank, weight.shape[1]), torch.zeros(weight.shape[0], rank)
     if init == "pissa":
-        start = initial.pissa(weight, rank, scale, iterations=None, generator=torch.Generator())
+        start = low_rank_init.pissa(weight, rank, scale, iterations=None, generator=torch.Generator())
     else:
-        start = initial.olora(weight, rank, scale)
+        start = low_rank_init.olora(weight, rank, scale)
     return start.a.to("cpu", torch.float32), start.b.to("cpu", torch.float32)
 
 
@@ -218,12 +218,12 @@ def from_peft(
             by_site[site.name] = {"lora_A": one.a, "lora_B": one.b[rows]}
             if one.magnitude is not None:
                 by_site[site.name][_MAGNITUDE] = one.magnitude[rows]
-    rank, alpha = int(values.get("r", 8)), number(values, "lora_alpha", 8.0, where)
+    rank, alpha = int(values.get("r", 8)), finite_number(values, "lora_alpha", 8.0, where)
     alphas = {site.name: _alpha(site.hf_name, values, alpha) for site in sites if site.name in by_site}
     common: dict[str, Any] = {
         "rank": rank,
         "alpha": alpha,
-        "dropout": number(values, "lora_dropout", 0.0, where),
+        "dropout": finite_number(values, "lora_dropout", 0.0, where),
         "scaling": "rslora" if values.get("use_rslora") else "standard",
         "targets": list(by_site),
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
@@ -325,17 +325,17 @@ def _check_types(values: Mapping[str, Any], where: str) -> None:
     """Raises ModelError for settings that are not of PEFT's types."""
 
     for key, default in (("lora_alpha", 8.0), ("lora_dropout", 0.0)):
-        number(values, key, default, where)
-    whole({"r": 8, **values}, "r", where)
+        finite_number(values, key, default, where)
+    positive_int({"r": 8, **values}, "r", where)
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = values.get(key) or {}
         if not isinstance(patterns, dict) or any(not _is_pattern(pattern) for pattern in patterns):
             raise ModelError(f"{where}: {key} is {patterns!r}; expected regular expressions with numbers")
         for pattern in patterns:
             if key == "rank_pattern":
-                whole(patterns, pattern, f"{where}: {key}")
+                positive_int(patterns, pattern, f"{where}: {key}")
             else:
-                number(patterns, pattern, 0.0, f"{where}: {key}")
+                finite_number(patterns, pattern, 0.0, f"{where}: {key}")
 
 
 def _is_pattern(text: str) -> bool:

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu import __version__
+from danlu.adapters.adapter_config import CONFIG, DANLU, WEIGHTS, AdapterFolder
 from danlu.adapters.adapter_set import BASE_CHANGING_INITS, AdapterSet, AddedAdapter
-from danlu.adapters.description import CONFIG, DANLU, WEIGHTS, AdapterFolder
-from danlu.adapters.peft_kinds import FORMATS, format_of
-from danlu.adapters.peft_low_rank import PREFIX, for_original_base
+from danlu.adapters.peft_formats import FORMATS, format_of
+from danlu.adapters.peft_lora import for_original_base
+from danlu.adapters.peft_values import PREFIX
 from danlu.errors import ModelError
 
 

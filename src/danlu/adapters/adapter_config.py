@@ -16,7 +16,7 @@ DANLU = "danlu.json"
 QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
 """Kinds of few bits in which a recipe may hold a base."""
 PEFT_TYPES = ("DANLU_BOTTLENECK", "DANLU_MORA", "IA3", "LORA", "PREFIX_TUNING", "PROMPT_TUNING", "VERA")
-"""Kinds of adapter folders that are read: the keys of `peft_kinds.FORMATS`."""
+"""Kinds of adapter folders that are read: the keys of `peft_formats.FORMATS`."""
 _EVERY_KIND = (
     "auto_mapping base_model_name_or_path inference_mode modules_to_save peft_type peft_version revision task_type "
 )
@@ -104,7 +104,7 @@ def resolve_adapter(path: str | Path) -> Path:
     raise ModelError(f"{path}: neither an adapter ({CONFIG} is missing) nor a finished run (no {_RUN_RESULT}/{CONFIG})")
 
 
-def describe(path: Path) -> AdapterFolder:
+def read_adapter_config(path: Path) -> AdapterFolder:
     """Reads what a folder says of itself. Raises ModelError if it is no adapter, or its files cannot be read."""
     if not (path / CONFIG).is_file():
         raise ModelError(f"{path}: no adapter here ({CONFIG} is missing)")
@@ -117,7 +117,7 @@ def describe(path: Path) -> AdapterFolder:
 
 def open_adapter(path: Path) -> AdapterFolder:
     """Reads the config of an adapter folder. Raises ModelError if it is none, or one that danlu cannot compute."""
-    folder = describe(path)
+    folder = read_adapter_config(path)
     if folder.kind not in PEFT_TYPES:
         known = ", ".join(PEFT_TYPES)
         raise ModelError(f"{path / CONFIG}: peft_type {folder.kind!r} is not supported; supported: {known}")
@@ -132,11 +132,11 @@ def open_adapter(path: Path) -> AdapterFolder:
                 "may change what the adapter computes. If it does not, take it out of the file"
             )
     if folder.kind == "LORA":
-        start_out_of_base(folder.values, str(path / CONFIG))
+        init_taken_from_base(folder.values, str(path / CONFIG))
     return folder
 
 
-def start_out_of_base(values: Mapping[str, Any], where: str) -> str | None:
+def init_taken_from_base(values: Mapping[str, Any], where: str) -> str | None:
     """Which start PEFT takes out of the base as it loads an adapter with these values: "pissa", "olora", or None.
 
     Raises ModelError for starts that PEFT does not find again (drawn at random, made of data, dependent on a
@@ -159,7 +159,7 @@ def start_out_of_base(values: Mapping[str, Any], where: str) -> str | None:
     raise ModelError(f"{where}: init_lora_weights is {init!r}, which PEFT does not know; danlu reads: {known}")
 
 
-def stacked(path: str | Path) -> list[AdapterFolder]:
+def adapter_stack(path: str | Path) -> list[AdapterFolder]:
     """An adapter with those that it was trained upon, lowest first, each once.
 
     Raises ModelError if one of them is not there, or lies upon itself.
@@ -171,7 +171,7 @@ def stacked(path: str | Path) -> list[AdapterFolder]:
 
 
 def _with_below(path: Path, above: tuple[Path, ...]) -> Iterator[AdapterFolder]:
-    folder = describe(path)
+    folder = read_adapter_config(path)
     if path.resolve() in above:
         raise ModelError(f"{path / DANLU}: the adapter is said to be stacked on itself")
     for one in folder.below:

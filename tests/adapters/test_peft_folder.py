@@ -19,9 +19,9 @@ from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from danlu.adapters.description import open_adapter, start_out_of_base
-from danlu.adapters.folder import CONFIG, WEIGHTS, add_adapter, write_adapter
-from danlu.adapters.peft_low_rank import PREFIX
+from danlu.adapters.adapter_config import init_taken_from_base, open_adapter
+from danlu.adapters.peft_folder import CONFIG, WEIGHTS, add_adapter, write_adapter
+from danlu.adapters.peft_values import PREFIX
 from danlu.assembly.frozen_base import load_frozen
 from danlu.errors import ModelError
 from danlu.models.loading import load
@@ -198,9 +198,9 @@ def test_every_start_that_peft_knows_is_judged() -> None:
     for init in (word.replace("[number of iters]", "4") for word in words):
         if init.startswith(("pissa_", "corda", "loftq")):
             with pytest.raises(ModelError, match="cannot be found again"):
-                start_out_of_base({"init_lora_weights": init}, "file")
+                init_taken_from_base({"init_lora_weights": init}, "file")
         else:
-            start_out_of_base({"init_lora_weights": init}, "file")
+            init_taken_from_base({"init_lora_weights": init}, "file")
 
 
 def test_peft_converts_what_cannot_be_found_again(bases: dict[str, Path], tmp_path: Path) -> None:

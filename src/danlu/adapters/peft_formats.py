@@ -10,14 +10,14 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from danlu.adapters import bottleneck, ia3, mora, peft_low_rank, prefix, prompt, vera
+from danlu.adapters import bottleneck, ia3, mora, peft_lora, prefix, prompt, vera
 from danlu.recipe import sections
 
 FORMATS: dict[str, ModuleType] = {
     "DANLU_BOTTLENECK": bottleneck,
     "DANLU_MORA": mora,
     "IA3": ia3,
-    "LORA": peft_low_rank,
+    "LORA": peft_lora,
     "PREFIX_TUNING": prefix,
     "PROMPT_TUNING": prompt,
     "VERA": vera,
@@ -35,4 +35,4 @@ _BY_SECTION: dict[type, ModuleType] = {
 
 def format_of(section: Any) -> ModuleType:
     """Who writes the adapter of a section."""
-    return peft_low_rank if isinstance(section, sections.LowRank) else _BY_SECTION[type(section)]
+    return peft_lora if isinstance(section, sections.LowRank) else _BY_SECTION[type(section)]

@@ -1,0 +1,37 @@
+"""Layers as Hugging Face folders name them: q, k and v (or gate and up) may be one layer there.
+
+The parts of such a fused layer lie one under the other in its weight, in the order of their outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from danlu.types import Site
+
+
+@dataclass(frozen=True)
+class HFLayer:
+    """A layer of a Hugging Face folder, and the sites that are its parts."""
+
+    name: str
+    parts: tuple[Site, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I) of the whole."""
+        return sum(site.shape[0] for site in self.parts), self.parts[0].shape[1]
+
+    def rows(self) -> Iterator[tuple[Site, slice]]:
+        """The parts, and which outputs of the whole are theirs."""
+        start = 0
+        for site in self.parts:
+            yield site, slice(start, start + site.shape[0])
+            start += site.shape[0]
+
+
+def hf_layers(sites: Sequence[Site]) -> list[HFLayer]:
+    """All layers, in the model's order. `sites` are those of the whole model."""
+    return [HFLayer(name, tuple(parts)) for name, parts in groupby(sites, key=lambda site: site.hf_name)]
