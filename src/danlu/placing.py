@@ -307,10 +307,10 @@ def learner(
 ) -> Compute:
     """What learns: a placed model with its loss, under DDP where every data rank holds all that is trained."""
     model, ranks = placed.subject.model, placed.parallel.ranks
-    away = None
+    offload = None
     if "activations" in recipe.memory.offload:
         folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
-        away = activation_offload.offload_for(device, folder)
+        offload = activation_offload.offload_for(device, folder)
     compute = Compute(
         model,
         model.compiled() if compiled else model,
@@ -321,7 +321,7 @@ def learner(
         placed.subject.adapters,
         activations,
         placed.parallel,
-        away=away,
+        offload=offload,
         multiple=_token_shares(recipe, ranks),
     )
     if recipe.parallel.workers == "threads":

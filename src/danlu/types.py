@@ -133,11 +133,11 @@ class QuantizedWeight(Protocol):
     def product(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] in x's dtype, differentiable in x
 
 
-class Remade(NamedTuple):
-    """How the input of a linear layer is made again in the backward pass, which then need not keep it."""
+class Recomputed(NamedTuple):
+    """How the input of a linear layer is computed again in the backward pass, which then need not save it."""
 
-    make: Callable[..., Tensor]
-    of: tuple[Tensor, ...]  # kept for the backward pass by what made the input, in any case
+    function: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]  # of `function`; what made the layer's input saves them for backward in any case
 
 
 class LinearLayer(Protocol):
@@ -167,7 +167,7 @@ class LinearLayer(Protocol):
 class LinearAdapter(Protocol):
     """What takes over the product of a linear layer; the slot `adapter` of one."""
 
-    def __call__(self, x: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor: ...
+    def __call__(self, x: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor: ...
 
     def forward_shared(self, x: Tensor, linears: Sequence[LinearLayer]) -> tuple[Tensor, ...]: ...  # all share x
 
@@ -199,8 +199,8 @@ class KeyValuePrefix(Protocol):
     def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-class Across(Protocol):
-    """Sums and maxima over the processes among which something is cut; alone, both give back what they are given."""
+class ReduceGroup(Protocol):
+    """A process group that can sum and take maxima; of a single process, both return what they are given."""
 
     @property
     def size(self) -> int: ...  # of processes
@@ -214,26 +214,27 @@ Axis = Literal["outputs", "inputs"]
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one process holds of a linear layer [O, I], or of an embedding with its words as outputs.
+class LinearShard:
+    """The shard that one tensor rank has of a linear layer [O, I], or of an embedding, whose rows count as outputs.
 
-    Layers cut by outputs make each a part of the outputs; those cut by inputs make parts of a sum, which `across` adds
-    up behind the layer. So whatever of the layer is not cut along `axis` gets a part of its gradient only.
+    A layer cut by outputs (column parallel) computes a part of the outputs; one cut by inputs (row parallel) a term of
+    a sum over `group`, which is added up behind the layer. So a parameter of the layer that is not cut along `axis`
+    gets only a part of its gradient on each rank.
     """
 
     axis: Axis  # along which it is cut
     outputs: slice  # of the whole layer's
     inputs: slice
-    across: Across
+    group: ReduceGroup
     first: bool  # whether this process adds what must be added once
 
 
 @dataclass(frozen=True)
-class Words:
-    """The rows of embedding and head that one process holds of a vocabulary that is cut among several."""
+class VocabShard:
+    """The rows of embedding and head that one tensor rank has, where the vocabulary is cut among several."""
 
-    first: int  # number of the first row
-    across: Across
+    start: int  # id of the first token that has its row here
+    group: ReduceGroup
     gather: Callable[[Tensor], Tensor]  # [.., rows] -> [.., V], differentiable
 
 

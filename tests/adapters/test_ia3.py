@@ -18,7 +18,7 @@ from danlu.errors import RecipeError
 from danlu.models import ops
 from danlu.models.decoder import Linear
 from danlu.recipe import sections
-from danlu.types import Remade
+from danlu.types import Recomputed
 
 TOKENS, INPUTS, OUTPUTS = 7, 10, 6
 
@@ -95,7 +95,7 @@ def test_what_rescales_inputs_does_so_for_all_that_lies_below_it() -> None:
     y = y + 0.7 * F.linear(F.linear(x, high.lora_A), high.lora_B)
     plain = y * outer.ia3_l
     wanted = (x, low.lora_A, inner.ia3_l, high.lora_A, high.lora_B, outer.ia3_l)
-    for again in (None, Remade(lambda half: half * 2, (x.detach() / 2,))):
+    for again in (None, Recomputed(lambda half: half * 2, (x.detach() / 2,))):
         ours = linear(x, again)
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
         for one, other in zip(gradients(ours, *wanted), gradients(plain, *wanted), strict=True):
@@ -111,7 +111,7 @@ def test_an_input_that_can_be_made_again_is_not_kept() -> None:
     slot_of(linear, one=module)
     gate, up = (torch.randn(TOKENS, INPUTS, dtype=torch.float64, requires_grad=True) for _ in range(2))
     inner = ops.gated_mlp_activation(gate, up, "silu")
-    again = Remade(lambda gate, up: ops.gated_mlp_activation(gate, up, "silu"), (gate, up))
+    again = Recomputed(lambda gate, up: ops.gated_mlp_activation(gate, up, "silu"), (gate, up))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         ours = linear(inner, again)

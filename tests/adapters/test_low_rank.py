@@ -16,7 +16,7 @@ from danlu.adapters.low_rank import Branch, LowRankFactors, products
 from danlu.models import ops
 from danlu.models.decoder import Linear
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.types import Remade
+from danlu.types import Recomputed
 
 TOKENS, INPUTS = 7, 10
 OUTPUTS, RANKS = (12, 6, 5), (4, 3, None)  # the last layer has no adapter
@@ -124,23 +124,23 @@ def test_dropout_reaches_the_low_rank_path_alone_and_backward_draws_the_same_mas
     assert not torch.allclose(found[0], undropped[0], rtol=1e-3)
 
 
-@pytest.mark.parametrize("remade", [False, True])
-def test_what_is_kept_for_the_backward_pass(remade: bool) -> None:
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_what_is_kept_for_the_backward_pass(recomputed: bool) -> None:
     """x once for all layers, A x, and nothing as large as a weight or (made again) as x."""
     torch.manual_seed(0)
     gate, up = (torch.randn(TOKENS, INPUTS, requires_grad=True) for _ in range(2))
     layers = [layer(40, seed, bias=False, dtype=torch.float32) for seed in range(2)]
     ones = [factors(linear, 2, dora=False) for linear in layers]
     inner = ops.gated_mlp_activation(gate, up, "silu")
-    again = Remade(lambda gate, up: ops.gated_mlp_activation(gate, up, "silu"), (gate, up)) if remade else None
+    again = Recomputed(lambda gate, up: ops.gated_mlp_activation(gate, up, "silu"), (gate, up)) if recomputed else None
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         ys = products(inner, [Branch(*pair) for pair in zip(layers, ones, strict=True)], None, again)
     own = {tensor.untyped_storage().data_ptr() for pair in ones for tensor in (pair.a, pair.b)}
     new = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in own]
     shapes = sorted(tuple(tensor.shape) for tensor in new)
-    assert shapes == sorted([(TOKENS, 4)] + ([(TOKENS, INPUTS)] * (2 if remade else 1)))
-    if remade:
+    assert shapes == sorted([(TOKENS, 4)] + ([(TOKENS, INPUTS)] * (2 if recomputed else 1)))
+    if recomputed:
         assert {tensor.untyped_storage().data_ptr() for tensor in new if tensor.shape == (TOKENS, INPUTS)} == {
             tensor.untyped_storage().data_ptr() for tensor in (gate, up)
         }

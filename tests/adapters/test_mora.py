@@ -14,7 +14,7 @@ from danlu.adapters.mora import Folding, Mora
 from danlu.adapters.targets import Form, square_width
 from danlu.models import ops
 from danlu.models.decoder import Linear
-from danlu.types import Remade
+from danlu.types import Recomputed
 
 TOKENS = 5
 FORMS: list[Form] = ["rotation", "sharing"]
@@ -136,7 +136,7 @@ def test_an_input_that_can_be_made_again_is_not_kept(form: Form) -> None:
     module, linear = mora(14, 9, 6, form), base_of(14, 9)
     gate, up = (torch.randn(TOKENS, 14, dtype=torch.float64, requires_grad=True) for _ in range(2))
     inner = ops.gated_mlp_activation(gate, up, "silu")
-    again = Remade(lambda gate, up: ops.gated_mlp_activation(gate, up, "silu"), (gate, up))
+    again = Recomputed(lambda gate, up: ops.gated_mlp_activation(gate, up, "silu"), (gate, up))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         ours = module.add(inner, linear.base(inner), linear, again)

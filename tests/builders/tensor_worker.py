@@ -145,7 +145,7 @@ def run_pass(one: Side, case: Case) -> Pass:
 
 
 def head_loss(model: Decoder, hidden: Tensor, targets: Tensor, case: Case) -> CrossEntropy:
-    words = model.words
+    vocab_shard = model.vocab_shard
     return linear_cross_entropy(
         hidden,
         model.head_weight,
@@ -153,9 +153,9 @@ def head_loss(model: Decoder, hidden: Tensor, targets: Tensor, case: Case) -> Cr
         torch.linspace(0.5, 2.0, len(targets), dtype=torch.float64),
         softcap=model.config.final_softcap,
         slice_rows=17,
-        across=None if words is None else words.across,
-        first_word=0 if words is None else words.first,
-        words=model.config.vocab_size,
+        tensor_group=None if vocab_shard is None else vocab_shard.group,
+        vocab_start=0 if vocab_shard is None else vocab_shard.start,
+        vocab_size=model.config.vocab_size,
         **case.losses,
     )
 
@@ -226,7 +226,7 @@ def _every_bias(one: Side, cuts: Cuts) -> None:
 def _local_norms_of_rows(one: Side, cuts: Cuts) -> None:
     for module in one.model.modules():
         if isinstance(module, LowRank):
-            module.across = None
+            module.tensor_group = None
 
 
 def _every_prompt(one: Side, cuts: Cuts) -> None:
@@ -430,9 +430,17 @@ def vocabulary_loss(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, flo
         want.total.backward()
         part, rows = hidden.clone().requires_grad_(), head[first:end].clone().requires_grad_(not frozen)
         with few_rows():
-            across = Deaf(group.size) if options.get("deaf") else group
+            tensor_group = Deaf(group.size) if options.get("deaf") else group
             got = linear_cross_entropy(
-                part, rows, targets, weights, across=across, first_word=first, words=101, slice_rows=10, **rest
+                part,
+                rows,
+                targets,
+                weights,
+                tensor_group=tensor_group,
+                vocab_start=first,
+                vocab_size=101,
+                slice_rows=10,
+                **rest,
             )
         got.total.backward()
         assert one.grad is not None and part.grad is not None

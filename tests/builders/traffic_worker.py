@@ -346,15 +346,15 @@ def tensor_step(
 def _cut_loss(model: Decoder, group: Group, dtype: torch.dtype) -> Tensor:
     tokens = torch.arange(TOKENS) % VOCABULARY
     hidden = model(tokens, torch.arange(TOKENS), PackedAttention((0, TOKENS)), dtype)
-    assert model.words is not None
+    assert model.vocab_shard is not None
     return linear_cross_entropy(
         hidden[:TARGETS],
         model.head_weight,
         torch.arange(TARGETS),
         torch.ones(TARGETS),
-        across=group,
-        first_word=model.words.first,
-        words=VOCABULARY,
+        tensor_group=group,
+        vocab_start=model.vocab_shard.start,
+        vocab_size=VOCABULARY,
     ).total
 
 

@@ -51,7 +51,7 @@ def learner(kind: str, device: torch.device, dtype: torch.dtype, plan: Any = (),
         adapters.train_only("default")
     model.to(device)
     wrap(model, plan)
-    return Compute(model, model, device, dtype, 2, sections.LossOptions(), adapters, away=away)
+    return Compute(model, model, device, dtype, 2, sections.LossOptions(), adapters, offload=away)
 
 
 def step(compute: Compute) -> tuple[float, dict[str, torch.Tensor]]:

@@ -103,11 +103,11 @@ def on(*devices: str, size: int = 3) -> list[Parameter]:
     ],
 )
 def test_norms_of_processes_are_summed_on_the_runs_device_whatever_each_holds(held: list[Parameter]) -> None:
-    across = Elsewhere()
-    assert clip_grad_norm(held, None, across=across, device=torch.device("meta")) == 5.0
-    assert across.devices == ["meta"]
-    clip_grad_norm(on("cpu"), None, across=across)  # control: without the run's device, where the gradient is
-    assert across.devices == ["meta", "cpu"]
+    group = Elsewhere()
+    assert clip_grad_norm(held, None, group=group, device=torch.device("meta")) == 5.0
+    assert group.devices == ["meta"]
+    clip_grad_norm(on("cpu"), None, group=group)  # control: without the run's device, where the gradient is
+    assert group.devices == ["meta", "cpu"]
 
 
 def test_no_gradients_have_norm_zero() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from danlu.types import Axis, EmbeddingLayer, LinearLayer, Remade, Share
+from danlu.types import Axis, EmbeddingLayer, LinearLayer, LinearShard, Recomputed
 
 TensorAxes = Mapping[str, tuple[Axis | None, ...]]
 """For tensor parallelism: which dimensions of a parameter are cut with the outputs or the inputs of its layer. What is
@@ -37,18 +37,18 @@ class Adapter(nn.Module):
     def tensor_axes(self) -> TensorAxes:
         return {}
 
-    def narrow(self, share: Share) -> None:
+    def narrow(self, share: LinearShard) -> None:
         """Told that the layer has been cut, once, when its parameters have been cut by `tensor_axes`."""
 
-    def below(self, x: Tensor, remade: Remade | None = None) -> Tensor:
+    def below(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
         """x [T, I] as the layer below this adapter is to have it."""
         return x
 
     @abstractmethod
-    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         """x [T, I], and y [T, O] that the layer below gives for `below(x)` -> [T, O] with this adapter.
 
-        remade: how to make x again in the backward pass instead of keeping it.
+        recomputed: how to make x again in the backward pass instead of keeping it.
         """
 
     @abstractmethod
@@ -63,7 +63,7 @@ class EmbeddingAdapter(nn.Module):
     def tensor_axes(self) -> TensorAxes:
         return {}
 
-    def narrow(self, share: Share) -> None:
+    def narrow(self, share: LinearShard) -> None:
         """As that of `Adapter`."""
 
     @abstractmethod

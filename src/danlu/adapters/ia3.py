@@ -17,7 +17,7 @@ from danlu.adapters.peft_lora import target_modules
 from danlu.adapters.peft_values import PREFIX, check_supported, take_tensor
 from danlu.errors import ModelError
 from danlu.recipe import sections
-from danlu.types import LinearLayer, Remade, Site
+from danlu.types import LinearLayer, Recomputed, Site
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {"fan_in_fan_out": (False, None)}
 
@@ -46,10 +46,10 @@ class Ia3(Adapter):
     def tensor_axes(self) -> TensorAxes:
         return {"ia3_l": ("inputs" if self.of_inputs else "outputs",)}
 
-    def below(self, x: Tensor, remade: Remade | None = None) -> Tensor:
-        return _scaled(x, self.ia3_l, remade) if self.of_inputs else x
+    def below(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
+        return _scaled(x, self.ia3_l, recomputed) if self.of_inputs else x
 
-    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         return y if self.of_inputs else _scaled(y, self.ia3_l, None)
 
     def applied(self, dense: Dense) -> Dense:
@@ -59,8 +59,8 @@ class Ia3(Adapter):
         return Dense(dense.weight * vector.unsqueeze(1), None if dense.bias is None else dense.bias * vector)
 
 
-def _scaled(x: Tensor, vector: Tensor, remade: Remade | None) -> Tensor:
-    scaled: Tensor = _Scaled.apply(x, vector, remade)
+def _scaled(x: Tensor, vector: Tensor, recomputed: Recomputed | None) -> Tensor:
+    scaled: Tensor = _Scaled.apply(x, vector, recomputed)
     return scaled
 
 
@@ -71,12 +71,12 @@ class _Scaled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, vector: Tensor, remade: Remade | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, vector: Tensor, recomputed: Recomputed | None) -> Tensor:
         kept: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
-            kept = (x,) if remade is None else remade.of
+            kept = (x,) if recomputed is None else recomputed.inputs
         ctx.save_for_backward(vector, *kept)
-        ctx.make = None if remade is None else remade.make  # not its tensors: see `low_rank._Products`
+        ctx.make = None if recomputed is None else recomputed.function  # not its tensors: see `low_rank._Products`
         return (x * vector).to(x.dtype)
 
     @staticmethod

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from danlu.adapters.adapter import Adapter, Dense, EmbeddingAdapter, TensorAxes
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.low_rank import Branch, LowRankFactors
-from danlu.types import Across, EmbeddingLayer, LinearLayer, Remade, Share
+from danlu.types import EmbeddingLayer, LinearLayer, LinearShard, Recomputed, ReduceGroup
 
 # T tokens · O, I outputs and inputs · r rank · V vocabulary · D model width
 
@@ -53,7 +53,7 @@ class LowRank(Adapter):
         self.register_parameter("initial_A", None)
         self.register_parameter("initial_B", None)
         self.register_buffer("weight_norm", None, persistent=False)
-        self.across: Across | None = None
+        self.tensor_group: ReduceGroup | None = None
         """The processes among which the layer's inputs are cut, and with them the rows whose norms DoRA takes."""
 
     @property
@@ -122,10 +122,10 @@ class LowRank(Adapter):
             "initial_B": ("outputs", None),
         }
 
-    def narrow(self, share: Share) -> None:
+    def narrow(self, share: LinearShard) -> None:
         self._dropout.first_feature = share.inputs.start
         if share.axis == "inputs":
-            self.across = share.across
+            self.tensor_group = share.group
         elif self.weight_norm is not None:
             self.weight_norm = self.weight_norm[share.outputs].clone()
 
@@ -140,13 +140,13 @@ class LowRank(Adapter):
             self.lora_magnitude_vector,
             self.weight_norm,
             self.exact_norm,
-            self.across,
+            self.tensor_group,
         )
 
     def branch(self, linear: LinearLayer) -> Branch:
         return Branch(linear, self.factors())
 
-    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         """For LoRA upon another adapter. DoRA scales the weight itself, so nothing may lie below it."""
         one = self.factors()
         assert one.magnitude is None, "DoRA is first in its slot"
@@ -158,7 +158,7 @@ class LowRank(Adapter):
         weight = dense.weight.addmm(one.b.to(dense.weight.dtype), one.a.to(dense.weight.dtype), alpha=one.scale)
         if one.magnitude is None:
             return Dense(weight, dense.bias)
-        assert self.across is None, "no process has whole rows to take the norms of"
+        assert self.tensor_group is None, "no process has whole rows to take the norms of"
         norm = torch.linalg.vector_norm(weight, dim=1)
         gain = one.magnitude / (norm if self.exact_norm else norm.detach())
         return Dense(weight * gain.unsqueeze(1), dense.bias)

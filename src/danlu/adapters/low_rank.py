@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.adapters.dropout import Dropout
-from danlu.types import Across, LinearLayer, Remade
+from danlu.types import LinearLayer, Recomputed, ReduceGroup
 
 _ROWS = 128
 
@@ -37,7 +37,7 @@ class LowRankFactors:
     magnitude: Tensor | None = None  # [O]
     weight_norm: Tensor | None = None  # [O] float32: |W|^2 by row, with magnitude
     exact_norm: bool = False
-    across: Across | None = None  # the processes among which I is cut; |W|^2 is of whole rows all the same
+    tensor_group: ReduceGroup | None = None  # the processes among which I is cut; |W|^2 is of whole rows all the same
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Branch:
 
 
 def products(
-    x: Tensor, branches: Sequence[Branch], dropout: Dropout | None = None, remade: Remade | None = None
+    x: Tensor, branches: Sequence[Branch], dropout: Dropout | None = None, recomputed: Recomputed | None = None
 ) -> tuple[Tensor, ...]:
     """x [T, I] through each layer -> [T, O] of each, in x's dtype.
 
     dropout: of x on its way into the low-rank paths, one mask for all of them.
-    remade: how to make x again in the backward pass instead of keeping it.
+    recomputed: how to make x again in the backward pass instead of keeping it.
     """
-    call = _Call(tuple(branches), dropout if dropout is not None and dropout.active else None, remade)
+    call = _Call(tuple(branches), dropout if dropout is not None and dropout.active else None, recomputed)
     if not torch.is_grad_enabled():
         return tuple(one.y for one in _forward(x, call)[1])
     flat: list[Tensor | None] = []
@@ -72,7 +72,7 @@ def products(
 class _Call:
     branches: tuple[Branch, ...]
     dropout: Dropout | None
-    remade: Remade | None
+    recomputed: Recomputed | None
 
 
 @dataclass
@@ -130,19 +130,19 @@ def _direction(factors: LowRankFactors, weight: Tensor) -> _Direction:
     a, b, scale = factors.a.to(wide), factors.b.to(wide), factors.scale
     wa = (weight @ factors.a.to(weight.dtype).t()).to(wide)
     gram = a @ a.t()
-    if factors.across is not None and factors.exact_norm:
-        wa, gram = _whole((wa, gram), factors.across)
+    if factors.tensor_group is not None and factors.exact_norm:
+        wa, gram = _whole((wa, gram), factors.tensor_group)
     cross = (b * wa).sum(1)
-    if factors.across is not None and not factors.exact_norm:
-        cross, gram = _whole((cross, gram), factors.across)
+    if factors.tensor_group is not None and not factors.exact_norm:
+        cross, gram = _whole((cross, gram), factors.tensor_group)
     square = factors.weight_norm + 2 * scale * cross + scale**2 * ((b @ gram) * b).sum(1)
     norm = square.clamp_min_(torch.finfo(wide).tiny).sqrt_()  # a row of zeros has gain 0 / small = 0, not NaN
     return _Direction(factors.magnitude / norm, norm, wa, gram)
 
 
-def _whole(parts: Sequence[Tensor], across: Across) -> tuple[Tensor, ...]:
+def _whole(parts: Sequence[Tensor], tensor_group: ReduceGroup) -> tuple[Tensor, ...]:
     """Sums over processes of what each has a part of, in one go."""
-    flat = across.sum(torch.cat([part.flatten() for part in parts]))
+    flat = tensor_group.sum(torch.cat([part.flatten() for part in parts]))
     pieces = flat.split([part.numel() for part in parts])
     return tuple(piece.view_as(part) for piece, part in zip(pieces, parts, strict=True))
 
@@ -155,12 +155,12 @@ class _Products(torch.autograd.Function):
         u, made = _forward(x, call)
         ctx.set_materialize_grads(False)
         # Without the tensors: what is kept outside of `save_for_backward`, recomputation and offload cannot let go of.
-        ctx.call = replace(call, remade=None if call.remade is None else call.remade._replace(of=()))
+        ctx.call = replace(call, recomputed=None if call.recomputed is None else call.recomputed._replace(inputs=()))
         ctx.rows = None if call.dropout is None else call.dropout.state.token_keys(x)
         ctx.directions = [one.direction for one in made]
         kept: tuple[Tensor, ...] = ()
         if any(a is not None and a.requires_grad for a in flat[1::4]):
-            kept = (x,) if call.remade is None else call.remade.of
+            kept = (x,) if call.recomputed is None else call.recomputed.inputs
         ctx.kept = len(kept)
         # DoRA's outputs lead back to V x; mostly what comes next keeps them anyway.
         outputs = [one.y if one.direction is not None else None for one in made]
@@ -208,7 +208,7 @@ class _Products(torch.autograd.Function):
                     grad_b = (grad.t() @ u[:, own]).to(b.dtype).mul_(factors.scale)
                     results[b_at] = _sum(_scaled(grad_b, direction), results[b_at])
         if kept:
-            x = kept[0] if call.remade is None else call.remade.make(*kept)
+            x = kept[0] if call.recomputed is None else call.recomputed.function(*kept)
             x = x if call.dropout is None else call.dropout(x, ctx.rows)
             joined = grad_u.t() @ x  # [R, I]
             start = 0
@@ -244,7 +244,7 @@ def _through_norm(
     a, b, scale = factors.a, factors.b, factors.scale
     share = (-by_gain * direction.gain / direction.norm.square()).to(a.dtype).unsqueeze(1)  # d|V|^2 / 2 of each row
     grad_b = share * (scale * direction.wa.to(a.dtype) + scale**2 * (b @ direction.gram.to(a.dtype)))
-    shared = (share if factors.across is None else factors.across.sum(share.clone())) * b  # [O, r]
+    shared = (share if factors.tensor_group is None else factors.tensor_group.sum(share.clone())) * b  # [O, r]
     grad_a = scale * (shared.t() @ weight.to(a.dtype)) + scale**2 * (shared.t() @ b @ a)
     return grad_a, grad_b
 

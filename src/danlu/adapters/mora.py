@@ -30,7 +30,7 @@ from danlu.adapters.peft_values import PREFIX, choice, finite_number, positive_i
 from danlu.adapters.targets import Form, square_width
 from danlu.errors import ModelError
 from danlu.recipe import sections
-from danlu.types import LinearLayer, Remade, Share, Site
+from danlu.types import LinearLayer, LinearShard, Recomputed, Site
 
 Angles = tuple[Tensor, Tensor] | None
 """cos and sin [G, w/2] of every pair of every group, in the type of activations; None for sharing."""
@@ -122,16 +122,16 @@ class Mora(Adapter):
         self.register_buffer("cos", None if cos is None else cos.to(device), persistent=False)
         self.register_buffer("sin", None if sin is None else sin.to(device), persistent=False)
 
-    def narrow(self, share: Share) -> None:
+    def narrow(self, share: LinearShard) -> None:
         if share.axis == "inputs":
             self.folding = replace(self.folding, held_inputs=share.inputs)
         else:
             self.folding = replace(self.folding, held_outputs=share.outputs)
         self.dropout.first_feature = share.inputs.start
 
-    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         dropout = self.dropout if self.dropout.active else None
-        path: Tensor = _Path.apply(x, self.mora_M, self.cos, self.sin, self.folding, dropout, remade)
+        path: Tensor = _Path.apply(x, self.mora_M, self.cos, self.sin, self.folding, dropout, recomputed)
         return y + path
 
     def applied(self, dense: Dense) -> Dense:
@@ -163,14 +163,14 @@ class _Path(torch.autograd.Function):
         sin: Tensor | None,
         folding: Folding,
         dropout: Dropout | None,
-        remade: Remade | None,
+        recomputed: Recomputed | None,
     ) -> Tensor:
         kept: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
-            kept = (x,) if remade is None else remade.of
+            kept = (x,) if recomputed is None else recomputed.inputs
         ctx.save_for_backward(m, cos, sin, *kept)
         ctx.folding, ctx.dropout = folding, dropout
-        ctx.make = None if remade is None else remade.make  # not its tensors: see `low_rank._Products`
+        ctx.make = None if recomputed is None else recomputed.function  # not its tensors: see `low_rank._Products`
         ctx.rows = None if dropout is None else dropout.state.token_keys(x)
         z = folding.compress(x if dropout is None else dropout(x), _angles(cos, sin, x.dtype))  # [T, G, w]
         return folding.decompress(z @ m.to(x.dtype).t())

@@ -22,7 +22,7 @@ from danlu.adapters.adapter import TensorAxes
 from danlu.adapters.peft_values import check_supported, positive_int, take_tensor
 from danlu.adapters.virtual_tokens import Places, VirtualTokens
 from danlu.recipe import sections
-from danlu.types import Share, Site
+from danlu.types import LinearShard, Site
 
 Draw = Callable[[str], torch.Generator]
 """A generator for the name of a parameter."""
@@ -100,7 +100,7 @@ class LayerPrefix(nn.Module):
     def tensor_axes(self) -> TensorAxes:
         return {}
 
-    def narrow(self, share: Share) -> None:
+    def narrow(self, share: LinearShard) -> None:
         """share: of the layer that makes the keys."""
         self.features = share.outputs
 

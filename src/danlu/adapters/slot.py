@@ -16,7 +16,7 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank import Branch, products
 from danlu.adapters.prefix import LayerPrefix
 from danlu.adapters.virtual_tokens import VirtualTokens
-from danlu.types import EmbeddingLayer, LinearLayer, Remade
+from danlu.types import EmbeddingLayer, LinearLayer, Recomputed
 
 
 class Slot(nn.ModuleDict):
@@ -39,16 +39,16 @@ class Slot(nn.ModuleDict):
 class LinearSlot(Slot):
     """Sits in `adapter` of a linear layer."""
 
-    def forward(self, x: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor:
+    def forward(self, x: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         """[T, I] -> [T, O]: the base, then each active adapter upon it."""
         steps = []  # each adapter and what it takes; made from the highest down, gone through from the lowest up
         for adapter in reversed(self.stack()):
             assert isinstance(adapter, Adapter)
-            steps.append((adapter, x, remade))
-            below = adapter.below(x, remade)
-            x, remade = below, remade if below is x else None
+            steps.append((adapter, x, recomputed))
+            below = adapter.below(x, recomputed)
+            x, recomputed = below, recomputed if below is x else None
         if steps and isinstance(lowest := steps[-1][0], LowRank):
-            (y,) = products(x, [lowest.branch(linear)], lowest.dropout, remade)
+            (y,) = products(x, [lowest.branch(linear)], lowest.dropout, recomputed)
             steps.pop()
         else:
             y = linear.base(x)

@@ -20,7 +20,7 @@ from danlu.adapters.peft_lora import target_modules
 from danlu.adapters.peft_values import PREFIX, check_supported, finite_number, positive_int, take_tensor
 from danlu.errors import ModelError
 from danlu.recipe import sections
-from danlu.types import LinearLayer, Remade, Share, Site
+from danlu.types import LinearLayer, LinearShard, Recomputed, Site
 
 _A, _B = "base_model.vera_A", "base_model.vera_B"
 _HARMLESS: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "fan_in_fan_out": (False, None)}
@@ -92,13 +92,13 @@ class Vera(Adapter):
     def tensor_axes(self) -> TensorAxes:
         return {"vera_lambda_b": ("outputs",)}
 
-    def narrow(self, share: Share) -> None:
+    def narrow(self, share: LinearShard) -> None:
         first = self.rows.start
         self.rows = slice(first + share.outputs.start, first + share.outputs.stop)
         self.columns = share.inputs
         self.dropout.first_feature = share.inputs.start
 
-    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, remade: Remade | None = None) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         dropout = self.dropout if self.dropout.active else None
         path: Tensor = _Path.apply(x, self.vera_lambda_d, self.vera_lambda_b, self.a, self.b, dropout)
         return y + path

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import TensorAxes
-from danlu.types import Share
+from danlu.types import LinearShard
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class VirtualTokens(nn.Module):
     def tensor_axes(self) -> TensorAxes:
         return {}
 
-    def narrow(self, share: Share) -> None:
+    def narrow(self, share: LinearShard) -> None:
         self.adds = share.first
 
     def find(self, tokens: Tensor) -> Places:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.rope import rotary_tables
-from danlu.types import Attend, EmbeddingAdapter, KeyValuePrefix, LinearAdapter, QuantizedWeight, Remade, Words
+from danlu.types import Attend, EmbeddingAdapter, KeyValuePrefix, LinearAdapter, QuantizedWeight, Recomputed, VocabShard
 
 Role = Literal["column", "grouped", "row", "vocabulary"]
 """How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several
@@ -99,8 +99,8 @@ class Linear(nn.Module):
         y, bias = self.quantized.product(x), self.added_bias
         return y if bias is None else y + bias.to(y.dtype)
 
-    def forward(self, x: Tensor, remade: Remade | None = None) -> Tensor:
-        return self.base(x) if self.adapter is None else self.adapter(x, self, remade)
+    def forward(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
+        return self.base(x) if self.adapter is None else self.adapter(x, self, recomputed)
 
     def extra_repr(self) -> str:
         return f"{self.shape[1]} -> {self.shape[0]}"
@@ -239,7 +239,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = forward_shared(x, self.gate_proj, self.up_proj)
-        out: Tensor = self.down_proj(self.gated_activation(gate, up), Remade(self.gated_activation, (gate, up)))
+        out: Tensor = self.down_proj(self.gated_activation(gate, up), Recomputed(self.gated_activation, (gate, up)))
         return out
 
     def gated_activation(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class Decoder(nn.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False)
         self.enter_head: Border = identity
-        self.words: Words | None = None
+        self.vocab_shard: VocabShard | None = None
         """Where the vocabulary is cut over processes: what is here of it."""
 
     def compiled(self) -> Callable[..., Tensor]:
@@ -357,7 +357,7 @@ class Decoder(nn.Module):
         logits: Tensor = head.float()
         cap = self.config.final_softcap
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
-        return logits if self.words is None else self.words.gather(logits)
+        return logits if self.vocab_shard is None else self.vocab_shard.gather(logits)
 
 
 @cache

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.types import Across
+from danlu.types import ReduceGroup
 
 # Bytes of one slice's float32 logits. On CPU they stay in the cores' caches; a GPU wants large products.
 SLICE_BYTES_CPU = 4 * 2**20
@@ -52,14 +52,14 @@ class _Options:
     z_loss: float
     gradient_scale: float
     slice_rows: int
-    words: int  # V
-    first_word: int
-    across: Across | None
+    vocab_size: int  # V
+    vocab_start: int
+    tensor_group: ReduceGroup | None
 
     @property
     def most_words(self) -> int:
         """Rows of the head that the largest part has: the same number on all, whose collectives go by it."""
-        return self.words if self.across is None else -(-self.words // self.across.size)
+        return self.vocab_size if self.tensor_group is None else -(-self.vocab_size // self.tensor_group.size)
 
 
 def slice_bytes(device_type: str) -> int:
@@ -67,24 +67,26 @@ def slice_bytes(device_type: str) -> int:
     return 2 * (SLICE_BYTES_CPU if device_type == "cpu" else SLICE_BYTES_CUDA)
 
 
-def workspace_bytes(targets: int, width: int, words: int, *, element_bytes: int, device_type: str, frozen: bool) -> int:
+def workspace_bytes(
+    targets: int, width: int, vocab_size: int, *, element_bytes: int, device_type: str, frozen: bool
+) -> int:
     """What `linear_cross_entropy` holds at its peak beside its inputs and the head's gradient, in bytes.
 
-    targets, width, words: N, D, V. element_bytes: of activations. frozen: the head needs no gradient and is stored in
-    the type of activations.
+    targets, width, vocab_size: N, D, V. element_bytes: of activations. frozen: the head needs no gradient and is stored
+    in the type of activations.
     """
     room = slice_bytes(device_type) // 2
     gradient = targets * width * element_bytes
     if frozen:
-        rows = min(targets, _rows_kept(words, element_bytes))
-        few = min(rows, max(1, room // (4 * words)))
-        return rows * words * element_bytes + 2 * few * words * FLOAT32 + gradient
-    part = min(words, max(NARROWEST_SLICE, room // (4 * max(1, targets))))
+        rows = min(targets, _rows_kept(vocab_size, element_bytes))
+        few = min(rows, max(1, room // (4 * vocab_size)))
+        return rows * vocab_size * element_bytes + 2 * few * vocab_size * FLOAT32 + gradient
+    part = min(vocab_size, max(NARROWEST_SLICE, room // (4 * max(1, targets))))
     return part * (targets * (FLOAT32 + element_bytes) + width * element_bytes) + targets * width * FLOAT32 + gradient
 
 
-def _rows_kept(words: int, element_bytes: int) -> int:
-    return max(FEWEST_ROWS, KEPT_BYTES // (element_bytes * words))
+def _rows_kept(vocab_size: int, element_bytes: int) -> int:
+    return max(FEWEST_ROWS, KEPT_BYTES // (element_bytes * vocab_size))
 
 
 def linear_cross_entropy(
@@ -98,9 +100,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     gradient_scale: float = 1.0,
     slice_rows: int | None = None,
-    across: Across | None = None,
-    first_word: int = 0,
-    words: int | None = None,
+    tensor_group: ReduceGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
 ) -> CrossEntropy:
     """Weighted cross-entropy of `hidden @ head.T` against `targets`.
 
@@ -116,16 +118,18 @@ def linear_cross_entropy(
         z_loss: weight of log(Z)^2 (PaLM, arXiv:2204.02311, sec. 5).
         gradient_scale: multiplies the gradients but not the loss; applied before they are rounded to half precision.
         slice_rows: S; by default as many as `slice_bytes` allows.
-        across: the processes among which the vocabulary is cut. Then `head` is the rows from `first_word` on of its
-            `words` in all, every sum that is returned is the whole one on each, the head's gradient is that of its
-            rows, and the hidden states' is a part: the sum over the processes is the whole.
+        tensor_group: the processes among which the vocabulary is cut. Then `head` is the rows from `vocab_start` on of
+            its `vocab_size` in all, every sum that is returned is the whole one on each, the head's gradient is that of
+            its rows, and the hidden states' is a part: the sum over the processes is the whole.
     """
-    assert across is None or words is not None, "the size of a vocabulary that is cut must be told"
+    assert tensor_group is None or vocab_size is not None, "the size of a vocabulary that is cut must be told"
     if slice_rows is None:
         room = slice_bytes(hidden.device.type) // 2
         slice_rows = max(NARROWEST_SLICE, room // (4 * max(1, hidden.shape[0])))
-    words = head.shape[0] if words is None else words
-    options = _Options(softcap, label_smoothing, z_loss, gradient_scale, slice_rows, words, first_word, across)
+    vocab_size = head.shape[0] if vocab_size is None else vocab_size
+    options = _Options(
+        softcap, label_smoothing, z_loss, gradient_scale, slice_rows, vocab_size, vocab_start, tensor_group
+    )
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     total, nll, correct = _LinearCrossEntropy.apply(hidden, head, targets, weights, options, wants_gradient)
     return CrossEntropy(total, nll, correct)
@@ -148,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nll = rows.log_z - rows.at_target
         loss = nll
         if options.label_smoothing:
-            loss = nll + options.label_smoothing * (rows.at_target - rows.sum / options.words)
+            loss = nll + options.label_smoothing * (rows.at_target - rows.sum / options.vocab_size)
         if options.z_loss:
             loss = loss + options.z_loss * rows.log_z.square()
         # Logits of narrow types are often equal, so a target that is as likely as the likeliest token is not enough.
@@ -187,7 +191,7 @@ class _Slices:
     def __iter__(self) -> Iterator[_Slice]:
         for start in range(0, self.head.shape[0], self.options.slice_rows):
             head = self.head[start : start + self.options.slice_rows].to(self.hidden.dtype)  # [S, D]
-            place = self.targets - (self.options.first_word + start)
+            place = self.targets - (self.options.vocab_start + start)
             inside = (place >= 0) & (place < head.shape[0])
             yield _Slice(start, head, place.clamp_(0, head.shape[0] - 1).unsqueeze(1), inside)
 
@@ -258,16 +262,16 @@ def _argmax(y: Tensor) -> tuple[Tensor, Tensor]:
 
 def _ahead(likeliest: Tensor, targets: Tensor, options: _Options, wide: torch.dtype) -> Tensor:
     """[N]: 1 where the likeliest token, counted from the first that is here, comes before the target; else 0."""
-    return (likeliest + options.first_word < targets).to(wide)
+    return (likeliest + options.vocab_start < targets).to(wide)
 
 
 def _joined(highest: Tensor, mass: Tensor, at_target: Tensor, total: Tensor, ahead: Tensor, options: _Options) -> _Rows:
     """What rows [N] come to over the whole vocabulary, from what they come to here; `mass` is relative to `highest`."""
-    if options.across is not None and len(highest):
-        here, highest = highest, options.across.max(highest.clone())
+    if options.tensor_group is not None and len(highest):
+        here, highest = highest, options.tensor_group.max(highest.clone())
         mass = mass * (here - highest).exp_()
         ahead = ahead * (here == highest)
-        mass, at_target, total, ahead = options.across.sum(torch.stack((mass, at_target, total, ahead)))
+        mass, at_target, total, ahead = options.tensor_group.sum(torch.stack((mass, at_target, total, ahead)))
     return _Rows(highest, highest + mass.log(), at_target, total, ahead)
 
 
@@ -298,7 +302,7 @@ def _by_rows(slices: _Slices, weights: Tensor) -> tuple[_Rows, Tensor]:
         logits = hidden[many] @ head.t()
         parts = _cut(logits.shape[0], max(1, slice_bytes(hidden.device.type) // (8 * head.shape[0])))
         own = [_own_words(slices, many, few) for few in parts]
-        if options.across is None:
+        if options.tensor_group is None:
             for few, part in zip(parts, own, strict=True):
                 found.append(_into_gradient(logits[few], part, slices.targets[many][few], weights[many][few], options))
         else:  # the gradient waits until all processes have said what the rows come to
@@ -318,8 +322,8 @@ def _end_to_end(found: list[_Rows]) -> _Rows:
 
 def _own_words(slices: _Slices, many: slice, few: slice) -> _Slice:
     """The whole head that is here, as one slice, for a few rows."""
-    place = slices.targets[many][few] - slices.options.first_word
-    if slices.options.across is None:
+    place = slices.targets[many][few] - slices.options.vocab_start
+    if slices.options.tensor_group is None:
         return _Slice(0, slices.head, place.unsqueeze(1), torch.ones_like(place, dtype=torch.bool))
     inside = (place >= 0) & (place < slices.head.shape[0])
     return _Slice(0, slices.head, place.clamp(0, slices.head.shape[0] - 1).unsqueeze(1), inside)
@@ -332,7 +336,7 @@ def _capped(y: Tensor, options: _Options) -> Tensor:
 def _statistics(
     logits: Tensor, parts: list[slice], own: list[_Slice], targets: Tensor, wide: torch.dtype, options: _Options
 ) -> _Rows:
-    """What rows of logits [n, V] come to over the whole vocabulary, of which these are the words that are here."""
+    """What rows of logits [n, V] come to over the whole vocabulary, of which these are the tokens that are here."""
     found: list[tuple[Tensor, ...]] = []
     for few, part in zip(parts, own, strict=True):
         y = _capped(logits[few].to(wide), options)
@@ -380,7 +384,7 @@ def _by_logits(y: Tensor, log_z: Tensor, weights: Tensor, part: _Slice, options:
     slope = None if options.softcap is None else 1 - (y / options.softcap).square_()
     y.sub_(log_z.unsqueeze(1)).exp_().mul_((scaled * (1 + 2 * options.z_loss * log_z)).unsqueeze(1))
     if options.label_smoothing:
-        y.sub_((scaled * (options.label_smoothing / options.words)).unsqueeze(1))
+        y.sub_((scaled * (options.label_smoothing / options.vocab_size)).unsqueeze(1))
     on_target = (scaled * (options.label_smoothing - 1)).unsqueeze(1)
     y.scatter_add_(1, part.place, on_target.masked_fill(~part.inside.unsqueeze(1), 0))
     return y if slope is None else y.mul_(slope)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from danlu.optim.chunks import chunks
 from danlu.optim.sparse import numbers
-from danlu.types import Across
+from danlu.types import ReduceGroup
 
 # Elements whose squares are summed in float32 before float64 takes over. torch's own norm sums a whole tensor in
 # float32 on CPU and is 3.5e-4 too small on 16M elements; in pieces it is right to 1e-6 at the same speed.
@@ -30,14 +30,14 @@ def clip_grad_norm(
     max_norm: float | None,
     scale: float = 1.0,
     *,
-    across: Across | None = None,
+    group: ReduceGroup | None = None,
     shares: Mapping[Any, float] | None = None,
     device: torch.device | None = None,
 ) -> float:
     """Multiplies all gradients by `scale`, then by what brings their global 2-norm down to `max_norm`, in one pass.
 
     Args: `scale` is usually 1 / (global weight x loss scale); `max_norm` None only scales. Parameters without a
-    gradient are skipped; gradients of rows must be `sparse.compact`. `across`: the processes among which parameters are
+    gradient are skipped; gradients of rows must be `sparse.compact`. `group`: the processes among which parameters are
     dealt out; `shares`: what of a parameter's square counts on this one, where several hold the same part of it.
     `device`: of the run, where gradients of several devices are added up and the processes' sums too; by default that
     of the first gradient. Every process gives the same kind, or they would wait in collectives of two backends.
@@ -47,7 +47,7 @@ def clip_grad_norm(
     holders = [one for one in parameters if one.grad is not None]
     grads = [numbers(one.grad) for one in holders if one.grad is not None]
     counted = [1.0 if shares is None else shares[one] for one in holders]
-    norm = abs(scale) * _global_norm(grads, counted, across, device)
+    norm = abs(scale) * _global_norm(grads, counted, group, device)
     if not math.isfinite(norm):
         return norm
     factor = scale if max_norm is None or norm <= max_norm else scale * (max_norm / norm)
@@ -70,7 +70,9 @@ def non_finite(named_gradients: Iterable[tuple[str, Tensor | None]]) -> list[str
     return names
 
 
-def _global_norm(grads: list[Tensor], shares: list[float], across: Across | None, device: torch.device | None) -> float:
+def _global_norm(
+    grads: list[Tensor], shares: list[float], group: ReduceGroup | None, device: torch.device | None
+) -> float:
     """Squares in float32 within a piece, in float64 across pieces, devices and processes, always in the same order."""
     by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
     for grad, share in zip(grads, shares, strict=True):
@@ -83,7 +85,7 @@ def _global_norm(grads: list[Tensor], shares: list[float], across: Across | None
     sums = [_sum_of_squares(cut).to(device) for cut in by_device.values()]
     # A process that holds no element has its zero where the others have their sums.
     total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
-    return math.sqrt((total if across is None else across.sum(total)).item())
+    return math.sqrt((total if group is None else group.sum(total)).item())
 
 
 def _sum_of_squares(cut: list[tuple[Tensor, float]]) -> Tensor:

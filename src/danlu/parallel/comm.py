@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Some processes, in an order that all of them know. Satisfies `danlu.types.Across`.
+    """Some processes, in an order that all of them know. Satisfies `danlu.types.ReduceGroup`.
 
     A group of one sends nothing and needs no torch.distributed.
     """

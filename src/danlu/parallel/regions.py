@@ -9,7 +9,7 @@ fig. 6):
 ============  ==============================  ==============================
 enter         nothing      | all-gather       all-reduce   | reduce-scatter
 leave         all-reduce   | reduce-scatter   nothing      | all-gather
-gather_words  all-gather                      this process's part
+gather_vocab  all-gather                      this process's part
 ============  ==============================  ==============================
 
 (tensor alone | with sequence parallelism). What is gathered on entering is not kept for the backward pass, where the
@@ -62,9 +62,9 @@ class Regions:
         left: Tensor = _Leave.apply(x, self.group, self._tokens_are_cut)
         return left
 
-    def gather_words(self, logits: Tensor) -> Tensor:
+    def gather_vocab(self, logits: Tensor) -> Tensor:
         """[.., words here] -> [.., V]"""
-        gathered: Tensor = _GatherWords.apply(logits, self.group, self.words)
+        gathered: Tensor = _GatherVocab.apply(logits, self.group, self.words)
         return gathered
 
 
@@ -90,7 +90,7 @@ class _Leave(torch.autograd.Function):
         return ctx.group.gather(grad) if ctx.cut else grad, None, None
 
 
-class _GatherWords(torch.autograd.Function):
+class _GatherVocab(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: Group, words: tuple[int, ...]) -> Tensor:
         ctx.here = slice(sum(words[: group.index]), sum(words[: group.index + 1]))

@@ -32,7 +32,7 @@ from danlu.models.decoder import MLP, Attention, Decoder, Embedding, Layer, Line
 from danlu.parallel.comm import Group, within
 from danlu.parallel.regions import Regions
 from danlu.shard_box import ShardBox
-from danlu.types import Share, Words
+from danlu.types import LinearShard, VocabShard
 
 LINEAR_AXES: TensorAxes = {"weight": ("outputs", "inputs"), "bias": ("outputs",)}
 TABLE_AXES: TensorAxes = {"weight": ("outputs", "inputs")}
@@ -44,7 +44,7 @@ class Narrowed(Protocol):
     @property
     def tensor_axes(self) -> TensorAxes: ...
 
-    def narrow(self, share: Share) -> None: ...
+    def narrow(self, share: LinearShard) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Cutter:
             share = self._share("outputs", self._words, slice(0, model.config.hidden_size))
             self._linear(model.lm_head, share, self.alone)
         model.enter_head = regions.enter
-        model.words = Words(self._words.start, self.group, regions.gather_words)
+        model.vocab_shard = VocabShard(self._words.start, self.group, regions.gather_vocab)
         for name, module in model.named_children():
             if module is not model.layers:
                 self._tell(module, f"{name}.")
@@ -191,7 +191,7 @@ class Cutter:
             if part == "k_proj" and isinstance(half, Attention):
                 self._adapters(half.prefix, share, mine.holders)
 
-    def _linear(self, linear: Linear, share: Share, holders: Group) -> None:
+    def _linear(self, linear: Linear, share: LinearShard, holders: Group) -> None:
         self._parameters(linear, LINEAR_AXES, share, holders)
         if linear.quantized is not None:
             linear.quantized = linear.quantized.shard(share.outputs, share.inputs)
@@ -199,7 +199,7 @@ class Cutter:
         linear.adds_bias = share.axis == "outputs" or share.first
         self._adapters(linear.adapter, share, holders)
 
-    def _adapters(self, slot: Any, share: Share, holders: Group) -> None:
+    def _adapters(self, slot: Any, share: LinearShard, holders: Group) -> None:
         """Everything in a slot within what is cut; None has nothing."""
         if slot is None:
             return
@@ -215,7 +215,7 @@ class Cutter:
 
     # ── parameters ──
 
-    def _parameters(self, module: nn.Module, axes: TensorAxes, share: Share, holders: Group) -> None:
+    def _parameters(self, module: nn.Module, axes: TensorAxes, share: LinearShard, holders: Group) -> None:
         for name, parameter in self._named(module, recurse=not isinstance(module, Linear | Embedding)):
             along = axes.get(name, ())
             if share.axis in along:
@@ -251,8 +251,8 @@ class Cutter:
 
     # ── parts ──
 
-    def _share(self, axis: Any, outputs: slice, inputs: slice) -> Share:
-        return Share(axis, outputs, inputs, self.group, self.group.index == 0)
+    def _share(self, axis: Any, outputs: slice, inputs: slice) -> LinearShard:
+        return LinearShard(axis, outputs, inputs, self.group, self.group.index == 0)
 
     def _part(self, count: int, role: Role, name: str) -> _Part:
         """Which of `count` things in a row this process has."""
@@ -274,7 +274,7 @@ class Cutter:
         return self._subgroups[size]
 
 
-def _range(share: Share, axis: str | None) -> slice | None:
+def _range(share: LinearShard, axis: str | None) -> slice | None:
     if axis is None:
         return None
     return share.outputs if axis == "outputs" else share.inputs

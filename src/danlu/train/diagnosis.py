@@ -99,9 +99,9 @@ def _rows_of(model: Decoder, batch: Batch, hidden: Tensor) -> list[str]:
                 batch.targets[mine],
                 batch.weights[mine],
                 softcap=model.config.final_softcap,
-                across=None if model.words is None else model.words.across,
-                first_word=0 if model.words is None else model.words.first,
-                words=model.config.vocab_size,
+                tensor_group=None if model.vocab_shard is None else model.vocab_shard.group,
+                vocab_start=0 if model.vocab_shard is None else model.vocab_shard.start,
+                vocab_size=model.config.vocab_size,
             ).total
             if not total.isfinite():
                 rows.append(row)

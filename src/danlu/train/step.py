@@ -92,7 +92,7 @@ class Compute:
     activations: Activations | None = None  # counts what autograd keeps; None where the forward is compiled
     parallel: StepParallel = field(default_factory=StepParallel)
     through: Callable[..., CrossEntropy] | None = None  # DDP around `Losses`
-    away: ActivationOffload | None = None  # where activations wait for the backward pass, if not on the device
+    offload: ActivationOffload | None = None  # where activations wait for the backward pass, if not on the device
     multiple: int = 1  # of which the number of tokens is one, where ranks cut them
 
     def weights(self) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class Compute:
         """The weighted sum of losses of a micro-batch."""
         if not torch.is_grad_enabled():
             return self.own_losses(batch, loss, gradient_scale)
-        with nullcontext() if self.away is None else self.away.active():
+        with nullcontext() if self.offload is None else self.offload.active():
             return (self.through or self.own_losses)(batch, loss, gradient_scale)
 
     def own_losses(self, batch: Batch, loss: LossOptions, gradient_scale: float) -> CrossEntropy:
@@ -225,16 +225,16 @@ def cross_entropy(compute: Compute, batch: Batch, loss: LossOptions, gradient_sc
     """The weighted sum of losses of a micro-batch; the head runs on its N trained positions only."""
     batch = pad_to_bucket(batch, compute.multiple)
     hidden = compute.forward(batch.tokens, batch.positions, PackedAttention(batch.boundaries), compute.dtype)  # [T, D]
-    model, words = compute.model, compute.model.words
+    model, vocab_shard = compute.model, compute.model.vocab_shard
     return linear_cross_entropy(
         hidden.index_select(0, batch.sources),  # [N, D]
         model.head_weight,
         batch.targets,
         batch.weights,
         softcap=model.config.final_softcap,
-        across=None if words is None else words.across,
-        first_word=0 if words is None else words.first,
-        words=model.config.vocab_size,
+        tensor_group=None if vocab_shard is None else vocab_shard.group,
+        vocab_start=0 if vocab_shard is None else vocab_shard.start,
+        vocab_size=model.config.vocab_size,
         label_smoothing=loss.label_smoothing,
         z_loss=loss.z_loss,
         gradient_scale=gradient_scale,
@@ -301,7 +301,7 @@ def accumulate(
         compute.model.parameters() if holders is None else holders,
         clip,
         scale=1 / (weight * loss_scale),
-        across=None if parallel.alone else parallel.ranks.world,
+        group=None if parallel.alone else parallel.ranks.world,
         shares=None if parallel.alone else parallel.norm_weights(),
         device=compute.device,
     )

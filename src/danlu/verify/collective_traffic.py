@@ -110,10 +110,10 @@ def _cut(learning: PlacedProxy, groups: Groups) -> Cut:
         tokens += len(batch.tokens)
         targets += len(batch.targets)
     partial: Counter[int] = Counter()
-    for across, name in compute.parallel.partial_gradients:
+    for reduce_group, name in compute.parallel.partial_gradients:
         parameter = compute.parallel.local_parameters[name].local
-        if parameter.requires_grad and set(across.ranks) <= set(learning.ranks.tensor.ranks):
-            partial[across.size] += parameter.numel()
+        if parameter.requires_grad and set(reduce_group.ranks) <= set(learning.ranks.tensor.ranks):
+            partial[reduce_group.size] += parameter.numel()
     plan = placed.placed.plan
     unneeded, outside = _halves_without_gradient(learning, config.layers)
     keeping = [half for one in plan if one.kind != "full" for half in (2 * one.layer, 2 * one.layer + 1)]
@@ -165,7 +165,11 @@ def _row_norms(model: Decoder, plan: Plan) -> int:
     for one in plan:
         runs = 1 + (one.kind == "full") + (one.segment is not None and one.layer != ends[one.segment])
         for module in model.layers[str(one.layer)].modules():
-            if isinstance(module, LowRank) and module.across is not None and module.lora_magnitude_vector is not None:
+            if (
+                isinstance(module, LowRank)
+                and module.tensor_group is not None
+                and module.lora_magnitude_vector is not None
+            ):
                 outputs, rank = module.lora_B.shape
                 numbers += runs * (rank * rank + (outputs * rank if module.exact_norm else outputs))
                 numbers += outputs if module.exact_norm else 0  # in the backward pass

@@ -145,7 +145,7 @@ def _without_sum_of_norms(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 @contextmanager
 def _local_clip(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
     def local(parameters: Any, max_norm: Any, **options: Any) -> float:
-        return clip_grad_norm(parameters, max_norm, **{**options, "across": None})
+        return clip_grad_norm(parameters, max_norm, **{**options, "group": None})
 
     with _replaced(training, "clip_grad_norm", local), _replaced(trace, "clip_grad_norm", local):
         yield

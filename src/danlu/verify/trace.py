@@ -166,10 +166,10 @@ def take_step(learning: ProxyTraining, run: Run) -> StepTrace:
     scale = _FP16_SCALE if learning.recipe.precision == "fp16" else 1.0
     found = accumulate(run.compute, items, step=number, clip=None, loss_scale=scale, holders=holders)
     gradients = parts_of(placed, weights=False)
-    across = None if parallel.alone else parallel.ranks.world
+    group = None if parallel.alone else parallel.ranks.world
     shares = None if parallel.alone else parallel.norm_weights()
-    clip_grad_norm(holders, run.clip, across=across, shares=shares)
-    clipped = clip_grad_norm(holders, None, across=across, shares=shares)
+    clip_grad_norm(holders, run.clip, group=group, shares=shares)
+    clipped = clip_grad_norm(holders, None, group=group, shares=shares)
     optimizer.set_learning_rate(multiplier(number, run.cadence.total, run.schedule))
     optimizer.step(free_gradients=True)
     if run.ema is not None:
