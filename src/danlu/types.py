@@ -27,6 +27,7 @@ class Sample:
     tokens: np.ndarray  # [S] int32
     weights: np.ndarray  # [S] float32, 0 = context only
     row: str  # where it came from, for messages: "alpaca.json row 17"
+    source: str = ""  # short name of its file, data set or mixture part (`data.sources.source_names`), for metrics
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class Pack:
     @property
     def rows(self) -> tuple[str, ...]:
         return tuple(sample.row for sample in self.samples)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(sample.source for sample in self.samples)
 
 
 class Item(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,15 @@ def test_a_folder_has_two_splits(tmp_path: Path) -> None:
     assert len(both) == 34
     assert both.image(33).rows == (f"{folder}/t10k-images-idx3-ubyte image 4",)
     np.testing.assert_array_equal(both.image(33).pixels, digits(7, 2)[0][3])
+    assert (train.image(0).sources, both.image(0).sources, both.image(33).sources) == (
+        ("set",),
+        ("set (1)",),
+        ("set (2)",),
+    )
+    rest, chosen = held_out(both, 4, seed=1)
+    assert {rest.image(n).source for n in range(len(rest))} == {"set (1)", "set (2)"} and len(
+        chosen.image(0).sources
+    ) == 1
     file = read(Source(path=f"{folder}/t10k-images-idx3-ubyte", rows=2))
     assert file.labels.tolist() == digits(7, 2)[1][:2].tolist()
 
@@ -84,7 +94,7 @@ def test_a_checkpoint_knows_its_images_again(tmp_path: Path) -> None:
     ImageSampler(pictures, seed=0).restore(ImageSampler(pictures, seed=0).state())
     changed = pictures.pixels.copy()
     changed[3, 4, 5] ^= 1
-    other = ImageDataset(changed, pictures.labels, pictures.files, pictures.origin, pictures.numbers)
+    other = replace(pictures, pixels=changed)
     for state in (ImageSampler(other, seed=0).state(), ImageSampler(pictures, seed=1).state()):
         with pytest.raises(CheckpointError, match="not what the checkpoint was made with"):
             ImageSampler(pictures, seed=0).restore(state)

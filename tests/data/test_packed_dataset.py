@@ -23,7 +23,8 @@ def samples(n: int = 200, seed: int = 0, longest: int = 60) -> Selection:
     tokens = [np.arange(a, b, dtype=np.int32) for a, b in pairwise(starts)]  # every token differs
     weights = [np.concatenate([[0], np.ones(length - 1)]).astype(np.float32) for length in lengths]
     reasons = [np.zeros(length, np.uint8) for length in lengths]
-    return Selection.all_of([SampleBlock.of(tokens, weights, reasons, list(range(n)), [f"row {i}" for i in range(n)])])
+    block = SampleBlock.of(tokens, weights, reasons, list(range(n)), [f"row {i}" for i in range(n)])
+    return Selection.all_of([block], ["rows.jsonl"])
 
 
 def packs_of(kind: Any = "best-fit", seed: int = 3, **settings: Any) -> PackedDataset:
@@ -78,8 +79,8 @@ def test_a_cut_piece_starts_without_weight() -> None:
     packs = packs_of("concatenate", longest=200)
     pieces = [sample for number in range(packs.packs_per_epoch) for sample in packs.at(number).samples]
     assert all(piece.weights[0] == 0 and (piece.weights[1:] == 1).all() for piece in pieces)
-    whole = Sample(np.arange(5, dtype=np.int32), np.array([0, 1, 1, 1, 1], np.float32), "x")
-    assert cut(whole, 2, 5).weights.tolist() == [0, 1, 1]
+    whole = Sample(np.arange(5, dtype=np.int32), np.array([0, 1, 1, 1, 1], np.float32), "x", "rows.jsonl")
+    assert cut(whole, 2, 5).weights.tolist() == [0, 1, 1] and cut(whole, 2, 5).source == "rows.jsonl"
     assert whole.weights.tolist() == [0, 1, 1, 1, 1], "the sample itself was changed"
 
 
@@ -92,4 +93,4 @@ def test_state_knows_the_data_again() -> None:
 
 def test_no_samples_is_an_error() -> None:
     with pytest.raises(DataError, match="there are no samples to pack"):
-        PackedDataset(Selection.all_of([SampleBlock.join([])]), Packing(), 64, 0)
+        PackedDataset(Selection.all_of([SampleBlock.join([])], ["empty.jsonl"]), Packing(), 64, 0)

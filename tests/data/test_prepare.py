@@ -192,6 +192,23 @@ def test_sources_are_mixed_by_weight(tokenizer: Path, cache: Path, chat: Path, t
     assert prepared.train is not None
     names = [row.partition(":")[0] for row in rows_of(prepared.train)]
     assert (names.count("chat.jsonl"), names.count("small.jsonl")) == (60, 30)
+    assert [sample.source for sample in prepared.train] == names
+
+
+def test_a_cached_source_has_the_name_of_the_recipe_that_reads_it(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
+    """The name is no part of what is cached: the same rows elsewhere are not tokenised again."""
+    for folder in ("new", "old"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "some.jsonl", conversations(7, 12))
+    new, old = tmp_path / "new/some.jsonl", tmp_path / "old/some.jsonl"
+    alone = ready(tokenizer, cache, new, eval=[Source(path=str(old))])
+    beside = ready(tokenizer, cache, new, old, eval=4)
+    assert alone.train is not None and alone.eval is not None and beside.train is not None and beside.eval is not None
+    assert {sample.source for sample in alone.train} == {sample.source for sample in alone.eval} == {"some.jsonl"}
+    assert [sample.source for sample in beside.train] == sorted(sample.source for sample in beside.train)
+    assert {sample.source for sample in beside.train} == {"new/some.jsonl", "old/some.jsonl"}
+    assert {sample.source for sample in beside.eval} <= {"new/some.jsonl", "old/some.jsonl"}
+    assert beside.train.digest() != alone.train.digest() == ready(tokenizer, cache, old).train.digest()  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("tokenising_here")

@@ -133,7 +133,11 @@ def test_rows_shown_are_rows_trained(of: Callable[..., PreviewInputs], tmp_path:
         overview = summarize_dataset(ingredients, packs=1, shown=shown)
         assert overview.changed == () and len(shown) == 3
         prepared = prepare_as_run(ingredients)
-        stored = [sample for sample in Selection.all_of(prepared.stores) if sample.row in {row.where for row in shown}]
+        stored = [
+            sample
+            for sample in Selection.all_of(prepared.stores, prepared.sources)
+            if sample.row in {row.where for row in shown}
+        ]
         ours = [sample for row in shown for sample in row.samples]
         assert [one.tokens.tolist() for one in ours] == [sample.tokens.tolist() for sample in stored]
         assert [one.weights.tolist() for one in ours] == [sample.weights.tolist() for sample in stored]

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from danlu.data import sources
-from danlu.data.sources import BadRow, RawRow, fingerprint, read_rows
+from danlu.data.sources import BadRow, RawRow, fingerprint, read_rows, source_names
 from danlu.errors import DataError
 from danlu.recipe.sections import Source
 
@@ -596,3 +596,22 @@ def test_nothing_heavy_is_loaded_for_rows_of_text(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(builtins, "__import__", watched)
     read(tmp_path / "a.jsonl")
     fingerprint(Source(path=str(tmp_path / "a.jsonl")))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/home/me/data/chat.jsonl"], ["chat.jsonl"]),
+        (["~/chat.jsonl#500", "docs/", "tatsu-lab/alpaca"], ["chat.jsonl", "docs", "alpaca"]),
+        (["data/en/chat.jsonl", "data/zh/chat.jsonl", "more.txt"], ["en/chat.jsonl", "zh/chat.jsonl", "more.txt"]),
+        (["chat.jsonl", "old/chat.jsonl"], ["chat.jsonl", "old/chat.jsonl"]),
+        (["a.jsonl#10", "b.jsonl", "a.jsonl"], ["a.jsonl (1)", "b.jsonl", "a.jsonl (2)"]),
+        (["/a", "/", "."], ["a", "/", "."]),
+        (["\udc80.jsonl"], ["\\udc80.jsonl"]),
+    ],
+)
+def test_sources_are_called_by_as_much_of_their_paths_as_tells_them_apart(paths: list[str], names: list[str]) -> None:
+    assert source_names([Source.model_construct(path=path) for path in paths]) == names

@@ -107,6 +107,13 @@ def test_a_pass_gives_every_row_once_and_shuffled(tokenizer: Path, sources: list
     assert rows != expected and rows != again
 
 
+def test_samples_name_their_source(tokenizer: Path, sources: list[Path]) -> None:
+    with stream(tokenizer, sources) as packs:
+        samples = [sample for number in range(20) for sample in packs.at(number).samples]
+    assert {sample.source for sample in samples} == {"a.jsonl", "b.jsonl"}
+    assert all(sample.row.startswith(sample.source) for sample in samples)
+
+
 @pytest.mark.parametrize("weights", [(None, None), (1.0, 3.0)])
 @pytest.mark.parametrize("kind", ["best-fit", "concatenate"])
 def test_a_restored_stream_continues_exactly(

@@ -72,7 +72,11 @@ def test_a_block_keeps_what_it_was_given() -> None:
 def test_joined_blocks_equal_their_parts() -> None:
     parts = [block(1), block(2, weights=[0.0, 0.3]), block(3, samples=0)]
     joined = SampleBlock.join(parts)
-    assert_same(Selection.all_of(parts), joined)
+    whole = Selection.all_of(parts, [f"{number}.jsonl" for number in range(len(parts))])
+    assert_same(whole, joined)
+    assert [sample.source for sample in whole] == [
+        f"{number}.jsonl" for number, part in enumerate(parts) for _ in range(len(part))
+    ]
     assert len(SampleBlock.join([])) == 0
 
 

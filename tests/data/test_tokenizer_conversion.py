@@ -186,7 +186,7 @@ def test_a_folder_with_only_a_tokenizer_model_is_a_tokenizer(shared_data: Path, 
     shutil.copytree(shared_data / "tokenizers/llama2-sp", folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     loaded = load_tokenizer(str(folder))
-    assert (loaded.size, loaded.bos_id, loaded.eos_id, loaded.adds_bos) == (32000, 1, 2, True)
+    assert (loaded.vocab_size, loaded.bos_id, loaded.eos_id, loaded.adds_bos) == (32000, 1, 2, True)
     assert loaded.encode("Hello  world") == [15043, 29871, 3186]
     assert loaded.decode([15043, 29871, 3186]) == "Hello  world"
     written = fast_tokenizer_folder(str(folder))

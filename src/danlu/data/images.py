@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from danlu.data.idx_format import read_idx
 from danlu.data.permutation import Permutation
+from danlu.data.sources import source_names
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Source
 
@@ -35,6 +36,7 @@ class Image:
     label: int
     file: str
     number: int  # in the file, from 0
+    source: str = ""  # short name of its folder or file (`data.sources.source_names`), for metrics
 
     @property
     def tokens(self) -> int:
@@ -47,6 +49,10 @@ class Image:
     @property
     def rows(self) -> tuple[str, ...]:
         return (f"{self.file} image {self.number + 1}",)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class ImageDataset:
     pixels: np.ndarray  # [N, H, W] uint8
     labels: np.ndarray  # [N] uint8
     files: tuple[str, ...]
+    sources: tuple[str, ...]  # [files] the name of the source of each
     origin: np.ndarray  # [N] int32, into files
     numbers: np.ndarray  # [N] int32, in the file
 
@@ -74,13 +81,17 @@ class ImageDataset:
         return len(self.labels)
 
     def image(self, place: int) -> Image:
-        return Image(
-            self.pixels[place], int(self.labels[place]), self.files[self.origin[place]], int(self.numbers[place])
-        )
+        file = self.origin[place]
+        number = int(self.numbers[place])
+        return Image(self.pixels[place], int(self.labels[place]), self.files[file], number, self.sources[file])
 
     def chosen(self, places: np.ndarray) -> ImageDataset:
-        return ImageDataset(
-            self.pixels[places], self.labels[places], self.files, self.origin[places], self.numbers[places]
+        return replace(
+            self,
+            pixels=self.pixels[places],
+            labels=self.labels[places],
+            origin=self.origin[places],
+            numbers=self.numbers[places],
         )
 
     def digest(self) -> str:
@@ -158,6 +169,7 @@ def read_images(sources: Sequence[Source], *, side: int, classes: int) -> ImageD
         np.concatenate([pixels for _, pixels, _ in parts]),
         np.concatenate([labels for _, _, labels in parts]),
         files,
+        tuple(source_names(sources)),
         np.repeat(np.arange(len(parts), dtype=np.int32), counts),
         np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
     )

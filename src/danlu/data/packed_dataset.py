@@ -78,4 +78,4 @@ def cut(sample: Sample, start: int, stop: int) -> Sample:
     """Tokens `start` to `stop` as a sample of its own: the first has nothing before it, so it is context only."""
     weights = sample.weights[start:stop].copy()
     weights[:1] = 0
-    return Sample(sample.tokens[start:stop], weights, sample.row)
+    return Sample(sample.tokens[start:stop], weights, sample.row, sample.source)

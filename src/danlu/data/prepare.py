@@ -13,7 +13,7 @@ import numpy as np
 from danlu.data import mixture, sources
 from danlu.data.rows import Format, detect_format, refuse_unpaired_preferences
 from danlu.data.samples import Selection
-from danlu.data.sources import BadRow, RawRow
+from danlu.data.sources import BadRow, RawRow, source_names
 from danlu.data.statistics import Statistics
 from danlu.data.token_cache import StoreWriter, TokenCache, TokenStore
 from danlu.data.tokenizer import template_date, tokenizer_fingerprint
@@ -81,10 +81,11 @@ def prepare(
         if not len(store):
             raise DataError(f"{source.path}: no row is left to evaluate on: every one was skipped or dropped")
     train, held_out = _choose(train_stores, data, seed) if train_stores else (None, None)
+    eval_selection = Selection.all_of(eval_stores, source_names(own_eval)) if eval_stores else held_out
     every = [*train_stores, *eval_stores]
     return PreparedData(
         train=train,
-        eval=Selection.all_of(eval_stores) if eval_stores else held_out,
+        eval=eval_selection,
         statistics=train_statistics,
         eval_statistics=eval_statistics if eval_stores else None,
         tokenizer=TokenizerInfo(**every[0].statistics["tokenizer"]) if every else None,
@@ -251,16 +252,18 @@ def _choose(stores: list[TokenStore], data: Data, seed: int) -> tuple[Selection,
     for source, count in zip(data.train, counts, strict=True):
         if not count:
             raise DataError(f"{source.path}: no row is left to train on: every one was skipped or dropped")
-    held_out = None
+    held_out, names = None, source_names(data.train)
     if data.eval is not None and not isinstance(data.eval, list):
         masks = mixture.hold_out(counts, data.eval, seed)
         held_out = Selection.some_of(
-            stores, [_samples_of(store, one[mask]) for store, one, mask in zip(stores, usable, masks, strict=True)]
+            stores,
+            names,
+            [_samples_of(store, rows[mask]) for store, rows, mask in zip(stores, usable, masks, strict=True)],
         )
         usable = [one[~mask] for one, mask in zip(usable, masks, strict=True)]
     rows = mixture.epoch_rows([len(one) for one in usable], [source.weight for source in data.train], seed)
     chosen = [_samples_of(store, one[some]) for store, one, some in zip(stores, usable, rows, strict=True)]
-    return Selection.some_of(stores, chosen), held_out
+    return Selection.some_of(stores, names, chosen), held_out
 
 
 def _samples_of(store: TokenStore, row_numbers: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -106,22 +106,29 @@ class SampleBlock:
 
 @dataclass(frozen=True)
 class Selection:
-    """Chosen samples of several stores, in a fixed order; a sample may occur more than once."""
+    """Chosen samples of several stores, in a fixed order; a sample may occur more than once.
+
+    A store holds the samples of one source, and the selection gives them its name: the name is not part of what is
+    cached, so a file that is renamed is not tokenised again.
+    """
 
     stores: tuple[Samples, ...]
+    sources: tuple[str, ...]  # [stores] the name of each
     store_numbers: np.ndarray  # [n] uint16
     sample_numbers: np.ndarray  # [n] int64
 
     @classmethod
-    def all_of(cls, stores: Sequence[Samples]) -> Selection:
-        """Every sample of every store, once, in order."""
-        return cls.some_of(stores, [np.arange(len(store)) for store in stores])
+    def all_of(cls, stores: Sequence[Samples], sources: Sequence[str]) -> Selection:
+        """Every sample of every store, once, in order. `sources` names each store's source."""
+        return cls.some_of(stores, sources, [np.arange(len(store)) for store in stores])
 
     @classmethod
-    def some_of(cls, stores: Sequence[Samples], chosen: Sequence[np.ndarray]) -> Selection:
-        """Samples `chosen[i]` [..] of store i, store after store."""
-        numbers = np.repeat(np.arange(len(stores), dtype=np.uint16), [len(one) for one in chosen])
-        return cls(tuple(stores), numbers, _flat(chosen, np.int64))
+    def some_of(cls, stores: Sequence[Samples], sources: Sequence[str], chosen: Sequence[np.ndarray]) -> Selection:
+        """Samples `chosen[i]` [..] of store i, store after store. `sources` names each store's source."""
+        numbers = np.repeat(
+            np.arange(len(stores), dtype=np.uint16), [len(chosen_of_store) for chosen_of_store in chosen]
+        )
+        return cls(tuple(stores), tuple(sources), numbers, _flat(chosen, np.int64))
 
     def __len__(self) -> int:
         return len(self.sample_numbers)
@@ -138,7 +145,8 @@ class Selection:
         return self._gather("row_numbers", np.int64)
 
     def sample(self, number: int) -> Sample:
-        return self.stores[self.store_numbers[number]].sample(int(self.sample_numbers[number]))
+        store = self.store_numbers[number]
+        return replace(self.stores[store].sample(int(self.sample_numbers[number])), source=self.sources[store])
 
     def reasons(self, number: int) -> np.ndarray:
         return self.stores[self.store_numbers[number]].reasons(int(self.sample_numbers[number]))

@@ -19,14 +19,14 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from io import BufferedReader, TextIOWrapper
 from itertools import count, islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from danlu.data.rows import MOST_DEPTH, TOO_DEEP, is_too_deep
@@ -115,6 +115,32 @@ def read_rows(source: Source) -> Iterator[RawRow]:
         yield RawRow(number - 1, where, content)
     if not number:
         raise DataError(f"{path}: there are no rows in it")
+
+
+def source_names(sources: Sequence[Source]) -> list[str]:
+    """A short name for each source, in order: the last part of its path, without directories that differ by machine.
+
+    Where two sources share the last part, as much of the path before it is kept as tells them apart; sources of the
+    same path are numbered. `data/chat.jsonl#500` is `chat.jsonl`, and beside `old/chat.jsonl` it is `data/chat.jsonl`.
+    """
+    paths = [_without_row_count(source.path) for source in sources]
+    parts = [PurePath(path).parts or (path,) for path in paths]
+    distinct, names = set(parts), list[str]()
+    for own in parts:
+        # Two paths may share all parts of the shorter one, which then keeps them all.
+        unique = (n for n in range(1, len(own)) if sum(path[-n:] == own[-n:] for path in distinct) == 1)
+        name = str(PurePath(*own[-next(unique, len(own)) :]))
+        names.append(name.encode("utf-8", "backslashreplace").decode())
+    return [
+        f"{name} ({names[:number].count(name) + 1})" if names.count(name) > 1 else name
+        for number, name in enumerate(names)
+    ]
+
+
+def _without_row_count(path: str) -> str:
+    """`path` of `path#500`."""
+    text, mark, number = path.rpartition("#")
+    return text if mark and number.isdecimal() else path
 
 
 def fingerprint(source: Source, memory: Path | None = None) -> str:

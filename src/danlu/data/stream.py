@@ -23,7 +23,7 @@ from danlu.data import sources
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.permutation import key
 from danlu.data.prepare import BadRowPolicy, Stage, check_trained, read, tokenise_rows, worker_count
-from danlu.data.samples import SampleBlock
+from danlu.data.samples import SampleBlock, Selection
 from danlu.data.sources import RawRow
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import template_date
@@ -148,6 +148,7 @@ class StreamingDataset:
         self._seed = seed
         date = template_date(tokenizer_path, chat_template, date) if stage == "sft" else None
         # Opened once to learn the formats, and that every source is there, before anything expensive begins.
+        self._sources = sources.source_names(data.train)
         self._settings = [TokenizeSettings.of(data, read(source, data, stage)[0]) for source in data.train]
         readers = [partial(sources.read_rows, source) for source in data.train]
         self._rows = InterleavedRows(readers, [source.weight for source in data.train])
@@ -240,15 +241,16 @@ class StreamingDataset:
     def _load(self, number: int, start: Position) -> _PackedBlock:
         if self._rows.position != start:
             self._rows.position = start
-        blocks: list[SampleBlock] = []
+        blocks: list[list[SampleBlock]] = [[] for _ in self._sources]
         bad: list[str] = []
         statistics = Statistics()
-        for settings, rows in zip(self._settings, self._rows.take(self._data.shuffle_buffer), strict=True):
+        taken = self._rows.take(self._data.shuffle_buffer)
+        for settings, rows, blocks_of_source in zip(self._settings, taken, blocks, strict=True):
             for part in tokenise_rows(rows, settings, self._workers):
-                blocks.append(part.block)
+                blocks_of_source.append(part.block)
                 statistics.add(part.statistics)
                 bad += part.bad
-        samples = SampleBlock.join(blocks)
+        samples = Selection.all_of([SampleBlock.join(blocks_of_source) for blocks_of_source in blocks], self._sources)
         seed = key(self._seed, "stream", number)
         packs = PackedDataset(samples, self._data.packing, self._data.max_length, seed) if len(samples) else None
         return _PackedBlock(number, start, self._rows.position, packs, statistics, tuple(bad))
