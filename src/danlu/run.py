@@ -31,7 +31,6 @@ from danlu.memory_report import MemoryReport
 from danlu.numerics.deterministic import deterministic
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
-from danlu.optim.schedules import problems as schedule_problems
 from danlu.parallel.comm import ALONE, new_group, world_size
 from danlu.parallel.layout import layout_of
 from danlu.parallel.local_parameter import LocalParameter
@@ -305,8 +304,8 @@ def _build(
         total_packs = math.ceil((recipe.epochs or 1) * material.per_epoch)
     total_steps = recipe.steps if total_packs is None else math.ceil(total_packs / per_step)
     assert total_steps is not None, "the recipe's rules ask for steps when streaming"
-    if wrong := schedule_problems(recipe.schedule, total_steps):
-        raise RecipeError(wrong)
+    if problems := recipe.schedule.problems(total_steps):
+        raise RecipeError([f"schedule.{field}: {message}." for field, message in problems])
     if start is not None and not any(change.key in ("batch.micro", "batch.memory") for change in start.changes):
         micro = read_state(start.path)["micro"]  # found anew it could differ, and with it how sums are rounded
     else:

@@ -296,8 +296,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("optim/ema.py", "average.copy_(held)", "average.copy_(average)", "optim/test_ema.py"),
     Mutation(
         "optim/schedules.py",
-        "warmup = max(1, in_steps(section.warmup, total))",
-        "warmup = max(2, in_steps(section.warmup, total))",
+        "warmup = max(1, section.warmup_steps(total))",
+        "warmup = max(2, section.warmup_steps(total))",
         "optim/test_schedules.py",
     ),
     Mutation(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from danlu.optim.schedules import in_steps, multiplier, problems
+from danlu.optim.schedules import multiplier
 from danlu.recipe.sections import Schedule
 
 KINDS = ["constant", "linear", "cosine", "wsd", "inverse-sqrt"]
@@ -24,15 +24,15 @@ def test_rises_to_one_then_never_rises_and_stays_within_bounds(
     kind: str, total: int, warmup: float, decay: float, floor: float
 ) -> None:
     section = Schedule(kind=kind, warmup=warmup, decay=decay, floor=floor)
-    assume(not problems(section, total))
+    assume(not section.problems(total))
     values = curve(section, total)
-    peak = max(1, in_steps(warmup, total))
+    peak = max(1, section.warmup_steps(total))
     assert values[:peak] == [step / peak for step in range(1, peak + 1)]
     after = values[peak - 1 :]
     assert after[0] == 1.0
     assert all(later <= earlier + 1e-15 for earlier, later in pairwise(after))
     assert all(0 <= value <= 1 for value in values)
-    if kind in ("linear", "cosine", "wsd") and total > peak and not (kind == "wsd" and in_steps(decay, total) == 0):
+    if kind in ("linear", "cosine", "wsd") and total > peak and not (kind == "wsd" and section.decay_steps(total) == 0):
         assert values[-1] == floor
         assert min(after) >= min(floor, 1.0) - 1e-15
 
@@ -70,11 +70,23 @@ def test_a_single_step_is_taken_at_the_peak() -> None:
 
 
 def test_warm_up_and_decay_must_fit_into_the_run() -> None:
-    assert problems(Schedule(warmup=11), 10) == [
-        "schedule.warmup: 11 steps are longer than the run of 10. Use at most 10, or a share of the run such as 0.05."
+    assert Schedule(warmup=11).problems(10) == [
+        (
+            "warmup",
+            "a warm-up of 11 steps is longer than the run of 10. Use at most 10, or a share of the run such as 0.05",
+        )
     ]
-    assert problems(Schedule(kind="wsd", warmup=4, decay=7), 10) == [
-        "schedule.decay: warm-up (4 steps) and decay (7 steps) are longer than the run of 10. "
-        "Use at most 6 steps of decay, or less warm-up."
+    assert Schedule(kind="wsd", warmup=4, decay=7).problems(10) == [
+        (
+            "decay",
+            "warm-up (4 steps) and decay (7) are longer than the run of 10. "
+            "Use at most 6 steps of decay, or less warm-up",
+        )
     ]
-    assert problems(Schedule(kind="cosine", warmup=4, decay=7), 10) == []
+    assert Schedule(kind="wsd", warmup=0.6, decay=0.5).problems(None) == [
+        ("warmup", "warm-up 0.6 and decay 0.5 together are more than the whole run (1.0)")
+    ]
+    assert Schedule(kind="cosine", warmup=4, decay=7).problems(10) == []
+    assert (
+        Schedule(kind="wsd", warmup=0.5, decay=0.5).problems(3) == []
+    )  # two steps each: the decay begins a step later

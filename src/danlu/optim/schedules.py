@@ -22,7 +22,7 @@ def multiplier(step: int, total: int, section: Schedule) -> float:
     The last step of linear, cosine and wsd is exactly `floor`, unless it is the step that reaches the peak.
     """
     assert 1 <= step <= total, f"step {step} of {total}"
-    warmup = max(1, in_steps(section.warmup, total))
+    warmup = max(1, section.warmup_steps(total))
     if step <= warmup:
         return step / warmup
     share = (step - warmup) / (total - warmup)  # of the way from the peak to the last step, in (0, 1]
@@ -34,35 +34,12 @@ def multiplier(step: int, total: int, section: Schedule) -> float:
         case "cosine":
             return _between(section.floor, 0.5 * (1 + math.cos(math.pi * share)))
         case "wsd":
-            stable_until = max(warmup, total - in_steps(section.decay, total))
+            stable_until = max(warmup, total - section.decay_steps(total))
             if step <= stable_until:
                 return 1.0
             return _between(section.floor, 1 - math.sqrt((step - stable_until) / (total - stable_until)))
         case "inverse-sqrt":
             return math.sqrt(warmup / step)
-
-
-def problems(section: Schedule, total: int) -> list[str]:
-    """What does not fit into a run of `total` steps (known only once rows are counted, perhaps); empty if all does."""
-    warmup = in_steps(section.warmup, total)
-    if warmup > total:
-        return [
-            f"schedule.warmup: {warmup} steps are longer than the run of {total}. "
-            f"Use at most {total}, or a share of the run such as 0.05."
-        ]
-    decay = in_steps(section.decay, total) if section.kind == "wsd" else 0
-    # Shares that each round up may overlap by a step or two; the decay then begins right after the warm-up.
-    if warmup + decay > total and not (isinstance(section.warmup, float) and isinstance(section.decay, float)):
-        return [
-            f"schedule.decay: warm-up ({warmup} steps) and decay ({decay} steps) are longer than the run of {total}. "
-            f"Use at most {total - warmup} steps of decay, or less warm-up."
-        ]
-    return []
-
-
-def in_steps(setting: float, total: int) -> int:
-    """An integer is a number of steps; a float below 1 is a share of `total`, rounded up to whole steps."""
-    return setting if isinstance(setting, int) else math.ceil(setting * total)
 
 
 def _between(floor: float, share: float) -> float:

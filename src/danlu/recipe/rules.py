@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import date
 from itertools import islice
-from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,27 +191,13 @@ def amounts_are_possible(recipe: Recipe) -> Iterator[Problem]:
 
 
 def schedule_fits(recipe: Recipe) -> Iterator[Problem]:
-    schedule, steps = recipe.schedule, recipe.steps
+    schedule = recipe.schedule
     if schedule.kind != "wsd" and schedule.decay != 0.2:
         yield Problem("schedule.decay", f"only the wsd schedule has a decay; this one is {schedule.kind}")
     if schedule.kind in ("constant", "inverse-sqrt") and schedule.floor != 0.1:
         yield Problem("schedule.floor", f"the {schedule.kind} schedule has no floor; linear, cosine and wsd do")
-    decay = schedule.decay if schedule.kind == "wsd" else 0
-    if isinstance(schedule.warmup, float) and isinstance(decay, float) and schedule.warmup + decay > 1:
-        message = f"warm-up {schedule.warmup} and decay {decay} together are more than the whole run (1.0)"
-        yield Problem("schedule.warmup", message, reads=("schedule.decay",))
-    elif steps is not None:
-        warmup = _steps(schedule.warmup, steps)
-        if warmup > steps:
-            message = f"a warm-up of {warmup} steps is longer than the run of {steps}"
-            yield Problem("schedule.warmup", message, reads=("steps",))
-        elif warmup + _steps(decay, steps) > steps:
-            message = f"warm-up ({warmup} steps) and decay ({_steps(decay, steps)}) are longer than the run of {steps}"
-            yield Problem("schedule.decay", message, reads=("steps", "schedule.warmup"))
-
-
-def _steps(amount: float, steps: int) -> int:
-    return amount if isinstance(amount, int) else ceil(amount * steps)
+    for field, message in schedule.problems(recipe.steps):
+        yield Problem(f"schedule.{field}", message, reads=("steps", "schedule.warmup", "schedule.decay"))
 
 
 def packing_suits(recipe: Recipe) -> Iterator[Problem]:

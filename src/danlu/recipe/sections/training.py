@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -21,6 +22,38 @@ class Schedule(Section):
     """The last rate as a share of the peak, for linear, cosine and wsd."""
     decay: Steps = 0.2
     """wsd only: steps or share at the end over which the rate falls."""
+
+    def warmup_steps(self, total: int) -> int:
+        """Steps of warm-up in a run of `total` steps; a share is rounded up to whole steps."""
+        return _in_steps(self.warmup, total)
+
+    def decay_steps(self, total: int) -> int:
+        """Steps of decay at the end of a run of `total` steps, rounded up; 0 unless the schedule is wsd."""
+        return _in_steps(self.decay, total) if self.kind == "wsd" else 0
+
+    def problems(self, total: int | None) -> list[tuple[str, str]]:
+        """(field, message) of what does not fit into a run of `total` steps; None: known only once rows are counted."""
+        shares = isinstance(self.warmup, float) and isinstance(self.decay, float)
+        if self.kind == "wsd" and shares and self.warmup + self.decay > 1:
+            return [
+                ("warmup", f"warm-up {self.warmup} and decay {self.decay} together are more than the whole run (1.0)")
+            ]
+        if total is None:
+            return []
+        warmup, decay = self.warmup_steps(total), self.decay_steps(total)
+        if warmup > total:
+            advice = f"Use at most {total}, or a share of the run such as 0.05"
+            return [("warmup", f"a warm-up of {warmup} steps is longer than the run of {total}. {advice}")]
+        # Shares that each round up may overlap by a step or two; the decay then begins right after the warm-up.
+        if warmup + decay > total and not shares:
+            message = f"warm-up ({warmup} steps) and decay ({decay}) are longer than the run of {total}"
+            return [("decay", f"{message}. Use at most {total - warmup} steps of decay, or less warm-up")]
+        return []
+
+
+def _in_steps(setting: float, total: int) -> int:
+    """An integer is a number of steps; a float below 1 is a share of `total`, rounded up to whole steps."""
+    return setting if isinstance(setting, int) else math.ceil(setting * total)
 
 
 class BatchSize(Section):
