@@ -69,13 +69,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "recipe/test_diff.py",
     ),
     Mutation(
-        "recipe/rules.py",
+        "recipe/rules/training.py",
         "if isinstance(batch.micro, int) and packs % batch.micro:",
         "if isinstance(batch.micro, int) and packs < batch.micro:",
         "recipe/test_rules.py",
     ),
     Mutation(
-        "recipe/rules.py",
+        "recipe/rules/training.py",
         'if schedule.kind != "wsd" and schedule.decay != 0.2:',
         'if schedule.kind == "wsd" and schedule.decay != 0.2:',
         "recipe/test_rules.py",

@@ -17,7 +17,7 @@ from danlu.optim.build import Optimizers, build
 from danlu.optim.clip import clip_grad_norm
 from danlu.optim.galore import GaLore
 from danlu.recipe import sections
-from danlu.recipe.rules import optimizer_works
+from danlu.recipe.rules.training import optimizer_is_consistent
 
 TALL, WIDE, NORM = "layers.0.up_proj.weight", "layers.0.down_proj.weight", "norm.weight"
 SHAPES = {TALL: (20, 12), WIDE: (12, 20), NORM: (12,)}
@@ -305,7 +305,7 @@ def test_a_rank_above_a_dimension_and_nothing_to_project() -> None:
 def test_with_an_adapter_it_is_refused() -> None:
     def wrong(**keys: object) -> list[str]:
         given = {"stage": "sft", "model": {"path": "m"}, "data": {"train": [{"path": "d"}]}, "output": "o", **keys}
-        return [problem.key for problem in optimizer_works(sections.Recipe.model_validate(given))]
+        return [problem.key for problem in optimizer_is_consistent(sections.Recipe.model_validate(given))]
 
     assert wrong(optimizer={"kind": "galore"}, adapter={"kind": "lora"}) == ["optimizer.kind"]
     assert wrong(optimizer={"kind": "galore"}) == wrong(adapter={"kind": "lora"}) == []

@@ -1,0 +1,106 @@
+"""Rules about rows: sources, packing, streaming, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from danlu.recipe.messages import format_value
+from danlu.recipe.sections import (
+    Recipe,
+    Source,
+)
+from danlu.recipe.yaml_tree import Problem
+
+
+def packing_suits_stage(recipe: Recipe) -> Iterator[Problem]:
+    """Concatenated rows are cut anywhere, which only plain text survives; a window belongs to best-fit."""
+    packing, data = recipe.data.packing, recipe.data
+    reads = ("stage", "data.packing.kind")
+    if packing.kind != "best-fit" and packing.window != 4096:
+        yield Problem("data.packing.window", f"only best-fit packing has a window; this is {packing.kind}", reads=reads)
+    if packing.kind != "concatenate":
+        return
+    if recipe.stage == "sft":
+        message = "a conversation must stay whole, so concatenate is for stage pretrain. Use best-fit or none"
+        yield Problem("data.packing.kind", message, reads=reads)
+        return
+    for index, source in enumerate(data.train):
+        if source.format not in ("auto", "text", "tokenized"):
+            message = f"concatenate joins plain text, and rows of {source.format} are not. Use packing best-fit"
+            yield Problem(f"data.train.{index}.format", message, reads=reads)
+
+
+def pretraining_has_no_roles(recipe: Recipe) -> Iterator[Problem]:
+    """Stage pretrain has no chat roles: no train_on, no system prompt."""
+    if recipe.stage != "pretrain":
+        return
+    # `assistant` is the default and stands in every resolved recipe; `all` is what pretraining does anyway.
+    if recipe.data.train_on == "last":
+        message = "pretraining trains every token: train_on is for stage sft"
+        yield Problem("data.train_on", message, reads=("stage",))
+    if recipe.data.system is not None:
+        yield Problem("data.system", "pretraining has no system prompt: it is for stage sft", reads=("stage",))
+
+
+def sources_are_consistent(recipe: Recipe) -> Iterator[Problem]:
+    """Sources are named, weighted all or none, and none is listed twice."""
+    train = recipe.data.train
+    if not train:
+        yield Problem("data.train", "the list is empty: name at least one file or data set")
+    if recipe.data.eval == []:
+        yield Problem("data.eval", "the list is empty: name a source, give a share such as 0.02, or leave eval out")
+    weighted = [source.weight is not None for source in train]
+    if any(weighted) and not all(weighted):
+        index = weighted.index(False)
+        message = "has no weight although other sources do: give every source a weight, or none"
+        yield Problem(f"data.train.{index}", message)
+    seen: dict[Source, int] = {}
+    for index, source in enumerate(train):
+        same = source.model_copy(update={"weight": None})
+        if same in seen:
+            message = f"the same as data.train.{seen[same]}. To use it more often, give the sources weights"
+            yield Problem(f"data.train.{index}", message)
+        seen.setdefault(same, index)
+
+
+def streaming_is_consistent(recipe: Recipe) -> Iterator[Problem]:
+    """A stream has no length: it needs steps, and evaluation rows from elsewhere."""
+    data = recipe.data
+    if not data.streaming:
+        if data.shuffle_buffer != 10_000:
+            yield Problem("data.shuffle_buffer", "only read with data.streaming: true", reads=("data.streaming",))
+        return
+    if recipe.epochs is not None:
+        message = "a stream has no known end, so it cannot run for epochs. Give steps"
+        yield Problem("epochs", message, reads=("data.streaming",))
+    elif recipe.steps is None:
+        yield Problem(
+            "steps", "missing: a stream has no known end, so streaming needs steps", reads=("data.streaming",)
+        )
+    if isinstance(data.eval, int | float):
+        message = (
+            f"{format_value(data.eval)} of a stream cannot be set aside. Give evaluation rows as files of their own"
+        )
+        yield Problem("data.eval", message, reads=("data.streaming",))
+
+
+def bad_row_limit_is_read(recipe: Recipe) -> Iterator[Problem]:
+    """The limit of skipped rows is only read where bad rows are skipped."""
+    if recipe.data.on_bad_row == "error" and recipe.data.bad_row_limit != 100:
+        message = "only read with data.on_bad_row: skip"
+        yield Problem("data.bad_row_limit", message, reads=("data.on_bad_row",))
+
+
+def evaluation_has_rows(recipe: Recipe) -> Iterator[Problem]:
+    """What is done with an evaluation loss has evaluation rows."""
+    evaluation = recipe.evaluation
+    if recipe.data.eval is not None:
+        return
+    needs = "needs rows to evaluate on: add data.eval (a share such as 0.02, or files)"
+    if evaluation.early_stop is not None:
+        yield Problem("evaluation.early_stop", f"early stop {needs}", reads=("data.eval",))
+    if evaluation.every is not None and evaluation.samples is None:
+        message = f"evaluation {needs}, or evaluation.samples to generate"
+        yield Problem("evaluation.every", message, reads=("data.eval", "evaluation.samples"))
+    if recipe.checkpoint.keep_best:
+        yield Problem("checkpoint.keep_best", f"keep_best {needs}", reads=("data.eval",))

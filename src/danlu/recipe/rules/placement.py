@@ -1,0 +1,93 @@
+"""Rules about placement: parallel layout, recomputation and offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from danlu.recipe.sections import (
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    GaLore,
+    Muon,
+    PagedAdamW,
+    Recipe,
+)
+from danlu.recipe.yaml_tree import Problem
+
+WHOLE_MATRIX_OPTIMIZERS = (Muon, GaLore, Adafactor)
+"""Their updates need all of a matrix: its singular vectors, or the means of its rows and columns."""
+
+
+def layout_is_supported(recipe: Recipe) -> Iterator[Problem]:
+    """The degrees of `parallel` go together, and with the optimizer, adapter, offload and compile."""
+    parallel, optimizer = recipe.parallel, recipe.optimizer
+    if parallel.shard == "none":
+        if parallel.replicate != 1:
+            message = "copies of a sharded model, and nothing is sharded. Add shard: zero3, or leave it out"
+            yield Problem("parallel.replicate", message, reads=("parallel.shard",))
+        if parallel.accumulate == "sharded":
+            message = "gradients are not sharded. Add shard: zero2 or zero3, or leave it out"
+            yield Problem("parallel.accumulate", message, reads=("parallel.shard",))
+    if parallel.sequence and parallel.tensor == 1:
+        message = (
+            "tokens are sharded among tensor-parallel ranks, and parallel.tensor is 1. Raise it, or leave this out"
+        )
+        yield Problem("parallel.sequence", message, reads=("parallel.tensor",))
+    if parallel.workers == "threads":
+        axes = ("shard", "tensor", "pipeline", "context", "expert")
+        for name in (name for name in axes if getattr(parallel, name) not in ("none", 1)):
+            message = "threads in one process each hold all of the model. Use workers: processes, or leave this out"
+            yield Problem(f"parallel.{name}", message, reads=("parallel.workers",))
+        if recipe.adapter is not None or recipe.compile:
+            key = "adapter" if recipe.adapter is not None else "compile"
+            message = "threads are for looking at how whole models are trained in parallel. Use workers: processes"
+            yield Problem(key, message, reads=("parallel.workers",))
+        offloads = "activations" in recipe.memory.offload
+        if offloads or recipe.memory.recompute.kind != "none":
+            key = "memory.offload" if offloads else "memory.recompute.kind"
+            message = "threads run copies of the model at the same time, of which nothing is recomputed or offloaded"
+            yield Problem(key, f"{message}. Leave it out, or use workers: processes", reads=("parallel.workers",))
+    if isinstance(optimizer, WHOLE_MATRIX_OPTIMIZERS) and (parallel.shard != "none" or parallel.tensor > 1):
+        layout = "parallel.shard: none" if parallel.tensor == 1 else "parallel: {}, which keeps them whole"
+        message = (
+            f"{optimizer.kind} works on whole matrices, and here each process has a part of them. "
+            f"Use adamw, adamw8bit, lion or sgd, or {layout}"
+        )
+        yield Problem("optimizer.kind", message, reads=("parallel.shard", "parallel.tensor"))
+    if recipe.compile and parallel.tensor > 1:
+        message = "torch.compile does not follow the collectives of tensor parallelism. Leave it out"
+        yield Problem("compile", message, reads=("parallel.tensor",))
+
+
+def memory_is_consistent(recipe: Recipe) -> Iterator[Problem]:
+    """Recomputation and offload have what they need, and keys that are not read keep their defaults."""
+    memory, recompute, optimizer = recipe.memory, recipe.memory.recompute, recipe.optimizer
+    if recompute.kind != "every" and recompute.layers is not None:
+        yield Problem("memory.recompute.layers", "only read with kind: every", reads=("memory.recompute.kind",))
+    if recompute.kind != "planned" and recompute.budget is not None:
+        yield Problem("memory.recompute.budget", "only read with kind: planned", reads=("memory.recompute.kind",))
+    if recompute.kind == "planned":
+        if recompute.budget is None:
+            message = "missing: a plan needs to know how many GiB activations may take"
+            yield Problem("memory.recompute.budget", message, reads=("memory.recompute.kind",))
+        if recipe.batch.micro == "auto":
+            message = "auto, but a plan of recomputation needs to know the size of a micro-batch. Give a number"
+            yield Problem("batch.micro", message, reads=("memory.recompute.kind",))
+    if recipe.compile and (recompute.kind != "none" or "activations" in memory.offload):
+        message = (
+            "compiled code decides itself what it keeps. Leave out compile, or recompute and offload of activations"
+        )
+        yield Problem("compile", message, reads=("memory.recompute.kind", "memory.offload"))
+    if "gradients" in memory.offload and "parameters" not in memory.offload:
+        message = "gradients are kept where their parameters are. Add parameters"
+        yield Problem("memory.offload", message)
+    if "optimizer" in memory.offload and not isinstance(optimizer, AdamW | AdamW8bit | PagedAdamW):
+        message = f"the state of {optimizer.kind} stays on the device. Use adamw or adamw8bit, or leave out optimizer"
+        yield Problem("memory.offload", message, reads=("optimizer.kind",))
+    if isinstance(optimizer, AdamW8bit) and (optimizer.block, optimizer.smallest) != (256, 4096):
+        message = "offloaded 8-bit moments have blocks of 256 and begin at 4096 elements. Leave block and smallest out"
+        if "optimizer" in memory.offload:
+            yield Problem("optimizer.block", message, reads=("memory.offload",))
+    if memory.folder is not None and not memory.offload:
+        yield Problem("memory.folder", "nothing is offloaded to it: add memory.offload", reads=("memory.offload",))
