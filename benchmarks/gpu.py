@@ -318,7 +318,7 @@ def adapters(write: Write, device: Any, tiny: bool) -> None:
     import torch
 
     from danlu.memory.recompute import plan_of, unwrap_layer, wrap
-    from danlu.memory_estimate import estimate
+    from danlu.memory_preview import estimate_from_config
     from danlu.optim.build import build
     from danlu.parallel.layout import Layout
     from danlu.recipe import sections
@@ -343,7 +343,7 @@ def adapters(write: Write, device: Any, tiny: bool) -> None:
                 memory={"recompute": {"kind": kind}},
                 data={"max_length": length, "train": [{"path": "none.jsonl"}]},
             )
-            predicted = estimate(recipe, config, layout=Layout(), device_type=device.type, micro=1).parts
+            predicted = estimate_from_config(recipe, config, layout=Layout(), device_type=device.type, micro=1).parts
 
             def step(compute: Any = compute, optimizer: Any = optimizer) -> None:
                 accumulate(compute, packs, step=1, clip=1.0)
@@ -377,9 +377,8 @@ def full(write: Write, device: Any, tiny: bool) -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from danlu.memory_estimate import shape_of
     from danlu.optim.build import build
-    from danlu.plan.flops import training_flops
+    from danlu.plan.flops import shape_of, training_flops
     from danlu.recipe import sections
     from danlu.train.step import Compute, accumulate
 

@@ -3,8 +3,8 @@
     python benchmarks/memory_table.py [--measure 5M 58M 300M]
 
 Each model is trained for three steps of one pack of 1024 tokens; the parts are those of its summary.json, and the part
-that depends on the method (weights, adapter, gradients, optimizer) has to equal what `plan.methods` counts from the
-config. For the large ones nothing is allocated.
+that depends on the method (weights, adapter, gradients, optimizer) has to equal what `plan.parameter_memory` counts
+from the config. For the large ones nothing is allocated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from danlu.data.demo_data import pretraining_documents
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
-from danlu.plan.methods import Method, parameter_bytes
+from danlu.plan.parameter_memory import Method, parameter_bytes
 
 LENGTH = 1024
 SHAPES: dict[str, dict[str, int]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from builders.tiny_world import World, danlu, differences, metrics
 
-from danlu.memory_estimate import preview_parameters
+from danlu.memory_preview import preview_parameters
 from danlu.recipe import load
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")

@@ -43,6 +43,7 @@ LAYERS: dict[str, int] = {
     "demo": 4,
     "language": 4,
     "memory_estimate": 4,
+    "memory_preview": 4,
     "memory_report": 4,
     "placing": 4,
     "run": 4,

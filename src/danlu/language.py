@@ -29,11 +29,9 @@ from danlu.errors import CheckpointError, DanluError, DataError, RecipeError
 from danlu.memory_estimate import (
     MemoryEstimate,
     check_size,
-    expected_activations,
-    expected_logits,
-    gathered_of,
-    largest_micro,
-    shape_of,
+    estimate_of,
+    find_micro_batch,
+    gathered_parameters,
 )
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
@@ -50,7 +48,7 @@ from danlu.parallel.layout import Sizes, problems
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Placed, Subject, check_placing, learner, place, shards_on_host, subject_of
-from danlu.plan.flops import training_flops
+from danlu.plan.flops import shape_of, training_flops
 from danlu.plan.gemm import Peak, peak_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
@@ -251,8 +249,9 @@ class PlacedDecoder:
         return {name: held[name].local.detach() if held else one for name, one in self.weights().items()}
 
     def micro(self, optimizer: Optimizers, most: int) -> int:
-        one = self.estimate(optimizer, 1)
-        return largest_micro(one, most, held=one.parts.weights + one.parts.adapter)
+        estimate = self.estimate(optimizer, 1)
+        resident = estimate.parts.weights + estimate.parts.adapter
+        return find_micro_batch(estimate, most, resident_bytes=resident)
 
     def estimate(self, optimizer: Optimizers, micro: int) -> MemoryEstimate:
         return _estimate(self.recipe, self.placed, self._trained(), optimizer, self.device, micro)
@@ -394,17 +393,24 @@ def _estimate(
     if ranks.data.size > 1 and shards_on_host(recipe, device):
         elsewhere += held.total
         held = replace(held, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
-    gathered, gradients = gathered_of(model, recipe)
+    gathered, gradients = gathered_parameters(model, recipe)
     packed = (one.shape for one in model.modules() if isinstance(one, QuantizedWeightModule))
-    parts = replace(
+    fixed = replace(
         held,
         gradients=held.gradients + gradients,
-        activations=expected_activations(recipe, model.config, micro, plan=placed.plan, device_type=device.type),
-        logits=expected_logits(recipe, model.config, micro, device_type=device.type),
         packed=max((rows * columns for rows, columns in packed), default=0) * DTYPES[recipe.precision].itemsize,
         gathered=gathered,
     )
-    return MemoryEstimate(recipe, model.config, parts, elsewhere, micro, ranks.world.size, device.type)
+    return estimate_of(
+        recipe,
+        model.config,
+        fixed,
+        plan=placed.plan,
+        micro=micro,
+        device_type=device.type,
+        offloaded_bytes=elsewhere,
+        processes=ranks.world.size,
+    )
 
 
 def _sampler(recipe: Recipe, subject: Subject, dtype: torch.dtype) -> Generate | None:

@@ -1,77 +1,60 @@
-"""What a training step is expected to hold in memory, by part, before there is one.
+"""What a training step is expected to hold in memory, by part, before there is one; and the micro-batch that fits.
 
-A run asks with the model that it has placed; `danlu preview` with shapes of one (torch's meta device), which takes no
-memory. Parameters are counted byte by byte, activations and logits by the formulas of `plan.memory`.
+A run asks with the model that it has placed; `danlu preview` from a config alone (`memory_preview`). Parameters are
+counted byte by byte, activations and logits by the formulas of `plan.activation_memory`.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
-from danlu.adapters.adapter_set import BASE_CHANGING_INITS, AdapterSet
-from danlu.adapters.lora import LowRank
-from danlu.assembly.adapter_training import TRAINED
-from danlu.assembly.base_model import find_base
-from danlu.assembly.frozen_base import adapters_of
-from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import ModelError, RecipeError
 from danlu.memory.available_memory import available_bytes, host_memory_bytes
-from danlu.memory.recompute import Kind, LayerPlan, plan_of
+from danlu.memory.recompute import Kind, LayerPlan
 from danlu.models.attention_kernels import kernels_of
 from danlu.models.config import ModelConfig
-from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import CONFIG, read_config, read_json, resolve_folder
-from danlu.models.loading import meta_decoder
-from danlu.models.presets import from_scratch
-from danlu.models.tensor_file import read_header
-from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.objectives.crossentropy import slice_bytes, workspace_bytes
-from danlu.optim.build import build as build_optimizer
-from danlu.parallel.layout import Layout, layout_of
-from danlu.placing import kept_whole
-from danlu.plan import memory
-from danlu.plan.flops import Shape
-from danlu.plan.methods import packed_bytes
+from danlu.plan.activation_memory import ActivationBytes, ActivationPlan, activation_bytes
+from danlu.plan.flops import shape_of
+from danlu.plan.memory_advice import advice
+from danlu.plan.micro_batch import StepMemory
+from danlu.plan.parameter_memory import gathered_bytes, least_weight_bytes
 from danlu.plan.precision import DTYPES
-from danlu.recipe import Recipe, sections
+from danlu.recipe import Recipe
 from danlu.train.memory_parts import MemoryParts
-from danlu.train.summary import parameters_of
-from danlu.train.units import format_bytes, parameters_and_trained
+from danlu.train.units import format_bytes
 
 # More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
 MAX_CPU_TOKENS = 4096
+_FREE_SHARE = 0.8
+"""Of the free memory that the rest of a step leaves, the share that `batch.micro: auto` gives to activations."""
 _FLOAT32 = 4
 
 
 def check_size(recipe: Recipe, config: ModelConfig, where: str, processes: int) -> None:
-    """Refuse a model of which not even the weights fit into this machine, before anything is made of it.
+    """Refuses a model of which not even the weights fit into this machine, before anything is made of it.
 
-    Raises ModelError. What training needs beside the weights is many times more, and is told elsewhere.
+    where: what names the model, for the message. Raises ModelError. What training needs beside the weights is many
+    times more, and `MemoryEstimate.lines` says so.
     """
     offload = recipe.memory.offload
     if "parameters" in offload and recipe.memory.folder is not None:
         return
-    frozen = 0.5 if recipe.quantization is not None else 2.0 if recipe.precision != "fp32" else 4.0
-    least = config.parameter_count() * (frozen if recipe.adapter is not None else 4.0)
-    if recipe.parallel.shard != "none" or recipe.parallel.tensor > 1:
-        least /= processes
+    need = least_weight_bytes(recipe, config, processes)
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available() and "parameters" not in offload
     room = torch.cuda.get_device_properties(0).total_memory if on_gpu else host_memory_bytes()
-    if room is not None and least > room:
+    if room is not None and need > room:
         name, size = config.largest_size
-        need, machine = f"{least / 2**30:,.1f} GiB", "GPU" if on_gpu else "machine"
+        machine = "GPU" if on_gpu else "machine"
         raise ModelError(
-            f"{where}: a model of {config.parameter_count():,} parameters, whose weights alone take {need} here; this "
-            f"{machine} has {room / 2**30:,.1f} GiB. Take a smaller one (the "
+            f"{where}: a model of {config.parameter_count():,} parameters, whose weights alone take "
+            f"{need / 2**30:,.1f} GiB here; this {machine} has {room / 2**30:,.1f} GiB. Take a smaller one (the "
             f"largest of its sizes is {name}, {size:,}), share it among more processes (parallel.shard: zero3), or "
             "train an adapter on a quantized base"
         )
@@ -83,21 +66,26 @@ class MemoryEstimate:
 
     recipe: Recipe
     config: ModelConfig
-    parts: MemoryParts  # on the device that computes
-    elsewhere: int  # bytes of what `memory.offload` keeps in the host's memory or in files
-    micro: int  # packs in a micro-batch
+    plan: Sequence[LayerPlan]
+    """What each layer recomputes; empty where that is not known (`recompute: planned`, before layers are measured)."""
+    parts: MemoryParts
+    """Bytes on the device that computes."""
+    offloaded_bytes: int
+    """Bytes that `memory.offload` keeps in the host's memory or in files."""
+    micro: int
+    """Packed sequences in a micro-batch."""
     processes: int
     device_type: str
 
-    def available(self, held: int) -> int | None:
-        """Bytes that tensors of one process may take; None where nothing tells.
+    def available(self, resident_bytes: int) -> int | None:
+        """Bytes that tensors of one process may take; None where the system does not tell.
 
-        held: by its tensors already. Processes of one machine share the host's memory, but not devices.
+        resident_bytes: what its tensors take already. Processes of one machine share the host's memory, not devices.
         """
         free = available_bytes(torch.device(self.device_type))
         if free is None:
             return None
-        return held + (free if self.device_type == "cuda" else free // _processes_here(self.processes))
+        return resident_bytes + (free if self.device_type == "cuda" else free // _processes_here(self.processes))
 
     def lines(self, available: int | None) -> list[str]:
         """For the console: the parts, and what to set where they are more than there is.
@@ -107,108 +95,119 @@ class MemoryEstimate:
         each = " in each process" if self.processes > 1 else ""
         parts = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(self.parts).items() if value)
         of = f"micro-batches of {self.micro} x {self.recipe.data.max_length} tokens"
-        found = [f"memory expected{each}: {parts} = {format_bytes(self.parts.total)} in tensors, for {of}"]
-        if self.elsewhere:
-            found.append(f"memory expected{each}: {format_bytes(self.elsewhere)} more wait where memory.offload says")
+        lines = [f"memory expected{each}: {parts} = {format_bytes(self.parts.total)} in tensors, for {of}"]
+        if self.offloaded_bytes:
+            offloaded = format_bytes(self.offloaded_bytes)
+            lines.append(f"memory expected{each}: {offloaded} more wait where memory.offload says")
         if available is not None and self.parts.total > available:
-            found.append(
+            what_to_set = advice(self.recipe, vars(self.parts), device_type=self.device_type, micro=self.micro)
+            lines.append(
                 f"memory: {format_bytes(self.parts.total)}{each} are more than the {format_bytes(available)} that are "
-                f"free. {self.advice()}"
+                f"free. {what_to_set}"
             )
-        return found
+        return lines
 
-    def advice(self) -> str:
-        """What to set, what saves most first."""
-        return advice(self.recipe, self.parts, device_type=self.device_type, micro=self.micro)
+    def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
+        """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
+        activations = _activations(self.recipe, self.config, 1, self.plan if plan is None else plan, self.device_type)
+        return StepMemory(
+            fixed=self.parts.total - self.parts.activations - self.parts.logits,
+            activations=activations,
+            loss_workspace=_loss_workspace(self.recipe, self.config, 1, self.device_type),
+            max_loss_workspace=slice_bytes(self.device_type),
+        )
 
 
-def advice(recipe: Recipe, parts: MemoryParts | None, *, device_type: str, micro: int) -> str:
-    """`Set batch.micro: 2 (...); or memory: {recompute: full} (...)`."""
-    known = {} if parts is None else vars(parts)
-    return f"Set {'; or '.join(memory.ways_to_save(recipe, known, device_type=device_type, micro=micro))}"
+def estimate_of(
+    recipe: Recipe,
+    config: ModelConfig,
+    fixed: MemoryParts,
+    *,
+    plan: Sequence[LayerPlan],
+    micro: int,
+    device_type: str,
+    offloaded_bytes: int = 0,
+    processes: int = 1,
+) -> MemoryEstimate:
+    """The estimate of a step from what it holds whatever goes through the model, and from its micro-batch.
+
+    fixed: without activations and logits. micro: packed sequences, each one document of full length.
+    """
+    logits = _loss_workspace(recipe, config, micro, device_type)
+    activations = _activations(recipe, config, micro, plan, device_type).peak(logits) - logits
+    parts = replace(fixed, activations=activations, logits=logits)
+    return MemoryEstimate(recipe, config, plan, parts, offloaded_bytes, micro, processes, device_type)
 
 
 def _processes_here(world: int) -> int:
-    """Processes of this run on this machine, as launchers tell; else all of them."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdigit() and int(told) else world
+    """Processes of this run on this machine, as torch's launchers say; else all of them."""
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local_world_size) if local_world_size.isdigit() and int(local_world_size) else world
 
 
-def largest_micro(one: MemoryEstimate, per_step: int, *, held: int = 0) -> int:
-    """Packs in a micro-batch: as the recipe says, or the most whose activations fit into what memory the rest leaves.
+def find_micro_batch(estimate: MemoryEstimate, per_step: int, *, resident_bytes: int = 0) -> int:
+    """Packed sequences in a micro-batch: as the recipe says, or the most that fit into memory.
 
-    one: what a step holds with one pack at a time. held: bytes of it that this process holds already.
-    Raises RecipeError where `batch.memory` does not hold one pack, with the recomputation that would.
+    estimate: of a step with any micro-batch. per_step: packed sequences of a step on this data rank, the upper bound.
+    resident_bytes: what this process's tensors take of the estimate already.
+    Raises RecipeError where `batch.memory` does not hold one packed sequence, with the recomputation that would.
     """
-    recipe, batch = one.recipe, one.recipe.batch
+    batch, length = estimate.recipe.batch, estimate.recipe.data.max_length
     if batch.micro != "auto":
         return min(batch.micro, per_step)
-    each = one.parts.activations
-    fixed = one.parts.total - each - one.parts.logits + slice_bytes(one.device_type)
-    length = recipe.data.max_length
+    at_most = per_step if estimate.device_type != "cpu" else min(per_step, max(1, MAX_CPU_TOKENS // length))
+    step = estimate.step_memory()
     if batch.memory is not None:
-        budget: float = batch.memory * 2**30 - fixed
-        if budget < each:
+        if step.of_one_sequence > batch.memory * 2**30:
             raise RecipeError(
                 f"batch.memory: {batch.memory} GiB do not hold one packed sequence: weights, gradients, optimizer and "
-                f"one of {length} tokens need about {(fixed + each) / 2**30:.2f} GiB. {_smaller(one, budget)}"
+                f"one of {length} tokens need about {step.of_one_sequence / 2**30:.2f} GiB. "
+                f"{_what_would_fit(estimate, batch.memory * 2**30)}"
             )
-    else:
-        free = one.available(held)
-        budget = math.inf if free is None else 0.8 * (free - fixed)
-    most = per_step if one.device_type != "cpu" else min(per_step, max(1, MAX_CPU_TOKENS // length))
-    return memory.largest_micro(each, budget, most)
+        return step.largest_micro_batch(batch.memory * 2**30, at_most)
+    available = estimate.available(resident_bytes)
+    return at_most if available is None else step.largest_micro_batch(available, at_most, share=_FREE_SHARE)
 
 
-def _smaller(one: MemoryEstimate, budget: float) -> str:
-    """What would make one pack fit into a budget of activations: the recomputation that costs least time, or more."""
+def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
+    """What would make one packed sequence fit: the recomputation that costs least time, or more memory."""
+    need = estimate.step_memory().of_one_sequence
     kinds: tuple[Kind, ...] = ("selective", "full")
     for kind in kinds:
-        plan = [LayerPlan(layer, kind) for layer in range(one.config.layers)]
-        need = expected_activations(one.recipe, one.config, 1, plan=plan, device_type=one.device_type)
-        if need <= budget and need < one.parts.activations:
-            total = (need + one.parts.total - one.parts.activations) / 2**30
-            return f"With memory: {{recompute: {kind}}} they need about {total:.2f} GiB; or give more."
+        plan = [LayerPlan(layer, kind) for layer in range(estimate.config.layers)]
+        with_kind = estimate.step_memory(plan).of_one_sequence
+        if with_kind <= available and with_kind < need:
+            return f"With memory: {{recompute: {kind}}} they need about {with_kind / 2**30:.2f} GiB; or give more."
     return "Give more, or lower data.max_length."
 
 
-# ── activations ──
-
-
-def shape_of(config: ModelConfig) -> Shape:
-    """The sizes that formulas go by."""
-    return Shape(
-        hidden_size=config.hidden_size,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        windows=config.windows,
-    )
-
-
-def expected_activations(
-    recipe: Recipe, config: ModelConfig, micro: int, *, plan: Sequence[LayerPlan], device_type: str
-) -> int:
-    """Bytes that autograd keeps of a micro-batch of so many full packs, each one document."""
-    length, section = recipe.data.max_length, recipe.parallel
-    told = memory.ActivationPlan(
-        recompute=[(one.kind, one.segment) for one in plan],
+def _activations(
+    recipe: Recipe, config: ModelConfig, micro: int, plan: Sequence[LayerPlan], device_type: str
+) -> ActivationBytes:
+    """Bytes of a micro-batch of so many packed sequences, each one document of full length."""
+    section = recipe.parallel
+    kept = ActivationPlan(
+        recompute=[(layer.kind, layer.segment) for layer in plan],
         keeps_scores=keeps_scores(device_type, config.attention_softcap),
         offload="activations" in recipe.memory.offload and (device_type != "cpu" or recipe.memory.folder is not None),
         in_flight=device_type != "cpu",
         tensor=section.tensor,
         sequence=section.sequence,
     )
-    return memory.activation_bytes(shape_of(config), [length] * micro, _dtype(recipe).itemsize, told)
+    lengths = [recipe.data.max_length] * micro
+    activations = activation_bytes(shape_of(config), lengths, activation_dtype(recipe).itemsize, kept)
+    budget = recipe.memory.recompute.budget
+    if budget is None or plan:
+        return activations
+    # Which layers recompute is found once they are measured; the plan then keeps to its budget.
+    return ActivationBytes(min(activations.kept, int(budget * 2**30)))
 
 
 def keeps_scores(device_type: str, softcap: float | None) -> Callable[[int, int | None], bool]:
     """For which documents `models.attend` keeps attention's probabilities: those that no flash kernel attends.
 
-    Of a GPU that is not here the usual kernels are taken for granted.
+    Returns a function of (tokens of a document, sliding window). For a GPU that this machine does not have, the usual
+    kernels are taken for granted.
     """
     if device_type == "cpu":
         short = kernels_of(torch.device("cpu")).short_document
@@ -219,235 +218,66 @@ def keeps_scores(device_type: str, softcap: float | None) -> Callable[[int, int 
     return lambda length, window: capped or (windows and window is not None and window < length)
 
 
-def expected_logits(recipe: Recipe, config: ModelConfig, micro: int, *, device_type: str) -> int:
-    """Bytes that the head's loss takes beside its inputs, if every token is trained."""
+def _loss_workspace(recipe: Recipe, config: ModelConfig, micro: int, device_type: str) -> int:
+    """Bytes that the fused head and loss take beside their inputs, if every token is trained."""
     return workspace_bytes(
         micro * recipe.data.max_length,
         config.hidden_size,
         config.vocab_size // recipe.parallel.tensor,
-        element_bytes=_dtype(recipe).itemsize,
+        element_bytes=activation_dtype(recipe).itemsize,
         device_type=device_type,
         frozen=recipe.adapter is not None,
     )
 
 
-# ── a model that is placed ──
+def activation_dtype(recipe: Recipe) -> torch.dtype:
+    """The type of activations; bf16 where `precision: auto` has not been measured yet."""
+    return DTYPES["bf16" if recipe.precision == "auto" else recipe.precision]
 
 
-def gathered_of(model: nn.Module, recipe: Recipe) -> tuple[int, int]:
+# ── parameters that are sharded ──
+
+
+def gathered_parameters(model: nn.Module, recipe: Recipe) -> tuple[int, int]:
     """(bytes of whole parameters, bytes of whole gradients) that a process of a sharded model has at a time."""
-    sharded = {
-        name: (one.numel() * _gathered_bytes(recipe, one), one.numel() if one.requires_grad else 0)
-        for name, one in model.named_parameters()
-        if isinstance(one, DTensor)
-    }
-    return _gathered(sharded, recipe)
+    return gathered_at_a_time(
+        {
+            name: (parameter.numel() * gathered_element_bytes(recipe, parameter), _trained_elements(parameter))
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, DTensor)
+        },
+        recipe,
+    )
 
 
-def _gathered_bytes(recipe: Recipe, parameter: torch.Tensor) -> int:
+def gathered_element_bytes(recipe: Recipe, parameter: torch.Tensor) -> int:
+    """Bytes of an element as FSDP2 gathers it: in the type of activations where all weights are trained."""
     narrow = recipe.adapter is None and parameter.is_floating_point()
-    return _dtype(recipe).itemsize if narrow else parameter.itemsize
+    return activation_dtype(recipe).itemsize if narrow else parameter.itemsize
 
 
-def _gathered(sharded: Mapping[str, tuple[int, int]], recipe: Recipe) -> tuple[int, int]:
-    """sharded: of each parameter by name, bytes as it is gathered, and numbers that are trained."""
+def _trained_elements(parameter: torch.Tensor) -> int:
+    return parameter.numel() if parameter.requires_grad else 0
+
+
+def gathered_at_a_time(sharded: Mapping[str, tuple[int, int]], recipe: Recipe) -> tuple[int, int]:
+    """As `gathered_parameters`; sharded: by a parameter's name its bytes as gathered, and its trained elements."""
     section = recipe.parallel
     if not sharded:
         return 0, 0
-    by_unit: dict[str, list[tuple[int, int]]] = {}
+    by_layer: dict[str, list[tuple[int, int]]] = {}
     for name, sizes in sharded.items():
         parts = name.split(".")
-        by_unit.setdefault(parts[1] if parts[0] == "layers" else "", []).append(sizes)
-    rest = by_unit.pop("", [])
-    layers = [[sum(column) for column in zip(*sizes, strict=True)] for sizes in by_unit.values()]
-    gathered = memory.gathered_bytes(
+        by_layer.setdefault(parts[1] if parts[0] == "layers" else "", []).append(sizes)
+    outside = by_layer.pop("", [])
+    layers = [[sum(column) for column in zip(*sizes, strict=True)] for sizes in by_layer.values()]
+    gathered = gathered_bytes(
         [sizes[0] for sizes in layers],
-        sum(size for size, _ in rest),
+        sum(size for size, _ in outside),
         shard=section.shard,
         prefetch=section.prefetch,
     )
-    trained = [sizes[1] for sizes in layers] + [sum(count for _, count in rest)]
-    local = section.accumulate == "local" or (section.accumulate == "auto" and section.shard == "zero1")
-    # Whole gradients wait for the last micro-batch, or for the reduction of one unit after the other.
-    return gathered, _FLOAT32 * (sum(trained) if local else max(trained))
-
-
-# ── a model of shapes ──
-
-
-def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str | None:
-    """How many parameters a run would have, and train, for `danlu preview`: `44,192 parameters, all trained`.
-
-    None where the model cannot be read, or its vocabulary is not known. Raises RecipeError as a run would.
-    """
-    try:
-        config = _config(recipe, tokenizer)
-        if config is None:
-            return None
-        model, _, _, trained, _ = _shapes(recipe, config)
-        own = sum(one.numel() for _, one in trained)
-        if isinstance(recipe.adapter, sections.Continue):  # its files say more than the recipe
-            header = read_header(resolve_adapter(recipe.model.adapters[-1]) / WEIGHTS)
-            own = sum(math.prod(one.shape) for one in header.values())
-            return parameters_and_trained(parameters_of(model) + own, own)
-        return parameters_and_trained(parameters_of(model), own)
-    except ModelError:  # the estimate of memory says so
-        return None
-
-
-def _config(recipe: Recipe, tokenizer: TokenizerInfo | None) -> ModelConfig | None:
-    """Of the model that is trained; None where it hangs on a tokenizer that is not known."""
-    if recipe.model.path is not None:
-        return read_config(resolve_folder(recipe.model.path))
-    if tokenizer is None:
-        return None
-    return from_scratch(recipe.model, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
-
-
-def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
-    """What a run of a recipe would hold in memory, for `danlu preview`: nothing is loaded but configs.
-
-    tokenizer: None where it is not known. Raises RecipeError for what no run could begin with.
-    """
-    section, batch = recipe.parallel, recipe.batch
-    try:
-        config = _config(recipe, tokenizer)
-        if config is None:
-            return []
-        data = 1 if section.data == "auto" or section.workers == "threads" else section.data
-        layout = layout_of(section, data * section.tensor)
-        device_type = "cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu"
-        one = estimate(recipe, config, layout=layout, device_type=device_type, micro=1)
-    except ModelError as error:
-        return [f"memory: unknown, for the model cannot be read: {error}"]
-    per_step = -(-batch.packs(recipe.data.max_length) // layout.data)
-    micro = largest_micro(one, per_step)
-    found = estimate(recipe, config, layout=layout, device_type=device_type, micro=micro)
-    lines = found.lines(found.available(0))
-    if section.shard != "none" and section.data == "auto":
-        lines.append("memory: parallel.data tells here how many processes share the model; one is taken")
-    return lines
-
-
-def estimate(recipe: Recipe, config: ModelConfig, *, layout: Layout, device_type: str, micro: int) -> MemoryEstimate:
-    """Of a recipe and the config of its model, without weights: what a run of it would hold.
-
-    Adapters below the one that is trained are left out, as are those of `adapter: continue`, whose files say more than
-    the recipe. Raises DanluError for adapters that do not fit the model.
-    """
-    model, quantized, adapter, trained, originals = _shapes(recipe, config)
-    whole = kept_whole(model)
-    shards, tensor = layout.shard, layout.tensor
-
-    def here(name: str, count: int) -> int:
-        """Of so many bytes what one process has."""
-        cut = count // tensor if name not in whole else count
-        return -(-cut // shards) if name not in whole else cut
-
-    weights, gathered = originals // (shards * tensor), {}
-    for name, one in _all(model):
-        stored = quantized.get(name, one.nbytes)
-        weights += here(name, stored)
-        if shards > 1 and name not in whole and isinstance(one, nn.Parameter):
-            size = stored if name in quantized else one.numel() * _gathered_bytes(recipe, one)
-            gathered[name] = (size // tensor, one.numel() // tensor if one.requires_grad else 0)
-    average = sum(here(name, one.nbytes) for name, one in trained) if recipe.ema is not None else 0
-    optimizer = build_optimizer(trained, _in_memory(recipe.optimizer))
-    ratio = sum(here(name, one.nbytes) for name, one in trained) / max(1, sum(one.nbytes for _, one in trained))
-    gradients, state = int(ratio * optimizer.gradient_bytes()), int(ratio * optimizer.resident_state_bytes())
-    whole_parameters, whole_gradients = _gathered(gathered, recipe)
-    elsewhere = 0
-    offload = recipe.memory.offload
-    if device_type != "cpu" or recipe.memory.folder is not None:
-        if "parameters" in offload and shards > 1:
-            elsewhere += weights + gradients + state + average
-            weights = gradients = state = average = 0
-        elif "optimizer" in offload:
-            elsewhere, state = state, 0
-    if isinstance(recipe.optimizer, sections.PagedAdamW):
-        elsewhere, state = elsewhere + state, 0
-    plan = [] if recipe.memory.recompute.kind == "planned" else plan_of(recipe.memory.recompute, model)
-    activations = expected_activations(recipe, config, micro, plan=plan, device_type=device_type)
-    if recipe.memory.recompute.budget is not None:
-        activations = min(activations, int(recipe.memory.recompute.budget * 2**30))
-    parts = MemoryParts(
-        weights=weights - min(weights, adapter),
-        adapter=min(weights, adapter),
-        gradients=gradients + whole_gradients,
-        optimizer=state,
-        average=average,
-        activations=activations,
-        logits=expected_logits(recipe, config, micro, device_type=device_type),
-        packed=_largest_matrix(model, quantized) * _dtype(recipe).itemsize // tensor,
-        gathered=whole_parameters,
-    )
-    return MemoryEstimate(recipe, config, parts, elsewhere, micro, layout.world, device_type)
-
-
-def _shapes(
-    recipe: Recipe, config: ModelConfig
-) -> tuple[Decoder, dict[str, int], int, list[tuple[str, nn.Parameter]], int]:
-    """A model on the meta device; bytes of its frozen matrices by name; of its adapter; what is trained; and bytes of
-    parameters that stepped aside for copies of theirs that are trained."""
-    model = meta_decoder(config)
-    if recipe.adapter is None:
-        return model, {}, 0, list(model.named_parameters()), 0
-    adapters = adapters_of(model, seed=recipe.seed, device="meta", encode=lambda text: [0])
-    if not isinstance(recipe.adapter, sections.Continue):
-        adapters.add(TRAINED, recipe.adapter)
-        _begin(adapters, recipe.adapter)
-        adapters.finish_loading()
-        adapters.train_only(TRAINED)
-    whole = adapters.fully_trained()
-    linears = {f"{site.name}.weight" for site in adapters.sites if site.group in ("attention", "mlp")} - whole
-    section, base = recipe.quantization, adapters.base_parameters()
-    stored = None
-    if recipe.model.path is not None:
-        folder = find_base(recipe.model.path).folder
-        stored = read_quantization(read_json(folder / CONFIG), str(folder / CONFIG))
-    if stored is not None:
-        section = (sections.Nf4 if stored.kind == "nf4" else sections.Fp4)(double=stored.double)
-    sizes = {}
-    for name, one in base.items():
-        if name in linears and section is not None:
-            sizes[name] = packed_bytes((one.shape[0], one.shape[1]), section)
-        elif one.ndim == 2 and name not in whole:
-            sizes[name] = one.numel() * _dtype(recipe).itemsize
-    originals = sum(copy.original.nbytes for added in adapters.added.values() for copy in added.copies)
-    held = adapters.tensors(TRAINED).values() if adapters.added else ()
-    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    return model, sizes, sum(one.nbytes for one in held), trained, originals
-
-
-def _begin(adapters: AdapterSet, section: Any) -> None:
-    """What an adapter gets once the base's weights are there: its start, and norms that DoRA measures."""
-    for module in adapters.added[TRAINED].modules.values():
-        if not isinstance(module, LowRank):
-            continue
-        if section.init in BASE_CHANGING_INITS:
-            module.begin(module.lora_A.detach(), module.lora_B.detach())
-        if module.lora_magnitude_vector is not None:
-            module.weight_norm = torch.empty_like(module.lora_magnitude_vector)
-
-
-def _all(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _largest_matrix(model: Decoder, packed: Mapping[str, int]) -> int:
-    """Numbers of the largest matrix that is kept in fewer bytes than a number takes in the type of activations."""
-    shapes = {name: one for name, one in model.named_parameters() if name in packed}
-    return max((one.numel() for name, one in shapes.items() if packed[name] < one.numel() * 1.5), default=0)
-
-
-def _in_memory(section: Any) -> Any:
-    """The same state, without a file for its pages."""
-    if not isinstance(section, sections.PagedAdamW):
-        return section
-    kind = sections.AdamW8bit if section.bits == 8 else sections.AdamW
-    return kind(learning_rate=section.learning_rate)
-
-
-def _dtype(recipe: Recipe) -> torch.dtype:
-    return DTYPES["bf16" if recipe.precision == "auto" else recipe.precision]
+    trained = [sizes[1] for sizes in layers] + [sum(count for _, count in outside)]
+    accumulates_whole = section.accumulate == "local" or (section.accumulate == "auto" and section.shard == "zero1")
+    # Whole gradients wait for the last micro-batch, or for the reduction of one layer after the other.
+    return gathered, _FLOAT32 * (sum(trained) if accumulates_whole else max(trained))

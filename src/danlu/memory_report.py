@@ -9,7 +9,8 @@ from typing import Self
 import torch
 
 from danlu.errors import ResourceError
-from danlu.memory_estimate import MemoryEstimate, advice
+from danlu.memory_estimate import MemoryEstimate
+from danlu.plan.memory_advice import advice
 from danlu.recipe import Recipe
 from danlu.tasks import PlacedModel
 from danlu.train.memory_parts import MemoryParts, resident_bytes
@@ -55,7 +56,8 @@ class MemoryReport:
             named = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(parts).items() if value)
             lines.append(f"a step takes {named} = {format_bytes(parts.total)} in tensors")
         micro = 1 if run is None else run.compute.micro
-        lines.append(advice(self.recipe, parts, device_type=self.device.type, micro=micro))
+        known = {} if parts is None else vars(parts)
+        lines.append(advice(self.recipe, known, device_type=self.device.type, micro=micro))
         latest = None if run is None else run.store.latest()
         if latest is None:
             lines.append("nothing was saved yet")

@@ -90,7 +90,7 @@ def preview(
     if refused is None and not as_json:
         sys.stdout.flush()
         # Here: it loads torch, seconds in which all the rest can be read.
-        from danlu.memory_estimate import preview_lines, preview_parameters
+        from danlu.memory_preview import preview_lines, preview_parameters
 
         if (counted := preview_parameters(chosen, overview.tokenizer)) is not None:
             out.heading("model")

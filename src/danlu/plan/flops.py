@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from danlu.models.config import ModelConfig
+
 # Backward makes two products (input and weight gradient) for each one of forward.
 _TRAINING = 3
 _FROZEN = 2
@@ -27,6 +29,20 @@ class Shape:
     vocab_size: int
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer, None = unlimited; empty when no layer has one."""
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """The sizes of a model that formulas go by."""
+    return Shape(
+        hidden_size=config.hidden_size,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        windows=config.windows,
+    )
 
 
 def layer_parameters(shape: Shape) -> int:

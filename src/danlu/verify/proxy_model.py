@@ -20,8 +20,8 @@ from danlu.models.loading import build
 from danlu.models.saving import save
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.parallel.layout import Layout
+from danlu.plan.activation_memory import activation_bytes
 from danlu.plan.flops import Shape
-from danlu.plan.memory import activation_bytes
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.verify.proxy_adapters import RANK, small_section, small_stack
@@ -194,7 +194,7 @@ def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> section
         windows=small.windows,
     )
     lengths = [min(recipe.data.max_length, LONGEST)] * micro
-    kept = _KEPT * activation_bytes(here, lengths, DTYPES[recipe.precision].itemsize) / 2**30
+    kept = _KEPT * activation_bytes(here, lengths, DTYPES[recipe.precision].itemsize).kept / 2**30
     return memory.model_copy(update={"recompute": memory.recompute.model_copy(update={"budget": kept})})
 
 

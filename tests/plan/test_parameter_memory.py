@@ -14,7 +14,7 @@ from builders.tiny_world import World, danlu
 from danlu.assembly.frozen_base import quantize_weight
 from danlu.models.hf_folder import read_config
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.plan.methods import Method, nf4_bytes, packed_bytes, parameter_bytes
+from danlu.plan.parameter_memory import Method, nf4_bytes, packed_bytes, parameter_bytes
 from danlu.recipe import sections
 
 METHODS: dict[Method, dict[str, Any]] = {

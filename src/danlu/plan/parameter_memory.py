@@ -1,6 +1,6 @@
 """What full training, LoRA and QLoRA hold for a model's parameters, counted byte by byte from its config. No torch.
 
-Activations come on top; they depend on tokens, not on the method (`memory.activation_bytes`).
+Activations come on top; they depend on tokens, not on the method (`plan.activation_memory`).
 
 ==========  ====================================================================================================
 full        float32 weights, gradients and two moments of Adam: 16 bytes a parameter
@@ -12,10 +12,12 @@ QLoRA       linear layers in NF4 with double quantization, embedding and head in
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from danlu.models.config import ModelConfig, parameter_shapes
+from danlu.recipe import Recipe
 from danlu.recipe.sections.quantization import Fp4, Int4, Int8, Nf4, QuantizationSection
 
 Method = Literal["full", "lora", "qlora"]
@@ -52,6 +54,15 @@ def parameter_bytes(config: ModelConfig, method: Method, *, rank: int = 8) -> Pa
     return ParameterBytes(weights, 4 * adapter, 4 * adapter, 8 * adapter + 4 * 2 * len(linears))
 
 
+def least_weight_bytes(recipe: Recipe, config: ModelConfig, processes: int) -> float:
+    """Bytes that the weights alone take on one process, at the least: 4 of a trained one, 2 or half a byte of a frozen
+    one; divided where `parallel.shard` or `parallel.tensor` shares them among the processes."""
+    frozen = 0.5 if recipe.quantization is not None else 2.0 if recipe.precision != "fp32" else 4.0
+    total = config.parameter_count() * (frozen if recipe.adapter is not None else 4.0)
+    is_shared = recipe.parallel.shard != "none" or recipe.parallel.tensor > 1
+    return total / processes if is_shared else total
+
+
 def nf4_bytes(count: int) -> int:
     """`count` numbers in NF4 with double quantization: two codes a byte, a byte for each block of 64, and for each 256
     of those a float32; with one float32 offset (arXiv:2305.14314, section 3)."""
@@ -74,3 +85,18 @@ def _four_bit_bytes(count: int, block: int, *, double: bool) -> int:
     blocks = -(-count // block)
     scales = blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 if double else 4 * blocks
     return -(-count // 2) + scales
+
+
+def gathered_bytes(layers: Sequence[int], rest: int, *, shard: str, prefetch: int) -> int:
+    """The most bytes of whole parameters at a time that a process gathers from shards.
+
+    layers: bytes of each layer's sharded parameters in the type in which they are gathered; rest: of the sharded
+    parameters outside of layers. shard, prefetch: as `parallel.shard` and `parallel.prefetch` say.
+    """
+    match shard:
+        case "none":
+            return 0
+        case "zero3":  # what lies outside of layers is resharded only after the backward pass
+            return rest + sum(sorted(layers, reverse=True)[: 1 + prefetch])
+        case _:
+            return rest + sum(layers)

@@ -1,0 +1,238 @@
+"""What a run of a recipe would hold and train, from configs alone: a model of shapes, on torch's meta device.
+
+`danlu preview` shows it; nothing is loaded but configs and the headers of weight files.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
+from danlu.adapters.adapter_set import BASE_CHANGING_INITS, AdapterSet
+from danlu.adapters.lora import LowRank
+from danlu.assembly.adapter_training import TRAINED
+from danlu.assembly.base_model import find_base
+from danlu.assembly.frozen_base import adapters_of
+from danlu.data.tokenizing import TokenizerInfo
+from danlu.errors import ModelError
+from danlu.memory.recompute import plan_of
+from danlu.memory_estimate import (
+    MemoryEstimate,
+    activation_dtype,
+    estimate_of,
+    find_micro_batch,
+    gathered_at_a_time,
+    gathered_element_bytes,
+)
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+from danlu.models.hf_folder import CONFIG, read_config, read_json, resolve_folder
+from danlu.models.loading import meta_decoder
+from danlu.models.presets import from_scratch
+from danlu.models.tensor_file import read_header
+from danlu.numerics.bitsandbytes_config import read_config as read_quantization
+from danlu.optim.build import build as build_optimizer
+from danlu.parallel.layout import Layout, layout_of
+from danlu.placing import kept_whole
+from danlu.plan.parameter_memory import packed_bytes
+from danlu.recipe import Recipe, sections
+from danlu.train.memory_parts import MemoryParts
+from danlu.train.summary import parameters_of
+from danlu.train.units import parameters_and_trained
+
+
+def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str | None:
+    """How many parameters a run would have, and train, for `danlu preview`: `44,192 parameters, all trained`.
+
+    None where the model cannot be read, or its vocabulary is not known. Raises RecipeError as a run would.
+    """
+    try:
+        config = _config(recipe, tokenizer)
+        if config is None:
+            return None
+        meta = _meta_model(recipe, config)
+        total, trained = parameters_of(meta.model), sum(parameter.numel() for _, parameter in meta.trained)
+        if isinstance(recipe.adapter, sections.Continue):  # its files say more than the recipe
+            header = read_header(resolve_adapter(recipe.model.adapters[-1]) / WEIGHTS)
+            trained = sum(math.prod(entry.shape) for entry in header.values())
+            total += trained
+        return parameters_and_trained(total, trained)
+    except ModelError:  # the estimate of memory says so
+        return None
+
+
+def _config(recipe: Recipe, tokenizer: TokenizerInfo | None) -> ModelConfig | None:
+    """The config of the model that is trained; None where it depends on a tokenizer that is not known."""
+    if recipe.model.path is not None:
+        return read_config(resolve_folder(recipe.model.path))
+    if tokenizer is None:
+        return None
+    return from_scratch(recipe.model, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
+
+
+def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
+    """What a run of a recipe would hold in memory, for `danlu preview`: nothing is loaded but configs.
+
+    tokenizer: None where it is not known. Raises RecipeError for what no run could begin with.
+    """
+    section, batch = recipe.parallel, recipe.batch
+    try:
+        config = _config(recipe, tokenizer)
+        if config is None:
+            return []
+        data = 1 if section.data == "auto" or section.workers == "threads" else section.data
+        layout = layout_of(section, data * section.tensor)
+        device_type = "cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu"
+        of_one_pack = estimate_from_config(recipe, config, layout=layout, device_type=device_type, micro=1)
+    except ModelError as error:
+        return [f"memory: unknown, for the model cannot be read: {error}"]
+    per_step = -(-batch.packs(recipe.data.max_length) // layout.data)
+    micro = find_micro_batch(of_one_pack, per_step)
+    estimate = estimate_from_config(recipe, config, layout=layout, device_type=device_type, micro=micro)
+    lines = estimate.lines(estimate.available(0))
+    if section.shard != "none" and section.data == "auto":
+        lines.append("memory: parallel.data tells here how many processes share the model; one is taken")
+    return lines
+
+
+def estimate_from_config(
+    recipe: Recipe, config: ModelConfig, *, layout: Layout, device_type: str, micro: int
+) -> MemoryEstimate:
+    """What a step of a recipe would hold on one process of a layout, from the config of its model alone.
+
+    Adapters below the one that is trained are left out, as are those of `adapter: continue`, whose files say more than
+    the recipe. micro: packed sequences in a micro-batch. Raises DanluError for adapters that do not fit the model.
+    """
+    meta = _meta_model(recipe, config)
+    whole = kept_whole(meta.model)
+    shards, tensor = layout.shard, layout.tensor
+
+    def local(name: str, size: int) -> int:
+        """What one process has of a parameter of so many bytes."""
+        return size if name in whole else -(-(size // tensor) // shards)
+
+    weights, gathered = meta.replaced_bytes // (shards * tensor), {}
+    for name, parameter in (*meta.model.named_parameters(), *meta.model.named_buffers()):
+        stored = meta.frozen_bytes.get(name, parameter.nbytes)
+        weights += local(name, stored)
+        if shards > 1 and name not in whole and isinstance(parameter, nn.Parameter):
+            count, is_frozen = parameter.numel(), name in meta.frozen_bytes
+            size = stored if is_frozen else count * gathered_element_bytes(recipe, parameter)
+            gathered[name] = (size // tensor, count // tensor if parameter.requires_grad else 0)
+    trained = sum(local(name, parameter.nbytes) for name, parameter in meta.trained)
+    average = trained if recipe.ema is not None else 0
+    optimizer = build_optimizer(meta.trained, _without_pages(recipe.optimizer))
+    ratio = trained / max(1, sum(parameter.nbytes for _, parameter in meta.trained))
+    gradients, state = int(ratio * optimizer.gradient_bytes()), int(ratio * optimizer.resident_state_bytes())
+    whole_parameters, whole_gradients = gathered_at_a_time(gathered, recipe)
+    offloaded = 0
+    offload = recipe.memory.offload
+    if device_type != "cpu" or recipe.memory.folder is not None:
+        if "parameters" in offload and shards > 1:
+            offloaded += weights + gradients + state + average
+            weights = gradients = state = average = 0
+        elif "optimizer" in offload:
+            offloaded, state = state, 0
+    if isinstance(recipe.optimizer, sections.PagedAdamW):
+        offloaded, state = offloaded + state, 0
+    section = recipe.memory.recompute
+    fixed = MemoryParts(
+        weights=weights - min(weights, meta.adapter_bytes),
+        adapter=min(weights, meta.adapter_bytes),
+        gradients=gradients + whole_gradients,
+        optimizer=state,
+        average=average,
+        activations=0,
+        logits=0,
+        packed=_largest_packed_matrix(meta) * activation_dtype(recipe).itemsize // tensor,
+        gathered=whole_parameters,
+    )
+    return estimate_of(
+        recipe,
+        config,
+        fixed,
+        plan=[] if section.kind == "planned" else plan_of(section, meta.model),
+        micro=micro,
+        device_type=device_type,
+        offloaded_bytes=offloaded,
+        processes=layout.world,
+    )
+
+
+class _MetaModel(NamedTuple):
+    """A model without values, and what a run of it would keep in which type."""
+
+    model: Decoder
+    frozen_bytes: dict[str, int]
+    """Of frozen matrices, by name: packed, or in the type of activations."""
+    adapter_bytes: int
+    trained: list[tuple[str, nn.Parameter]]
+    replaced_bytes: int
+    """Of frozen parameters whose trained copies are in their place (`modules_to_save`)."""
+
+
+def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
+    """The model on the meta device, with the adapter that the recipe trains."""
+    model = meta_decoder(config)
+    if recipe.adapter is None:
+        return _MetaModel(model, {}, 0, list(model.named_parameters()), 0)
+    adapters = adapters_of(model, seed=recipe.seed, device="meta", encode=lambda text: [0])
+    if not isinstance(recipe.adapter, sections.Continue):
+        adapters.add(TRAINED, recipe.adapter)
+        _initialize(adapters, recipe.adapter)
+        adapters.finish_loading()
+        adapters.train_only(TRAINED)
+    whole = adapters.fully_trained()
+    linears = {f"{site.name}.weight" for site in adapters.sites if site.group in ("attention", "mlp")} - whole
+    section = _stored_quantization(recipe) or recipe.quantization
+    frozen_bytes = {}
+    for name, parameter in adapters.base_parameters().items():
+        if name in linears and section is not None:
+            frozen_bytes[name] = packed_bytes((parameter.shape[0], parameter.shape[1]), section)
+        elif parameter.ndim == 2 and name not in whole:
+            frozen_bytes[name] = parameter.numel() * activation_dtype(recipe).itemsize
+    return _MetaModel(
+        model,
+        frozen_bytes,
+        sum(tensor.nbytes for tensor in (adapters.tensors(TRAINED).values() if adapters.added else ())),
+        [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad],
+        sum(copy.original.nbytes for added in adapters.added.values() for copy in added.copies),
+    )
+
+
+def _stored_quantization(recipe: Recipe) -> sections.QuantizationSection | None:
+    """How the base's own folder stores its linear layers, if in 4 bits."""
+    if recipe.model.path is None:
+        return None
+    folder = find_base(recipe.model.path).folder
+    stored = read_quantization(read_json(folder / CONFIG), str(folder / CONFIG))
+    return None if stored is None else (sections.Nf4 if stored.kind == "nf4" else sections.Fp4)(double=stored.double)
+
+
+def _initialize(adapters: AdapterSet, section: Any) -> None:
+    """What an adapter gets once the base's weights are there: its initialization, and norms that DoRA measures."""
+    for module in adapters.added[TRAINED].modules.values():
+        if not isinstance(module, LowRank):
+            continue
+        if section.init in BASE_CHANGING_INITS:
+            module.begin(module.lora_A.detach(), module.lora_B.detach())
+        if module.lora_magnitude_vector is not None:
+            module.weight_norm = torch.empty_like(module.lora_magnitude_vector)
+
+
+def _largest_packed_matrix(meta: _MetaModel) -> int:
+    """Elements of the largest matrix that is stored in fewer bytes than the type of activations takes."""
+    counts = {name: parameter.numel() for name, parameter in meta.model.named_parameters() if name in meta.frozen_bytes}
+    return max((count for name, count in counts.items() if meta.frozen_bytes[name] < count * 1.5), default=0)
+
+
+def _without_pages(section: Any) -> Any:
+    """A section of an optimizer with the same state, without a file for its pages."""
+    if not isinstance(section, sections.PagedAdamW):
+        return section
+    kind = sections.AdamW8bit if section.bits == 8 else sections.AdamW
+    return kind(learning_rate=section.learning_rate)

@@ -1,0 +1,127 @@
+"""Activations of a training step in bytes, in closed form. Imports no torch.
+
+The counts follow what the decoder's operations keep for the backward pass; tests compare them with the tensors that
+autograd really keeps, and with the measured peak of a step.
+
+T tokens of a micro-batch · D model width · Q all query heads · K all key/value heads · F inner width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from danlu.plan.flops import Shape, attention_pairs
+
+KeepsScores = Callable[[int, int | None], bool]
+"""(tokens of a document, sliding window) -> whether attention keeps its probabilities for the backward pass."""
+
+_IN_FLIGHT = 10
+"""Tensors of an offloaded forward pass that are on the device at a time: being copied out, and prefetched back."""
+_BASE_WIDTHS = 3
+"""[T, D] tensors beside the layers: the embedding's output, the final norm's, and the gradient that runs backwards."""
+_SLACK = 1.3
+"""Blocks of attention reach over the diagonal, and the backward pass of a layer has temporaries of its own."""
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """What decides which activations are kept, beside the model's shape."""
+
+    recompute: Sequence[tuple[str, int | None]] = ()
+    """Kind of recomputation of each layer (none, elementwise, selective, full), and the number of the segment of which
+    only the first input is kept, if the layer is in one; empty: none in all layers."""
+    keeps_scores: KeepsScores = lambda length, window: True
+    offload: bool = False
+    """Whether activations are kept elsewhere than on the device."""
+    in_flight: bool = True
+    """Whether offloaded tensors take the device's memory while they travel; not so where they lie in mapped files."""
+    tensor: int = 1
+    """Tensor-parallel degree, by which heads and inner width are cut."""
+    sequence: bool = False
+    """Whether tokens are cut among the tensor ranks outside of attention and MLP (sequence parallelism)."""
+
+
+KEEPS_ALL = ActivationPlan()
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """What the activations of a micro-batch take, by when they take it."""
+
+    kept: int
+    """From the forward pass on, while the loss is computed too."""
+    recomputed: int = 0
+    """Beside `kept`, while one layer is in its backward pass: what it recomputes, or fetches back from where it was
+    offloaded. The workspace of the loss is free by then, so the two are never there together."""
+
+    def peak(self, loss_workspace: int) -> int:
+        """The most bytes at a time; loss_workspace: what the loss takes beside its inputs (its slices of logits)."""
+        return self.kept + max(self.recomputed, loss_workspace)
+
+
+def activation_bytes(
+    shape: Shape, lengths: Sequence[int], element_bytes: int, plan: ActivationPlan = KEEPS_ALL
+) -> ActivationBytes:
+    """Activations of a micro-batch of documents of `lengths` tokens, each element of `element_bytes`.
+
+    Without recomputation each layer keeps its input, two normed copies, q, k, v and their mixture, gate, up and their
+    product; attention keeps a probability for each pair it looks at, where its kernel does not make them again. With
+    recomputation layers keep less (`memory.recompute` has the table), and while one of them is in its backward pass all
+    that it makes is there once. Offloaded activations come back one operation after the other.
+    """
+    tokens = sum(lengths)
+    layers = plan.recompute or (("none", None),) * shape.layers
+    windows = shape.windows or (None,) * shape.layers
+    by_layer = [_layer(shape, lengths, window, plan) for window in windows]
+    kept: float = 0.0
+    inputs_kept: float = 0.0  # apart, because these tensors are counted exactly
+    segments: dict[int, int] = {}  # number -> its layers
+    for (kind, segment), sizes in zip(layers, by_layer, strict=True):
+        if segment is not None:
+            inputs_kept += 0.0 if segment in segments else sizes["full"]
+            segments[segment] = segments.get(segment, 0) + 1
+        elif kind == "full":
+            inputs_kept += sizes["full"]
+        else:
+            kept += sizes[kind]
+    widest = tokens * max(shape.intermediate_size, shape.heads * shape.head_dim) / plan.tensor
+    recomputes = any(kind != "none" for kind, _ in layers)
+    recomputed: float = 0.0
+    if recomputes or plan.offload:
+        # Nothing is freed meanwhile for the gradients of gate and up, and of attention's probabilities.
+        recomputed = 2 * widest + max(sizes["scores"] for sizes in by_layer)
+    if recomputes:
+        kind, segment = layers[-1]
+        # The layer in its backward pass keeps nothing beside all that it makes.
+        own = by_layer[-1][kind] if segment is None and not plan.offload else 0.0
+        recomputed += max(0.0, max(sizes["none"] for sizes in by_layer) - own)
+        recomputed += max(segments.values(), default=0) * by_layer[0]["full"]  # the inputs of a segment's layers
+    if plan.offload:
+        kept = min(kept + inputs_kept, _IN_FLIGHT * widest) if plan.in_flight else 0.0
+        inputs_kept = 0.0
+        recomputed += widest  # what was fetched back for the operation
+    beside_layers = tokens * _BASE_WIDTHS * shape.hidden_size
+    return ActivationBytes(
+        kept=int(_SLACK * element_bytes * (kept + beside_layers) + element_bytes * inputs_kept),
+        recomputed=int(element_bytes * recomputed),
+    )
+
+
+def _layer(shape: Shape, lengths: Sequence[int], window: int | None, plan: ActivationPlan) -> Mapping[str, float]:
+    """Elements that one layer keeps, by kind of recomputation (`none` is all that it makes), and those of attention's
+    probabilities alone (`scores`)."""
+    tokens = sum(lengths)
+    width = shape.hidden_size / (plan.tensor if plan.sequence else 1)
+    heads = shape.heads * shape.head_dim / plan.tensor
+    grouped = shape.kv_heads * shape.head_dim / min(plan.tensor, shape.kv_heads)
+    inner = shape.intermediate_size / plan.tensor
+    documents = [length for length in lengths if plan.keeps_scores(length, window)]
+    scores = shape.heads / plan.tensor * attention_pairs(documents, window)
+    return {
+        "none": tokens * (4 * width + 2 * heads + 2 * grouped + 3 * inner) + scores,
+        "elementwise": tokens * (2 * width + 2 * heads + 2 * grouped + 2 * inner) + scores,
+        "selective": tokens * (2 * width + heads + 2 * grouped + 2 * inner),
+        "full": tokens * width,
+        "scores": scores,
+    }
