@@ -202,8 +202,9 @@ class Classifier:
 
     def explain(self, batch: ImageBatch, step: int) -> TrainingError:
         """Why the loss of `batch` is not finite: a weight that is not, or the images of which it is not."""
-        found = self.parallel.ranks.world.objects(non_finite(self.weights().items()))  # each has its part of them
-        if names := [name for one in found for name in one]:
+        # Each process has its part of the weights.
+        by_rank = self.parallel.ranks.world.all_gather_objects(non_finite(self.weights().items()))
+        if names := [name for names in by_rank for name in names]:
             return TrainingError(
                 f"step {step}: the loss is not finite because a weight is not: {', '.join(names[:3])}. The run stopped "
                 "before the update. Go back to an earlier checkpoint with a lower optimizer.learning_rate."

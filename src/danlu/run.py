@@ -215,7 +215,7 @@ def _train(
     for line in material.late_lines():
         say(line)
     if run.stopping():
-        signalled = max(ranks.world.objects(stop_request.exit_code))  # perhaps not every process was
+        signalled = max(ranks.world.all_gather_objects(stop_request.exit_code))  # perhaps not every process was
         return Outcome(folder, run.state.step, signalled, ())
     memory = None
     if run.compute.activations is not None and run.compute.activations.most:

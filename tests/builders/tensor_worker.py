@@ -296,13 +296,13 @@ class CountingGroup(Group):
         self.seen.append("sum")
         return super().sum(x)
 
-    def gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        self.seen.append("gather")
-        return super().gather(x, dim)
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        self.seen.append("all-gather")
+        return super().all_gather(x, dim)
 
-    def scatter_sum(self, x: Tensor) -> Tensor:
-        self.seen.append("scatter_sum")
-        return super().scatter_sum(x)
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self.seen.append("reduce-scatter")
+        return super().reduce_scatter(x)
 
 
 def collectives(case: Case, layers: Sequence[int]) -> dict[int, dict[str, list[str]]]:

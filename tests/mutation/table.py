@@ -380,8 +380,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "parallel/regions.py",
-        "ctx.group.scatter_sum(grad) if ctx.cut else ctx.group.sum(_copy(grad)), None, None",
-        "ctx.group.scatter_sum(grad) if ctx.cut else _copy(grad), None, None",
+        "ctx.group.reduce_scatter(grad) if ctx.cut else ctx.group.sum(_copy(grad)), None, None",
+        "ctx.group.reduce_scatter(grad) if ctx.cut else _copy(grad), None, None",
         "parallel/test_tensor_placing.py",
         "float32_gradients",
     ),

@@ -37,7 +37,11 @@ def test_bfloat16_gradients_are_as_close_as_those_of_one_process() -> None:
 SENT: dict[str, tuple[Case, list[str], list[str]]] = {
     "whole": (Case(), ["sum"] * 2, ["sum"] * 2),
     # What the products behind an entrance want in the backward pass is gathered again, once for all of them.
-    "sequence": (Case(sequence=True), ["gather", "scatter_sum"] * 2, ["gather", "gather", "scatter_sum"] * 2),
+    "sequence": (
+        Case(sequence=True),
+        ["all-gather", "reduce-scatter"] * 2,
+        ["all-gather", "all-gather", "reduce-scatter"] * 2,
+    ),
     "lora": (Case(adapters=(LORA,)), ["sum"] * 2, ["sum"] * 2),
     # The norms of rows: one sum for each of the two layers whose rows are cut.
     "dora": (Case(adapters=(DORA,)), ["sum"] * 4, ["sum"] * 2),

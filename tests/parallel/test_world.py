@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from danlu.errors import RecipeError
-from danlu.parallel.world import World, first_host, found, named
+from danlu.parallel.world import World, first_host, format_ranks, found
 
 TORCHRUN = {
     "RANK": "5",
@@ -110,4 +110,4 @@ def test_first_host(nodes: str, first: str) -> None:
     ],
 )
 def test_named(ranks: list[int], text: str) -> None:
-    assert named(ranks) == text
+    assert format_ranks(ranks) == text

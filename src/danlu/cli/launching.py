@@ -27,7 +27,7 @@ from danlu.machine import oom_kill_count, usable_cores
 from danlu.parallel import exit_reports
 from danlu.parallel.exit_reports import ExitReport, FailureCause
 from danlu.parallel.process_group import LAUNCHER
-from danlu.parallel.world import named
+from danlu.parallel.world import format_ranks
 
 GRACE_S = 10.0
 """For the others to notice by themselves that one is gone; then they are ended."""
@@ -122,7 +122,7 @@ def _stopped(number: int, left: Mapping[int, ExitReport | None]) -> int:
     said = "stopped at once; the same command goes on from the last checkpoint, if there is one"
     for rank, other in left.items():
         if other is not None and other.kind == "stopped" and other.said:
-            said = f"{named([rank])}: {other.said[0]}"
+            said = f"{format_ranks([rank])}: {other.said[0]}"
     raise Stopped(number, said)
 
 

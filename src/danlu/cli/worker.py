@@ -16,7 +16,7 @@ from danlu.cli.crash import sense, without_traceback
 from danlu.errors import DanluError, RecipeError, ResourceError, Stopped
 from danlu.parallel import exit_reports
 from danlu.parallel.exit_reports import ExitReport
-from danlu.parallel.world import World, named
+from danlu.parallel.world import World, format_ranks
 from danlu.terminal import printable
 
 LOGS = "logs"
@@ -160,7 +160,7 @@ def _tell(world: World, report: ExitReport, terminal: int, left: bool) -> None:
         return
     process_group = _process_group()
     if process_group is None or process_group.is_first_to_report():
-        whose = "" if report.kind == "hang" or not report.rank else f"{named([report.rank])}: "
+        whose = "" if report.kind == "hang" or not report.rank else f"{format_ranks([report.rank])}: "
         if report.kind == "failure":
             text = f"error: {without_traceback(report.said[0], sys.argv[1:])}\n"
         with suppress(OSError):  # the other end of a pipe is gone

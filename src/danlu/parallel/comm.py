@@ -44,7 +44,7 @@ class Group:
             dist.all_reduce(x, dist.ReduceOp.SUM, group=self.handle)
         return x
 
-    def sum_later(self, x: Tensor) -> torch.futures.Future[Tensor]:
+    def all_reduce_async(self, x: Tensor) -> torch.futures.Future[Tensor]:
         """x, once it has become its sum over the group."""
         work = dist.all_reduce(x, dist.ReduceOp.SUM, group=self.handle, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
@@ -55,7 +55,7 @@ class Group:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.handle)
         return x
 
-    def gather(self, x: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """The group's tensors, all of one shape, one behind the other along `dim`, in the group's order."""
         if self.alone:
             return x
@@ -63,7 +63,7 @@ class Group:
         _all_gather(out, x.contiguous(), group=self.handle)
         return out if dim == 0 else torch.cat(out.chunk(self.size), dim)
 
-    def scatter_sum(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         """This process's share, by rows, of the sum of x over the group; the number of rows is a multiple of `size`."""
         if self.alone:
             return x
@@ -72,13 +72,7 @@ class Group:
         _reduce_scatter(out, x.contiguous(), group=self.handle)
         return out
 
-    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """x becomes what member number `source` has."""
-        if not self.alone:
-            dist.broadcast(x, self.ranks[source], group=self.handle)
-        return x
-
-    def objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """What each member gave, in order. Values travel as pickles between processes that this run has started."""
         if self.alone:
             return [value]
@@ -86,7 +80,7 @@ class Group:
         dist.all_gather_object(found, value, group=self.handle)
         return found
 
-    def to_first(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """What each member gave, in order, to the first member; an empty list to the others."""
         if self.alone:
             return [value]
@@ -111,7 +105,7 @@ class Group:
             except DanluError as problem:
                 error = problem
         barrier()
-        sent, error = self.objects((None if again else made, error))[0]
+        sent, error = self.all_gather_objects((None if again else made, error))[0]
         if error is not None:
             raise error
         if not again:
@@ -127,11 +121,6 @@ class Group:
         moves += [dist.P2POp(dist.irecv, x, self.ranks[source], self.handle) for x, source in receives if x.numel()]
         for work in dist.batch_isend_irecv(moves) if moves else ():
             work.wait()
-
-    def barrier(self) -> None:
-        """Returns when every member has come here."""
-        if not self.alone:
-            dist.barrier(group=self.handle)
 
 
 ALONE = Group()
@@ -153,7 +142,7 @@ def within(group: Group, size: int) -> Group:
     """The part of this process among parts of a group, of so many members in a row; the whole world calls this."""
     world = Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
     mine: Group | None = None
-    for ranks in sorted(set(world.objects(group.ranks))):
+    for ranks in sorted(set(world.all_gather_objects(group.ranks))):
         for start in range(0, len(ranks), size):
             made = new_group(group.name, ranks[start : start + size])
             mine = made if world.index in made.ranks else mine

@@ -175,8 +175,8 @@ def _sum_bucket(state: tuple[Group, str], bucket: Any) -> torch.futures.Future[T
     group, reduce = state
     buffer: Tensor = bucket.buffer()
     if reduce == "fp32":
-        return group.sum_later(buffer)
-    narrow = group.sum_later(buffer.to(torch.bfloat16))
+        return group.all_reduce_async(buffer)
+    narrow = group.all_reduce_async(buffer.to(torch.bfloat16))
     return narrow.then(lambda done: buffer.copy_(done.value()))  # type: ignore[no-any-return]
 
 

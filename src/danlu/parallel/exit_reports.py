@@ -26,7 +26,7 @@ from danlu.errors import (
     ResourceError,
     TrainingError,
 )
-from danlu.parallel.world import named
+from danlu.parallel.world import format_ranks
 
 Kind = Literal["begun", "finished", "stopped", "error", "failure", "hang", "consequence"]
 """begun: still at work, or died without a word; stopped: by a signal, saved what it could; error: a DanluError;
@@ -186,10 +186,10 @@ def _told(
     ranks = [report.rank for report in first]
     reason = first[0]
     everyone = len(ranks) == len(reports) or reason.kind == "hang"  # a hang's words name the ranks
-    whose = "" if everyone else f"{named(ranks)}: "
+    whose = "" if everyone else f"{format_ranks(ranks)}: "
     texts = list(reason.said)
     others = [report for report in told if report.rank not in ranks]
-    texts += [f"{named([report.rank])} failed as well: {_headline(report)}" for report in others]
+    texts += [f"{format_ranks([report.rank])} failed as well: {_headline(report)}" for report in others]
     texts += _folded(set(reports) - set(ranks) - {report.rank for report in others}, reports)
     kind = _ERRORS.get(reason.exit_code, DanluError)
     problems = [f"{whose}{texts[0]}", *texts[1:]]
@@ -205,12 +205,12 @@ def _died(
         ranks = [rank for rank, its in died.items() if its == code]
         verb = "were" if len(ranks) > 1 else "was"
         if code >= 0:
-            lines.append(f"{named(ranks)} ended with exit code {code} and without a word")
+            lines.append(f"{format_ranks(ranks)} ended with exit code {code} and without a word")
         elif -code == signal.SIGKILL:
             why = "because memory ran out" if memory_kills else "as the system does where memory runs out"
-            lines.append(f"{named(ranks)} {verb} killed (SIGKILL), {why}")
+            lines.append(f"{format_ranks(ranks)} {verb} killed (SIGKILL), {why}")
         else:
-            lines.append(f"{named(ranks)} {verb} ended by {_signal(-code)}")
+            lines.append(f"{format_ranks(ranks)} {verb} ended by {_signal(-code)}")
     short = "; ".join(lines)
     folded = _folded(set(reports) - set(died), reports)
     if -signal.SIGKILL in died.values():
@@ -220,7 +220,7 @@ def _died(
 
 def _folded(ranks: set[int], reports: Mapping[int, ExitReport | None]) -> list[str]:
     waited = [rank for rank in ranks if (report := reports[rank]) is not None and report.kind == "consequence"]
-    return [f"{named(waited)} then stopped waiting"] if waited else []
+    return [f"{format_ranks(waited)} then stopped waiting"] if waited else []
 
 
 def _where(logs: Mapping[int, Path], ranks: Mapping[int, object]) -> str:

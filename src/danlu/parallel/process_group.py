@@ -25,7 +25,7 @@ from danlu.errors import RecipeError, ResourceError, TrainingError
 from danlu.parallel import exit_reports
 from danlu.parallel.rendezvous import rendezvous
 from danlu.parallel.watchdog import PHASE, RECORDS, Watchdog
-from danlu.parallel.world import World, found, named
+from danlu.parallel.world import World, format_ranks, found
 
 __all__ = [
     "LAUNCHER",
@@ -207,15 +207,15 @@ def agree_on_devices(world: World, store: Any, device: str | RecipeError) -> Non
         for rank in range(world.size):
             none, said = json.loads(store.get(f"device/{rank}"))
             if none:
-                problems.append(f"{named([rank])}: {said}")
+                problems.append(f"{format_ranks([rank])}: {said}")
             else:
                 taken.setdefault(said, []).append(rank)
         for each, ranks in taken.items():
             if len(ranks) > 1:
                 problems.append(
-                    f"device: cuda, and {named(ranks)} have all taken {each}: each process needs one of its own. Start "
-                    "as many processes on a machine as it has devices (under SLURM with --gpus-per-task=1), or use "
-                    "device: cpu"
+                    f"device: cuda, and {format_ranks(ranks)} have all taken {each}: each process needs one of its "
+                    "own. Start as many processes on a machine as it has devices (under SLURM with "
+                    "--gpus-per-task=1), or use device: cpu"
                 )
         store.set("devices", json.dumps(problems))
     if said_by_first := json.loads(store.get("devices")):

@@ -51,14 +51,14 @@ class Regions:
     def enter(self, x: Tensor) -> Tensor:
         """[T, D] or its rows here -> [T, D]; gradients are parts of a sum inside."""
         if not torch.is_grad_enabled():
-            return self.group.gather(x) if self._tokens_are_cut else x
+            return self.group.all_gather(x) if self._tokens_are_cut else x
         entered: Tensor = _Enter.apply(x, self.group, self._tokens_are_cut)
         return entered
 
     def leave(self, x: Tensor) -> Tensor:
         """Parts of a sum [T, D] -> the sum, or its rows here."""
         if not torch.is_grad_enabled():
-            return self.group.scatter_sum(x) if self._tokens_are_cut else self.group.sum(x.contiguous())
+            return self.group.reduce_scatter(x) if self._tokens_are_cut else self.group.sum(x.contiguous())
         left: Tensor = _Leave.apply(x, self.group, self._tokens_are_cut)
         return left
 
@@ -72,22 +72,22 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, cut: bool) -> Tensor:
         ctx.group, ctx.cut = group, cut
-        return group.gather(x) if cut else x.view_as(x)
+        return group.all_gather(x) if cut else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.group.scatter_sum(grad) if ctx.cut else ctx.group.sum(_copy(grad)), None, None
+        return ctx.group.reduce_scatter(grad) if ctx.cut else ctx.group.sum(_copy(grad)), None, None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, cut: bool) -> Tensor:
         ctx.group, ctx.cut = group, cut
-        return group.scatter_sum(x) if cut else group.sum(_copy(x))
+        return group.reduce_scatter(x) if cut else group.sum(_copy(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.group.gather(grad) if ctx.cut else grad, None, None
+        return ctx.group.all_gather(grad) if ctx.cut else grad, None, None
 
 
 class _GatherVocab(torch.autograd.Function):
@@ -98,7 +98,7 @@ class _GatherVocab(torch.autograd.Function):
             raise AssertionError(f"{logits.shape[-1]} words are here, {words[group.index]} were expected")
         most = max(words)  # gloo gathers equal sizes only
         padded = F.pad(logits, (0, most - logits.shape[-1])).unsqueeze(0)
-        parts = group.gather(padded)  # [tp, .., most]
+        parts = group.all_gather(padded)  # [tp, .., most]
         return torch.cat([part[..., :count] for part, count in zip(parts, words, strict=True)], dim=-1)
 
     @staticmethod

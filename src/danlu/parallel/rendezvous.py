@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from danlu.errors import RecipeError, ResourceError
-from danlu.parallel.world import World, named
+from danlu.parallel.world import World, format_ranks
 
 PATIENCE_S = 20.0
 """Until the user is told who is waited for: processes load torch at different speeds."""
@@ -48,7 +48,7 @@ def rendezvous(
             return None
         missing = [rank for rank in range(world.size) if not store.check([f"here/{rank}"])]
         verb = "has" if len(missing) == 1 else "have"
-        return f"{named(missing)} of {world.size} {verb} not come to {_place(world)}"
+        return f"{format_ranks(missing)} of {world.size} {verb} not come to {_place(world)}"
 
     # The time of rank 0 alone counts: the others come after it, and would each tell of the same.
     missing = wait.until(lambda: store.add("come", 0) >= world.size, absent, limited=world.rank == 0)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from danlu.parallel.world import named
+from danlu.parallel.world import format_ranks
 
 RECORDS = 512  # collectives that the flight recorder keeps; those under way are the newest
 LONGEST_WARNING_S = 60.0  # before the time is up
@@ -232,7 +232,7 @@ def hang_message(states: Mapping[int, ProcessState | None], timeout_s: float) ->
     for number, (where, ranks) in enumerate(_by_place(here).items()):
         verb = "has" if len(ranks) == 1 else "have"
         in_what = f" {verb} waited for {longest.seconds:.0f} s in {_what(longest)}," if not number else ""
-        parts.append(f"{named(ranks)}{in_what} at {where}")
+        parts.append(f"{format_ranks(ranks)}{in_what} at {where}")
     text = ", ".join(parts)
     missing = [rank for rank in longest.members or sorted(states) if rank not in here]
     absent = [_absent(rank, states.get(rank)) for rank in missing]
@@ -261,10 +261,10 @@ def _what(waiting: PendingCollective) -> str:
 
 def _absent(rank: int, state: ProcessState | None) -> str:
     if state is None:
-        return f"{named([rank])} does not answer: it is stopped, or gone"
+        return f"{format_ranks([rank])} does not answer: it is stopped, or gone"
     if state.waiting is not None:
-        return f"{named([rank])} waits in {_what(state.waiting)} instead, at {state.place}"
-    return f"{named([rank])} never came: it is at {state.place}"
+        return f"{format_ranks([rank])} waits in {_what(state.waiting)} instead, at {state.place}"
+    return f"{format_ranks([rank])} never came: it is at {state.place}"
 
 
 # -- the watch --------------------------------------------------------------------------------------------------------
@@ -363,7 +363,9 @@ class Watchdog:
                 self._said = longest.same
             self._settled.set()
         if waiting is not None and waiting.seconds > self._timeout_s + max(2.0, self._interval_s):
-            self._end(self.report or f"{named([self._rank])} waited in {_what(waiting)} for {waiting.seconds:.0f} s")
+            self._end(
+                self.report or f"{format_ranks([self._rank])} waited in {_what(waiting)} for {waiting.seconds:.0f} s"
+            )
 
     def _answer(self, question: int) -> None:
         state = ProcessState(pending_collective(), str(self._where), main_thread_line())

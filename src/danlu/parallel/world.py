@@ -97,7 +97,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
-def named(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """``rank 1``, ``ranks 0 and 2``, ``ranks 0-5, 7 and 9``."""
     numbers = sorted(set(ranks))
     # Where one run of neighbours ends and the next begins.

@@ -42,14 +42,14 @@ def agree(group: Group, share: Callable[[], S], decide: Callable[[list[S]], T]) 
         brought: S | Failure = share()
     except Exception as error:  # told to all below; an interrupt ends this process, and the others notice
         cause, brought = error, Failure.of(error)
-    found = group.to_first(brought)
+    found = group.gather_objects(brought)
     decided: T | Failure | None = None
     if group.index == 0:
         try:
             decided = _first_failure(group, found) or decide(found)
         except Exception as error:
             cause, decided = error, Failure.of(error)
-    outcome: T | Failure = group.objects(decided)[0]
+    outcome: T | Failure = group.all_gather_objects(decided)[0]
     if isinstance(outcome, Failure):
         raise outcome.kind(outcome.text) from cause
     return outcome

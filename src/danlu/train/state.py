@@ -101,7 +101,8 @@ class Run:
 
     def agreed(self, error: E | None) -> E | None:
         """The error of the first process that has one; all of them ask."""
-        return next((one for one in self.compute.parallel.ranks.world.objects(error) if one is not None), None)
+        errors = self.compute.parallel.ranks.world.all_gather_objects(error)
+        return next((error for error in errors if error is not None), None)
 
     def tell(self, event: str, **values: Value) -> None:
         for recorder in self.recorders:

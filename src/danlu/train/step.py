@@ -132,7 +132,7 @@ class Compute:
     def explain(self, batch: Batch, step: int) -> Exception:
         """Why the loss of `batch` is not finite."""
         # Each process has its part of the parameters.
-        by_rank = self.parallel.ranks.world.objects(non_finite(self.model.named_parameters()))
+        by_rank = self.parallel.ranks.world.all_gather_objects(non_finite(self.model.named_parameters()))
         names = list(dict.fromkeys(name for names in by_rank for name in names))
         return explain_non_finite(self.model, batch, self.dtype, step, names, multiple=self.multiple)
 
@@ -324,5 +324,5 @@ def _explained(
     mine = compute.explain(
         compute.collate([pack for _, pack in groups[int(culprits[0]) if len(culprits) else 0]]), step
     )
-    found = compute.parallel.ranks.world.objects((len(culprits) > 0, mine))
+    found = compute.parallel.ranks.world.all_gather_objects((len(culprits) > 0, mine))
     return next(error for bad, error in found if bad)

@@ -209,8 +209,8 @@ def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
     def load_state(self: Optimizers, tensors: Any, scalars: Any) -> None:
         for tensor in tensors.values():
-            if tensor.ndim and len(set(group.objects(tuple(tensor.shape)))) == 1:
-                everyones = group.gather(tensor.detach().clone().unsqueeze(0))
+            if tensor.ndim and len(set(group.all_gather_objects(tuple(tensor.shape)))) == 1:
+                everyones = group.all_gather(tensor.detach().clone().unsqueeze(0))
                 tensor.copy_(everyones[(group.index + 1) % group.size])
         real(self, tensors, scalars)
 

@@ -76,15 +76,15 @@ class Gathering:
         elif self.first and isinstance(error, Exception):  # an interrupt ends this process, and the others notice
             with suppress(RuntimeError):  # of torch, where another process has gone: that is the error then
                 self._heads(_FAILED, nothing)
-                self.group.objects(Failure.of(error))
+                self.group.all_gather_objects(Failure.of(error))
 
     def _heads(self, state: int, box: ShardBox) -> list[list[int]]:
         """What each process has of a tensor, as [state, start, size]. Raises what the first one failed of."""
         pad = [0] * (_MOST_DIMS - len(box.offsets))
         head = torch.tensor([[state, *box.offsets, *pad, *box.sizes, *pad]])
-        heads: list[list[int]] = self.group.gather(head).tolist()
+        heads: list[list[int]] = self.group.all_gather(head).tolist()
         if heads[0][0] == _FAILED and not self.first:
-            failure: Failure = self.group.objects(None)[0]
+            failure: Failure = self.group.all_gather_objects(None)[0]
             raise failure.kind(f"rank {self.group.ranks[0]}: {failure.text}")
         return heads
 
