@@ -187,7 +187,7 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
         adapters.finish_loading()
         adapters.train_only(TRAINED)
     whole = adapters.fully_trained()
-    linears = {f"{site.name}.weight" for site in adapters.sites if site.group in ("attention", "mlp")} - whole
+    linears = {f"{site.name}.weight" for site in adapters.sites if site.layer is not None} - whole
     section = _stored_quantization(recipe) or recipe.quantization
     frozen_bytes = {}
     for name, parameter in adapters.base_parameters().items():

@@ -26,10 +26,11 @@ from danlu.memory import activation_offload, recompute, recompute_planner
 from danlu.memory.parameter_offload import offload_parameters
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
-from danlu.models.decoder import Decoder, RMSNorm
+from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.initialize import initial_value, initialize
 from danlu.models.loading import build, load, meta_decoder, stored_values
+from danlu.models.modules import RMSNorm
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel import data, tensor

@@ -249,7 +249,7 @@ class Site:
 
     name: str  # of the module: "layers.0.attention.q_proj"
     hf_name: str  # in Hugging Face folders: "model.layers.0.self_attn.q_proj"; parts of a fused tensor share one
-    group: Literal["attention", "mlp", "embedding", "head"]
+    group: str  # the sublayer that a linear layer belongs to ("attention", "mlp"), or "embedding" or "head"
     layer: int | None
     shape: tuple[int, int]  # (O, I); (V, D) of an embedding
     module: Any

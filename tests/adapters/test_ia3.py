@@ -16,7 +16,7 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.slot import LinearSlot
 from danlu.errors import RecipeError
 from danlu.models import ops
-from danlu.models.decoder import Linear
+from danlu.models.modules import Linear
 from danlu.recipe import sections
 from danlu.types import Recomputed
 

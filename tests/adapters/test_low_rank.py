@@ -14,7 +14,7 @@ from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.lora import row_squares
 from danlu.adapters.low_rank import Branch, LowRankFactors, products
 from danlu.models import ops
-from danlu.models.decoder import Linear
+from danlu.models.modules import Linear
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.types import Recomputed
 

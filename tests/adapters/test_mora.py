@@ -13,7 +13,7 @@ from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.mora import Folding, Mora
 from danlu.adapters.targets import Form, square_width
 from danlu.models import ops
-from danlu.models.decoder import Linear
+from danlu.models.modules import Linear
 from danlu.types import Recomputed
 
 TOKENS = 5

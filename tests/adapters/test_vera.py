@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from danlu.adapters.adapter import Dense
 from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.vera import Projection, Vera
-from danlu.models.decoder import Linear
+from danlu.models.modules import Linear
 from danlu.models.saving import save
 from danlu.recipe import sections
 

@@ -19,9 +19,10 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import DropoutState
 from danlu.memory import recomputed_function
 from danlu.models.attend import PackedAttention
-from danlu.models.decoder import Decoder, Linear
+from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
+from danlu.models.modules import Linear
 from danlu.models.presets import from_scratch
 from danlu.numerics.four_bit_weight import QuantizedWeightModule
 from danlu.recipe import sections

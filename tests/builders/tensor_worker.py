@@ -22,10 +22,11 @@ from danlu.adapters.lora import LowRank
 from danlu.assembly.frozen_base import quantize_weight
 from danlu.memory import recompute
 from danlu.models.attend import PackedAttention
-from danlu.models.decoder import Decoder, Linear
+from danlu.models.decoder import Decoder
 from danlu.models.families import read_config_values
 from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build, meta_decoder
+from danlu.models.modules import Linear
 from danlu.numerics.relative_error import relative_error
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
 from danlu.parallel.comm import Group

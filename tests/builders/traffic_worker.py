@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from builders.tiny_adapters import adapter_set
 from danlu.memory.recompute import plan_of, wrap
 from danlu.models.attend import PackedAttention
-from danlu.models.decoder import Decoder, Linear, RMSNorm
+from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
+from danlu.models.modules import Linear, RMSNorm
 from danlu.models.presets import from_scratch
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.objectives.crossentropy import linear_cross_entropy

@@ -27,7 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from danlu.memory.recompute import KINDS, Kind, LayerPlan, describe, plan_of, unwrap_layer, wrap
 from danlu.models.attend import PackedAttention
-from danlu.models.decoder import MLP, Decoder
+from danlu.models.decoder import Decoder
+from danlu.models.mlp import MLP
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe.sections import Recompute
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from danlu.models.attend import PackedAttention
-from danlu.models.decoder import MLP, Attention, Decoder
+from danlu.models.attention import Attention
+from danlu.models.decoder import Decoder
+from danlu.models.mlp import MLP
 
 LENGTHS = [5, 1, 12, 7]
 

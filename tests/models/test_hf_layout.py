@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from danlu.models.adapter_sites import adapter_sites
-from danlu.models.decoder import Decoder, Linear
+from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import config_sites
+from danlu.models.modules import Linear
 
 
 @pytest.mark.parametrize("case", ["gemma2", "llama-2", "phi-4", "qwen2", "llama-tied-smollm2"])

@@ -17,12 +17,13 @@ from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
 from danlu.errors import ModelError
 from danlu.models.adapter_sites import adapter_sites
-from danlu.models.decoder import Decoder, Linear
+from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES
 from danlu.models.hf_folder import CONFIG, read_config, read_json
 from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
+from danlu.models.modules import Linear
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
@@ -102,7 +103,7 @@ def load_frozen(
     if restore_adapters is not None:
         restore_adapters(adapters)
     whole = adapters.fully_trained()
-    linears = {site.name: site.module for site in adapters.sites if site.group in ("attention", "mlp")}
+    linears = {site.name: site.module for site in adapters.sites if site.layer is not None}
 
     def take(parameter: str, value: Tensor) -> Tensor | None:
         owner, _, attribute = parameter.rpartition(".")

@@ -75,7 +75,7 @@ def quantization_errors(
     """
     refuse_quantized(folder)
     model = meta_decoder(read_config(folder))
-    linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.group in ("attention", "mlp")}
+    linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
     found = {name: QuantizationError() for name in formats}
     done = 0
 

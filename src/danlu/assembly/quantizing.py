@@ -92,7 +92,7 @@ def quantize(
     refuse_quantized(folder)
     config = read_config(folder)
     model = meta_decoder(config)
-    linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.group in ("attention", "mlp")}
+    linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
     kept = dtype or stored_dtype(folder)
     kept = torch.float32 if kept == torch.float64 else kept
     tensors = hf_tensors(config)

@@ -21,6 +21,7 @@ holds.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def wrap_layer(layer: Any, kind: Kind, where: str = "layer", *, gathered: bool =
     elif kind != "none" or gathered:
         dropping = OutputDroppingFunction(layer.forward)
         layer.forward = dropping  # type: ignore[assignment,method-assign]
-        for owner, name, place in _between_products(layer, kind):
+        for owner, name, place in _recompute_points(layer, kind):
             setattr(owner, name, RecomputedFunction(getattr(owner, name), f"{where}.{place}", dropping))
         if gathered:
             layer.enter = RecomputedFunction(layer.enter, f"{where}.enter", dropping)
@@ -118,27 +119,22 @@ def unwrap_layer(layer: Layer) -> None:
     """The layer as it was."""
     for owner, name in [
         (layer, "forward"),
-        *((owner, name) for kind in KINDS for owner, name, _ in _between_products(layer, kind)),
+        *((owner, name) for kind in KINDS for owner, name, _ in _recompute_points(layer, kind)),
     ]:
         vars(owner).pop(name, None)
     if isinstance(layer.enter, RecomputedFunction):
         layer.enter = layer.enter.function
 
 
-def _between_products(layer: Layer, kind: Kind) -> Iterator[tuple[Any, str, str]]:
-    """(object, name of its function, name for messages) of what is made again. Norms behind a half of the layer are
-    not: no product saves what they give."""
-    if kind == "none":
-        return
-    yield layer.attention_norm, "forward", "attention_norm"
-    yield layer.mlp_norm, "forward", "mlp_norm"
-    yield layer.mlp, "gated_activation", "mlp"
-    if kind == "selective":
-        yield layer.attention, "attend_heads", "attention"
-    else:
-        for name in ("q_norm", "k_norm"):
-            if (norm := getattr(layer.attention, name)) is not None:
-                yield norm, "forward", f"attention.{name}"
+def _recompute_points(layer: Layer, kind: Kind) -> Iterator[tuple[Any, str, str]]:
+    """(object, name of its function, name for messages) of what the layer and its sublayers declare for a kind."""
+    blocks: list[tuple[str, Any]] = [("", layer), *((f"{name}.", block) for name, block in layer.sublayers.items())]
+    for prefix, block in blocks:
+        for path in block.recompute_points.get(kind, ()):
+            *owner_path, function = path.split(".")
+            owner = functools.reduce(getattr, owner_path, block)
+            if owner is not None:
+                yield owner, function, (prefix + ".".join(owner_path)).rstrip(".")
 
 
 def describe(plan: Plan) -> str:

@@ -149,7 +149,7 @@ def measure_layers(
 def _likeness(layer: Layer, from_below: bool) -> Any:
     """The same for layers whose bytes and times are the same."""
     parameters = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters())
-    return repr(layer), layer.attention.window, layer.attention.softcap, parameters, from_below
+    return repr(layer), parameters, from_below
 
 
 def _measured(layer: Layer, inputs: tuple[Any, ...], held: set[int], gathered: bool) -> LayerCosts:

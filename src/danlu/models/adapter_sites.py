@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from danlu.models.decoder import Decoder, Linear
+from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import config_sites
+from danlu.models.modules import Linear
 from danlu.types import Site
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.families import FAMILIES
@@ -51,8 +50,7 @@ def config_sites(config: ModelConfig) -> list[Site]:
         name, _, kind = parameter.rpartition(".")
         first, *rest = name.split(".")
         if first == "layers" and kind == "weight" and len(sides) == 2:
-            group: Literal["attention", "mlp"] = "attention" if rest[1] == "attention" else "mlp"
-            sites.append(Site(name, hf_name(name, modules), group, int(rest[0]), (sides[0], sides[1]), None))
+            sites.append(Site(name, hf_name(name, modules), rest[1], int(rest[0]), (sides[0], sides[1]), None))
     return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
 
 

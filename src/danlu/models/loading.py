@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
-from danlu.models.decoder import Decoder, Linear
+from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, read_tensors
 from danlu.models.hf_layout import EMBEDDING, HEAD, HFTensor, hf_tensors
 from danlu.models.hf_validation import PACKED, check_headers
+from danlu.models.modules import Linear
 from danlu.models.tensor_bytes import BUFFER_BYTES, DTYPES, is_finite, ranges, read_exactly
 from danlu.models.tensor_file import Stored
 from danlu.types import QuantizedWeight

@@ -28,7 +28,9 @@ from danlu.adapters.adapter import TensorAxes
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import Slot
 from danlu.errors import RecipeError
-from danlu.models.decoder import MLP, Attention, Decoder, Embedding, Layer, Linear, Role
+from danlu.models.decoder import Decoder, Layer
+from danlu.models.modules import Embedding, Linear
+from danlu.models.sublayer import Role
 from danlu.parallel.comm import Group, within
 from danlu.parallel.regions import Regions
 from danlu.shard_box import ShardBox
@@ -161,24 +163,18 @@ class Cutter:
         embedding.leave = regions.leave_embedding
 
     def _layer(self, layer: Layer, name: str, regions: Regions) -> None:
-        attention, mlp = layer.attention, layer.mlp
-        self._half(attention, attention.head_dim, f"{name}.attention")
-        self._half(mlp, 1, f"{name}.mlp")
-        for norm in (attention.q_norm, attention.k_norm):
-            if norm is not None:
-                self._whole(norm, self.group)
-        for norm in (layer.attention_norm, layer.post_attention_norm, layer.mlp_norm, layer.post_mlp_norm):
-            if norm is not None:
-                self._uncut(norm)
-        for behind in (layer.after_attention, layer.after_mlp):
-            if behind is not None:
-                self._uncut(behind)
+        for sublayer_name, sublayer in layer.sublayers.items():
+            self._sublayer(sublayer, f"{name}.{sublayer_name}")
+        for child_name, child in layer.named_children():
+            if child_name not in layer.sublayers:
+                self._uncut(child)
         layer.enter, layer.leave = regions.enter, regions.leave
 
-    def _half(self, half: Attention | MLP, unit: int, name: str) -> None:
-        """Attention or MLP, by `unit` features that stay together."""
-        for part, role in half.tensor_roles.items():
-            linear = half.get_submodule(part)
+    def _sublayer(self, sublayer: Any, name: str) -> None:
+        """Attention or feed-forward network, by what it declares: see `models.sublayer.Sublayer`."""
+        unit = sublayer.tensor_unit
+        for part, role in sublayer.tensor_roles.items():
+            linear = sublayer.get_submodule(part)
             assert isinstance(linear, Linear)
             outputs, inputs = linear.shape
             if role == "row":
@@ -188,8 +184,11 @@ class Cutter:
             mine = self._part(outputs // unit, role, f"{name}.{part}")
             share = self._share("outputs", _times(mine.here, unit), slice(0, inputs))
             self._linear(linear, share, mine.holders)
-            if part == "k_proj" and isinstance(half, Attention):
-                self._adapters(half.prefix, share, mine.holders)
+            for slot in (slot for slot, source in sublayer.tensor_slots.items() if source == part):
+                self._adapters(getattr(sublayer, slot), share, mine.holders)
+        for child_name, child in sublayer.named_children():
+            if child_name not in sublayer.tensor_roles and child_name not in sublayer.tensor_slots:
+                self._whole(child, self.group)
 
     def _linear(self, linear: Linear, share: LinearShard, holders: Group) -> None:
         self._parameters(linear, LINEAR_AXES, share, holders)

@@ -18,7 +18,8 @@ from danlu.adapters.slot import Slot
 from danlu.data.batch import EMPTY_PACK, pad_to_bucket
 from danlu.language import PlacedDecoder
 from danlu.memory.recompute import Plan
-from danlu.models.decoder import MLP, Attention, Decoder, Layer, Linear
+from danlu.models.decoder import Decoder, Layer
+from danlu.models.modules import Linear
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.tensor import LINEAR_AXES
 from danlu.parallel.traffic_counter import TrafficCounter
@@ -143,8 +144,8 @@ def _wants_its_input(model: Decoder, half: int) -> bool:
     """
     layer = model.layers[str(half // 2)]
     assert isinstance(layer, Layer)
-    part: Attention | MLP = layer.mlp if half % 2 else layer.attention
-    entrance = [part.get_submodule(name) for name, role in part.tensor_roles.items() if role != "row"]
+    sublayer: Any = list(layer.sublayers.values())[half % 2]
+    entrance = [sublayer.get_submodule(name) for name, role in sublayer.tensor_roles.items() if role != "row"]
     return any(_takes_input(module, linear) for linear in entrance for module in linear.modules())
 
 
@@ -185,7 +186,7 @@ def _halves_without_gradient(learning: PlacedProxy, layers: int) -> tuple[int, b
 
     if any(not name.startswith(("layers.", "norm.", "lm_head.")) for name in trained):
         return 0, False  # the embedding is trained, or something on it
-    halves = [(f"layers.{layer}", half) for layer in range(layers) for half in ("attention", "mlp")]
+    halves = [(f"layers.{layer}", half) for layer in range(layers) for half in Layer.sublayer_names]
     for number, (layer, half) in enumerate(halves):
         if any_in(f"{layer}.{half}_norm."):
             return number, True

@@ -1,0 +1,87 @@
+"""Self-attention over packed tokens: projections, rotation and what an `Attend` makes of them.
+
+T packed tokens · D model width · H query heads · K key/value heads · C head width · R rotated features
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from danlu.models import ops
+from danlu.models.config import ModelConfig
+from danlu.models.modules import Linear, RMSNorm, forward_shared
+from danlu.models.sublayer import RecomputePoints, Role
+from danlu.types import Attend, KeyValuePrefix
+
+
+class Attention(nn.Module):
+    """Multi-head (K = H), grouped-query or multi-query (K = 1) attention.
+
+    The slot `prefix` may put other keys and values in the place of those of some tokens. Cut over processes, each has
+    some of the heads.
+    """
+
+    prefix: KeyValuePrefix | None
+
+    tensor_roles: ClassVar[Mapping[str, Role]] = {
+        "q_proj": "column",
+        "k_proj": "grouped",
+        "v_proj": "grouped",
+        "o_proj": "row",
+    }
+    tensor_slots: ClassVar[Mapping[str, str]] = {"prefix": "k_proj"}
+    recompute_points: ClassVar[RecomputePoints] = {
+        "elementwise": ("q_norm.forward", "k_norm.forward"),
+        "selective": ("attend_heads",),
+    }
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        width, head = config.hidden_size, config.head_dim
+        self.q_proj = Linear(width, config.heads * head, bias=config.qkv_bias)
+        self.k_proj = Linear(width, config.kv_heads * head, bias=config.qkv_bias)
+        self.v_proj = Linear(width, config.kv_heads * head, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(head, config) if config.qk_norm else None
+        self.k_norm = RMSNorm(head, config) if config.qk_norm else None
+        self.o_proj = Linear(config.heads * head, width, bias=config.o_bias)
+        self.register_module("prefix", None)
+        self.layer = layer
+        self.head_dim = self.tensor_unit = head
+        self.scale = config.attention_scale
+        self.window = config.windows[layer]
+        self.softcap = config.attention_softcap
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x [T, D]; cos, sin [T, R] in x's dtype -> [T, D]."""
+        q, k, v = forward_shared(x, self.q_proj, self.k_proj, self.v_proj)  # [T, H*C], [T, K*C], [T, K*C]
+        out: Tensor = self.o_proj(self.attend_heads(q, k, v, cos, sin, attend))
+        return out
+
+    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """What lies between the products: norms, rotation, attention. q [T, H*C]; k, v [T, K*C] -> [T, H*C]."""
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [T, H, C], [T, K, C], [T, K, C]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = ops.apply_rope(q, k, cos, sin)
+        if self.prefix is not None:
+            k, v = self.prefix(k, v)
+        return self._mix(attend, q, k, v).flatten(1)
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}, softcap={self.softcap}"
+
+    def _mix(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [T, H, C]
+        return attend(self.layer, q, k, v, scale=self.scale, window=self.window, softcap=self.softcap)
+
+
+@cache
+def leave_attention_uncompiled() -> None:
+    """torch.compile makes constants of what it reads: with document lengths among them it would compile for every pack,
+    and with the number of the layer for every layer, from the ninth on (torch's limit) not at all."""
+    # No decorator of `_mix`: it would import torch._dynamo, a second that only a process which compiles should wait.
+    Attention._mix = torch.compiler.disable(Attention._mix)  # type: ignore[method-assign]

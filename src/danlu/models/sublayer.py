@@ -1,0 +1,55 @@
+"""What the two sublayers of a decoder layer, attention and feed-forward network, declare of themselves.
+
+Tensor parallelism, recomputation and adapters read these declarations and know no class: another attention (latent), or
+another feed-forward network (a mixture of experts) is a file with a class that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from danlu.types import Attend
+
+Role = Literal["column", "grouped", "row", "vocabulary"]
+"""How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several
+hold the same head), by its inputs, or by rows of the vocabulary."""
+
+RecomputePoints = Mapping[Literal["elementwise", "selective"], Sequence[str]]
+"""Kind of recomputation -> the functions between products, from the module on ("q_norm.forward"), whose outputs are
+dropped and computed again in the backward pass. A path may lead to a module that is None."""
+
+BoundaryOp = Callable[[Tensor], Tensor]
+"""What happens where activations enter or leave the part of a model that is cut over processes."""
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+class Sublayer(Protocol):
+    """What the parts of danlu that place a model ask of a sublayer, which is an `nn.Module` too."""
+
+    tensor_roles: ClassVar[Mapping[str, Role]]
+    """Its linear layers by name, in the order of the forward pass. What is no linear layer and in no slot is held whole
+    by every process, and its gradient is a sum over processes."""
+    tensor_slots: ClassVar[Mapping[str, str]]
+    """Slot of an adapter -> the linear layer along whose outputs it is cut."""
+    recompute_points: ClassVar[RecomputePoints]
+
+    @property
+    def tensor_unit(self) -> int: ...  # features of a cut dimension that stay together: those of a head
+
+
+class AttentionSublayer(Sublayer, Protocol):
+    """x [T, D]; cos, sin [T, R] in x's dtype -> [T, D]."""
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor: ...
+
+
+class FeedForwardSublayer(Sublayer, Protocol):
+    """x [T, D] -> [T, D], token by token."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
