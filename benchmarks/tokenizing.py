@@ -88,11 +88,11 @@ def measured(work: Callable[[], object]) -> Figure:
 
 
 def prepare_with(workers: int, data: str, tokenizer: str, cache: str) -> Any:
-    from danlu.data.prepare import prepare
+    from danlu.data.prepare import DatasetSpec, prepare
     from danlu.recipe.sections import Data, Source
 
     settings = Data(train=[Source(path=data)], cache=cache, workers=workers, max_length=4096)
-    return prepare(settings, stage="sft", tokenizer_path=tokenizer, chat_template=None, seed=0)
+    return prepare(DatasetSpec(settings, "sft", tokenizer, chat_template=None, seed=0))
 
 
 def fresh(workers: int, data: str, tokenizer: str) -> Figure:

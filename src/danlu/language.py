@@ -20,7 +20,7 @@ from danlu.assembly.context_length import max_sample_length
 from danlu.assembly.frozen_base import check_frozen, model_bytes
 from danlu.assembly.recipe_adapters import base_changes, base_identity, check_adapters, doubts
 from danlu.data.packed_dataset import PackedDataset
-from danlu.data.prepare import PreparedData, prepare
+from danlu.data.prepare import DatasetSpec, PreparedData, prepare
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, exported_tokenizer, fast_tokenizer_folder, load_tokenizer, template_date
@@ -124,14 +124,7 @@ class Language:
             packs = PackedDataset(prepared.train, recipe.data.packing, recipe.data.max_length, recipe.seed)
             _check_targets(map(packs.at, range(packs.packs_per_epoch)), "data.train", "train on")
             return Material(packs, packs.packs_per_epoch, held_out, lines)
-        source = StreamingDataset(
-            recipe.data,
-            stage=language_stage(recipe, "a stream of tokens"),
-            tokenizer_path=_tokenizer_path(recipe),
-            chat_template=recipe.model.chat_template,
-            date=recipe.model.chat_template_date,
-            seed=recipe.seed,
-        )
+        source = StreamingDataset(_dataset_spec(recipe))
         late = "data, as far as it was read"
         return Material(source, None, held_out, lines, lambda: row_lines(late, source.statistics), source.close)
 
@@ -168,15 +161,7 @@ class Language:
     def _prepared(self, stream: TextIO) -> PreparedData:
         recipe, rows = self.recipe, RowProgress(stream)
         try:
-            return prepare(
-                recipe.data,
-                stage=language_stage(recipe, "tokenising"),
-                tokenizer_path=_tokenizer_path(recipe),
-                chat_template=recipe.model.chat_template,
-                date=recipe.model.chat_template_date,
-                seed=recipe.seed,
-                progress=rows,
-            )
+            return prepare(_dataset_spec(recipe), progress=rows)
         finally:
             rows.close()
 
@@ -307,6 +292,17 @@ def written_date(recipe: Recipe) -> str | None:
     if recipe.stage != "sft":
         return None
     return template_date(_tokenizer_path(recipe), recipe.model.chat_template, recipe.model.chat_template_date)
+
+
+def _dataset_spec(recipe: Recipe) -> DatasetSpec:
+    return DatasetSpec(
+        recipe.data,
+        language_stage(recipe, "tokenising"),
+        _tokenizer_path(recipe),
+        recipe.model.chat_template,
+        recipe.seed,
+        recipe.model.chat_template_date,
+    )
 
 
 def _held_out(recipe: Recipe, prepared: PreparedData) -> list[Pack] | None:

@@ -14,7 +14,7 @@ import pytest
 from builders.inline_workers import InlineWorkers
 from builders.tiny_world import World, danlu, write_rows
 
-from danlu.data.prepare import prepare
+from danlu.data.prepare import DatasetSpec, prepare
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_training import CHATML, MIN_VOCAB_SIZE, train_tokenizer
 from danlu.errors import DataError
@@ -35,7 +35,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("preview", "prepare", "stream"):
+    for module in ("preview", "dataset_summary", "prepare", "stream"):
         monkeypatch.setattr(f"danlu.data.{module}.WorkerPool", InlineWorkers)
 
 
@@ -198,9 +198,7 @@ def test_data_that_trains_nothing_is_shown_and_then_refused(
     assert "no row is left to train on, of 2" in page.read_text(encoding="utf-8")
     chosen = load(path).recipe
     with pytest.raises(DataError) as said:  # what stops a run
-        prepare(
-            chosen.data, stage="sft", tokenizer_path=chosen.model.tokenizer or "", chat_template=None, seed=chosen.seed
-        )
+        prepare(DatasetSpec(chosen.data, "sft", chosen.model.tokenizer or "", chat_template=None, seed=chosen.seed))
     assert out.err == f"error: {said.value}\n"
 
 

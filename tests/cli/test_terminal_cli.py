@@ -33,7 +33,8 @@ def screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Screen]:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("danlu.data.preview.WorkerPool", InThisProcess)
+    for module in ("preview", "dataset_summary"):
+        monkeypatch.setattr(f"danlu.data.{module}.WorkerPool", InThisProcess)
 
     def run(*arguments: object) -> tuple[int, bytes]:
         sent: list[bytes] = []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from danlu.data.demo_data import conversations, pretraining_documents
-from danlu.data.prepare import PreparedData, prepare
+from danlu.data.prepare import DatasetSpec, PreparedData, prepare
 from danlu.data.samples import Selection
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import DataError
@@ -51,7 +51,7 @@ def ready(
         for path, weight in zip(paths, weights or [None] * len(paths), strict=True)
     ]
     settings = Data(**{"train": sources, "cache": str(cache), "workers": 1, **data})
-    return prepare(settings, stage=stage, tokenizer_path=str(tokenizer), chat_template=None, seed=seed)
+    return prepare(DatasetSpec(settings, stage, str(tokenizer), chat_template=None, seed=seed))
 
 
 def contents(samples: Selection) -> list[tuple[list[int], list[float], str]]:
@@ -96,11 +96,11 @@ def test_statistics_count_what_is_there(tokenizer: Path, cache: Path, chat: Path
 
 SECOND_RUN = """
 import json, sys
-from danlu.data.prepare import prepare
+from danlu.data.prepare import DatasetSpec, prepare
 from danlu.recipe.sections import Data, Source
 path, tokenizer, cache = sys.argv[1:]
 data = Data(train=[Source(path=path)], cache=cache)
-prepared = prepare(data, stage="sft", tokenizer_path=tokenizer, chat_template=None, seed=0)
+prepared = prepare(DatasetSpec(data, "sft", tokenizer, chat_template=None, seed=0))
 loaded = {name.partition(".")[0] for name in sys.modules}
 heavy = {"transformers", "tokenizers", "torch", "datasets", "pyarrow"} & loaded
 print(json.dumps([len(prepared.train), sorted(heavy)]))
@@ -139,7 +139,7 @@ def test_another_format_of_the_same_file_is_tokenised_anew(tokenizer: Path, tmp_
 
     def as_format(format: Any) -> list[tuple[list[int], list[float], str]]:
         data = Data(train=[Source(path=str(path), format=format)], cache=str(tmp_path / "cache"), workers=1)
-        found = prepare(data, stage="sft", tokenizer_path=str(tokenizer), chat_template=None, seed=0)
+        found = prepare(DatasetSpec(data, "sft", str(tokenizer), chat_template=None, seed=0))
         assert found.train is not None
         return contents(found.train)
 
@@ -370,8 +370,8 @@ def test_a_run_that_would_train_nothing_is_refused(tokenizer: Path, cache: Path,
 def test_progress_is_reported(tokenizer: Path, chat: Path, tmp_path: Path) -> None:
     seen: list[int] = []
     data = Data(train=[Source(path=str(chat))], cache=str(tmp_path))
-    arguments: dict[str, Any] = {"stage": "sft", "tokenizer_path": str(tokenizer), "chat_template": None, "seed": 0}
-    prepare(data, **arguments, progress=lambda done, total: seen.append(done))
+    spec = DatasetSpec(data, "sft", str(tokenizer), chat_template=None, seed=0)
+    prepare(spec, progress=lambda done, total: seen.append(done))
     assert seen[-1] == 60
 
 

@@ -16,18 +16,11 @@ from builders.chat_tokenizers import make_tokenizer
 from builders.inline_workers import InlineWorkers
 from builders.tiny_world import World, write_rows
 
+from danlu.data.dataset_summary import summarize_dataset, summarize_refused
 from danlu.data.message_spans import Reason
 from danlu.data.packed_dataset import PackedDataset
-from danlu.data.prepare import prepare
-from danlu.data.preview import (
-    PreviewInputs,
-    PreviewRow,
-    preview_rows,
-    render_examples,
-    summarize_dataset,
-    summarize_refused,
-    token_texts,
-)
+from danlu.data.prepare import DatasetSpec, prepare
+from danlu.data.preview import PreviewRow, preview_rows, render_examples, token_texts
 from danlu.data.samples import Selection
 from danlu.data.sources import read_rows
 from danlu.data.stream import StreamingDataset
@@ -47,13 +40,13 @@ def tokenizer(tiny_world: World) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def of(tiny_world: World) -> Callable[..., PreviewInputs]:
+def of(tiny_world: World) -> Callable[..., DatasetSpec]:
     """What a recipe over some files gives, chat rows of the tiny world by default."""
 
-    def of(*paths: Path, stage: Any = "sft", **data: Any) -> PreviewInputs:
+    def of(*paths: Path, stage: Any = "sft", **data: Any) -> DatasetSpec:
         train = [Source(path=str(path)) for path in paths or (tiny_world.chat,)]
         cache = {"cache": str(tiny_world.cache), "max_length": 64, "workers": 1}
-        return PreviewInputs(Data(**{"train": train, **cache, **data}), stage, str(tiny_world.tokenizer), None, seed=0)
+        return DatasetSpec(Data(**{"train": train, **cache, **data}), stage, str(tiny_world.tokenizer), None, seed=0)
 
     return of
 
@@ -70,7 +63,7 @@ def shown_here(tokenizer: Tokenizer, path: Path, **data: Any) -> list[PreviewRow
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("preview", "prepare", "stream"):
+    for module in ("preview", "dataset_summary", "prepare", "stream"):
         monkeypatch.setattr(f"danlu.data.{module}.WorkerPool", InlineWorkers)
 
 
@@ -124,7 +117,7 @@ def test_the_bytes_of_real_tokenizers(shared_data: Path, name: str) -> None:
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_shown_are_rows_trained(of: Callable[..., PreviewInputs], tmp_path: Path) -> None:
+def test_rows_shown_are_rows_trained(of: Callable[..., DatasetSpec], tmp_path: Path) -> None:
     path = write_rows(
         tmp_path / "texts.jsonl", [{"text": "The fox is red. " * n} for n in (1, 40)] + [{"text": "狐狸"}]
     )
@@ -145,13 +138,13 @@ def test_rows_shown_are_rows_trained(of: Callable[..., PreviewInputs], tmp_path:
     assert [row.shortened for row in shown] == ["", "split", ""]
 
 
-def prepare_as_run(of: PreviewInputs) -> Selection:
-    prepared = prepare(of.data, stage=of.stage, tokenizer_path=of.tokenizer_path, chat_template=None, seed=of.seed)
+def prepare_as_run(of: DatasetSpec) -> Selection:
+    prepared = prepare(of)
     assert prepared.train is not None
     return prepared.train
 
 
-def test_a_cache_that_holds_other_tokens_is_named(of: Callable[..., PreviewInputs]) -> None:
+def test_a_cache_that_holds_other_tokens_is_named(of: Callable[..., DatasetSpec]) -> None:
     shown = render_examples(of(), rows=2)
     (sample,) = shown[1].samples
     weights = sample.weights.copy()
@@ -188,7 +181,7 @@ def test_every_token_has_its_text_reason_and_kind(tokenizer: Tokenizer, tmp_path
     assert set(sample.weights.tolist()) == {0.0, 0.5}
 
 
-def test_rows_are_found_by_the_places_that_messages_name(of: Callable[..., PreviewInputs], tmp_path: Path) -> None:
+def test_rows_are_found_by_the_places_that_messages_name(of: Callable[..., DatasetSpec], tmp_path: Path) -> None:
     more = write_rows(tmp_path / "more.jsonl", [HELLO, TWO_QUESTIONS, *[HELLO] * 20])
     ingredients = of(more, eval=[Source(path=str(tmp_path / "more.jsonl"), rows=3)])
     places = ("more.jsonl:12", "data/more.jsonl:2 message 2", "more.jsonl:1:7")
@@ -200,7 +193,7 @@ def test_rows_are_found_by_the_places_that_messages_name(of: Callable[..., Previ
     assert len(error.value.problems) == 2
 
 
-def test_a_tokenizer_that_cannot_render_is_an_error_at_once(tmp_path: Path, of: Callable[..., PreviewInputs]) -> None:
+def test_a_tokenizer_that_cannot_render_is_an_error_at_once(tmp_path: Path, of: Callable[..., DatasetSpec]) -> None:
     plain = replace(of(), tokenizer_path=str(make_tokenizer(tmp_path / "plain", None)))
     with pytest.raises(DataError, match="this tokenizer has no chat template"):
         render_examples(plain, rows=1)
@@ -210,7 +203,7 @@ def test_a_tokenizer_that_cannot_render_is_an_error_at_once(tmp_path: Path, of: 
 
 
 @pytest.mark.parametrize("kind", ["best-fit", "none"])
-def test_the_packs_are_those_of_a_run(of: Callable[..., PreviewInputs], kind: Any) -> None:
+def test_the_packs_are_those_of_a_run(of: Callable[..., DatasetSpec], kind: Any) -> None:
     ingredients = of(packing=Packing(kind=kind))
     packed = summarize_dataset(ingredients, packs=3).train.packed
     assert packed is not None
@@ -226,7 +219,7 @@ def test_the_packs_are_those_of_a_run(of: Callable[..., PreviewInputs], kind: An
     assert packed.samples == len(prepare_as_run(ingredients))
 
 
-def test_rows_set_aside_are_counted(of: Callable[..., PreviewInputs], tmp_path: Path, tiny_world: World) -> None:
+def test_rows_set_aside_are_counted(of: Callable[..., DatasetSpec], tmp_path: Path, tiny_world: World) -> None:
     overview = summarize_dataset(of(eval=0.2), packs=1)
     assert overview.eval is not None and overview.eval.packed is not None and overview.train.packed is not None
     whole, held_out = overview.train.statistics, overview.eval.statistics
@@ -243,7 +236,7 @@ def test_rows_set_aside_are_counted(of: Callable[..., PreviewInputs], tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["best-fit", "concatenate"])
-def test_of_a_stream_the_first_block_is_counted(of: Callable[..., PreviewInputs], tiny_world: World, kind: Any) -> None:
+def test_of_a_stream_the_first_block_is_counted(of: Callable[..., DatasetSpec], tiny_world: World, kind: Any) -> None:
     ingredients = of(
         tiny_world.text, stage="pretrain", streaming=True, shuffle_buffer=30, packing=Packing(kind=kind), max_length=100
     )
@@ -251,9 +244,7 @@ def test_of_a_stream_the_first_block_is_counted(of: Callable[..., PreviewInputs]
     train = overview.train
     assert overview.block and train.packed is not None
     assert train.statistics.rows == 30 and train.packed.tokens == train.statistics.tokens == train.lengths.sum()
-    with StreamingDataset(
-        ingredients.data, stage="pretrain", tokenizer_path=ingredients.tokenizer_path, chat_template=None, seed=0
-    ) as stream:
+    with StreamingDataset(ingredients) as stream:
         packs = [stream.at(number) for number in range(train.packed.packs)]
         assert stream.statistics.rows == 30
         assert [pack.tokens for pack in train.packed.first] == [pack.tokens for pack in packs[:2]]
@@ -261,7 +252,7 @@ def test_of_a_stream_the_first_block_is_counted(of: Callable[..., PreviewInputs]
         assert stream.statistics.rows == 60  # that was all of the first block
 
 
-def test_data_that_a_run_refuses_is_counted_all_the_same(of: Callable[..., PreviewInputs], tmp_path: Path) -> None:
+def test_data_that_a_run_refuses_is_counted_all_the_same(of: Callable[..., DatasetSpec], tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [HELLO, TWO_QUESTIONS, UNTRAINED, "{broken"])
     with pytest.raises(DataError, match="rows.jsonl:2 message 2: two user turns in a row"):
         summarize_dataset(of(path), packs=1)
@@ -274,7 +265,7 @@ def test_data_that_a_run_refuses_is_counted_all_the_same(of: Callable[..., Previ
     assert counted.train.lengths.tolist() == [found.tokens]
 
 
-def test_a_survey_of_good_data_counts_what_a_run_does(of: Callable[..., PreviewInputs], tmp_path: Path) -> None:
+def test_a_survey_of_good_data_counts_what_a_run_does(of: Callable[..., DatasetSpec], tmp_path: Path) -> None:
     ingredients = of(eval=[Source(path=str(write_rows(tmp_path / "eval.jsonl", [HELLO] * 3)))])
     whole, counted = summarize_dataset(ingredients, packs=0), summarize_refused(ingredients)
     for ours, theirs in ((counted.train, whole.train), (counted.eval, whole.eval)):
@@ -285,10 +276,13 @@ def test_a_survey_of_good_data_counts_what_a_run_does(of: Callable[..., PreviewI
 
 PREVIEW = """
 import json, sys
-from danlu.data.preview import PreviewInputs, render_examples, summarize_dataset
+from danlu.data.prepare import DatasetSpec
+from danlu.data.dataset_summary import summarize_dataset
+from danlu.data.prepare import DatasetSpec
+from danlu.data.preview import render_examples
 from danlu.recipe.sections import Data, Source
 path, tokenizer, cache = sys.argv[1:]
-of = PreviewInputs(Data(train=[Source(path=path)], cache=cache, max_length=64, workers=1), "sft", tokenizer, None, 0)
+of = DatasetSpec(Data(train=[Source(path=path)], cache=cache, max_length=64, workers=1), "sft", tokenizer, None, 0)
 done = []
 shown = render_examples(of, rows=1)
 summarize_dataset(of, packs=1, shown=shown, progress=lambda rows, total: done.append(rows))
@@ -297,9 +291,7 @@ print(json.dumps([len(shown), done, sorted(heavy)]))
 """
 
 
-def test_nothing_is_tokenised_twice_and_nothing_heavy_loaded(
-    of: Callable[..., PreviewInputs], tiny_world: World
-) -> None:
+def test_nothing_is_tokenised_twice_and_nothing_heavy_loaded(of: Callable[..., DatasetSpec], tiny_world: World) -> None:
     prepare_as_run(of())  # so that the cache has it
     command = [sys.executable, "-c", PREVIEW, *map(str, (tiny_world.chat, tiny_world.tokenizer, tiny_world.cache))]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)

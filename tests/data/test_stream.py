@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from danlu.data.demo_data import pretraining_documents
+from danlu.data.prepare import DatasetSpec
 from danlu.data.sources import RawRow
 from danlu.data.stream import InterleavedRows, StreamingDataset
 from danlu.data.tokenizer_training import train_tokenizer
@@ -83,9 +84,7 @@ def stream(
 ) -> StreamingDataset:
     train = [Source(path=str(path), weight=weight) for path, weight in zip(paths, weights, strict=False)]
     values = {"train": train, "max_length": 128, "streaming": True, "shuffle_buffer": 50, "workers": 1, **settings}
-    return StreamingDataset(
-        Data(**values), stage="pretrain", tokenizer_path=str(tokenizer), chat_template=None, seed=seed
-    )
+    return StreamingDataset(DatasetSpec(Data(**values), "pretrain", str(tokenizer), chat_template=None, seed=seed))
 
 
 def content(pack: Pack) -> list[tuple[str, list[int]]]:

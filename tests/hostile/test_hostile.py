@@ -102,7 +102,8 @@ def test_bad_input(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setattr("danlu.data.preview.WorkerPool", InThisProcess)
+    for module in ("preview", "dataset_summary"):
+        monkeypatch.setattr(f"danlu.data.{module}.WorkerPool", InThisProcess)
     monkeypatch.setenv("COLUMNS", "80")
     for name, value in case.environ.items():
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)

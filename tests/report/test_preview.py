@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from builders.tiny_world import World
 
+from danlu.data.dataset_summary import DatasetSummary, PackingSummary, SplitSummary
 from danlu.data.message_spans import Reason
-from danlu.data.preview import DatasetSummary, PackingSummary, PreviewRow, PreviewSample, SplitSummary
+from danlu.data.preview import PreviewRow, PreviewSample
 from danlu.data.statistics import Statistics
 from danlu.errors import RecipeError
 from danlu.recipe import Recipe

@@ -164,21 +164,14 @@ def evaluation_recipe(folder: Path, data: str, overrides: list[str], context: in
 
 def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> PreparedData:
     """The rows as samples. Raises DataError when none of their tokens is to be scored."""
-    from danlu.data.prepare import prepare
+    from danlu.data.prepare import DatasetSpec, prepare
     from danlu.train.progress import RowProgress
 
     template = None if chat_template is None else str(chat_template)
     try:
         with closing(RowProgress(sys.stderr)) as progress:
-            return prepare(
-                recipe.data,
-                stage=language_stage(recipe, "this evaluation"),
-                tokenizer_path=str(folder),
-                chat_template=template,
-                seed=0,
-                progress=progress,
-                require_ends=False,
-            )
+            spec = DatasetSpec(recipe.data, language_stage(recipe, "this evaluation"), str(folder), template, seed=0)
+            return prepare(spec, progress=progress, require_ends=False)
     except DataError as error:  # its advice is for a recipe; here the template is a flag
         raise DataError(str(error).replace("model.chat_template", "--chat-template")) from None
 

@@ -45,7 +45,9 @@ def preview(
     from danlu.assembly.context_length import max_sample_length
     from danlu.assembly.recipe_adapters import check_without_weights
     from danlu.atomic_write import write_atomically
-    from danlu.data.preview import PreviewInputs, render_examples, summarize_dataset, summarize_refused
+    from danlu.data.dataset_summary import summarize_dataset, summarize_refused
+    from danlu.data.prepare import DatasetSpec
+    from danlu.data.preview import render_examples
     from danlu.report import preview_json
     from danlu.report.preview_page import PAGE, page
     from danlu.report.preview_text import screen, show_overview, show_rows
@@ -57,28 +59,28 @@ def preview(
         print_status(note)
     chosen, most = loaded.recipe, tokens or None
     check_without_weights(chosen.model, chosen.adapter)
-    ingredients = PreviewInputs(
+    spec = DatasetSpec(
         data=chosen.data,
         stage=language_stage(chosen, "danlu preview"),
         tokenizer_path=chosen.model.tokenizer or chosen.model.path or "",
         chat_template=chosen.model.chat_template,
         seed=chosen.seed,
         date=_date(chosen),
-        positions=max_sample_length(chosen.model, chosen.adapter),
     )
+    positions = max_sample_length(chosen.model, chosen.adapter)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what this terminal's encoding cannot write
     out = screen(io.StringIO() if as_json else sys.stdout)
-    shown = render_examples(ingredients, rows=rows, places=row or ()) if rows or row else []
+    shown = render_examples(spec, rows=rows, places=row or ()) if rows or row else []
     show_rows(out, shown, chosen.data, most)
     sys.stdout.flush()  # tokenising the rest may take minutes
     progress, refused = RowProgress(sys.stderr), None
     try:
-        overview = summarize_dataset(ingredients, packs=packs, shown=shown, progress=progress)
+        overview = summarize_dataset(spec, positions=positions, packs=packs, shown=shown, progress=progress)
     except DataError as error:
         refused = error
         try:
-            overview = summarize_refused(ingredients, progress=progress)
+            overview = summarize_refused(spec, positions=positions, progress=progress)
         except DataError:  # not even counting is possible; the run's own error says why
             raise error from None
     finally:

@@ -29,6 +29,48 @@ Progress = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True)
+class DatasetSpec:
+    """Everything that decides which tokens a run trains on, and in which order.
+
+    Attributes:
+        tokenizer_path: a folder, a finished run, or a hub id.
+        chat_template: a Jinja file that takes the place of the tokenizer's own template.
+        seed: of the order, the held-out rows and the mixture.
+        date: the day that a chat template which asks for it writes, such as 2026-11-22; None for today.
+    """
+
+    data: Data
+    stage: Stage
+    tokenizer_path: str
+    chat_template: str | None
+    seed: int
+    date: str | None = None
+
+    @property
+    def eval_sources(self) -> list[Source]:
+        """The sources of `data.eval`; none where it is a share or a number of the training rows."""
+        return self.data.eval if isinstance(self.data.eval, list) else []
+
+    @property
+    def sources(self) -> list[Source]:
+        """The sources of `data.train`, then those of `data.eval`."""
+        return [*self.data.train, *self.eval_sources]
+
+    @property
+    def template_date(self) -> str | None:
+        """The day that the chat template writes; None where it asks for none, and in pretraining, which uses none.
+
+        Raises:
+            DataError: there is no tokenizer, or the Jinja file is missing.
+        """
+        return template_date(self.tokenizer_path, self.chat_template, self.date) if self.stage == "sft" else None
+
+    def tokenize_job(self) -> TokenizeJob:
+        """What the worker processes do with the rows."""
+        return TokenizeJob(self.tokenizer_path, self.chat_template, self.template_date)
+
+
+@dataclass(frozen=True)
 class PreparedData:
     """Tokenised data, read from disk as it is needed."""
 
@@ -41,47 +83,33 @@ class PreparedData:
     date: str | None = None  # that the chat template writes, where it writes one
 
 
-def prepare(
-    data: Data,
-    *,
-    stage: Stage,
-    tokenizer_path: str,
-    chat_template: str | None,
-    seed: int,
-    date: str | None = None,
-    progress: Progress | None = None,
-    require_ends: bool = True,
-) -> PreparedData:
+def prepare(spec: DatasetSpec, *, progress: Progress | None = None, require_ends: bool = True) -> PreparedData:
     """Tokenise what is not in the cache yet, check it, and choose each epoch's samples.
 
     Neither a tokenizer library nor the rows are loaded into this process: rows are tokenised in processes of their own,
     and on a cache hit not at all.
 
     Args:
-        date: the day that a chat template which asks for it writes, such as 2026-11-22; None for today.
         require_ends: refuse answers of which none trains the token that ends it; no fault where nothing is trained.
 
     Raises:
         DataError: a file, row, tokenizer or template is wrong; or nothing would be trained.
         ResourceError: the cache cannot be written.
     """
-    # Pretraining renders no conversation: its tokens are the same on every day.
-    date = template_date(tokenizer_path, chat_template, date) if stage == "sft" else None
-    tokenising = TokenizeJob(tokenizer_path, chat_template, date)
-    cached = _Cached(data, stage, tokenising, tokenizer_fingerprint(tokenizer_path, chat_template, date), progress)
-    own_eval = data.eval if isinstance(data.eval, list) else []
-    with WorkerPool(tokenising, worker_count(data)) as workers:
-        eval_stores = [cached.store(source, workers) for source in own_eval]
+    data, job = spec.data, spec.tokenize_job()
+    cached = _Cached(spec, tokenizer_fingerprint(job.tokenizer_path, job.chat_template, job.date), progress)
+    with WorkerPool(job, worker_count(data)) as workers:
+        eval_stores = [cached.store(source, workers) for source in spec.eval_sources]
         train_stores = [] if data.streaming else [cached.store(source, workers) for source in data.train]
     train_statistics, eval_statistics = _statistics(train_stores), _statistics(eval_stores)
-    for stores, paths in ((train_stores, data.train), (eval_stores, own_eval)):
+    for stores, paths in ((train_stores, data.train), (eval_stores, spec.eval_sources)):
         if stores:
             check_trained(_statistics(stores), ", ".join(source.path for source in paths), require_ends=require_ends)
-    for source, store in zip(own_eval, eval_stores, strict=True):
+    for source, store in zip(spec.eval_sources, eval_stores, strict=True):
         if not len(store):
             raise DataError(f"{source.path}: no row is left to evaluate on: every one was skipped or dropped")
-    train, held_out = _choose(train_stores, data, seed) if train_stores else (None, None)
-    eval_selection = Selection.all_of(eval_stores, source_names(own_eval)) if eval_stores else held_out
+    train, held_out = _choose(train_stores, data, spec.seed) if train_stores else (None, None)
+    eval_selection = Selection.all_of(eval_stores, source_names(spec.eval_sources)) if eval_stores else held_out
     every = [*train_stores, *eval_stores]
     return PreparedData(
         train=train,
@@ -90,7 +118,7 @@ def prepare(
         eval_statistics=eval_statistics if eval_stores else None,
         tokenizer=TokenizerInfo(**every[0].statistics["tokenizer"]) if every else None,
         max_token=max((store.max_token for store in every), default=-1),
-        date=date,
+        date=job.date,
     )
 
 
@@ -160,13 +188,11 @@ class BadRowPolicy:
 class _Cached:
     """Stores of sources, tokenised when the cache does not have them."""
 
-    def __init__(
-        self, data: Data, stage: Stage, tokenising: TokenizeJob, tokenizer_fingerprint: str, progress: Progress | None
-    ) -> None:
-        self._data = data
-        self._stage: Stage = stage
-        self._tokenizer = tokenizer_fingerprint
-        self._cache = TokenCache(Path(data.cache).expanduser())
+    def __init__(self, spec: DatasetSpec, tokenizer: str, progress: Progress | None) -> None:
+        self._data = spec.data
+        self._stage: Stage = spec.stage
+        self._tokenizer = tokenizer  # fingerprint
+        self._cache = TokenCache(Path(spec.data.cache).expanduser())
         self._progress = progress or (lambda done, total: None)
         self._done = 0
 

@@ -22,15 +22,13 @@ from typing import Any
 from danlu.data import sources
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.permutation import key
-from danlu.data.prepare import BadRowPolicy, Stage, check_trained, read, tokenise_rows, worker_count
+from danlu.data.prepare import BadRowPolicy, DatasetSpec, check_trained, read, tokenise_rows, worker_count
 from danlu.data.samples import SampleBlock, Selection
 from danlu.data.sources import RawRow
 from danlu.data.statistics import Statistics
-from danlu.data.tokenizer import template_date
-from danlu.data.tokenizing import TokenizeJob, TokenizeSettings
+from danlu.data.tokenizing import TokenizeSettings
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import CheckpointError, DataError
-from danlu.recipe.sections import Data
 from danlu.types import Pack
 
 REMEMBERED_BLOCKS = 2**16
@@ -134,25 +132,16 @@ class StreamingDataset:
         DataError: from `at`, for bad rows, or when a whole block has nothing to train on.
     """
 
-    def __init__(
-        self,
-        data: Data,
-        *,
-        stage: Stage,
-        tokenizer_path: str,
-        chat_template: str | None,
-        seed: int,
-        date: str | None = None,
-    ) -> None:
-        self._data = data
-        self._seed = seed
-        date = template_date(tokenizer_path, chat_template, date) if stage == "sft" else None
+    def __init__(self, spec: DatasetSpec) -> None:
+        self._data = data = spec.data
+        self._seed = spec.seed
+        job = spec.tokenize_job()
         # Opened once to learn the formats, and that every source is there, before anything expensive begins.
         self._sources = sources.source_names(data.train)
-        self._settings = [TokenizeSettings.of(data, read(source, data, stage)[0]) for source in data.train]
+        self._settings = [TokenizeSettings.of(data, read(source, data, spec.stage)[0]) for source in data.train]
         readers = [partial(sources.read_rows, source) for source in data.train]
         self._rows = InterleavedRows(readers, [source.weight for source in data.train])
-        self._workers = WorkerPool(TokenizeJob(tokenizer_path, chat_template, date), worker_count(data))
+        self._workers = WorkerPool(job, worker_count(data))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._bad_rows = BadRowPolicy(data)
         self.statistics = Statistics()

@@ -10,8 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from danlu.data.dataset_summary import DatasetSummary, PackingSummary, SplitSummary
 from danlu.data.message_spans import Reason
-from danlu.data.preview import DatasetSummary, PackingSummary, PreviewRow, PreviewSample, SplitSummary
+from danlu.data.preview import PreviewRow, PreviewSample
 from danlu.data.statistics import Statistics
 from danlu.recipe.sections import Data, Recipe
 from danlu.types import Sample

@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from danlu.data.dataset_summary import DatasetSummary, PackingSummary, SplitSummary
 from danlu.data.message_spans import Reason
-from danlu.data.preview import DatasetSummary, PackingSummary, PreviewRow, PreviewSample, SplitSummary
+from danlu.data.preview import PreviewRow, PreviewSample
 from danlu.recipe.sections import Recipe
 from danlu.report import preview_content as content
 from danlu.types import Pack

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from danlu import __version__
-from danlu.data.preview import DatasetSummary, PreviewRow
+from danlu.data.dataset_summary import DatasetSummary
+from danlu.data.preview import PreviewRow
 from danlu.recipe.sections import Recipe
 from danlu.report import preview_content as content
 from danlu.report.html_page import HtmlPage

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from danlu.data.dataset_summary import DatasetSummary
 from danlu.data.message_spans import Reason
-from danlu.data.preview import DatasetSummary, PreviewRow, PreviewSample
+from danlu.data.preview import PreviewRow, PreviewSample
 from danlu.recipe.sections import Data, Recipe
 from danlu.report import preview_content as content
 from danlu.terminal import printable

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from danlu.data.packed_dataset import PackedDataset
-from danlu.data.prepare import prepare
+from danlu.data.prepare import DatasetSpec, prepare
 from danlu.errors import CheckpointError, DanluError
 from danlu.recipe import Recipe
 from danlu.recipe.rules import is_local, language_stage
@@ -64,15 +64,9 @@ def _own(recipe: Recipe, count: int) -> Fed:
     if data.overlong == "drop":
         changes["overlong"] = "truncate"  # of short packs nothing might be left
     data = data.model_copy(update=changes)
-    prepared = prepare(
-        data,
-        stage=language_stage(recipe, "danlu verify"),
-        tokenizer_path=str(tokenizer),
-        chat_template=recipe.model.chat_template,
-        date=recipe.model.chat_template_date,
-        seed=recipe.seed,
-        require_ends=False,
-    )
+    stage, model = language_stage(recipe, "danlu verify"), recipe.model
+    spec = DatasetSpec(data, stage, str(tokenizer), model.chat_template, recipe.seed, model.chat_template_date)
+    prepared = prepare(spec, require_ends=False)
     assert prepared.train is not None and prepared.tokenizer is not None, "it does not stream"
     packs = PackedDataset(prepared.train, data.packing, data.max_length, recipe.seed)
     return Fed([packs.at(number) for number in range(count)], prepared.tokenizer.vocab_size, "the recipe's own data")
