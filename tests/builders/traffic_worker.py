@@ -32,7 +32,7 @@ from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.step_parallel import MicroBatchContext, StepParallel
 from danlu.parallel.tensor import Cuts, cut
 from danlu.parallel.traffic_counter import TrafficCounter
-from danlu.plan.traffic import Cut, Weight, data_sent, tensor_sent
+from danlu.plan.traffic import TensorStep, Weight, data_traffic, decoder_regions, tensor_traffic
 from danlu.recipe.sections import Lora, Model, Parallel, Recompute
 
 HAS_LISTS = torch.__version__ >= "2.12"
@@ -166,7 +166,7 @@ def _steps(section: Parallel, ranks: Ranks, bf16: bool) -> Counted:
     return {
         case_name(section, bf16, rounds): (
             counted_step(model, micro_batch, ranks, apart, rounds, bf16),
-            list(data_sent(weights, ranks.layout, section, micro_batches=rounds)),
+            list(data_traffic(weights, ranks.layout, section, micro_batches=rounds)),
         )
         for rounds in (1, 3)
     }
@@ -194,7 +194,7 @@ def with_frozen(names: Sequence[str]) -> Counted:
         for _ in range(2):
             step(model, micro_batch, 1, False)
         measured = counted_step(model, micro_batch, ranks, apart, 2, False)
-        counted[shard] = measured, list(data_sent(weights, ranks.layout, section, micro_batches=2))
+        counted[shard] = measured, list(data_traffic(weights, ranks.layout, section, micro_batches=2))
     return counted
 
 
@@ -215,8 +215,8 @@ def with_adapters() -> Counted:
     measured = counted_step(model, micro_batch, ranks, [], 2, False)
     wide = [replace(one, gathered_bytes=4) for one in weights]
     return {
-        "QLoRA": (measured, list(data_sent(weights, ranks.layout, section, micro_batches=2))),
-        "codes as float32": (measured, list(data_sent(wide, ranks.layout, section, micro_batches=2))),
+        "QLoRA": (measured, list(data_traffic(weights, ranks.layout, section, micro_batches=2))),
+        "codes as float32": (measured, list(data_traffic(wide, ranks.layout, section, micro_batches=2))),
     }
 
 
@@ -231,7 +231,7 @@ def remade() -> Counted:
         wrap(model, plan_of(Recompute(kind=kind, layers=3 if kind == "every" else None), model))  # type: ignore[arg-type]
         weights, micro_batch, apart = placed(model, section, ranks, False)
         measured = counted_step(model, micro_batch, ranks, apart, 2, False)
-        counted[kind] = measured, list(data_sent(weights, ranks.layout, section, micro_batches=2))
+        counted[kind] = measured, list(data_traffic(weights, ranks.layout, section, micro_batches=2))
     return counted
 
 
@@ -328,20 +328,21 @@ def tensor_step(
         partial = _sum_partial(model, cuts)
         if norms:
             ranks.data.sum(torch.cat([one.grad.flatten() for one in norms if one.grad is not None]))
-    said = Cut(
+    halves = range(2 * len(model.layers))
+    said = TensorStep(
         tokens=ROUNDS * TOKENS,
         targets=ROUNDS * TARGETS,
         hidden_size=model.config.hidden_size,
-        layers=model.config.layers,
-        activation_bytes=dtype.itemsize,
+        element_bytes=dtype.itemsize,
+        regions=decoder_regions(
+            [(one.kind, one.segment) for one in plan],
+            gathered_again=halves if section.sequence and kind not in ("full", "every") else (),
+            to_the_end=any(layer.post_mlp_norm is not None for layer in model.layers.values()),
+        ),
         partial=partial,
-        remade=len(model.layers) if kind in ("full", "every") else 0,
-        remade_before=len(model.layers) - len(model.segments) if kind == "every" else 0,
-        gathered_again=2 * len(model.layers) if section.sequence and kind not in ("full", "every") else 0,
-        remade_to_the_end=any(layer.post_mlp_norm is not None for layer in model.layers.values()),
     )
-    formula = list(tensor_sent(said, ranks.layout, section))
-    return traffic.counted(), [*formula, *data_sent(weights, ranks.layout, section, micro_batches=ROUNDS)]
+    formula = list(tensor_traffic(said, ranks.layout, section))
+    return traffic.counted(), [*formula, *data_traffic(weights, ranks.layout, section, micro_batches=ROUNDS)]
 
 
 def _cut_loss(model: Decoder, group: Group, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,16 @@ from danlu.parallel.collective_traffic import CollectiveTraffic, table
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import ranks_of
 from danlu.parallel.traffic_counter import fake_process_group
-from danlu.plan.traffic import Cut, Weight, data_sent, padded_elements, padding_elements, tensor_sent
+from danlu.plan.traffic import (
+    Crossings,
+    TensorStep,
+    Weight,
+    data_traffic,
+    decoder_regions,
+    padded_elements,
+    padding_elements,
+    tensor_traffic,
+)
 from danlu.recipe.sections import Parallel
 
 SHARDS = ("zero1", "zero2", "zero3")
@@ -174,12 +184,12 @@ PSI = 4 * (640 + 640 + 32)
 def test_formulas_are_those_of_the_papers(shard: str, formula: Formula) -> None:
     for n, m in product((1, 2, 8, 32), (1, 4)):
         layout = Layout(replicate=n) if shard == "none" else Layout(shard=n)
-        assert total(data_sent(EVEN, layout, Parallel(shard=shard), micro_batches=m)) == formula(n, m)  # type: ignore[arg-type]
+        assert total(data_traffic(EVEN, layout, Parallel(shard=shard), micro_batches=m)) == formula(n, m)  # type: ignore[arg-type]
 
 
 def test_copies_of_a_sharded_model_sum_shares_alone() -> None:
     section = Parallel(shard="zero3", replicate=4)
-    sent = {one.axis: one for one in data_sent(EVEN, Layout(replicate=4, shard=8), section, micro_batches=3)}
+    sent = {one.axis: one for one in data_traffic(EVEN, Layout(replicate=4, shard=8), section, micro_batches=3)}
     assert sent["replicate"].bytes == 2 * Fraction(3, 4) * Fraction(PSI, 8)
 
 
@@ -190,7 +200,7 @@ def test_half_as_many_bytes_are_sent_where_they_are_said_to_be() -> None:
         (narrow, Parallel(shard="zero2"), 2, 1),
         (narrow, Parallel(shard="zero2", reduce="bf16"), 2, 2),
     ]:
-        sent = {one.kind: one.bytes for one in data_sent(weights, Layout(shard=4), section, micro_batches=1)}
+        sent = {one.kind: one.bytes for one in data_traffic(weights, Layout(shard=4), section, micro_batches=1)}
         assert sent == {
             "all-gather": Fraction(3, 4) * PSI / gathered,
             "reduce-scatter": Fraction(3, 4) * PSI / scattered,
@@ -211,12 +221,54 @@ def test_padding_counts_what_is_sharded() -> None:
     assert padding_elements(weights, Layout(replicate=4)) == 0
 
 
+NO_RECOMPUTE = [("none", None)] * 3
+
+
+def crossings(phase: str, **options: Any) -> list[Crossings]:
+    """Entrances and exits of embedding, attention and MLP of two layers, and head."""
+    recompute = options.pop("recompute", NO_RECOMPUTE[:2])
+    return [getattr(region, phase) for region in decoder_regions(recompute, **options)]
+
+
+def test_regions_of_a_decoder_name_what_crosses_their_borders() -> None:
+    assert [(region.layer, region.half) for region in decoder_regions(NO_RECOMPUTE[:1])] == [
+        (None, "embedding"), (0, "attention"), (0, "mlp"), (None, "head"),
+    ]  # fmt: skip
+    assert crossings("forward") == crossings("backward") == [(0, 1), (1, 1), (1, 1), (1, 1), (1, 1), (1, 0)]
+    assert crossings("recomputed") == [(0, 0)] * 6
+
+
+@pytest.mark.parametrize(
+    ("first", "between", "backward"),
+    [
+        (1, False, [(0, 0), (0, 1), (1, 1), (1, 1), (1, 1), (1, 0)]),  # an adapter in the first attention
+        (0, True, [(0, 0), (1, 1), (1, 1), (1, 1), (1, 1), (1, 0)]),  # the first norm
+        (4, True, [(0, 0), (0, 0), (0, 0), (0, 0), (0, 0), (1, 0)]),  # the head alone
+    ],
+)
+def test_gradients_go_back_to_the_first_that_is_trained(first: int, between: bool, backward: list[Any]) -> None:
+    assert crossings("backward", first_with_gradient=first, trained_between=between) == backward
+
+
+@pytest.mark.parametrize(
+    ("options", "recomputed"),
+    [
+        ({"recompute": [("full", None)] * 2}, [(0, 0), (1, 1), (1, 0), (1, 1), (1, 0), (0, 0)]),
+        ({"recompute": [("full", None)] * 2, "to_the_end": True}, [(0, 0), *[(1, 1)] * 4, (0, 0)]),
+        ({"recompute": [("full", 0)] * 2}, [(0, 0), (2, 2), (2, 1), (1, 1), (1, 0), (0, 0)]),
+        ({"gathered_again": [1, 3]}, [(0, 0), (0, 0), (1, 0), (0, 0), (1, 0), (0, 0)]),
+    ],
+)
+def test_what_is_recomputed_crosses_borders_again(options: dict[str, Any], recomputed: list[Any]) -> None:
+    assert crossings("recomputed", **options) == recomputed
+
+
 def test_sequence_parallelism_sends_as_many_bytes_and_gathers_again() -> None:
-    cut, layout = Cut(tokens=100, targets=40, hidden_size=8, layers=3, activation_bytes=2), Layout(tensor=4)
-    again = replace(cut, gathered_again=6)
+    step, layout = TensorStep(100, 40, 8, 2, regions=decoder_regions(NO_RECOMPUTE)), Layout(tensor=4)
+    again = replace(step, regions=decoder_regions(NO_RECOMPUTE, gathered_again=range(6)))
     without, with_, and_again = (
-        total(tensor_sent(one, layout, Parallel(tensor=4, sequence=sequence)))
-        for one, sequence in ((cut, False), (cut, True), (again, True))
+        total(tensor_traffic(one, layout, Parallel(tensor=4, sequence=sequence)))
+        for one, sequence in ((step, False), (step, True), (again, True))
     )
     each, numbers = Fraction(3, 4) * 100 * 8 * 2, 2 * Fraction(3, 4) * 5 * 40 * 4
     assert without == with_ == 14 * 2 * each + numbers
@@ -224,10 +276,10 @@ def test_sequence_parallelism_sends_as_many_bytes_and_gathers_again() -> None:
 
 
 def test_alone_nothing_is_sent() -> None:
-    cut = Cut(tokens=100, targets=40, hidden_size=8, layers=3, activation_bytes=2)
-    assert list(tensor_sent(cut, Layout(), Parallel())) == []
+    step = TensorStep(100, 40, 8, 2, regions=decoder_regions(NO_RECOMPUTE))
+    assert list(tensor_traffic(step, Layout(), Parallel())) == []
     for shard in ("none", *SHARDS):
-        assert list(data_sent(EVEN, Layout(), Parallel(shard=shard), micro_batches=2)) == []  # type: ignore[arg-type]
+        assert list(data_traffic(EVEN, Layout(), Parallel(shard=shard), micro_batches=2)) == []  # type: ignore[arg-type]
 
 
 def total(sent: Sequence[CollectiveTraffic] | object) -> Fraction:

@@ -9,14 +9,17 @@ is summed for all. Tests compare them with what is counted (`parallel.traffic_co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from danlu.parallel.collective_traffic import CollectiveTraffic, Kind, axis_along, ring_bytes
 from danlu.parallel.layout import Layout
 from danlu.recipe.sections import Parallel
 
 REDUCED_BYTES = {"fp32": 4, "bf16": 2}
+Half = Literal["embedding", "attention", "mlp", "head"]
+_HALVES: tuple[Half, Half] = ("attention", "mlp")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def padding_elements(weights: Sequence[Weight], layout: Layout) -> int:
     return sum(padded_elements(weight.shape, layout.shard) - math.prod(weight.shape) for weight in sharded)
 
 
-def data_sent(
+def data_traffic(
     weights: Sequence[Weight], layout: Layout, section: Parallel, *, micro_batches: int
 ) -> Iterator[CollectiveTraffic]:
     """What data ranks send each other in a step of so many micro-batches: gradients and parameters.
@@ -66,7 +69,7 @@ def data_sent(
     reduced = REDUCED_BYTES[section.reduce]
     if section.shard == "none":
         gradients = sum(math.prod(weight.shape) for weight in weights if weight.trained)
-        yield from _sent(layout, ("replicate", "shard"), "all-reduce", gradients * reduced, "gradients")
+        yield from _traffic(layout, ("replicate", "shard"), "all-reduce", gradients * reduced, "gradients")
         return
     sharded = [(weight, padded_elements(weight.shape, layout.shard)) for weight in weights if weight.sharded]
     each = micro_batches if section.shard == "zero3" else 0
@@ -75,47 +78,96 @@ def data_sent(
     apart = sum(math.prod(weight.shape) for weight in weights if weight.trained and not weight.sharded)
     scatters = micro_batches if _scatters_each(section) else 1
     shards = ("shard",)
-    yield from _sent(layout, shards, "all-gather", gathered, "parameters")
-    yield from _sent(layout, shards, "reduce-scatter", scatters * gradients, "gradients")
-    yield from _sent(layout, ("replicate",), "all-reduce", gradients // layout.shard, "shares of gradients")
-    yield from _sent(layout, ("replicate", "shard"), "all-reduce", apart * 4, "gradients of norms")
+    yield from _traffic(layout, shards, "all-gather", gathered, "parameters")
+    yield from _traffic(layout, shards, "reduce-scatter", scatters * gradients, "gradients")
+    yield from _traffic(layout, ("replicate",), "all-reduce", gradients // layout.shard, "shares of gradients")
+    yield from _traffic(layout, ("replicate", "shard"), "all-reduce", apart * 4, "gradients of norms")
 
 
 def _scatters_each(section: Parallel) -> bool:
     return section.accumulate == "sharded" or (section.accumulate == "auto" and section.shard in ("zero2", "zero3"))
 
 
+class Crossings(NamedTuple):
+    """How often all activations [T, D] cross the borders of a region."""
+
+    entrances: int = 0
+    exits: int = 0
+
+
 @dataclass(frozen=True)
-class Cut:
+class TensorRegion:
+    """A part of a decoder that tensor ranks compute together, and what crosses its borders in a step.
+
+    Behind its exit partial results are summed (`g` of Megatron, arXiv:1909.08053, section 3), before its entrance
+    gradients are (`f`). With sequence parallelism tokens are gathered at one border and scattered at the other.
+    """
+
+    layer: int | None  # None outside of layers
+    half: Half
+    forward: Crossings
+    backward: Crossings
+    recomputed: Crossings
+
+
+def decoder_regions(
+    recompute: Sequence[tuple[str, int | None]],
+    *,
+    first_with_gradient: int = 0,
+    trained_between: bool = False,
+    gathered_again: Collection[int] = (),
+    to_the_end: bool = False,
+) -> list[TensorRegion]:
+    """The regions of a decoder: embedding, attention and MLP of each layer, head.
+
+    Halves of layers are numbered: attention of layer 0, its MLP, attention of layer 1, and so on.
+
+    recompute: kind and number of segment of each layer, as `memory.recompute.LayerPlan` has them.
+    first_with_gradient: the first half whose input needs a gradient: something is trained in front of its entrance.
+    trained_between: whether that lies behind the exit of the region before (a norm, a bottleneck), so that no gradient
+        goes back through that exit; otherwise it lies within that region.
+    gathered_again: with sequence parallelism, halves in layers that are not recomputed as a whole of which a product
+        wants its input once more in the backward pass, where it is gathered again instead of being kept.
+    to_the_end: whether what a layer recomputes last lies behind the MLP's exit: norms behind the halves of a layer, or
+        bottlenecks. Otherwise recomputation ends before it.
+    """
+    # The region before the first half with a gradient still has one at its exit, if something in it is trained.
+    first_exit = first_with_gradient - 1 + trained_between
+    regions = [
+        TensorRegion(None, "embedding", Crossings(exits=1), Crossings(exits=int(first_exit < 0)), Crossings()),
+    ]
+    for layer, (kind, segment) in enumerate(recompute):
+        is_run_again = kind == "full"
+        # Layers of a segment but the last run once more besides, for the input of the layer behind them.
+        gives_input = segment is not None and recompute[layer + 1 : layer + 2] == [(kind, segment)]
+        for number, half in enumerate(_HALVES, 2 * layer):
+            reaches_exit = is_run_again and (half == "attention" or to_the_end)
+            regions.append(
+                TensorRegion(
+                    layer,
+                    half,
+                    Crossings(1, 1),
+                    Crossings(int(number >= first_with_gradient), int(number >= first_exit)),
+                    Crossings(is_run_again + gives_input + (number in gathered_again), reaches_exit + gives_input),
+                )
+            )
+    regions.append(TensorRegion(None, "head", Crossings(entrances=1), Crossings(entrances=1), Crossings()))
+    return regions
+
+
+@dataclass(frozen=True)
+class TensorStep:
     """What of a model, and of a step on it, decides what tensor ranks send each other."""
 
     tokens: int  # that one process takes through the model in a step, over all micro-batches
     targets: int  # of them, with a loss
     hidden_size: int
-    layers: int
-    activation_bytes: int  # of one element
+    element_bytes: int  # of activations
+    regions: Sequence[TensorRegion]
     partial: Mapping[int, int] = field(default_factory=dict)
-    """Processes of a sum -> numbers held here whose gradients are parts of such a sum: norms of queries and keys; with
+    """Processes of a sum -> local elements whose gradients are parts of such a sum: norms of queries and keys; with
     `sequence` all norms and biases behind rows; of adapters the matrix that is whole; keys and values of a head that
     several processes hold, among these."""
-    remade: int = 0
-    """Layers that are run again as a whole in the backward pass (`memory.recompute`), up to the last thing that is
-    wanted there. Anything less sends nothing."""
-    remade_to_the_end: bool = False
-    """Whether that lies behind the MLP's sum: norms behind the halves of a layer, or bottlenecks."""
-    remade_before: int = 0
-    """Layers that are run once more besides, to the end: all but the last of each segment of several
-    (`memory.recompute: every`), for the inputs of those behind them."""
-    unneeded: int = 0
-    """Halves of layers (attention, MLP) up to the first that has anything trained in or before it: no gradient goes
-    back through their entrances, nor out of what lies before them."""
-    trained_outside: bool = False
-    """Whether what is trained first lies outside of halves: a norm or a bottleneck behind the unneeded ones. None goes
-    back through the sum before it either, which would send something with `sequence`."""
-    gathered_again: int = 0
-    """With `sequence`: halves of layers of which a product wants its input once more in the backward pass, where it is
-    gathered again instead of being kept: all that have a weight or an adapter to train and are not in `unneeded`, in
-    layers that are not `remade`."""
     row_norms: int = 0
     """Numbers that DoRA on matrices whose rows are cut sums for the norms of whole rows."""
     losses: int = 5
@@ -123,33 +175,31 @@ class Cut:
     for label smoothing the sum of all, and whether a token before the target has the greatest logit."""
 
 
-def tensor_sent(cut: Cut, layout: Layout, section: Parallel) -> Iterator[CollectiveTraffic]:
+def tensor_traffic(step: TensorStep, layout: Layout, section: Parallel) -> Iterator[CollectiveTraffic]:
     """What tensor ranks send each other in a step: activations (Megatron, arXiv:1909.08053, section 3).
 
-    Forward, two sums of [T, D] a layer (behind attention and MLP) and one behind the embedding; backward, two a layer
-    (at their entrances) and one before the head: 4L + 2 all-reduces of T·D. With `sequence` each becomes an all-gather
-    and a reduce-scatter of the same size, at entrance and exit: the same bytes; and 2L all-gathers more, of what would
-    otherwise be kept for the backward pass (arXiv:2205.05198, section 4.2.2).
-    The cross-entropy sends a few numbers for each target, never logits.
+    Where everything is trained and kept, that is forward two sums of [T, D] a layer (behind attention and MLP) and one
+    behind the embedding; backward, two a layer (at their entrances) and one before the head: 4L + 2 all-reduces of T·D.
+    With `sequence` each becomes an all-gather and a reduce-scatter of the same size, at entrance and exit: the same
+    bytes; and 2L all-gathers more, of what would otherwise be kept for the backward pass (arXiv:2205.05198, section
+    4.2.2). The cross-entropy sends a few numbers for each target, never logits.
     """
-    each = cut.tokens * cut.hidden_size * cut.activation_bytes
-    sums = 4 * cut.layers + 2 - cut.unneeded
-    entrances = 2 * (cut.remade + cut.remade_before)
-    exits = (2 if cut.remade_to_the_end else 1) * cut.remade + 2 * cut.remade_before
+    once = step.tokens * step.hidden_size * step.element_bytes
     along = ("tensor",)
+    sums = sum(each.forward.exits + each.backward.entrances + each.recomputed.exits for each in step.regions)
     if section.sequence:
-        gathers = sums + entrances + cut.gathered_again - cut.trained_outside
-        yield from _sent(layout, along, "all-gather", gathers * each, "activations")
-        yield from _sent(layout, along, "reduce-scatter", (sums + exits) * each, "activations")
+        gathers = sum(each.forward.entrances + each.backward.exits + each.recomputed.entrances for each in step.regions)
+        yield from _traffic(layout, along, "all-gather", gathers * once, "activations")
+        yield from _traffic(layout, along, "reduce-scatter", sums * once, "activations")
     else:
-        yield from _sent(layout, along, "all-reduce", (sums + exits) * each, "activations")
-    yield from _sent(layout, along, "all-reduce", cut.losses * cut.targets * 4, "numbers of the cross-entropy")
-    yield from _sent(layout, along, "all-reduce", cut.row_norms * 4, "norms of rows")
-    for size, numbers in cut.partial.items():
-        yield from _sent(layout, along, "all-reduce", numbers * 4, "partial gradients", among=size)
+        yield from _traffic(layout, along, "all-reduce", sums * once, "activations")
+    yield from _traffic(layout, along, "all-reduce", step.losses * step.targets * 4, "numbers of the cross-entropy")
+    yield from _traffic(layout, along, "all-reduce", step.row_norms * 4, "norms of rows")
+    for size, elements in step.partial.items():
+        yield from _traffic(layout, along, "all-reduce", elements * 4, "partial gradients", among=size)
 
 
-def _sent(
+def _traffic(
     layout: Layout, axes: tuple[str, ...], kind: Kind, full_bytes: int, what: str, among: int | None = None
 ) -> Iterator[CollectiveTraffic]:
     """among: processes that take part, where they are some of the axis."""

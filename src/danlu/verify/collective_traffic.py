@@ -23,7 +23,7 @@ from danlu.models.modules import Linear
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.tensor import LINEAR_AXES
 from danlu.parallel.traffic_counter import TrafficCounter
-from danlu.plan.traffic import Cut, Weight, data_sent, tensor_sent
+from danlu.plan.traffic import TensorStep, Weight, data_traffic, decoder_regions, tensor_traffic
 from danlu.recipe.sections import Bottleneck
 from danlu.train.step import Compute
 from danlu.types import Item
@@ -86,7 +86,7 @@ def sent_over_data(learning: PlacedProxy, groups: Groups, *, gathered: torch.dty
         )
         for name, parameter in learning.compute.model.named_parameters()
     ]
-    return list(data_sent(weights, layout, section, micro_batches=len(groups)))
+    return list(data_traffic(weights, layout, section, micro_batches=len(groups)))
 
 
 def sent_by_decoder(learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
@@ -96,11 +96,11 @@ def sent_by_decoder(learning: PlacedProxy, groups: Groups) -> list[CollectiveTra
     narrow = placed.dtype if placed.placed.subject.adapters is None else torch.float32
     found = sent_over_data(learning, groups, gathered=narrow)
     if layout.tensor > 1:
-        found += tensor_sent(_cut(learning, groups), layout, learning.recipe.parallel)
+        found += tensor_traffic(_tensor_step(learning, groups), layout, learning.recipe.parallel)
     return found
 
 
-def _cut(learning: PlacedProxy, groups: Groups) -> Cut:
+def _tensor_step(learning: PlacedProxy, groups: Groups) -> TensorStep:
     compute, placed = learning.compute, learning.placed
     assert isinstance(compute, Compute) and isinstance(placed, PlacedDecoder), "those of a decoder"
     config = compute.model.config
@@ -116,24 +116,23 @@ def _cut(learning: PlacedProxy, groups: Groups) -> Cut:
         if parameter.requires_grad and set(reduce_group.ranks) <= set(learning.ranks.tensor.ranks):
             partial[reduce_group.size] += parameter.numel()
     plan = placed.placed.plan
-    unneeded, outside = _halves_without_gradient(learning, config.layers)
+    first_with_gradient, trained_between = _first_with_gradient(learning, config.layers)
     keeping = [half for one in plan if one.kind != "full" for half in (2 * one.layer, 2 * one.layer + 1)]
-    gathering = [half for half in keeping if half >= unneeded and _wants_its_input(compute.model, half)]
-    segments = {one.segment for one in plan if one.segment is not None}
-    return Cut(
+    regions = decoder_regions(
+        [(one.kind, one.segment) for one in plan],
+        first_with_gradient=first_with_gradient,
+        trained_between=trained_between,
+        gathered_again=[n for n in keeping if n >= first_with_gradient and _wants_its_input(compute.model, n)],
+        to_the_end=config.sandwich_norms or isinstance(learning.recipe.adapter, Bottleneck),
+    )
+    return TensorStep(
         tokens=tokens,
         targets=targets,
         hidden_size=config.hidden_size,
-        layers=config.layers,
-        activation_bytes=compute.dtype.itemsize,
+        element_bytes=compute.dtype.itemsize,
+        regions=regions,
         partial=partial,
-        remade=sum(one.kind == "full" for one in plan),
-        remade_before=sum(one.segment is not None for one in plan) - len(segments),
-        unneeded=unneeded,
-        trained_outside=outside,
-        gathered_again=len(gathering),
         row_norms=len(groups) * _row_norms(compute.model, plan),
-        remade_to_the_end=config.sandwich_norms or isinstance(learning.recipe.adapter, Bottleneck),
     )
 
 
@@ -160,7 +159,7 @@ def _takes_input(module: nn.Module, linear: nn.Module) -> bool:
 
 
 def _row_norms(model: Decoder, plan: Plan) -> int:
-    """`plan.traffic.Cut.row_norms` of a micro-batch."""
+    """`plan.traffic.TensorStep.row_norms` of a micro-batch."""
     ends = {one.segment: one.layer for one in plan}
     numbers = 0
     for one in plan:
@@ -177,8 +176,8 @@ def _row_norms(model: Decoder, plan: Plan) -> int:
     return numbers
 
 
-def _halves_without_gradient(learning: PlacedProxy, layers: int) -> tuple[int, bool]:
-    """`plan.traffic.Cut.unneeded` and `trained_outside`."""
+def _first_with_gradient(learning: PlacedProxy, layers: int) -> tuple[int, bool]:
+    """`first_with_gradient` and `trained_between` of `plan.traffic.decoder_regions`."""
     trained = [name for name, one in learning.compute.model.named_parameters() if one.requires_grad]
 
     def any_in(place: str) -> bool:
