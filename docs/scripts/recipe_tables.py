@@ -13,7 +13,13 @@ from pathlib import Path
 
 from danlu.recipe.diff import HARMLESS
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.short_forms import field_types, list_item_type, literal_values, section_types, variants_of
+from danlu.recipe.type_hints import (
+    field_types,
+    literal_values,
+    section_types,
+    subsection_types,
+    variants_of,
+)
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGES = ("recipe.md", "checkpoints.md")
@@ -64,7 +70,7 @@ def _rows(above: str, section: type[Section], skip: tuple[str, ...] = ()) -> Ite
         dotted = f"{above}.{key}"
         yield dotted, _default(section, key), _about(section, key)
         if key != "eval":  # its sources are those of `train`
-            for below in section_types(hint) or section_types(list_item_type(hint) or str):
+            for below in subsection_types(hint):
                 yield from _rows(dotted, below)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.short_forms import field_types, generic_origin, union_members
+from danlu.recipe.type_hints import field_types, generic_origin, union_members
 
 TEXTS = st.text(max_size=12) | st.sampled_from(
     ["${HOME}", "$${x}", "2e-4", "no", "null", "~", "1:30", "a: b", " x ", "#", "\x85", "a\u2028\n"]

@@ -11,7 +11,7 @@ from danlu.recipe import explain, load
 from danlu.recipe.explanation import keys
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.short_forms import field_types, list_item_type, section_types
+from danlu.recipe.type_hints import field_types, subsection_types
 from danlu.registry import SUGGESTIONS, VERBS
 
 Write = Callable[..., str]
@@ -128,11 +128,7 @@ def test_every_word_that_people_try_leads_somewhere() -> None:
 def test_every_key_can_be_explained_and_says_what_it_is() -> None:
     def undocumented(section: type[Section]) -> list[str]:
         found = [name for name in field_types(section) if not section.model_fields[name].description and name != "kind"]
-        inner = [
-            below
-            for hint in field_types(section).values()
-            for below in section_types(hint) or section_types(list_item_type(hint) or str)
-        ]
+        inner = [below for hint in field_types(section).values() for below in subsection_types(hint)]
         return [f"{section.__name__}.{name}" for name in found] + [
             name for kind in inner for name in undocumented(kind)
         ]

@@ -20,7 +20,7 @@ from danlu.errors import ResourceError
 from danlu.recipe.explanation import first_sentence
 from danlu.recipe.library import shipped
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.short_forms import (
+from danlu.recipe.type_hints import (
     field_types,
     list_item_type,
     literal_values,

@@ -12,7 +12,13 @@ from danlu.errors import RecipeError
 from danlu.recipe.loading import Loaded
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.short_forms import Hint, field_types, list_item_type, literal_values, section_types, variants_of
+from danlu.recipe.type_hints import (
+    Hint,
+    field_types,
+    literal_values,
+    subsection_types,
+    variants_of,
+)
 from danlu.registry import suggested_verb
 
 
@@ -41,7 +47,7 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
         raise RecipeError(_unknown(key))
     section, name, _ = owners[0]
     hint = field_types(section)[name]
-    found = section_types(hint) or section_types(list_item_type(hint) or str)
+    found = subsection_types(hint)
     words = dict.fromkeys(str(choice) for owner, _, _ in owners for choice in literal_values(field_types(owner)[name]))
     allowed = tuple(words) or tuple(sorted(variants_of(hint)))
     value = origin = None
@@ -71,7 +77,7 @@ def _keys(above: str, section: type[Section]) -> Iterator[str]:
     for name, hint in field_types(section).items():
         key = f"{above}.{name}" if above else name
         yield key
-        for below in section_types(hint) or section_types(list_item_type(hint) or str):
+        for below in subsection_types(hint):
             yield from _keys(key, below)
 
 
@@ -96,7 +102,7 @@ def _owners(key: str) -> list[tuple[type[Section], str, str]]:
 
 
 def _inside(hint: Hint) -> list[type[Section]]:
-    return section_types(hint) or section_types(list_item_type(hint) or str)
+    return subsection_types(hint)
 
 
 def _variant_name(hint: Hint, section: type[Section]) -> str:

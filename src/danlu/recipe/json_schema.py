@@ -6,7 +6,7 @@ from typing import Any
 
 from danlu.recipe import sections
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.short_forms import field_types, variants_of
+from danlu.recipe.type_hints import field_types, variants_of
 
 
 def schema() -> dict[str, Any]:

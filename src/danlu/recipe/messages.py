@@ -9,7 +9,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from danlu.recipe.sections import Section
-from danlu.recipe.short_forms import Hint, generic_origin, union_members, variants_of
+from danlu.recipe.type_hints import Hint, generic_origin, union_members, variants_of
 
 # Names that other tools use, and danlu's key for the same thing.
 KEYS_OF_OTHER_TOOLS = {

@@ -11,15 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.short_forms import (
-    Hint,
-    expand,
-    field_types,
-    list_item_type,
-    matching_variant,
-    section_types,
-    variants_of,
-)
+from danlu.recipe.short_forms import expand, matching_variant
+from danlu.recipe.type_hints import Hint, field_types, list_item_type, section_types, variants_of
 from danlu.recipe.yaml_reader import parse
 from danlu.recipe.yaml_tree import Node, Origin, Problem
 

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type, format_value
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.short_forms import field_types, literal_values, section_types, type_at, variants_of
+from danlu.recipe.short_forms import type_at
+from danlu.recipe.type_hints import field_types, literal_values, section_types, variants_of
 from danlu.recipe.yaml_tree import Node, Problem
 
 
