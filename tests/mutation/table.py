@@ -64,8 +64,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "recipe/diff.py",
-        "different = [key for key in keys if before.get(key) != after.get(key)]",
-        "different = [key for key in after if before.get(key) != after.get(key)]",
+        "different = [key for key in keys if old_values.get(key) != new_values.get(key)]",
+        "different = [key for key in new_values if old_values.get(key) != new_values.get(key)]",
         "recipe/test_diff.py",
     ),
     Mutation(

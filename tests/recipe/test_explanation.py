@@ -29,8 +29,8 @@ def test_a_key() -> None:
 def test_a_section() -> None:
     found = explain("data")
     assert found.short == "train"
-    assert ("max_length", "Longest sample, and length of a packed sequence, in tokens") in found.below
-    assert [name for name, _ in explain("optimizer").below] == [
+    assert ("max_length", "Longest sample, and length of a packed sequence, in tokens") in found.children
+    assert [name for name, _ in explain("optimizer").children] == [
         "adafactor",
         "adamw",
         "adamw8bit",

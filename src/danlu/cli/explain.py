@@ -35,22 +35,24 @@ def explain(
         _show(console, look_up(key, loaded))
 
 
-def _show(console: Console, found: Explanation) -> None:
-    console.print(Text(printable(found.key), style="bold"), Text(found.about), sep="\n", end="\n\n")
-    rows = [("takes", found.takes)]
-    if found.short is not None:
-        rows.append(("short form", f"a bare value is its '{found.short}'"))
-    for variant, default in found.defaults.items():
+def _show(console: Console, explanation: Explanation) -> None:
+    """One key in full: what it means, takes, defaults to, and what its children are."""
+    console.print(Text(printable(explanation.key), style="bold"), Text(explanation.about), sep="\n", end="\n\n")
+    rows = [("takes", explanation.takes)]
+    if explanation.short is not None:
+        rows.append(("short form", f"a bare value is its '{explanation.short}'"))
+    for variant, default in explanation.defaults.items():
         rows.append(("default" if not variant else f"default, {variant}", default))
-    if found.value is not None:
-        rows += [("here", found.value), ("from", found.origin or "default")]
+    if explanation.value is not None:
+        rows += [("here", explanation.value), ("from", explanation.origin or "default")]
     console.print(_table(rows))
-    if found.below:
+    if explanation.children:
         console.print()
-        console.print(_table([(f"  {name}", about) for name, about in found.below]))
+        console.print(_table([(f"  {name}", about) for name, about in explanation.children]))
 
 
 def _table(rows: list[tuple[str, str]]) -> Table:
+    """Two columns: a name, and a text that is wrapped."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()

@@ -49,10 +49,10 @@ class Change:
 
 def changes(old: Recipe, new: Recipe) -> list[Change]:
     """Every key that differs, in the order of the sections. Resuming refuses when one of them `matters`."""
-    before, after = dict(_flat("", old)), dict(_flat("", new))
-    keys = list(after) + [key for key in before if key not in after]
-    different = [key for key in keys if before.get(key) != after.get(key)]
-    return [Change(key, before.get(key), after.get(key), matters(key, new)) for key in different]
+    old_values, new_values = dict(_flatten("", old)), dict(_flatten("", new))
+    keys = list(new_values) + [key for key in old_values if key not in new_values]
+    different = [key for key in keys if old_values.get(key) != new_values.get(key)]
+    return [Change(key, old_values.get(key), new_values.get(key), matters(key, new)) for key in different]
 
 
 def matters(key: str, recipe: Recipe) -> bool:
@@ -66,13 +66,13 @@ def matters(key: str, recipe: Recipe) -> bool:
     return not any(key == harmless or key.startswith(f"{harmless}.") for harmless in HARMLESS)
 
 
-def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """A value as dotted keys. A model config in the recipe is one value: its keys are not the recipe's."""
     if isinstance(value, Section):
         for name in type(value).model_fields:
-            yield from _flat(f"{key}.{name}" if key else name, getattr(value, name))
+            yield from _flatten(f"{key}.{name}" if key else name, getattr(value, name))
     elif isinstance(value, list) and value and isinstance(value[0], Section):
         for index, entry in enumerate(value):
-            yield from _flat(f"{key}.{index}", entry)
+            yield from _flatten(f"{key}.{index}", entry)
     else:
         yield key, value

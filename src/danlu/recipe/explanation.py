@@ -29,16 +29,16 @@ class Explanation:
     key: str
     takes: str
     defaults: dict[str, str]  # variant, or "" -> default as YAML has it, or "required"
-    allowed: tuple[str, ...]  # the words it takes, if it takes words
+    allowed: tuple[str, ...]  # the literal values or kinds that it takes, if it takes such
     about: str
     short: str | None  # the key that a bare value fills, for a section
-    below: tuple[tuple[str, str], ...]  # (key, first sentence) of a section's keys
-    value: str | None  # with a recipe: the value there
-    origin: str | None  # and where it came from
+    children: tuple[tuple[str, str], ...]  # (key or kind, first sentence) of a section's keys or variants
+    value: str | None  # at this key, where a recipe was given
+    origin: str | None  # where that value was written, or "default"
 
 
 def explain(key: str, loaded: Loaded | None = None) -> Explanation:
-    """Explain a dotted key such as `data.max_length`, `optimizer` or `data.train.0.path`.
+    """Explains a dotted key such as `data.max_length`, `optimizer` or `data.train.0.path`.
 
     Raises RecipeError for a key that no recipe has, with the nearest that one has.
     """
@@ -47,9 +47,9 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
         raise RecipeError(_unknown(key))
     section, name, _ = owners[0]
     hint = field_types(section)[name]
-    found = subsection_types(hint)
-    words = dict.fromkeys(str(choice) for owner, _, _ in owners for choice in literal_values(field_types(owner)[name]))
-    allowed = tuple(words) or tuple(sorted(variants_of(hint)))
+    classes = subsection_types(hint)
+    literals = dict.fromkeys(str(value) for owner, _, _ in owners for value in literal_values(field_types(owner)[name]))
+    allowed = tuple(literals) or tuple(sorted(variants_of(hint)))
     value = origin = None
     if loaded is not None:
         value, origin = _as_yaml(value_at(loaded.recipe, key)), loaded.origin(key)
@@ -59,9 +59,9 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
         defaults={variant: _default(owner, name) for owner, name, variant in owners},
         allowed=allowed,
         about=" ".join((section.model_fields[name].description or "").split()),
-        short=found[0].short if found else None,
-        below=tuple((entry, first_sentence(kind, entry)) for kind in found for entry in field_types(kind))
-        if len(found) == 1
+        short=classes[0].short if classes else None,
+        children=tuple((entry, first_sentence(kind, entry)) for kind in classes for entry in field_types(kind))
+        if len(classes) == 1
         else tuple((kind, _first_line(variant)) for kind, variant in sorted(variants_of(hint).items())),
         value=value,
         origin=origin,
@@ -73,43 +73,39 @@ def keys() -> list[str]:
     return list(dict.fromkeys(_keys("", Recipe)))
 
 
-def _keys(above: str, section: type[Section]) -> Iterator[str]:
+def _keys(parent: str, section: type[Section]) -> Iterator[str]:
     for name, hint in field_types(section).items():
-        key = f"{above}.{name}" if above else name
+        key = f"{parent}.{name}" if parent else name
         yield key
-        for below in subsection_types(hint):
-            yield from _keys(key, below)
+        for subsection in subsection_types(hint):
+            yield from _keys(key, subsection)
 
 
 def _owners(key: str) -> list[tuple[type[Section], str, str]]:
-    """The section classes that have the key, its last part, and the variant each is; empty for an unknown key."""
-    candidates: list[tuple[Hint, str]] = [(Recipe, "")]
-    *above, name = [part for part in key.split(".") if not part.isdecimal()] or [""]
-    for part in above:
-        found = [
-            (field_types(kind)[part], kind)
-            for hint, _ in candidates
-            for kind in _inside(hint)
-            if part in field_types(kind)
-        ]
-        candidates = [(hint, "") for hint, _ in found]
+    """(section class that has the key, the key's last part, the variant that the class is) of every such class.
+
+    Several where a `kind` chooses between variants that all have the key; none for an unknown key.
+    """
+    *parents, name = [part for part in key.split(".") if not part.isdecimal()] or [""]
+    hints: list[Hint] = [Recipe]
+    for part in parents:
+        classes = [section for hint in hints for section in subsection_types(hint)]
+        hints = [field_types(section)[part] for section in classes if part in field_types(section)]
     return [
-        (kind, name, _variant_name(hint, kind))
-        for hint, _ in candidates
-        for kind in _inside(hint)
-        if name in field_types(kind)
+        (section, name, _variant_name(hint, section))
+        for hint in hints
+        for section in subsection_types(hint)
+        if name in field_types(section)
     ]
 
 
-def _inside(hint: Hint) -> list[type[Section]]:
-    return subsection_types(hint)
-
-
 def _variant_name(hint: Hint, section: type[Section]) -> str:
+    """The `kind` that chooses a section class among the variants of a type; "" for a type without variants."""
     return next((kind for kind, variant in variants_of(hint).items() if variant is section), "")
 
 
 def _default(section: type[Section], name: str) -> str:
+    """A field's default as YAML has it, or `required`."""
     default = section.model_fields[name].default
     return "required" if default is PydanticUndefined else _as_yaml(default)
 
@@ -126,9 +122,10 @@ def value_at(recipe: Recipe, key: str) -> Any:
 
 
 def _as_yaml(value: Any) -> str:
+    """A value on one line, as YAML's flow style writes it."""
     if isinstance(value, Section):
-        given = {name: getattr(value, name) for name in type(value).model_fields}
-        return "{" + ", ".join(f"{name}: {_as_yaml(entry)}" for name, entry in given.items()) + "}"
+        names = type(value).model_fields
+        return "{" + ", ".join(f"{name}: {_as_yaml(getattr(value, name))}" for name in names) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_as_yaml(entry) for entry in value) + "]"
     if isinstance(value, bool):
@@ -146,37 +143,34 @@ def _first_line(section: type[Section]) -> str:
     return (section.__doc__ or "").partition("\n")[0]
 
 
-def _as_verb(word: str) -> str | None:
-    instead = suggested_verb(word)
-    return None if instead is None else f"is no key of a recipe but a thing to do: {instead}"
-
-
 def _as_value(word: str) -> str | None:
-    """Which keys take a word as their value, and what else such a section has."""
-    found: dict[str, type[Section] | None] = {}
+    """Which keys take a word as their value, and what other keys the section has that it chooses."""
+    variants: dict[str, type[Section] | None] = {}  # by key; None where the word is no `kind`
     for key in keys():
         for section, name, _ in _owners(key):
             hint = field_types(section)[name]
             if word in (*variants_of(hint), *literal_values(hint)):
-                found.setdefault(key.removesuffix(".kind"), variants_of(hint).get(word))
-    if not found:
+                variants.setdefault(key.removesuffix(".kind"), variants_of(hint).get(word))
+    if not variants:
         return None
-    key, variant = next(iter(found.items()))
-    others = [name for name in field_types(variant) if name != "kind"] if variant is not None else []
-    more = f" It has {', '.join(others)}: `danlu explain {key}.{others[0]}`" if others else f" `danlu explain {key}`"
-    return f"is a value of {' and of '.join(found)}: set {key} to {word}.{more}"
+    key, variant = next(iter(variants.items()))
+    fields = [name for name in field_types(variant) if name != "kind"] if variant is not None else []
+    more = f" It has {', '.join(fields)}: `danlu explain {key}.{fields[0]}`" if fields else f" `danlu explain {key}`"
+    return f"is a value of {' and of '.join(variants)}: set {key} to {word}.{more}"
 
 
 def _unknown(key: str) -> str:
+    """The message for a key that no recipe has: a value, a verb of danlu, a key of another tool, or a misspelling."""
+    if (value := _as_value(key.lower())) is not None:
+        return f"{key!r} {value}"
+    if (verb := suggested_verb(key)) is not None:
+        return f"{key!r} is no key of a recipe but a thing to do: {verb}"
     known = keys()
-    what = _as_value(key.lower()) or _as_verb(key)
-    if what is not None:
-        return f"{key!r} {what}"
-    last = key.rpartition(".")[2]
-    same_name = [other for other in known if other.rpartition(".")[2] == last]
+    name = key.rpartition(".")[2]
+    same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
     guess = (
         KEYS_OF_OTHER_TOOLS.get(key.lower().replace("-", "_"))
         or (same_name[0] if same_name else closest_match(key, known))
-        or closest_match(last, known)
+        or closest_match(name, known)
     )
     return f"no recipe has the key {key!r}.{f' Did you mean {guess!r}?' if guess else ''} `danlu explain` lists them"

@@ -1,4 +1,4 @@
-"""A recipe that a verb makes of its own arguments, with the user's `section.key=value` laid over it."""
+"""A recipe that a verb (`danlu eval`) makes of its own arguments, with the user's `section.key=value` laid over it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from danlu.recipe.yaml_tree import Node, Origin, Problem
 def recipe_from_arguments(
     values: Mapping[str, Any], overrides: Sequence[str], *, verb: str, open_keys: Sequence[str]
 ) -> Recipe:
-    """The recipe that `values` (as YAML would give them) and the overrides say.
+    """The recipe that `values` (as YAML would give them) and the overrides make.
 
     Args:
         verb: what made it, for messages.
         open_keys: dotted keys that an override may set; the verb reads no others, so they are refused.
 
-    Raises RecipeError with one line for each problem. Rules between keys and files that are not there are left to the
+    Raises RecipeError with one line for each problem. Rules between keys, and files that are missing, are left to the
     verb, which knows what it needs.
     """
     tree = expand(_node(values, Origin(verb)), Recipe)
@@ -34,24 +34,26 @@ def recipe_from_arguments(
     ]
     allowed = [text for text in overrides if text.partition("=")[0].strip() in open_keys]
     overriding.apply(tree, allowed, problems)
-    broken = {problem.key for problem in problems}
-    recipe, found = validate(expand(tree, Recipe))
-    problems += [problem for problem in found if problem.key not in broken]
+    reported = {problem.key for problem in problems}
+    recipe, type_problems = validate(expand(tree, Recipe))
+    problems += [problem for problem in type_problems if problem.key not in reported]
     if problems or recipe is None:
         raise RecipeError([problem.line(verb) for problem in problems])
     return recipe
 
 
 def _node(value: Any, origin: Origin) -> Node:
+    """Plain values as a tree, all of one origin."""
     if isinstance(value, Mapping):
-        return Node({key: _node(one, origin) for key, one in value.items()}, origin)
+        return Node({key: _node(entry, origin) for key, entry in value.items()}, origin)
     if isinstance(value, list):
-        return Node([_node(one, origin) for one in value], origin)
+        return Node([_node(entry, origin) for entry in value], origin)
     return Node(value, origin)
 
 
 def _refused(key: str, verb: str, open_keys: Sequence[str]) -> str:
-    by_name = {one.rpartition(".")[2]: one for one in open_keys}
+    """The message for an override of a key that the verb does not read."""
+    by_name = {key.rpartition(".")[2]: key for key in open_keys}
     guess = closest_match(key.rpartition(".")[2], list(by_name))
     hint = f" Did you mean {by_name[guess]!r}?" if guess is not None else ""
     return f"{verb} takes no {key!r}.{hint} It takes {', '.join(open_keys)}"

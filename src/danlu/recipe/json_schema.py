@@ -11,22 +11,22 @@ from danlu.recipe.type_hints import field_types, variants_of
 
 def schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a recipe file."""
-    whole = Recipe.model_json_schema()
-    definitions: dict[str, Any] = whole["$defs"]
+    recipe_schema = Recipe.model_json_schema()
+    definitions: dict[str, Any] = recipe_schema["$defs"]
     for name, definition in list(definitions.items()):
         section = getattr(sections, name)
-        definition["properties"] = {key: _or_one(entry) for key, entry in definition["properties"].items()}
-        definitions[name] = _with_short(section, definition)
+        definition["properties"] = {key: _admit_single_entry(entry) for key, entry in definition["properties"].items()}
+        definitions[name] = _admit_short_form(section, definition)
     for key, hint in field_types(Recipe).items():
         if variants_of(hint):
-            whole["properties"][key] = _variants(whole["properties"][key], sorted(variants_of(hint)))
-    whole["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    whole["title"] = "danlu recipe"
-    return whole
+            recipe_schema["properties"][key] = _admit_kind_alone(recipe_schema["properties"][key], sorted(variants_of(hint)))
+    recipe_schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    recipe_schema["title"] = "danlu recipe"
+    return recipe_schema
 
 
-def _or_one(entry: dict[str, Any]) -> dict[str, Any]:
-    """Where a list is taken, a bare value is a list of one."""
+def _admit_single_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """Where a list is taken, admits a bare value, which is a list of one."""
     if entry.get("type") == "array" and "items" in entry:
         about: dict[str, Any] = {key: entry[key] for key in ("title", "description", "default") if key in entry}
         bare = {key: value for key, value in entry.items() if key not in about}
@@ -37,7 +37,8 @@ def _or_one(entry: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def _with_short(section: type[Section], definition: dict[str, Any]) -> dict[str, Any]:
+def _admit_short_form(section: type[Section], definition: dict[str, Any]) -> dict[str, Any]:
+    """Admits a section's short form, the value of its main field alone."""
     if section.short is None:
         return definition
     short = dict(definition["properties"][section.short])
@@ -49,8 +50,12 @@ def _with_short(section: type[Section], definition: dict[str, Any]) -> dict[str,
     return {"title": definition["title"], "description": definition.get("description", ""), "anyOf": options}
 
 
-def _variants(entry: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Variants told apart by `kind`: each is itself or its name alone; its own short form admits only its name."""
+def _admit_kind_alone(entry: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Admits each of a section's variants as a mapping, or its name alone.
+
+    The variants' own short forms are not used here: as a bare value only a `kind` is taken.
+    """
     about: dict[str, Any] = {key: entry[key] for key in ("description", "default") if key in entry}
     options = entry.get("anyOf", [entry])  # with a null beside them where the section may be left out
-    return {**about, "anyOf": [one for option in options for one in option.get("oneOf", [option])] + [{"enum": names}]}
+    variants = [variant for option in options for variant in option.get("oneOf", [option])]
+    return {**about, "anyOf": [*variants, {"enum": names}]}

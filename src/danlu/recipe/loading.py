@@ -25,7 +25,7 @@ class Loaded:
 
     recipe: Recipe
     path: Path
-    origins: Mapping[str, Origin]  # by dotted key, of what was written; the rest is default
+    origins: Mapping[str, Origin]  # by dotted key, of every value that was written; the other keys have their default
     notes: tuple[str, ...]  # remarks for the console
 
     def origin(self, key: str) -> str:
@@ -34,7 +34,7 @@ class Loaded:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read and check a recipe. Paths in it are relative to the working directory, like those of the command line.
+    """Reads and checks a recipe. Paths in it are relative to the working directory, like those of the command line.
 
     Raises RecipeError with one line for each problem: file, line and column (or the override), key, what to do.
     """
@@ -49,64 +49,65 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _check(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Recipe | None:
-    """Bring `tree` to its full form with the overrides in it, and add everything that is wrong to `problems`."""
+    """Brings `tree` to its full form with the overrides in it, and adds everything that is wrong to `problems`."""
     if not isinstance(tree.value, dict):
-        empty = tree.value is None
-        said = "the file is empty" if empty else "a recipe is a mapping of keys such as 'stage: sft'"
-        problems.append(Problem("", f"{said}. `danlu recipes copy sft` writes one to begin with", tree.origin))
+        state = "the file is empty" if tree.value is None else "a recipe is a mapping of keys such as 'stage: sft'"
+        problems.append(Problem("", f"{state}. `danlu recipes copy sft` writes one to begin with", tree.origin))
         return None
     tree.value = expand(tree, Recipe).value
     overriding.apply(tree, overrides, problems)
     tree.value = expand(tree, Recipe).value
-    broken = {problem.key for problem in problems if problem.key}  # cannot be judged a second time
-    recipe, found = validate(tree)
-    problems += [problem for problem in found if not _touches(problem, broken)]
-    sound = recipe or _without(tree, broken | {problem.key for problem in found})
+    reported = {problem.key for problem in problems if problem.key}  # one problem for each key is enough
+    recipe, type_problems = validate(tree)
+    problems += [problem for problem in type_problems if not _touches(problem, reported)]
+    reported |= {problem.key for problem in type_problems}
+    sound = recipe or _without(tree, reported)
     if sound is not None:
-        wrong = broken | {problem.key for problem in found}
         conflicts = rules.problems(sound) + rules.missing_files(sound)
-        problems += [_placed(problem, tree) for problem in conflicts if not _touches(problem, wrong)]
+        problems += [_with_origin(problem, tree) for problem in conflicts if not _touches(problem, reported)]
     return recipe
 
 
 def _without(tree: Node, keys: set[str]) -> Recipe | None:
-    """The recipe without the values that are wrong, to show what else is; None if they cannot be left out."""
+    """The recipe without the values that are wrong, to find what else is; None if it cannot be without them."""
     rest = deepcopy(tree)
     for key in keys:
-        above, _, name = key.rpartition(".")
-        node, exact = rest.nearest(above)
+        parent, _, name = key.rpartition(".")
+        node, exact = rest.nearest(parent)
         if exact and isinstance(node.value, dict):
             node.value.pop(name, None)
     return validate(rest)[0]
 
 
 def _touches(problem: Problem, keys: set[str]) -> bool:
-    """Whether a problem is about a key that is wrong already, or about one above or below it."""
+    """Whether a problem, or a key that its rule read, is about one of `keys`, or about one above or below it."""
     return any(
-        mine == key or mine.startswith(f"{key}.") or key.startswith(f"{mine}.")
-        for mine in (problem.key, *problem.reads)
+        concerned == key or concerned.startswith(f"{key}.") or key.startswith(f"{concerned}.")
+        for concerned in (problem.key, *problem.reads)
         for key in keys
     )
 
 
-def _placed(problem: Problem, tree: Node) -> Problem:
+def _with_origin(problem: Problem, tree: Node) -> Problem:
+    """The problem with the place of its key in the tree, or of the deepest parent that was written."""
     node, _ = tree.nearest(problem.key)
     return replace(problem, origin=node.origin)
 
 
 def _order(problem: Problem) -> tuple[int, int, int]:
+    """Problems of the file come first, from top to bottom, then those of the overrides."""
     return problem.origin.order if problem.origin is not None else (0, 0, 0)
 
 
 def _read(path: Path) -> str:
-    """The text of a recipe file, or an error that says what is there instead."""
+    """The text of a recipe file. Raises RecipeError that says what is there instead."""
     try:
         return read_small(path, MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise RecipeError(_not_found(path)) from None
     except IsADirectoryError:
-        inside = path / "recipe.yaml"
-        hint = f" Did you mean {str(inside)!r}?" if inside.is_file() else " Name the recipe in it."
+        recipe_inside = path / "recipe.yaml"
+        hint = f" Did you mean {str(recipe_inside)!r}?" if recipe_inside.is_file() else " Name the recipe in it."
         raise RecipeError(f"{path}: this is a folder, not a recipe.{hint}") from None
     except ValueError as error:
         if not isinstance(error, UnicodeDecodeError):
@@ -117,6 +118,7 @@ def _read(path: Path) -> str:
 
 
 def _not_found(path: Path) -> str:
+    """The message for a recipe file that does not exist, with the nearest name in its folder."""
     folder = path.parent
     if not folder.is_dir():
         return f"{path}: no such file, and no folder {str(folder)!r}"

@@ -1,4 +1,4 @@
-"""Types and values in words, for error messages and `danlu explain`."""
+"""Types and values as error messages and `danlu explain` write them, and the keys of other tools that users type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pydantic.fields import FieldInfo
 from danlu.recipe.sections import Section
 from danlu.recipe.type_hints import Hint, generic_origin, union_members, variants_of
 
-# Names that other tools use, and danlu's key for the same thing.
 KEYS_OF_OTHER_TOOLS = {
     "accumulate_grad_batches": "batch.tokens",
     "activation_checkpointing": "memory.recompute",
@@ -142,12 +141,13 @@ KEYS_OF_OTHER_TOOLS = {
     "zero": "parallel.shard",
     "zero_stage": "parallel.shard",
 }
+"""Names that other tools use, and danlu's key for the same thing."""
 
 
-def closest_match(word: object, words: list[str]) -> str | None:
-    """The word most like a misspelt one, if any is like it at all."""
-    found = get_close_matches(str(word).lower(), words, n=1, cutoff=0.6)
-    return found[0] if found else None
+def closest_match(name: object, candidates: list[str]) -> str | None:
+    """The candidate most like a misspelt name; None if none is like it at all."""
+    matches = get_close_matches(str(name).lower(), candidates, n=1, cutoff=0.6)
+    return matches[0] if matches else None
 
 
 def format_value(value: Any) -> str:
@@ -165,46 +165,45 @@ def format_value(value: Any) -> str:
     return repr(value)
 
 
-def _number(noun: str, bounds: tuple[FieldInfo, ...]) -> str:
+def _describe_number(noun: str, bounds: tuple[FieldInfo, ...]) -> str:
     """`a whole number, 1 or more`; `a number from 0 to below 1`."""
-    limits: dict[type, Any] = {}
-    for bound in bounds:
-        limits.update({type(limit): limit for limit in bound.metadata})
-    low = limits.get(annotated_types.Ge) or limits.get(annotated_types.Gt)
-    high = limits.get(annotated_types.Le) or limits.get(annotated_types.Lt)
+    limits: dict[type, Any] = {type(limit): limit for bound in bounds for limit in bound.metadata}
+    lower = limits.get(annotated_types.Ge) or limits.get(annotated_types.Gt)
+    upper = limits.get(annotated_types.Le) or limits.get(annotated_types.Lt)
     whole = noun.startswith("a whole")
-    least: Any = None
-    if isinstance(low, annotated_types.Ge):
-        least = low.ge
-    elif isinstance(low, annotated_types.Gt):
-        least = int(str(low.gt)) + 1 if whole else f"above {low.gt}"
-    if isinstance(high, annotated_types.Lt):
-        most: Any = f"below {high.lt}" if not (whole and high.lt == 2**63) else "below 2^63"
+    smallest: Any = None
+    if isinstance(lower, annotated_types.Ge):
+        smallest = lower.ge
+    elif isinstance(lower, annotated_types.Gt):
+        smallest = int(str(lower.gt)) + 1 if whole else f"above {lower.gt}"
+    if isinstance(upper, annotated_types.Lt):
+        largest: Any = f"below {upper.lt}" if not (whole and upper.lt == 2**63) else "below 2^63"
     else:
-        most = getattr(high, "le", None)
-    if least is None:
-        return noun if most is None else f"{noun}, {most} or less"
-    if most is not None:
-        return f"{noun} from {least} to {most}" if not str(least).startswith("above") else f"{noun} {least} and {most}"
-    return f"{noun} {least}" if str(least).startswith("above") else f"{noun}, {least} or more"
+        largest = getattr(upper, "le", None)
+    if smallest is None:
+        return noun if largest is None else f"{noun}, {largest} or less"
+    is_open = str(smallest).startswith("above")
+    if largest is not None:
+        return f"{noun} {smallest} and {largest}" if is_open else f"{noun} from {smallest} to {largest}"
+    return f"{noun} {smallest}" if is_open else f"{noun}, {smallest} or more"
 
 
 def describe_type(hint: Hint) -> str:
     """What a field takes: `a whole number, 1 or more, or auto`."""
-    parts: list[str] = []
-    options: list[str] = []
     if variants_of(hint):
         return f"one of {', '.join(sorted(variants_of(hint)))}, or a mapping with a 'kind'"
-    for branch, bounds in union_members(hint):
-        form = generic_origin(branch)
-        if form is Literal:
-            alone = len(union_members(hint)) == 1  # a number beside others is covered by what they take
-            words = [option if isinstance(option, str) else format_value(option) for option in get_args(branch)]
-            options += words if alone else [option for option in get_args(branch) if isinstance(option, str)]
-        elif branch is type(None):
+    parts: list[str] = []
+    options: list[str] = []
+    members = union_members(hint)
+    for member, bounds in members:
+        if generic_origin(member) is Literal:
+            # A literal number beside a number type (`0` beside `int`) is covered by what that takes.
+            values = get_args(member) if len(members) == 1 else [v for v in get_args(member) if isinstance(v, str)]
+            options += [value if isinstance(value, str) else format_value(value) for value in values]
+        elif member is type(None):
             options.append("null")
         else:
-            parts.append(_describe_branch(branch, bounds))
+            parts.append(_describe_member(member, bounds))
     if options:
         parts.append(f"one of {', '.join(options)}" if len(options) > 1 else options[0])
     if len(parts) == 1 or (len(parts) == 2 and "," not in parts[0]):
@@ -212,26 +211,26 @@ def describe_type(hint: Hint) -> str:
     return f"{', '.join(parts[:-1])}, or {parts[-1]}"
 
 
-def _describe_branch(branch: Hint, bounds: tuple[FieldInfo, ...]) -> str:
-    form = generic_origin(branch)
-    if branch is bool:
+def _describe_member(member: Hint, bounds: tuple[FieldInfo, ...]) -> str:
+    container = generic_origin(member)
+    if member is bool:
         return "true or false"
-    if branch is int:
-        return _number("a whole number", bounds)
-    if branch is float:
-        return _number("a number", bounds)
-    if branch is str:
+    if member is int:
+        return _describe_number("a whole number", bounds)
+    if member is float:
+        return _describe_number("a number", bounds)
+    if member is str:
         return "a text"
-    if form is list:
-        (inside,) = get_args(branch)
-        if isinstance(inside, type) and issubclass(inside, Section):
-            return f"a list of {inside.__name__.lower()}s"
-        return "a list of texts" if inside is str else "a list"
-    if form is tuple:
-        return f"a list of {len(get_args(branch))}, each {describe_type(get_args(branch)[0])}"
-    if form is dict:
+    if container is list:
+        (item_type,) = get_args(member)
+        if isinstance(item_type, type) and issubclass(item_type, Section):
+            return f"a list of {item_type.__name__.lower()}s"
+        return "a list of texts" if item_type is str else "a list"
+    if container is tuple:
+        return f"a list of {len(get_args(member))}, each {describe_type(get_args(member)[0])}"
+    if container is dict:
         return "a mapping"
-    assert isinstance(branch, type) and issubclass(branch, Section), f"no words for {branch}"
-    if branch.short is None:
-        return f"a mapping of {branch.__name__} keys"
-    return f"a mapping of {branch.__name__} keys (or its {branch.short} alone)"
+    assert isinstance(member, type) and issubclass(member, Section), f"no description of {member}"
+    if member.short is None:
+        return f"a mapping of {member.__name__} keys"
+    return f"a mapping of {member.__name__} keys (or its {member.short} alone)"

@@ -17,11 +17,11 @@ from danlu.recipe.yaml_reader import parse
 from danlu.recipe.yaml_tree import Node, Origin, Problem
 
 MAX_SHOWN = 120
-"""Characters of an override in a message."""
+"""Characters of an override that a message repeats."""
 
 
 def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> None:
-    """Write overrides into a tree that is in full form; what is wrong with one is added to `problems`."""
+    """Writes overrides into a tree that is in full form; what is wrong with one is added to `problems`."""
     for index, text in enumerate(overrides):
         key, equals, written = text.partition("=")
         parts = key.strip().split(".")
@@ -39,78 +39,85 @@ def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> None
             continue
         try:
             _put(tree, Recipe, parts, value)
-        except _NoPlaceError as error:
+        except _ListIndexError as error:
             problems.append(Problem(key.strip(), str(error), origin))
 
 
-class _NoPlaceError(Exception):
+class _ListIndexError(Exception):
     """The key of an override leads through a list without saying which entry, or past its end."""
 
 
 def _put(node: Node, hint: Hint, parts: Sequence[str], value: Node, default: Any = None) -> None:
-    """Set what a key below `node` leads to, making the mappings on the way."""
+    """Sets what the dotted key `parts` leads to from `node`, creating the mappings on the way.
+
+    `hint` and `default` are of the field that `node` is the value of; None for a key that no section has.
+    """
     if not parts:
         _replace(node, hint, value, default)
         return
     part, rest = parts[0], parts[1:]
-    inside = list_item_type(hint) if hint is not None else None
-    if inside is not None and part.isdecimal() and not isinstance(node.value, dict | list):
+    item_type = list_item_type(hint) if hint is not None else None
+    if item_type is not None and part.isdecimal() and not isinstance(node.value, dict | list):
         node.value, node.origin = [], value.origin
     if isinstance(node.value, list):
-        _put(_entry(node.value, part, value.origin), inside, rest, value)
+        _put(_entry(node.value, part, value.origin), item_type, rest, value)
         return
     if not isinstance(node.value, dict):
-        node.value, node.origin = _start(default, value.origin), value.origin
+        node.value, node.origin = _from_default(default, value.origin), value.origin
     section = (matching_variant(hint, node) or _class_of(hint, default)) if hint is not None else None
     if section is not None and part in section.one_of and (rest or value.value is not None):
         _drop(node.value, [name for name in section.one_of if name != part])
     if hint is not None and variants_of(hint) and part == "kind" and not rest:
         _change_kind(node, value.value)
-    below = field_types(section).get(part) if section is not None else None
-    below_default = section.model_fields[part].default if section is not None and below is not None else None
+    child_hint = field_types(section).get(part) if section is not None else None
+    child_default = section.model_fields[part].default if section is not None and child_hint is not None else None
     child = node.value.setdefault(part, Node(None, value.origin))
-    _put(child, below, rest, value, below_default)
+    _put(child, child_hint, rest, value, child_default)
 
 
 def _entry(entries: list[Node], part: str, origin: Origin) -> Node:
+    """The entry of a list that a part of a key names; a new one where it is the index after the last."""
     if not part.isdecimal():
-        raise _NoPlaceError(
+        raise _ListIndexError(
             f"this is a list: say which entry, from 0 to {max(len(entries) - 1, 0)}, instead of {part!r}"
         )
     index = int(part)
     if index > len(entries):
-        raise _NoPlaceError(f"the list has {len(entries)} entries, so the next one is {len(entries)}, not {index}")
+        raise _ListIndexError(f"the list has {len(entries)} entries, so the next one is {len(entries)}, not {index}")
     if index == len(entries):
         entries.append(Node(None, origin))
     return entries[index]
 
 
-def _start(default: Any, origin: Origin) -> dict[str, Node]:
-    """A section that the file leaves out begins with what its default gives (`batch`: 8 sequences)."""
-    given = default.model_dump(mode="json", exclude_unset=True) if isinstance(default, Section) else {}
-    return {name: Node(value, origin) for name, value in given.items()}
+def _from_default(default: Any, origin: Origin) -> dict[str, Node]:
+    """The entries that a section which the file leaves out begins with: its default's (`batch`: 8 sequences)."""
+    values = default.model_dump(mode="json", exclude_unset=True) if isinstance(default, Section) else {}
+    return {name: Node(value, origin) for name, value in values.items()}
 
 
 def _class_of(hint: Hint, default: Any) -> type[Section] | None:
+    """The class of a field's default, where that is one of the variants that the field admits."""
     return type(default) if isinstance(default, Section) and type(default) in section_types(hint) else None
 
 
 def _replace(node: Node, hint: Hint, value: Node, default: Any) -> None:
-    written = expand(value, hint, default) if hint is not None else value
-    bare = not isinstance(value.value, dict) and isinstance(written.value, dict)
-    if not (bare and isinstance(node.value, dict) and isinstance(written.value, dict)):
-        node.value, node.origin, node.key_origin = written.value, written.origin, None
+    """Puts `value` in the place of a node; a bare value for a section only sets the section's main key."""
+    expanded = expand(value, hint, default) if hint is not None else value
+    was_bare = not isinstance(value.value, dict) and isinstance(expanded.value, dict)
+    if not (was_bare and isinstance(node.value, dict) and isinstance(expanded.value, dict)):
+        node.value, node.origin, node.key_origin = expanded.value, expanded.origin, None
         return
-    section = matching_variant(hint, written)
+    section = matching_variant(hint, expanded)
     if variants_of(hint):
         _change_kind(node, value.value)
-    for name, child in written.value.items():
+    for name, child in expanded.value.items():
         if section is not None and name in section.one_of:
-            _drop(node.value, [other for other in section.one_of if other != name])
+            _drop(node.value, [alternative for alternative in section.one_of if alternative != name])
         node.value[name] = child
 
 
 def _change_kind(node: Node, kind: Any) -> None:
+    """Empties a section whose `kind` changes: its other keys mean something else for another variant."""
     assert isinstance(node.value, dict)
     present = node.value.get("kind")
     if present is not None and present.value != kind:
@@ -118,7 +125,7 @@ def _change_kind(node: Node, kind: Any) -> None:
 
 
 def _drop(entries: dict[str, Node], names: Sequence[str]) -> None:
-    """Take out what the file says for these keys; what another override says stays, so that two can clash."""
+    """Removes what the file says for these keys; what another override says stays, so that two can clash."""
     for name in names:
         if name in entries and not entries[name].origin.is_override:
             del entries[name]

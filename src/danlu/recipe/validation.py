@@ -1,4 +1,4 @@
-"""From a tree to a `Recipe`: every problem of the types at once, in our own words and with its place."""
+"""A tree of values checked against the types of `Recipe`: every problem at once, with its place and what would do."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from danlu.recipe.yaml_tree import Node, Problem
 
 
 def validate(tree: Node) -> tuple[Recipe | None, list[Problem]]:
-    """The recipe that a tree (in full form) says, or what is wrong with it."""
+    """The recipe of a tree in full form and no problems, or None and all that do not fit the types."""
     try:
         # Checked as JSON, where a list may fill a tuple although the sections are strict.
         return Recipe.model_validate_json(json.dumps(tree.plain)), []
     except ValidationError as error:
-        found: dict[str, str] = {}
+        kinds: dict[str, str] = {}  # of pydantic's errors, by dotted key
         for detail in error.errors(include_url=False, include_input=False, include_context=False):
             # A missing entry of a list means that the list is too short; a missing key, that a key is missing.
             kind = "too_short" if isinstance(detail["loc"][-1], int) and detail["type"] == "missing" else detail["type"]
-            found.setdefault(_key(detail["loc"], kind, tree), kind)
+            kinds.setdefault(_key(detail["loc"], kind, tree), kind)
         # A value that fails every branch of a union is named once, and where it fails deepest.
-        keys = [key for key in found if not any(other.startswith(f"{key}.") for other in found)]
-        return None, [_problem(key, found[key], tree) for key in keys]
+        keys = [key for key in kinds if not any(deeper.startswith(f"{key}.") for deeper in kinds)]
+        return None, [_problem(key, kinds[key], tree) for key in keys]
 
 
 def _key(location: tuple[int | str, ...], kind: str, tree: Node) -> str:
     """The dotted key of an error: its location without the names of union branches, which are not in the tree."""
     node, parts = tree, []
-    *above, last = location or ("",)
-    for part in above:
+    *parents, last = location or ("",)
+    for part in parents:
         child = node.child(str(part))
         if child is not None:
             node = child
@@ -61,8 +61,8 @@ def _problem(key: str, kind: str, tree: Node) -> Problem:
 
 
 def _missing(key: str, name: str, hint: Any, section: type[Section] | None) -> str:
-    above = key.rpartition(".")[0]
-    where = f"under '{above}'" if above else "at the top level"
+    parent = key.rpartition(".")[0]
+    where = f"under '{parent}'" if parent else "at the top level"
     doc = _first_sentence(section.model_fields[name].description) if section is not None else ""
     return f"missing: add '{name}: ...' {where} ({describe_type(hint)}){': ' + doc if doc else '.'}"
 
@@ -72,21 +72,21 @@ def _first_sentence(text: str | None) -> str:
 
 
 def _unknown(key: str, section: type[Section] | None) -> str:
-    """Say what the key might have been: a like word here, another tool's name, or a field of another section."""
+    """What the key might have been: a field of this section, another tool's name, or a field of another section."""
     section = section or Recipe
-    said = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
+    message = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
     known, name = list(field_types(section)), key.rpartition(".")[2]
     guess = closest_match(name, known)
     if guess is None:
-        elsewhere = KEYS_OF_OTHER_TOOLS.get(name.lower().replace("-", "_")) or _home_of(name)
-        if elsewhere is not None and elsewhere != key:
-            return f"{said}. danlu's key for it is {elsewhere}"
-        return f"{said}. Known: {', '.join(known)}"
-    return f"{said}. Did you mean '{guess}'?"
+        danlu_key = KEYS_OF_OTHER_TOOLS.get(name.lower().replace("-", "_")) or _key_of_field(name)
+        if danlu_key is not None and danlu_key != key:
+            return f"{message}. danlu's key for it is {danlu_key}"
+        return f"{message}. Known: {', '.join(known)}"
+    return f"{message}. Did you mean '{guess}'?"
 
 
-def _home_of(name: str) -> str | None:
-    """The dotted key of the field with this name in some section, if there is one."""
+def _key_of_field(name: str) -> str | None:
+    """The dotted key of the first field with this name in a section of the recipe, or None."""
     for top, hint in field_types(Recipe).items():
         for section in section_types(hint):
             if name in field_types(section):
@@ -95,22 +95,22 @@ def _home_of(name: str) -> str | None:
 
 
 def unexpected(value: Any, hint: Any) -> str:
-    """Why a value does not fit a type: what was expected, what was found, and the nearest that would do."""
+    """Why a value does not fit a type: what was expected, what is there, and the nearest that would do."""
     variants = variants_of(hint)
     if variants and isinstance(value, dict | str):
         return _unknown_kind(value, sorted(variants))
-    expected, found = describe_type(hint), format_value(value)
+    expected, written = describe_type(hint), format_value(value)
     options = [option for option in literal_values(hint) if isinstance(option, str)]
     if isinstance(value, str) and options:
         guess = closest_match(value, options)
-        return f"expected {expected}, not {found}.{f' Did you mean {guess!r}?' if guess else ''}"
+        return f"expected {expected}, not {written}.{f' Did you mean {guess!r}?' if guess else ''}"
     if isinstance(value, str) and _reads_as_number(value):
-        return f"expected {expected}, not the text {found}. Write it without quotes"
+        return f"expected {expected}, not the text {written}. Write it without quotes"
     if isinstance(value, float) and value.is_integer() and "whole number" in expected:
-        return f"expected {expected}, not {found}. Write {int(value)}"
+        return f"expected {expected}, not {written}. Write {int(value)}"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off") and "true or false" in expected:
-        return f"expected true or false, not {found}. Write {str(value.lower() in ('yes', 'on')).lower()}"
-    return f"expected {expected}, not {found}"
+        return f"expected true or false, not {written}. Write {str(value.lower() in ('yes', 'on')).lower()}"
+    return f"expected {expected}, not {written}"
 
 
 def _unknown_kind(value: dict[str, Any] | str, variants: list[str]) -> str:
