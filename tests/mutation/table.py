@@ -529,7 +529,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- report
     Mutation(
         "recipe/parameter_grid.py",
-        'return [key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys]',
+        'return [key if names[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys]',
         'return [key.rpartition(".")[2] for key in keys]',
         "recipe/test_parameter_grid.py",
     ),

@@ -17,9 +17,10 @@ def schema() -> dict[str, Any]:
         section = getattr(sections, name)
         definition["properties"] = {key: _admit_single_entry(entry) for key, entry in definition["properties"].items()}
         definitions[name] = _admit_short_form(section, definition)
+    properties = recipe_schema["properties"]
     for key, hint in field_types(Recipe).items():
         if variants_of(hint):
-            recipe_schema["properties"][key] = _admit_kind_alone(recipe_schema["properties"][key], sorted(variants_of(hint)))
+            properties[key] = _admit_kind_alone(properties[key], sorted(variants_of(hint)))
     recipe_schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     recipe_schema["title"] = "danlu recipe"
     return recipe_schema

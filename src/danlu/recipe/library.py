@@ -9,12 +9,15 @@ from danlu.recipe.messages import closest_match
 
 
 def folder() -> Path:
-    """Where the recipes lie: in an installed wheel beside this file, in a checkout at its top."""
-    here = Path(__file__).resolve()
-    packaged, checkout = here.parent / "shipped", here.parents[3] / "recipes"
-    for place in (packaged, checkout):
-        if place.is_dir():
-            return place
+    """The folder with the recipes: beside this file in an installed wheel, at the top of a checkout.
+
+    Raises DanluError if there is neither.
+    """
+    file = Path(__file__).resolve()
+    packaged, checkout = file.parent / "shipped", file.parents[3] / "recipes"
+    for candidate in (packaged, checkout):
+        if candidate.is_dir():
+            return candidate
     raise DanluError(f"this installation of danlu has no recipes: neither {packaged} nor {checkout} is there")
 
 
@@ -25,7 +28,10 @@ def shipped() -> dict[str, str]:
 
 
 def copy(name: str, to: Path) -> Path:
-    """Write a shipped recipe to `to` (a file, or a folder to put it in); an existing file is never overwritten."""
+    """Writes a shipped recipe to `to` (a file, or a folder to put it in); an existing file is never overwritten.
+
+    Returns the file. Raises RecipeError for an unknown name or an existing file, ResourceError if it cannot be written.
+    """
     source = folder() / f"{name}.yaml"
     if name not in shipped():
         guess = closest_match(name, list(shipped()))

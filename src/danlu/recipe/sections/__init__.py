@@ -2,7 +2,7 @@
 
 Variants are told apart by `kind`. A section that has a short form says so in its `short` class variable: the field
 that a bare value fills (`model: folder` means `model: {path: folder}`). Where a field takes a list, a bare value is a
-list of one. Rules that concern more than one field are in `rules.py`.
+list of one. Rules that concern more than one field are in `rules/`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from danlu.recipe.sections.adapters import (
     Vera,
 )
 from danlu.recipe.sections.base import Beta, NonNegative, PositiveInt, Section, Share, Steps
-from danlu.recipe.sections.checkpoint import Checkpoint, Log
+from danlu.recipe.sections.checkpoint import Checkpoint
 from danlu.recipe.sections.data import Data, Packing, Source
+from danlu.recipe.sections.log import Log
+from danlu.recipe.sections.memory import Memory, Recompute
 from danlu.recipe.sections.model import Model
 from danlu.recipe.sections.optimizers import (
     SGD,
@@ -43,7 +45,7 @@ from danlu.recipe.sections.optimizers import (
     Optimizer,
     PagedAdamW,
 )
-from danlu.recipe.sections.parallel import Memory, Parallel, Recompute
+from danlu.recipe.sections.parallel import Parallel
 from danlu.recipe.sections.quantization import Fp4, Int4, Int8, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.recipe import Recipe
 from danlu.recipe.sections.training import BatchSize, EarlyStop, Ema, Evaluation, LossOptions, Samples, Schedule, Watch

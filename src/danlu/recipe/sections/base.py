@@ -1,4 +1,4 @@
-"""What all sections share."""
+"""The base class of the sections, and types of numbers that several of them use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
+    """A part of the recipe: frozen, strict, unknown keys refused; a field's docstring is its documentation."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -34,3 +36,4 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 Steps = Annotated[int, Field(ge=1)] | Annotated[float, Field(ge=0, lt=1)]
+"""Optimizer steps (an integer), or a share of the run (below 1)."""

@@ -1,4 +1,4 @@
-"""What a run leaves behind."""
+"""Which checkpoints a run writes and keeps."""
 
 from __future__ import annotations
 
@@ -20,16 +20,3 @@ class Checkpoint(Section):
     """Also keep the one with the lowest evaluation loss, saved as soon as it is seen, and export it at the end."""
     background: bool = True
     """Flush to disk and publish in a thread while training goes on."""
-
-
-class Log(Section):
-    """What is written down while training."""
-
-    short = "every"
-
-    every: PositiveInt = 1
-    """Steps between lines of metrics.jsonl and of the console."""
-    tensorboard: bool = True
-    """Write TensorBoard events to the run folder."""
-    wandb: str | None = None
-    """Weights & Biases project; needs the wandb package."""

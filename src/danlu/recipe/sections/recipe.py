@@ -8,11 +8,13 @@ from pydantic import Field
 
 from danlu.recipe.sections.adapters import Adapter
 from danlu.recipe.sections.base import NonNegative, PositiveInt, Section
-from danlu.recipe.sections.checkpoint import Checkpoint, Log
+from danlu.recipe.sections.checkpoint import Checkpoint
 from danlu.recipe.sections.data import Data
+from danlu.recipe.sections.log import Log
+from danlu.recipe.sections.memory import Memory
 from danlu.recipe.sections.model import Model
 from danlu.recipe.sections.optimizers import AdamW, Optimizer
-from danlu.recipe.sections.parallel import Memory, Parallel
+from danlu.recipe.sections.parallel import Parallel
 from danlu.recipe.sections.quantization import Quantization
 from danlu.recipe.sections.training import BatchSize, Ema, Evaluation, LossOptions, Schedule, Watch
 
