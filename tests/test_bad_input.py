@@ -21,7 +21,7 @@ from danlu.errors import ModelError
 from danlu.models import saving
 from danlu.models.families import read_config_values
 from danlu.recipe import load
-from danlu.train.checkpoints.manifest import verify
+from danlu.train.checkpoints.verification import verify
 from danlu.train.run_lock import RunLock
 
 Train = Callable[..., str]

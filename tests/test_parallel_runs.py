@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from danlu.numerics.relative_error import worst_relative_error
-from danlu.train.checkpoints.manifest import verify
+from danlu.train.checkpoints.verification import verify
 
 pytestmark = pytest.mark.distributed
 

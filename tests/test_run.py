@@ -23,8 +23,9 @@ from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
 from danlu.train import loop
 from danlu.train.checkpoints import store
+from danlu.train.checkpoints.folders import remove_checkpoint
 from danlu.train.checkpoints.loading import read_group
-from danlu.train.checkpoints.manifest import remove_checkpoint, verify
+from danlu.train.checkpoints.verification import verify
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 

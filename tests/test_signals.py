@@ -14,7 +14,7 @@ from builders.tiny_world import World, danlu, differences, last_state, metrics, 
 
 from danlu import language, run
 from danlu.train import loop
-from danlu.train.checkpoints.manifest import verify
+from danlu.train.checkpoints.verification import verify
 from danlu.train.step import Compute
 
 

@@ -41,9 +41,9 @@ from danlu.placing import optimizer_of
 from danlu.plan.precision import fastest, in_gflops, product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
 from danlu.tasks import Material, PlacedModel, Task
+from danlu.train.checkpoints.folders import is_checkpoint_folder, is_complete, step_of
 from danlu.train.checkpoints.gathering import Gathering
 from danlu.train.checkpoints.loading import load_checkpoint, read_state
-from danlu.train.checkpoints.manifest import is_checkpoint_folder, is_complete, step_of
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.environment import changes_that_matter, describe_environment, write_environment
 from danlu.train.loop import fit

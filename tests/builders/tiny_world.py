@@ -211,7 +211,8 @@ def spike_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 def last_state(run: Path) -> tuple[Path, dict[str, str], dict[str, Any]]:
     """The newest checkpoint of a run: where, the hash of every tensor by `group.name`, and the rest of its state."""
-    from danlu.train.checkpoints.manifest import list_checkpoints, read_manifest
+    from danlu.train.checkpoints.folders import list_checkpoints
+    from danlu.train.checkpoints.manifest import read_manifest
 
     path = [info.path for info in list_checkpoints(run / "checkpoints") if info.complete][-1]
     manifest = read_manifest(path)

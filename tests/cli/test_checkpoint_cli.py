@@ -13,8 +13,8 @@ import danlu
 from danlu.cli import checkpoint
 from danlu.cli.checkpoint import app
 from danlu.errors import CheckpointError, ResourceError
-from danlu.train.checkpoints import manifest
-from danlu.train.checkpoints.manifest import remove_checkpoint
+from danlu.train.checkpoints import folders
+from danlu.train.checkpoints.folders import remove_checkpoint
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.run_lock import RunLock
 
@@ -52,7 +52,7 @@ def test_list_shows_each_checkpoint(run: Path) -> None:
 @pytest.fixture
 def pruned_meanwhile(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that deletes its checkpoint of step 100 right after the folders have been listed."""
-    real = manifest._folders
+    real = folders._subfolders
 
     def listed(folder: Path) -> list[Path]:
         found = real(folder)
@@ -60,7 +60,7 @@ def pruned_meanwhile(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             remove_checkpoint(folder / "step-00000100")
         return found
 
-    monkeypatch.setattr(manifest, "_folders", listed)
+    monkeypatch.setattr(folders, "_subfolders", listed)
     return run
 
 
@@ -71,21 +71,21 @@ def test_list_beside_a_run_that_prunes(pruned_meanwhile: Path) -> None:
 
 def test_a_list_that_a_save_overtakes_is_made_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that were there when the folders were listed are gone when they are looked at; a new one has come."""
-    real = manifest._folders
+    real = folders._subfolders
     calls = [0]
 
     def listed(folder: Path) -> list[Path]:
         found = real(folder)
         calls[0] += 1
-        if calls[0] == 3:  # the second half of the first look
+        if calls[0] == 1:
             for old in found:
                 remove_checkpoint(old)
             with CheckpointStore(folder, background=False) as store:
                 store.save(400, {"model": {"w": torch.ones(500)}}, {})
         return found
 
-    monkeypatch.setattr(manifest, "_folders", listed)
-    assert [info.step for info in manifest.list_checkpoints(run / "checkpoints")] == [400]
+    monkeypatch.setattr(folders, "_subfolders", listed)
+    assert [info.step for info in folders.list_checkpoints(run / "checkpoints")] == [400]
 
 
 def test_list_of_a_checkpoint_whose_files_are_being_deleted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_list_of_a_checkpoint_whose_files_are_being_deleted(run: Path, monkeypat
     code, lines = invoke("list", run)
     assert code == 0 and [line.split()[0] for line in lines[1:]] == ["200", "300"]
     with pytest.raises(CheckpointError, match="step-00000100: there is no such checkpoint"):
-        manifest.describe(going, 100)
+        folders.describe(going, 100)
 
 
 def test_verify_beside_a_run_that_prunes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

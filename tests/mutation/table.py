@@ -463,13 +463,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "train/test_loop.py",
     ),
     Mutation(
-        "train/checkpoints/manifest.py",
+        "train/checkpoints/folders.py",
         "kept = {info.step for info in complete[-keep:]}",
         "kept = {info.step for info in complete[:keep]}",
         "train/checkpoints/test_store.py",
     ),
     Mutation(
-        "train/checkpoints/manifest.py",
+        "train/checkpoints/verification.py",
         "if digest.result() != shard.tensors[name].sha256",
         "if digest.result() == shard.tensors[name].sha256",
         "train/checkpoints/test_store.py",

@@ -16,7 +16,7 @@ from danlu.errors import DanluError, DataError, ModelError, RecipeError, Resourc
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.recipe import sections
 from danlu.train import loop
-from danlu.train.checkpoints.manifest import verify
+from danlu.train.checkpoints.verification import verify
 from danlu.train.loop import fit, take_step
 from danlu.train.metrics import deterministic, read_metrics
 from danlu.train.out_of_memory import OutOfMemory

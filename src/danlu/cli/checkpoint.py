@@ -12,7 +12,7 @@ from rich.table import Table
 
 from danlu.errors import CheckpointError
 from danlu.terminal import echo
-from danlu.train.checkpoints.manifest import (
+from danlu.train.checkpoints.folders import (
     CheckpointInfo,
     best_checkpoint,
     describe,
@@ -22,8 +22,8 @@ from danlu.train.checkpoints.manifest import (
     remove_checkpoint,
     step_of,
     to_prune,
-    verify,
 )
+from danlu.train.checkpoints.verification import verify
 from danlu.train.run_lock import RunLock
 from danlu.train.units import format_bytes
 

@@ -14,14 +14,9 @@ from danlu.atomic_write import UNFINISHED
 from danlu.errors import CheckpointError, RecipeError, ResourceError
 from danlu.recipe import Change, Recipe, changes
 from danlu.recipe import load as load_recipe
+from danlu.train.checkpoints.folders import CheckpointInfo, is_checkpoint_folder, list_checkpoints, step_folder_name
 from danlu.train.checkpoints.loading import read_state
-from danlu.train.checkpoints.manifest import (
-    MARK,
-    CheckpointInfo,
-    is_checkpoint_folder,
-    list_checkpoints,
-    step_folder_name,
-)
+from danlu.train.checkpoints.manifest import MARK
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.run_lock import LOCK_FILE
 from danlu.train.summary import SUMMARY

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from danlu.file_lock import holder_of
-from danlu.train.checkpoints.manifest import STATE, list_checkpoints
+from danlu.train.checkpoints.folders import list_checkpoints
+from danlu.train.checkpoints.manifest import STATE
 from danlu.train.run_lock import LOCK_FILE
 
 # As `run_folder` and `summary` have them, which load torch.

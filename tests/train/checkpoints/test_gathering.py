@@ -14,7 +14,7 @@ from danlu.adapters.peft_folder import write_adapter
 from danlu.models.saving import save
 from danlu.parallel.comm import ALONE
 from danlu.shard_box import ShardBox
-from danlu.train.checkpoints.gathering import Gathering, whole
+from danlu.train.checkpoints.gathering import Gathering
 
 
 @pytest.mark.distributed
@@ -28,7 +28,7 @@ def test_alone_a_tensor_is_itself() -> None:
     with Gathering(ALONE) as gathering:
         assert gathering.first
         assert gathering.whole("w", tensor, None).data_ptr() == tensor.data_ptr()  # type: ignore[union-attr]
-    found = whole("w", tensor, ShardBox.full((2, 2)), ALONE)
+        found = gathering.whole("w", tensor, ShardBox.full((2, 2)))
     assert found is not None and found.data_ptr() == tensor.data_ptr()
 
 

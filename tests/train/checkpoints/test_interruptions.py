@@ -21,8 +21,9 @@ from torch import Tensor
 
 from danlu.errors import ResourceError
 from danlu.train.checkpoints.loading import load_checkpoint
-from danlu.train.checkpoints.manifest import MARK, verify
+from danlu.train.checkpoints.manifest import MARK
 from danlu.train.checkpoints.store import CheckpointStore
+from danlu.train.checkpoints.verification import verify
 
 # Children are forked: they save within milliseconds, without loading torch again. They use one thread, and leave by
 # kill or os._exit, so they share nothing with the test process that could go wrong.

@@ -34,13 +34,3 @@ def test_of_a_whole_parameter_any_state_is_whole() -> None:
 def test_what_has_another_shape_stays_with_its_box() -> None:
     parameter = rows((7, 12), 1, 4)
     assert state_box(torch.zeros(2, 1), parameter) is parameter  # Adafactor's rows
-    assert state_box(torch.zeros(1), parameter, block=256) is parameter  # a block that goes on in the next row
-
-
-def test_maxima_of_whole_rows_are_boxes_of_all_maxima() -> None:
-    for rank, (start, count) in enumerate([(0, 3), (3, 3), (6, 3), (9, 1)]):
-        maxima = torch.zeros(2 * count)
-        assert state_box(maxima, rows((10, 512), rank, 4), block=256) == ShardBox((20,), (2 * start,), (2 * count,))
-        assert state_box(maxima, rows((10, 512), rank, 4)) == rows((10, 512), rank, 4)
-    cut = ShardBox((10, 512), (0, 256), (10, 256))
-    assert state_box(torch.zeros(10), cut, block=256) is cut

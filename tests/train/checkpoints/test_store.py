@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from danlu.errors import CheckpointError
+from danlu.train.checkpoints.folders import CheckpointInfo, best_checkpoint, to_prune
 from danlu.train.checkpoints.loading import load_checkpoint, read_group, read_state
-from danlu.train.checkpoints.manifest import CheckpointInfo, best_checkpoint, read_manifest, to_prune, verify
+from danlu.train.checkpoints.manifest import read_manifest
 from danlu.train.checkpoints.shard_files import plan_shards, write_shard
 from danlu.train.checkpoints.store import CheckpointStore
+from danlu.train.checkpoints.verification import verify
 
 STATE = {"step": 7, "rate": 0.1, "sampler": {"epoch": 1, "order": [3, 1, 2]}, "stopped": None, "done": False}
 

@@ -1,6 +1,6 @@
-"""Whole tensors on the first process out of the boxes of all, one at a time: for a result in one folder.
+"""Gathering whole tensors on the first process from the boxes of all, one at a time: for a result in one folder.
 
-The model is never gathered as a whole: beside its own boxes the first process holds one tensor and a part of it.
+The model is never gathered as a whole: beside its own boxes the first process holds one tensor and one part of it.
 Everything travels through host memory, so the group needs gloo and a GPU needs no room.
 """
 
@@ -17,8 +17,8 @@ from danlu.parallel.comm import Group
 from danlu.shard_box import ShardBox, find_gap
 from danlu.train.agreement import Failure
 
-_MOST_DIMS = 8
-_NOTHING, _BRINGS, _FAILED = range(3)
+_MAX_DIMS = 8  # that a header has room for
+_NOTHING, _SENDS, _FAILED = range(3)
 
 
 class Gathering:
@@ -44,23 +44,25 @@ class Gathering:
         """
         if self.group.alone or box is None or (box.is_full and box.replicas == self.group.size):
             return local.detach() if self.first else None
-        assert local.ndim <= _MOST_DIMS, f"{name} has {local.ndim} dimensions"
-        brings = box.is_writer and local.numel() > 0
-        heads = self._heads(_BRINGS if brings else _NOTHING, box)
+        assert local.ndim <= _MAX_DIMS, f"{name} has {local.ndim} dimensions"
+        sends = box.is_writer and local.numel() > 0
+        headers = self._exchange_headers(_SENDS if sends else _NOTHING, box)
         if not self.first:
-            if brings:
+            if sends:
                 self.group.exchange([(local.detach().cpu().contiguous(), 0)], [])
             return None
-        found = torch.empty(box.global_shape, dtype=local.dtype)
-        brought = {member: _box(head, box.global_shape) for member, head in enumerate(heads) if head[0] == _BRINGS}
-        for member, part_box in brought.items():
+        gathered = torch.empty(box.global_shape, dtype=local.dtype)
+        sent_boxes = {
+            member: _box(header, box.global_shape) for member, header in enumerate(headers) if header[0] == _SENDS
+        }
+        for member, part_box in sent_boxes.items():
             part = local.detach() if member == 0 else torch.empty(part_box.sizes, dtype=local.dtype)
             if member:
                 self.group.exchange([], [(part, member)])
-            found[part_box.slices].copy_(part)
-        missing = find_gap(box.global_shape, list(brought.values()))
-        assert missing is None, f"{name}: {missing} of {list(box.global_shape)} is brought by no process"
-        return found
+            part_box.view_of(gathered).copy_(part)
+        gap = find_gap(box.global_shape, list(sent_boxes.values()))
+        assert gap is None, f"{name}: {gap} of {list(box.global_shape)} is sent by no process"
+        return gathered
 
     def __enter__(self) -> Self:
         return self
@@ -72,29 +74,27 @@ class Gathering:
         if self.group.alone:
             return
         if error is None:
-            self._heads(_NOTHING, nothing)
+            self._exchange_headers(_NOTHING, nothing)
         elif self.first and isinstance(error, Exception):  # an interrupt ends this process, and the others notice
             with suppress(RuntimeError):  # of torch, where another process has gone: that is the error then
-                self._heads(_FAILED, nothing)
+                self._exchange_headers(_FAILED, nothing)
                 self.group.all_gather_objects(Failure.of(error))
 
-    def _heads(self, state: int, box: ShardBox) -> list[list[int]]:
-        """What each process has of a tensor, as [state, start, size]. Raises what the first one failed of."""
-        pad = [0] * (_MOST_DIMS - len(box.offsets))
-        head = torch.tensor([[state, *box.offsets, *pad, *box.sizes, *pad]])
-        heads: list[list[int]] = self.group.all_gather(head).tolist()
-        if heads[0][0] == _FAILED and not self.first:
+    def _exchange_headers(self, state: int, box: ShardBox) -> list[list[int]]:
+        """What each process has of a tensor, as [state, offsets, sizes], on all of them.
+
+        Raises on the others what the first one failed of.
+        """
+        pad = [0] * (_MAX_DIMS - len(box.offsets))
+        header = torch.tensor([[state, *box.offsets, *pad, *box.sizes, *pad]])
+        headers: list[list[int]] = self.group.all_gather(header).tolist()
+        if headers[0][0] == _FAILED and not self.first:
             failure: Failure = self.group.all_gather_objects(None)[0]
             raise failure.kind(f"rank {self.group.ranks[0]}: {failure.text}")
-        return heads
+        return headers
 
 
-def _box(head: list[int], global_shape: tuple[int, ...]) -> ShardBox:
+def _box(header: list[int], global_shape: tuple[int, ...]) -> ShardBox:
     ndim = len(global_shape)
-    offsets, sizes = head[1 : 1 + ndim], head[1 + _MOST_DIMS : 1 + _MOST_DIMS + ndim]
+    offsets, sizes = header[1 : 1 + ndim], header[1 + _MAX_DIMS : 1 + _MAX_DIMS + ndim]
     return ShardBox(global_shape, tuple(offsets), tuple(sizes))
-
-
-def whole(name: str, local: Tensor, box: ShardBox | None, group: Group) -> Tensor | None:
-    """One tensor, as `Gathering.whole`; every process of the group calls it."""
-    return Gathering(group).whole(name, local, box)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: proved intact, matched with what a run needs, and box by box, whichever layout wrote it."""
+"""Loading a checkpoint: proved intact, matched with what a run needs, read box by box, whatever layout wrote it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,11 @@ from danlu.errors import CheckpointError
 from danlu.parallel.comm import ALONE, Group
 from danlu.shard_box import ShardBox
 from danlu.train.agreement import agree
-from danlu.train.checkpoints.manifest import (
-    STATE,
-    Manifest,
-    TensorEntry,
-    list_checkpoints,
-    read_manifest,
-    step_of,
-    verify,
-)
-from danlu.train.checkpoints.shard_files import DTYPES, cannot_be_cut, read_box
+from danlu.train.checkpoints.folders import list_checkpoints, step_of
+from danlu.train.checkpoints.manifest import STATE, Manifest, TensorEntry, read_manifest
+from danlu.train.checkpoints.shard_files import DTYPES, read_box
+from danlu.train.checkpoints.state_boxes import cannot_be_cut
+from danlu.train.checkpoints.verification import verify
 
 Groups = Mapping[str, Mapping[str, Tensor]]
 """By group ("model", "optimizer", "ema") and name."""
@@ -38,7 +33,7 @@ _ADVICE_FOR_BLOCKS = (
     "it alone. Resume with that `parallel:` section, or start a new run from the weights with optimizer adamw, whose "
     "state can be resharded."
 )
-_MOST_SHOWN = 10
+_MAX_SHOWN = 10
 
 
 def load_checkpoint(path: Path, into: Groups, boxes: Boxes | None = None, group: Group = ALONE) -> dict[str, Any]:
@@ -52,12 +47,12 @@ def load_checkpoint(path: Path, into: Groups, boxes: Boxes | None = None, group:
     names each damage and the newest older checkpoint that is intact, or each tensor that does not match.
     """
     boxes = boxes or {}
-    manifest = intact_manifest(path, into, group)
-    require_fit(path, manifest, into, boxes, group)
+    manifest = _intact_manifest(path, into, group)
+    _require_fit(path, manifest, into, boxes, group)
 
     def read() -> None:
         for kind, tensors in into.items():
-            fill(path, manifest, kind, tensors, boxes.get(kind, {}))
+            _fill(path, manifest, kind, tensors, boxes.get(kind, {}))
 
     agree(group, read, lambda _: None)
     return _state_of(path)
@@ -65,16 +60,16 @@ def load_checkpoint(path: Path, into: Groups, boxes: Boxes | None = None, group:
 
 def read_group(path: Path, group: str) -> dict[str, Tensor]:
     """All tensors of one group of the checkpoint at `path`, whole and newly made on the CPU. Raises CheckpointError."""
-    manifest = intact_manifest(path, [group], ALONE)
-    tensors = empty_tensors(manifest, group)
-    require_fit(path, manifest, {group: tensors}, {}, ALONE)
-    fill(path, manifest, group, tensors, {})
+    manifest = _intact_manifest(path, [group], ALONE)
+    tensors = _empty_tensors(manifest, group)
+    _require_fit(path, manifest, {group: tensors}, {}, ALONE)
+    _fill(path, manifest, group, tensors, {})
     return tensors
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """The state of the checkpoint at `path`, for deciding before any tensor is read. Raises CheckpointError."""
-    intact_manifest(path, [], ALONE)
+    _intact_manifest(path, [], ALONE)
     return _state_of(path)
 
 
@@ -83,18 +78,18 @@ def _state_of(path: Path) -> dict[str, Any]:
     return state
 
 
-def intact_manifest(path: Path, groups: Iterable[str], among: Group) -> Manifest:
+def _intact_manifest(path: Path, groups: Iterable[str], among: Group) -> Manifest:
     """The manifest of a checkpoint whose `groups` are undamaged; the processes `among` share the work of proving it.
 
     Raises CheckpointError that names each damage and the newest older checkpoint that is intact.
     """
     groups = list(groups)
 
-    def judge(found: list[list[str]]) -> None:
-        if problems := sorted(set(chain.from_iterable(found))):  # what several have found is told once
-            raise CheckpointError("\n  ".join([f"{path} is damaged:", *problems]) + "\n" + _way_out(path))
+    def raise_damages(problems_by_rank: list[list[str]]) -> None:
+        if problems := sorted(set(chain.from_iterable(problems_by_rank))):  # what several saw is said once
+            raise CheckpointError("\n  ".join([f"{path} is damaged:", *problems]) + "\n" + _intact_older_one(path))
 
-    agree(among, lambda: verify(path, groups, share=(among.index, among.size)), judge)
+    agree(among, lambda: verify(path, groups, share=(among.index, among.size)), raise_damages)
     manifest = read_manifest(path)
     for group in groups:
         if group not in manifest.groups:
@@ -102,55 +97,57 @@ def intact_manifest(path: Path, groups: Iterable[str], among: Group) -> Manifest
     return manifest
 
 
-def require_fit(path: Path, manifest: Manifest, into: Groups, boxes: Boxes, among: Group) -> None:
+def _require_fit(path: Path, manifest: Manifest, into: Groups, boxes: Boxes, among: Group) -> None:
     """Raises CheckpointError if a process needs a tensor otherwise than it was saved, or no process needs one."""
 
     def compare() -> tuple[set[str], set[str]]:
-        wrong, unknown = set(), set()
+        mismatches, unneeded = set(), set()
         for group, tensors in into.items():
-            found = _mismatches(manifest, group, tensors, boxes.get(group, {}))
-            wrong |= {f"{group}.{name}: {problem}" for name, problem in found}
-            others = manifest.parts(group).keys() - tensors.keys()
-            unknown |= {f"{group}.{name}: the checkpoint has it, this run does not" for name in others}
-        return wrong, unknown
+            for name, problem in _mismatches(manifest, group, tensors, boxes.get(group, {})):
+                mismatches.add(f"{group}.{name}: {problem}")
+            for name in manifest.parts(group).keys() - tensors.keys():
+                unneeded.add(f"{group}.{name}: the checkpoint has it, this run does not")
+        return mismatches, unneeded
 
-    def judge(found: list[tuple[set[str], set[str]]]) -> None:
-        wrong = set[str]().union(*(wrong for wrong, _ in found))
-        problems = sorted(wrong | set.intersection(*(unknown for _, unknown in found)))
+    def raise_mismatches(by_rank: list[tuple[set[str], set[str]]]) -> None:
+        # A mismatch on any rank counts; a saved tensor is unneeded only where no rank at all has it.
+        mismatches = set[str]().union(*(mismatches for mismatches, _ in by_rank))
+        problems = sorted(mismatches | set.intersection(*(unneeded for _, unneeded in by_rank)))
         if problems:
-            more = [f"and {len(problems) - _MOST_SHOWN} more"] if len(problems) > _MOST_SHOWN else []
-            lines = "\n  ".join([*problems[:_MOST_SHOWN], *more])
+            more = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
+            lines = "\n  ".join([*problems[:_MAX_SHOWN], *more])
             advice = f"\n{_ADVICE_FOR_BLOCKS}" if any(_IN_BLOCKS in problem for problem in problems) else ""
             raise CheckpointError(f"{path} does not fit this run:\n  {lines}{advice}")
 
-    agree(among, compare, judge)
+    agree(among, compare, raise_mismatches)
 
 
-def fill(
+def _fill(
     path: Path, manifest: Manifest, group: str, tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox]
 ) -> None:
-    """Read each tensor's box out of all saved boxes that have a part of it, after `require_fit`."""
+    """Read each tensor's box out of all saved boxes that overlap it, after `_require_fit`."""
     for shard in manifest.shards:
         if shard.group != group:
             continue
-        needed = [
-            (entry, *both, tensors[name])
+        reads = [
+            (entry, *source_and_target, tensors[name])
             for name, entry in shard.tensors.items()
-            if name in tensors and (both := _overlap(entry, tensors[name], boxes.get(name))) is not None
+            if name in tensors and (source_and_target := _overlap(entry, tensors[name], boxes.get(name))) is not None
         ]
-        if not needed:
+        if not reads:
             continue
         fd = os.open(path / shard.file, os.O_RDONLY)
         try:
-            for entry, source, target, tensor in needed:
-                read_box(fd, entry, source, tensor.detach()[target.slices])
+            for entry, source, target, tensor in reads:
+                read_box(fd, entry, source, target.view_of(tensor.detach()))
         finally:
             os.close(fd)
 
 
-def empty_tensors(manifest: Manifest, group: str) -> dict[str, Tensor]:
-    """Uninitialised whole CPU tensors for all of a group; of one in parts that cannot be cut, which no run holds, one
-    like the first of them.
+def _empty_tensors(manifest: Manifest, group: str) -> dict[str, Tensor]:
+    """Uninitialised whole CPU tensors for all of a group.
+
+    State in parts that cannot be cut has no whole; there it is one like the first part, which `_require_fit` refuses.
     """
     return {
         name: torch.empty(first.box.global_shape if first.size is None else first.shape, dtype=DTYPES[first.dtype])
@@ -158,10 +155,10 @@ def empty_tensors(manifest: Manifest, group: str) -> dict[str, Tensor]:
     }
 
 
-def _way_out(path: Path) -> str:
+def _intact_older_one(path: Path) -> str:
     """What to do about a damaged checkpoint: the newest older one that is intact, and how to go on from it."""
-    damaged = step_of(path)
-    older = [info for info in list_checkpoints(path.parent) if info.complete and info.step < damaged]
+    damaged_step = step_of(path)
+    older = [info for info in list_checkpoints(path.parent) if info.complete and info.step < damaged_step]
     for info in reversed(older):
         if not verify(info.path):
             return (
@@ -173,6 +170,7 @@ def _way_out(path: Path) -> str:
 def _mismatches(
     manifest: Manifest, group: str, tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox]
 ) -> Iterator[tuple[str, str]]:
+    """(name, problem) of each tensor of this process that the checkpoint does not have as it is needed."""
     saved = manifest.parts(group)
     for name, tensor in tensors.items():
         if name in saved:
@@ -187,30 +185,30 @@ def _mismatch(saved: Sequence[TensorEntry], tensor: Tensor, box: ShardBox | None
     if cannot_be_cut(needed, tensor) or any(entry.size is not None for entry in saved):
         if not tensor.numel() or any(_same_part(entry, tensor, needed) for entry in saved):
             return None
-        here = "all of it" if needed.is_full else str(needed)
-        saved_box = saved[0].box
-        return f"the checkpoint has {saved_box} of {list(saved_box.global_shape)} {_IN_BLOCKS}; this run needs {here}"
+        saved_box, wanted = saved[0].box, "all of it" if needed.is_full else str(needed)
+        return f"the checkpoint has {saved_box} of {list(saved_box.global_shape)} {_IN_BLOCKS}; this run needs {wanted}"
     if not needed.is_full and not tensor.numel():
         dtypes = [tensor.dtype]  # nothing is read; and of few elements a state may be kept otherwise than of many
     else:
-        read = [entry for entry in saved if entry.box.intersection(needed) is not None] or saved[:1]
-        dtypes = [DTYPES[entry.dtype] for entry in read]
-    odd = next((dtype for dtype in dtypes if dtype != tensor.dtype), tensor.dtype)
-    expected = _spell(tensor.dtype, needed.global_shape)
-    found = _spell(odd, saved[0].box.global_shape)
-    return None if found == expected else f"the checkpoint has {found}, this run needs {expected}"
+        overlapping = [entry for entry in saved if entry.box.intersection(needed) is not None] or saved[:1]
+        dtypes = [DTYPES[entry.dtype] for entry in overlapping]
+    saved_dtype = next((dtype for dtype in dtypes if dtype != tensor.dtype), tensor.dtype)
+    has = _dtype_and_shape(saved_dtype, saved[0].box.global_shape)
+    needs = _dtype_and_shape(tensor.dtype, needed.global_shape)
+    return None if has == needs else f"the checkpoint has {has}, this run needs {needs}"
 
 
 def _same_part(entry: TensorEntry, tensor: Tensor, box: ShardBox) -> bool:
+    """Whether a saved part is a tensor of this process as it stands: the same box, shape and dtype."""
     return entry.box.same_elements(box) and entry.shape == tuple(tensor.shape) and DTYPES[entry.dtype] == tensor.dtype
 
 
 def _overlap(entry: TensorEntry, tensor: Tensor, box: ShardBox | None) -> tuple[ShardBox, ShardBox] | None:
-    """What a saved part has of a tensor of this process: where it is in the one, and in the other."""
+    """What a saved part has of a tensor of this process: (its box in the saved part, its box in the tensor)."""
     needed = _needed(tensor, box)
     if entry.size is not None or cannot_be_cut(needed, tensor):
-        whole = ShardBox.full(entry.shape)
-        return (whole, whole) if tensor.numel() and _same_part(entry, tensor, needed) else None
+        all_of_it = ShardBox.full(entry.shape)
+        return (all_of_it, all_of_it) if tensor.numel() and _same_part(entry, tensor, needed) else None
     common = entry.box.intersection(needed)
     return None if common is None else (common.relative_to(entry.box), common.relative_to(needed))
 
@@ -219,5 +217,5 @@ def _needed(tensor: Tensor, box: ShardBox | None) -> ShardBox:
     return ShardBox.full(tensor.shape) if box is None or box.is_full else box
 
 
-def _spell(dtype: torch.dtype, shape: Sequence[int]) -> str:
+def _dtype_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"

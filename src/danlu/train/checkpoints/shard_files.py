@@ -22,6 +22,7 @@ from torch import Tensor
 
 from danlu.shard_box import ShardBox
 from danlu.train.checkpoints.manifest import Shard, TensorEntry
+from danlu.train.checkpoints.state_boxes import cannot_be_cut
 
 SHARD_BYTES = 4 << 30
 _CHUNK_BYTES = 16 << 20  # of one write or read; also the staging buffer a CUDA tensor passes through
@@ -116,11 +117,6 @@ def write_shard(folder: Path, plan: ShardPlan, tensors: Mapping[str, Tensor], th
     }
     header_sha256 = hashlib.sha256(plan.header).hexdigest()
     return Shard(plan.file, plan.group, plan.bytes, len(plan.header), header_sha256, entries)
-
-
-def cannot_be_cut(box: ShardBox, tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a part of a parameter without having its shape, as moments in blocks do."""
-    return not box.is_full and tuple(tensor.shape) != box.sizes
 
 
 def read_box(fd: int, entry: TensorEntry, box: ShardBox, into: Tensor) -> None:

@@ -42,34 +42,28 @@ from danlu.machine import pid_is_alive
 from danlu.parallel.comm import ALONE, Group
 from danlu.shard_box import ShardBox
 from danlu.train.agreement import agree
-from danlu.train.checkpoints.loading import Boxes, Groups
-from danlu.train.checkpoints.manifest import (
-    MANIFEST,
-    MARK,
-    STATE,
+from danlu.train.checkpoints.folders import (
+    ASIDE_FOLDER,
+    TEMPORARY_FOLDER,
     CheckpointInfo,
-    Manifest,
-    Shard,
     aside_folder_name,
     best_checkpoint,
-    box_problems,
     is_complete,
     list_checkpoints,
-    mark_text,
     remove_checkpoint,
     step_folder_name,
     temporary_folder_name,
     to_prune,
 )
+from danlu.train.checkpoints.loading import Boxes, Groups
+from danlu.train.checkpoints.manifest import MANIFEST, MARK, STATE, Manifest, Shard, coverage_problems, mark_text
 from danlu.train.checkpoints.shard_files import ShardPlan, plan_shards, write_shard
 from danlu.train.units import format_bytes
 
 _GROUP_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_TEMPORARY = re.compile(r"\.step-\d{8,}\.(\d+)\.tmp")
-_ASIDE = re.compile(r"\.step-(\d{8,})\.old")
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 _MANIFEST_BYTES_PER_TENSOR = 512  # an upper estimate, for the free-space check
-_OUT_OF_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CheckpointStore:
@@ -138,17 +132,17 @@ class CheckpointStore:
         """
         self.wait()
         draft = _Draft(tensors, state, boxes or {}, self.group)
-        name, need = agree(self.group, draft.plan, partial(self._begin, step))
+        name, needed_bytes = agree(self.group, draft.plan, partial(self._begin, step))
         temporary = self.folder / name
         written: list[Shard] | Exception
         try:
-            with self._explained(step, need, temporary):
+            with self._explained(step, needed_bytes, temporary):
                 written = draft.write(temporary)
         except Exception as error:
             if self.group.alone:
                 raise
             written = error  # the others wait for it in _publish
-        publish = partial(self._publish, step, temporary, need, draft, written, loss)
+        publish = partial(self._publish, step, temporary, needed_bytes, draft, written, loss)
         if self.background:
             self._thread = threading.Thread(
                 target=self._publish_and_remember, args=(publish,), name="checkpoint", daemon=True
@@ -194,17 +188,17 @@ class CheckpointStore:
             remove_checkpoint(path)
         return later
 
-    def _begin(self, step: int, needs: list[int]) -> tuple[str, int]:
-        """On the first process: an empty temporary folder. Returns its name, and the bytes that will be in it."""
-        need = sum(needs)
+    def _begin(self, step: int, needed_bytes_by_rank: list[int]) -> tuple[str, int]:
+        """On the first process: makes an empty temporary folder. Returns its name, and the bytes that will be in it."""
+        needed_bytes = sum(needed_bytes_by_rank)
         temporary = self.folder / temporary_folder_name(step, os.getpid())
-        with self._explained(step, need, temporary):
+        with self._explained(step, needed_bytes, temporary):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._tidy()
-            if shutil.disk_usage(self.folder).free < need:
+            self._clear_leftovers()
+            if shutil.disk_usage(self.folder).free < needed_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             temporary.mkdir()
-        return temporary.name, need
+        return temporary.name, needed_bytes
 
     def _publish_and_remember(self, publish: partial[None]) -> None:
         try:
@@ -216,7 +210,7 @@ class CheckpointStore:
         self,
         step: int,
         temporary: Path,
-        need: int,
+        needed_bytes: int,
         draft: _Draft,
         written: list[Shard] | Exception,
         loss: float | None,
@@ -224,29 +218,29 @@ class CheckpointStore:
         def flush() -> list[Shard]:
             if isinstance(written, Exception):
                 raise written
-            with self._explained(step, need, temporary):
+            with self._explained(step, needed_bytes, temporary):
                 # An error of earlier write-back is still reported to a descriptor opened now (Linux, since 4.17).
                 for shard in written:
                     sync_file(temporary / shard.file)
             return written
 
         def finish(shards: list[list[Shard]]) -> None:
-            with self._explained(step, need, temporary):
+            with self._explained(step, needed_bytes, temporary):
                 self._finish(step, temporary, draft, tuple(chain.from_iterable(shards)), loss)
 
         try:
             agree(self.group, flush, finish)
         except BaseException:
-            self._drop(temporary)
+            self._remove_temporary(temporary)
             raise
 
     def _finish(self, step: int, temporary: Path, draft: _Draft, shards: tuple[Shard, ...], loss: float | None) -> None:
         """On the first process, once all tensors are on the disk: the rest of the folder, its place, its mark."""
         groups = tuple(dict.fromkeys([*draft.tensors, *(shard.group for shard in shards)]))
-        if wrong := [problem for group in groups for problem in box_problems(group, shards)]:
+        if problems := [problem for group in groups for problem in coverage_problems(group, shards)]:
             raise CheckpointError(
                 f"{self.folder}: the checkpoint of step {step} is not kept, for its parts are not the whole (an error "
-                "of danlu, please report it):\n  " + "\n  ".join(wrong)
+                "of danlu, please report it):\n  " + "\n  ".join(problems)
             )
         state_hash = hashlib.sha256(draft.state_json).hexdigest()
         manifest = Manifest(step, groups, shards, len(draft.state_json), state_hash).to_json()
@@ -269,13 +263,13 @@ class CheckpointStore:
         ):
             remove_checkpoint(info.path)
 
-    def _tidy(self) -> None:
+    def _clear_leftovers(self) -> None:
         """Clear away what killed runs left; bring back a checkpoint that was set aside for one that never came."""
         for entry in sorted(entry for entry in self.folder.iterdir() if entry.is_dir()):
-            if match := _TEMPORARY.fullmatch(entry.name):
+            if match := TEMPORARY_FOLDER.fullmatch(entry.name):
                 if int(match[1]) == os.getpid() or not pid_is_alive(int(match[1])):
                     shutil.rmtree(entry)
-            elif match := _ASIDE.fullmatch(entry.name):
+            elif match := ASIDE_FOLDER.fullmatch(entry.name):
                 target = self.folder / step_folder_name(int(match[1]))
                 if is_complete(target) or not is_complete(entry):
                     remove_checkpoint(entry)
@@ -286,39 +280,39 @@ class CheckpointStore:
             if not info.complete:
                 shutil.rmtree(info.path)
 
-    def _drop(self, temporary: Path) -> None:
+    def _remove_temporary(self, temporary: Path) -> None:
         if self.group.index == 0:
             shutil.rmtree(temporary, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _explained(self, step: int, need: int, temporary: Path) -> Iterator[None]:
+    def _explained(self, step: int, needed_bytes: int, temporary: Path) -> Iterator[None]:
         """Say what the system's error means here; and remove the temporary folder, unless others still write in it."""
         try:
             yield
         except BaseException as error:
             if self.group.alone:
-                self._drop(temporary)
+                self._remove_temporary(temporary)
             if isinstance(error, OSError):
-                raise ResourceError(self._explanation(step, need, error)) from error
+                raise ResourceError(self._explanation(step, needed_bytes, error)) from error
             raise
 
-    def _explanation(self, step: int, need: int, error: OSError) -> str:
+    def _explanation(self, step: int, needed_bytes: int, error: OSError) -> str:
         what = f"{self.folder}: the checkpoint of step {step} cannot be written"
-        stays = self._what_stays()
-        if error.errno not in _OUT_OF_ROOM:
-            return f"{what}: {error.strerror or error} ({error.filename or self.folder}). {stays}"
+        remaining = self._remaining_checkpoint()
+        if error.errno not in _NO_SPACE_ERRORS:
+            return f"{what}: {error.strerror or error} ({error.filename or self.folder}). {remaining}"
         free = shutil.disk_usage(self.folder).free
         missing = (
-            f"{format_bytes(need - free)} are missing"
-            if free < need
+            f"{format_bytes(needed_bytes - free)} are missing"
+            if free < needed_bytes
             else f"but writing stopped ({os.strerror(error.errno)}): a quota, a file-size limit, or another writer"
         )
         return (
-            f"{what}: it needs {format_bytes(need)}, {format_bytes(free)} are free, {missing}. {stays} "
+            f"{what}: it needs {format_bytes(needed_bytes)}, {format_bytes(free)} are free, {missing}. {remaining} "
             "Free some space, or keep fewer checkpoints (checkpoint.keep), and start the run again: it resumes."
         )
 
-    def _what_stays(self) -> str:
+    def _remaining_checkpoint(self) -> str:
         with contextlib.suppress(OSError):  # a folder that cannot even be read has nothing to report
             steps = [info.step for info in list_checkpoints(self.folder) if info.complete]
             if steps:
@@ -350,8 +344,8 @@ class _Draft:
             self.plans += plan_shards(group, own, boxes=boxes, rank=rank)
         self.state_json = json.dumps(self.state).encode() if self.group.index == 0 else b""
         count = sum(len(plan.offsets) for plan in self.plans)
-        need = sum(plan.bytes for plan in self.plans) + count * _MANIFEST_BYTES_PER_TENSOR
-        return need + (len(self.state_json) + (1 << 16) if self.group.index == 0 else 0)
+        needed_bytes = sum(plan.bytes for plan in self.plans) + count * _MANIFEST_BYTES_PER_TENSOR
+        return needed_bytes + (len(self.state_json) + (1 << 16) if self.group.index == 0 else 0)
 
     def write(self, folder: Path) -> list[Shard]:
         if not self.group.alone and not folder.is_dir():
@@ -359,7 +353,7 @@ class _Draft:
                 f"{folder}: not seen by rank {self.group.ranks[self.group.index]}, though rank {self.group.ranks[0]} "
                 "has made it. All processes of a run need one `output` folder, on a disk that their machines share."
             )
-        threads = min(_MOST_THREADS, torch.get_num_threads())
+        threads = min(_MAX_THREADS, torch.get_num_threads())
         return [write_shard(folder, plan, self.tensors[plan.group], threads) for plan in self.plans]
 
     def _writes(self, tensor: Tensor, box: ShardBox | None) -> bool:
