@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
-from danlu.adapters.adapter_set import BASE_CHANGING_INITS, AdapterSet
+from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.lora import LowRank
+from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.assembly.adapter_training import TRAINED
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapters_of
@@ -219,9 +220,9 @@ def _initialize(adapters: AdapterSet, section: Any) -> None:
         if not isinstance(module, LowRank):
             continue
         if section.init in BASE_CHANGING_INITS:
-            module.begin(module.lora_A.detach(), module.lora_B.detach())
+            module.set_initial_factors(module.lora_A.detach(), module.lora_B.detach())
         if module.lora_magnitude_vector is not None:
-            module.weight_norm = torch.empty_like(module.lora_magnitude_vector)
+            module.base_row_squares = torch.empty_like(module.lora_magnitude_vector)
 
 
 def _largest_packed_matrix(meta: _MetaModel) -> int:

@@ -18,7 +18,7 @@ ACTIVATIONS = {"gelu": F.gelu, "relu": torch.relu, "silu": lambda x: x * torch.s
 @pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
 def test_outputs_and_gradients_are_those_of_the_definition(activation: Activation) -> None:
     module = Bottleneck(10, 4, activation)
-    module.draw(torch.Generator().manual_seed(0))
+    module.reset_parameters(torch.Generator().manual_seed(0))
     module = module.double()
     x = torch.randn(7, 10, dtype=torch.float64, requires_grad=True)
     assert torch.equal(module(x), x)

@@ -9,7 +9,7 @@ from builders.tiny_adapters import adapter_set
 from builders.tiny_run import tiny_model
 from torch import Tensor
 
-from danlu.adapters.adapter import Dense
+from danlu.adapters.adapter import DenseLinear
 from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import LowRank
@@ -73,7 +73,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(of_inputs: bool) -> N
 @pytest.mark.parametrize("of_inputs", [False, True])
 def test_merged_is_unmerged_with_the_bias(of_inputs: bool) -> None:
     linear, module = base(), ia3(of_inputs=of_inputs)
-    merged = module.applied(Dense(linear.weight, linear.bias))
+    merged = module.merged_into(DenseLinear(linear.weight, linear.bias))
     x = torch.randn(TOKENS, INPUTS, dtype=torch.float64)
     torch.testing.assert_close(F.linear(x, merged.weight, merged.bias), written_out(module, x, linear))
     assert torch.equal(merged.bias, linear.bias) == of_inputs
@@ -100,7 +100,7 @@ def test_what_rescales_inputs_does_so_for_all_that_lies_below_it() -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
         for one, other in zip(gradients(ours, *wanted), gradients(plain, *wanted), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-    merged = slot.applied(Dense(linear.weight, linear.bias))
+    merged = slot.merged_into(DenseLinear(linear.weight, linear.bias))
     torch.testing.assert_close(F.linear(x, merged.weight, merged.bias), plain, rtol=1e-12, atol=1e-12)
     slot.active = ("b", "a", "c", "d")  # the negative control: the order matters
     assert not torch.allclose(linear(x), plain, rtol=1e-3)
@@ -129,7 +129,7 @@ def test_in_bfloat16_a_vector_near_one_still_counts() -> None:
     module.ia3_l.data.fill_(1 + 1 / 300)
     assert (module.ia3_l.bfloat16() == 1).all()
     y = torch.full((1, OUTPUTS), 255 / 128, dtype=torch.bfloat16)
-    scaled = module.add(y, y, base())
+    scaled = module.adapt_output(y, y, base())
     assert scaled.dtype == torch.bfloat16 and (scaled == 2).all()  # 1.9988, where numbers are 1/128 apart
 
 

@@ -10,7 +10,7 @@ from builders.tiny_adapters import DOCUMENTS, adapter_set, logits, perturb
 from builders.tiny_run import tiny_model
 from torch import Tensor
 
-from danlu.adapters.adapter import Dense
+from danlu.adapters.adapter import DenseLinear
 from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.lora import LowRank
 from danlu.recipe import sections
@@ -31,7 +31,7 @@ def gradients(weight: Tensor, exact: bool) -> list[Tensor]:
     trained = [one.lora_A, one.lora_B, one.lora_magnitude_vector]
     for seed, parameter in enumerate(trained):
         parameter.data.copy_(drawn(*parameter.shape, seed=seed))
-    loss = (one.applied(Dense(weight, None)).weight * drawn(OUTPUTS, INPUTS, seed=9)).sum()
+    loss = (one.merged_into(DenseLinear(weight, None)).weight * drawn(OUTPUTS, INPUTS, seed=9)).sum()
     return list(torch.autograd.grad(loss, trained))
 
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.lora import row_squares
-from danlu.adapters.low_rank import Branch, LowRankFactors, products
+from danlu.adapters.low_rank import Branch, LowRankFactors, low_rank_linears
 from danlu.models import ops
 from danlu.models.modules import Linear
 from danlu.numerics.four_bit_weight import FourBitWeight
@@ -81,7 +81,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(dora: bool, exact: bo
     made = case(dora=dora, exact=exact, bias=bias)
     x = torch.randn(TOKENS, INPUTS, dtype=torch.float64, requires_grad=True)
     branches = [Branch(linear, one) for linear, one in zip(*made, strict=True)]
-    ours = gradients(lambda x: products(x, branches), x, made)
+    ours = gradients(lambda x: low_rank_linears(x, branches), x, made)
     plain = gradients(lambda x: tuple(written_out(x, *pair) for pair in zip(*made, strict=True)), x, made)
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
@@ -95,7 +95,7 @@ def test_the_norm_as_a_constant_and_its_exact_gradient_differ() -> None:
         torch.manual_seed(0)
         made = case(dora=True, exact=exact)
         branches = [Branch(linear, one) for linear, one in zip(*made, strict=True)]
-        found.append(gradients(lambda x, branches=branches: products(x, branches), x, made))
+        found.append(gradients(lambda x, branches=branches: low_rank_linears(x, branches), x, made))
     assert all(torch.equal(one, other) for one, other in zip(found[0][:3], found[1][:3], strict=True))
     assert not torch.allclose(found[0][5], found[1][5], rtol=1e-3)
 
@@ -112,7 +112,7 @@ def test_dropout_reaches_the_low_rank_path_alone_and_backward_draws_the_same_mas
 
     def ours(x: Tensor) -> tuple[Tensor, ...]:
         dropout_state.begin(5, [(2, TOKENS)])
-        ys = products(x, branches, dropout)
+        ys = low_rank_linears(x, branches, dropout)
         dropout_state.begin(6, [(0, TOKENS)])  # by the time of the backward pass the run may be elsewhere
         return ys
 
@@ -135,7 +135,7 @@ def test_what_is_kept_for_the_backward_pass(recomputed: bool) -> None:
     again = Recomputed(lambda gate, up: ops.gated_mlp_activation(gate, up, "silu"), (gate, up)) if recomputed else None
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        ys = products(inner, [Branch(*pair) for pair in zip(layers, ones, strict=True)], None, again)
+        ys = low_rank_linears(inner, [Branch(*pair) for pair in zip(layers, ones, strict=True)], None, again)
     own = {tensor.untyped_storage().data_ptr() for pair in ones for tensor in (pair.a, pair.b)}
     new = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in own]
     shapes = sorted(tuple(tensor.shape) for tensor in new)
@@ -159,7 +159,7 @@ def test_an_input_without_gradient_and_a_frozen_a_cost_nothing() -> None:
     x = torch.randn(TOKENS, INPUTS, dtype=torch.float64)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        (y,) = products(x, [Branch(linear, frozen)])
+        (y,) = low_rank_linears(x, [Branch(linear, frozen)])
     assert not any(tensor.shape == x.shape for tensor in kept)  # LoRA-FA's point: no inputs are kept
     (grad_b,) = torch.autograd.grad(y.sum(), [one.b])
     (expected,) = torch.autograd.grad(written_out(x, linear, one).sum(), [one.b])
@@ -171,8 +171,8 @@ def test_without_gradients_the_result_is_the_same() -> None:
     x = torch.randn(TOKENS, INPUTS, dtype=torch.float64)
     branches = [Branch(linear, one) for linear, one in zip(*made, strict=True)]
     with torch.no_grad():
-        quiet = products(x, branches)
-    assert all(torch.equal(one, other) for one, other in zip(quiet, products(x, branches), strict=True))
+        quiet = low_rank_linears(x, branches)
+    assert all(torch.equal(one, other) for one, other in zip(quiet, low_rank_linears(x, branches), strict=True))
 
 
 def test_a_row_of_zeros_in_the_base_gives_dora_no_nan() -> None:
@@ -180,9 +180,9 @@ def test_a_row_of_zeros_in_the_base_gives_dora_no_nan() -> None:
     linear.weight.data[2] = 0
     one = factors(linear, 3, dora=True)
     one.b.data.zero_()
-    one.magnitude.data.copy_(one.weight_norm.sqrt())
+    one.magnitude.data.copy_(one.base_row_squares.sqrt())
     x = torch.randn(TOKENS, INPUTS, dtype=torch.float64, requires_grad=True)
-    (y,) = products(x, [Branch(linear, one)])
+    (y,) = low_rank_linears(x, [Branch(linear, one)])
     assert torch.equal(y[:, 2], torch.zeros(TOKENS, dtype=torch.float64))
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(y.sum(), [x, one.a, one.b, one.magnitude]))
 
@@ -200,9 +200,9 @@ def test_dora_over_a_packed_base_holds_one_dense_matrix(exact: bool) -> None:
     x = torch.randn(4, inputs, requires_grad=True)
     found, largest = [], []
     for linear in (packed, dense):
-        products(x, [Branch(linear, one)])  # the memory that is lent is there from the first use on
+        low_rank_linears(x, [Branch(linear, one)])  # the memory that is lent is there from the first use on
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            (y,) = products(x, [Branch(linear, one)])
+            (y,) = low_rank_linears(x, [Branch(linear, one)])
             found.append((y, *torch.autograd.grad(y.square().sum(), [x, a, b, m])))
         events = profiled.profiler.kineto_results.events()
         largest.append(max(event.nbytes() for event in events if event.name() == "[memory]"))

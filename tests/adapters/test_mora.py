@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from danlu.adapters.adapter import Dense
+from danlu.adapters.adapter import DenseLinear
 from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.mora import Folding, Mora
 from danlu.adapters.targets import Form, square_width
@@ -74,7 +74,7 @@ def test_outputs_and_gradients_are_those_of_the_paper(inputs: int, outputs: int,
     module, linear = mora(inputs, outputs, width, form), base_of(inputs, outputs)
     x = torch.randn(TOKENS, inputs, dtype=torch.float64, requires_grad=True)
     base = linear.base(x)
-    ours = module.add(x, base, linear)
+    ours = module.adapt_output(x, base, linear)
     plain = base + from_the_paper(x, module.mora_M, outputs, form)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     for one, other in zip(gradients(ours, x, module), gradients(plain, x, module), strict=True):
@@ -89,10 +89,10 @@ def test_outputs_and_gradients_are_those_of_the_paper(inputs: int, outputs: int,
 def test_merged_is_unmerged_and_differentiable(
     monkeypatch: pytest.MonkeyPatch, inputs: int, outputs: int, width: int, form: Form
 ) -> None:
-    monkeypatch.setattr("danlu.adapters.mora.TILE", 5)
+    monkeypatch.setattr("danlu.adapters.mora.COLUMNS_PER_TILE", 5)
     module, linear = mora(inputs, outputs, width, form), base_of(inputs, outputs)
     x = torch.randn(TOKENS, inputs, dtype=torch.float64, requires_grad=True)
-    ours = x @ module.applied(Dense(linear.weight, None)).weight.t()
+    ours = x @ module.merged_into(DenseLinear(linear.weight, None)).weight.t()
     plain = linear.base(x) + from_the_paper(x, module.mora_M, outputs, form)
     torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
     for one, other in zip(gradients(ours, x, module), gradients(plain, x, module), strict=True):
@@ -121,7 +121,7 @@ def test_dropout_reaches_the_path_alone_and_backward_draws_the_same_mask(form: F
     x = torch.randn(TOKENS, 14, dtype=torch.float64, requires_grad=True)
     dropout_state.begin(5, [(2, TOKENS)])
     mask = module.dropout(torch.ones_like(x))
-    ours = module.add(x, linear.base(x), linear)
+    ours = module.adapt_output(x, linear.base(x), linear)
     dropout_state.begin(6, [(0, TOKENS)])  # by the time of the backward pass the run may be elsewhere
     found = gradients(ours, x, module)
     plain = linear.base(x) + from_the_paper(x * mask, module.mora_M, 9, form)
@@ -139,7 +139,7 @@ def test_an_input_that_can_be_made_again_is_not_kept(form: Form) -> None:
     again = Recomputed(lambda gate, up: ops.gated_mlp_activation(gate, up, "silu"), (gate, up))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        ours = module.add(inner, linear.base(inner), linear, again)
+        ours = module.adapt_output(inner, linear.base(inner), linear, again)
     known = {
         tensor.untyped_storage().data_ptr()
         for tensor in (gate, up, linear.weight, *module.parameters(), *module.buffers())
@@ -156,7 +156,7 @@ def test_an_input_that_can_be_made_again_is_not_kept(form: Form) -> None:
 def test_in_bfloat16_parameters_and_their_gradient_stay_float32(form: Form) -> None:
     module = mora(14, 22, 6, form).float()
     x = torch.randn(TOKENS, 14, dtype=torch.bfloat16, requires_grad=True)
-    y = module.add(x, torch.zeros(TOKENS, 22, dtype=torch.bfloat16), base_of(14, 22))
+    y = module.adapt_output(x, torch.zeros(TOKENS, 22, dtype=torch.bfloat16), base_of(14, 22))
     exact = from_the_paper(x.double(), module.mora_M.double(), 22, form)
     torch.testing.assert_close(y.double(), exact, rtol=0.05, atol=0.1)
     assert [grad.dtype for grad in gradients(y, x, module)] == [torch.bfloat16, torch.float32]

@@ -22,7 +22,7 @@ def made(hidden: int | None) -> tuple[PrefixTokens, LayerPrefix]:
     layer = LayerPrefix(tokens, HEADS * WIDTH, projection, device="cpu")
     for module in (projection, layer):
         if module is not None:
-            module.draw(lambda name: named_generator(0, name))
+            module.reset_parameters(lambda name: named_generator(0, name))
     return tokens, layer.double()
 
 
@@ -37,7 +37,7 @@ def written_out(layer: LayerPrefix) -> Tensor:
 @pytest.mark.parametrize("hidden", [None, HIDDEN])
 def test_keys_values_and_gradients_are_those_of_the_definition(hidden: int | None) -> None:
     tokens, layer = made(hidden)
-    tokens.vectors(tokens.find(TOKENS), torch.float64)
+    tokens.embeddings(tokens.positions(TOKENS), torch.float64)
     torch.manual_seed(0)
     k, v = (torch.randn(len(TOKENS), HEADS, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2))
     ours = layer(k, v)
@@ -60,7 +60,7 @@ def test_keys_values_and_gradients_are_those_of_the_definition(hidden: int | Non
 
 def test_without_its_tokens_nothing_is_replaced() -> None:
     tokens, layer = made(None)
-    tokens.vectors(tokens.find(torch.tensor([1, 2])), torch.float64)
+    tokens.embeddings(tokens.positions(torch.tensor([1, 2])), torch.float64)
     k, v = torch.randn(2, HEADS, WIDTH), torch.randn(2, HEADS, WIDTH)
     assert all(one is other for one, other in zip(layer(k, v), (k, v), strict=True))
 

@@ -14,7 +14,7 @@ from builders.tiny_run import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from danlu.adapters.adapter import Dense
+from danlu.adapters.adapter import DenseLinear
 from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.vera import Projection, Vera
 from danlu.models.modules import Linear
@@ -54,7 +54,7 @@ def test_outputs_and_gradients_are_those_of_the_definition() -> None:
     module, linear = made()
     x = torch.randn(TOKENS, INPUTS, dtype=torch.float64, requires_grad=True)
     base = linear.base(x)
-    ours, plain = module.add(x, base, linear), base + written_out(module, x)
+    ours, plain = module.adapt_output(x, base, linear), base + written_out(module, x)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     for one, other in zip(gradients(ours, x, module), gradients(plain, x, module), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
@@ -68,7 +68,7 @@ def test_dropout_reaches_the_path_alone_and_backward_draws_the_same_mask() -> No
     dropout_state.begin(5, [(2, TOKENS)])
     mask = module.dropout(torch.ones_like(x))
     base = linear.base(x)
-    ours = module.add(x, base, linear)
+    ours = module.adapt_output(x, base, linear)
     dropout_state.begin(6, [(0, TOKENS)])  # by the time of the backward pass the run may be elsewhere
     found = gradients(ours, x, module)
     plain = base + written_out(module, x * mask)
@@ -82,7 +82,7 @@ def test_dropout_reaches_the_path_alone_and_backward_draws_the_same_mask() -> No
 
 def test_merged_is_the_definition_and_differentiable() -> None:
     module, linear = made()
-    merged = module.applied(Dense(linear.weight, linear.bias))
+    merged = module.merged_into(DenseLinear(linear.weight, linear.bias))
     x = torch.randn(TOKENS, INPUTS, dtype=torch.float64, requires_grad=True)
     plain = linear.base(x) + written_out(module, x)
     ours = F.linear(x, merged.weight, merged.bias)
@@ -98,7 +98,7 @@ def test_only_what_the_random_matrix_makes_of_x_is_kept() -> None:
     x = torch.randn(TOKENS, INPUTS, dtype=torch.bfloat16, requires_grad=True)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        y = module.add(x, torch.zeros(TOKENS, OUTPUTS, dtype=torch.bfloat16), linear)
+        y = module.adapt_output(x, torch.zeros(TOKENS, OUTPUTS, dtype=torch.bfloat16), linear)
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     new = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in own]
     assert [tensor.shape for tensor in new] == [(TOKENS, RANK)]

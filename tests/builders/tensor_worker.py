@@ -233,8 +233,8 @@ def _local_norms_of_rows(one: Side, cuts: Cuts) -> None:
 def _every_prompt(one: Side, cuts: Cuts) -> None:
     assert one.adapters is not None
     for added in one.adapters.added.values():
-        for virtual in added.virtual():
-            virtual.adds = True
+        for virtual in added.virtual_tokens():
+            virtual.adds_embeddings = True
 
 
 def _uncounted_heads(one: Side, cuts: Cuts) -> None:

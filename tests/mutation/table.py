@@ -123,20 +123,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- adapters
     Mutation(
         "adapters/lora.py",
-        "gain = one.magnitude / (norm if self.exact_norm else norm.detach())",
-        "gain = one.magnitude / norm",
+        "gain = factors.magnitude / (norm if self.exact_norm else norm.detach())",
+        "gain = factors.magnitude / norm",
         "adapters/test_lora.py",
     ),
     Mutation(
         "adapters/lora.py",
-        "return None if self.asleep else self._dropout",
+        "return None if self.restores_base else self._dropout",
         "return self._dropout",
         "adapters/test_lora.py",
     ),
     Mutation(
         "adapters/lora.py",
-        "return 0.0 if self.asleep else self._dropout.share",
-        "return self._dropout.share",
+        "return 0.0 if self.restores_base else self._dropout.p",
+        "return self._dropout.p",
         "adapters/test_lora.py",
     ),
     Mutation(
@@ -148,14 +148,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "adapters/low_rank.py",
-        "factors.weight_norm + 2 * scale * cross",
-        "factors.weight_norm + scale * cross",
+        "factors.base_row_squares + 2 * scale * cross",
+        "factors.base_row_squares + scale * cross",
         "adapters/test_low_rank.py",
     ),
     Mutation(
         "adapters/low_rank.py",
-        "grad_b = (grad.t() @ u[:, own]).to(b.dtype).mul_(factors.scale)",
-        "grad_b = (grad.t() @ u[:, own]).to(b.dtype)",
+        "grad_b = (grad.t() @ u[:, columns]).to(b.dtype).mul_(factors.scale)",
+        "grad_b = (grad.t() @ u[:, columns]).to(b.dtype)",
         "adapters/test_low_rank.py",
     ),
     Mutation(
@@ -166,7 +166,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "adapters/dropout.py",
-        "return x * kept * (1 / (1 - self.share))",
+        "return x * kept * (1 / (1 - self.p))",
         "return x * kept",
         "adapters/test_dropout.py",
     ),

@@ -1,6 +1,6 @@
-"""What the adapters of linear layers have in common.
+"""What the adapters of linear layers and of embeddings have in common.
 
-T tokens · O, I outputs and inputs of the layer · D model width
+T tokens · O, I outputs and inputs of the layer · V vocabulary · D model width
 """
 
 from __future__ import annotations
@@ -8,19 +8,23 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from danlu.types import Axis, EmbeddingLayer, LinearLayer, LinearShard, Recomputed
 
 TensorAxes = Mapping[str, tuple[Axis | None, ...]]
-"""For tensor parallelism: which dimensions of a parameter are cut with the outputs or the inputs of its layer. What is
-not named is whole on every process; its gradient there is a part of a sum over them."""
+"""For tensor parallelism: for each dimension of a parameter, whether it is cut with the outputs or the inputs of its
+layer. A parameter that is not named is whole on every process, and its gradient there is one term of a sum over them.
+"""
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Dense:
-    """A linear layer written out in full, for merging: float32 or wider."""
+class DenseLinear:
+    """The weight and bias of a linear layer with nothing packed and no adapter beside it; float32 or wider."""
 
     weight: Tensor  # [O, I]
     bias: Tensor | None  # [O]
@@ -29,47 +33,56 @@ class Dense:
 class Adapter(nn.Module):
     """The adapter of one linear layer. Its parameters are float32, whatever the type of activations.
 
-    Where the layer is cut over processes by its inputs, what goes into the adapter is cut as well, and what it gives is
-    a part of a sum.
+    Where the layer is cut over processes by its inputs, the adapter sees only the inputs of this process, and what it
+    returns is one term of a sum over the processes.
     """
 
     @property
     def tensor_axes(self) -> TensorAxes:
         return {}
 
-    def narrow(self, share: LinearShard) -> None:
-        """Told that the layer has been cut, once, when its parameters have been cut by `tensor_axes`."""
+    def narrow(self, shard: LinearShard) -> None:
+        """Called once, after tensor parallelism has cut the layer, and this adapter's parameters by `tensor_axes`."""
 
-    def below(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
-        """x [T, I] as the layer below this adapter is to have it."""
+    def adapt_input(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
+        """x [T, I] -> what the layer below this adapter gets as its input, [T, I]; x itself unless overridden."""
         return x
 
     @abstractmethod
-    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
-        """x [T, I], and y [T, O] that the layer below gives for `below(x)` -> [T, O] with this adapter.
+    def adapt_output(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
+        """[T, O]: the layer's output with this adapter.
 
-        recomputed: how to make x again in the backward pass instead of keeping it.
+        Args:
+            x: [T, I], the input of layer and adapter together.
+            y: [T, O], what the layer below this adapter computes of `adapt_input(x)`.
+            recomputed: how to compute x again in the backward pass instead of keeping it.
         """
 
     @abstractmethod
-    def applied(self, dense: Dense) -> Dense:
-        """The layer with this adapter in it, from the layer without; differentiable in the adapter's parameters."""
+    def merged_into(self, dense: DenseLinear) -> DenseLinear:
+        """The layer with this adapter merged into its weight and bias; differentiable in the adapter's parameters."""
 
 
 class EmbeddingAdapter(nn.Module):
-    """The adapter of an embedding, whose outputs are words here and its inputs what the rows hold."""
+    """The adapter of an embedding. For tensor parallelism, its vocabulary counts as outputs and its width as inputs."""
 
     @property
     def tensor_axes(self) -> TensorAxes:
         return {}
 
-    def narrow(self, share: LinearShard) -> None:
-        """As that of `Adapter`."""
+    def narrow(self, shard: LinearShard) -> None:
+        """Called once, after tensor parallelism has cut the embedding, and this adapter's parameters with it."""
 
     @abstractmethod
-    def add(self, tokens: Tensor, y: Tensor, embedding: EmbeddingLayer) -> Tensor:
-        """tokens [T], and y [T, D] that the layer below gives for them -> [T, D] with this adapter."""
+    def adapt_output(self, tokens: Tensor, y: Tensor, embedding: EmbeddingLayer) -> Tensor:
+        """tokens [T] and y [T, D], what the embedding below this adapter gives for them -> [T, D] with this adapter."""
 
     @abstractmethod
-    def applied(self, weight: Tensor) -> Tensor:
-        """The embedding [V, D] with this adapter in it."""
+    def merged_into(self, weight: Tensor) -> Tensor:
+        """The embedding [V, D] with this adapter merged into it."""
+
+
+def module_of_type(module: nn.Module, kind: type[_Module]) -> _Module:
+    """`module` itself, for the type checker; asserts that it is of this kind."""
+    assert isinstance(module, kind), f"{type(module).__name__} where {kind.__name__} was expected"
+    return module

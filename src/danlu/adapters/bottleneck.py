@@ -1,4 +1,4 @@
-"""Bottleneck adapters: small networks behind attention and MLP (arXiv:1902.00751; behind the MLP alone: 2005.00247).
+"""Bottleneck adapters: small MLPs after attention and MLP (arXiv:1902.00751), or after the MLP alone (2005.00247).
 
 T tokens · D model width · w width of the bottleneck
 """
@@ -26,7 +26,7 @@ SLOTS = {"houlsby": ("after_attention", "after_mlp"), "pfeiffer": ("after_mlp",)
 class Bottleneck(nn.Module):
     """x + up(activation(down(x))). Parameters: down_weight [w, D], down_bias [w], up_weight [D, w], up_bias [D].
 
-    The way up is zero at first, so that training starts at the base; the paper's is nearly zero.
+    The up-projection is zero at first, so that training starts at the base; the paper's is nearly zero.
     """
 
     def __init__(self, width: int, bottleneck: int, activation: Activation, *, device: torch.device | str = "cpu"):
@@ -38,8 +38,8 @@ class Bottleneck(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(width, device=device))
 
     @torch.no_grad()
-    def draw(self, generator: torch.Generator) -> None:
-        """The way down uniform as in LoRA's A: U(-1, 1) / sqrt(D)."""
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draws the down-projection as LoRA's A, U(-1, 1) / sqrt(D), on the CPU; the others stay zero."""
         bound = 1 / math.sqrt(self.down_weight.shape[1])
         self.down_weight.copy_(torch.empty(self.down_weight.shape).uniform_(-bound, bound, generator=generator))
 
@@ -49,27 +49,27 @@ class Bottleneck(nn.Module):
         return x + F.linear(inner, self.up_weight.to(x.dtype), self.up_bias.to(x.dtype))
 
 
-def places(sites: Sequence[Site], placement: str) -> list[str]:
-    """Names of the slots of every layer that a placement fills."""
+def slot_names(sites: Sequence[Site], placement: str) -> list[str]:
+    """The names of the slots of every layer that a placement (houlsby, pfeiffer) fills."""
     return [f"{layer}.{slot}" for layer in _layers(sites) for slot in SLOTS[placement]]
 
 
 def _layers(sites: Sequence[Site]) -> dict[str, str]:
-    """Layer to its name on disk: of `layers.0.attention.q_proj` and its name there what is before the last two."""
+    """From the name of each layer (`layers.0`) to its name in Hugging Face folders (`model.layers.0`)."""
     return {site.name.rsplit(".", 2)[0]: site.hf_name.rsplit(".", 2)[0] for site in sites if site.layer is not None}
 
 
-# ── on disk: in the manner of PEFT, which does not know bottleneck adapters ──
+# ── a format like PEFT's, which has no bottleneck adapters ──
 
 
 def to_peft(
     section: sections.Bottleneck, modules: Mapping[str, nn.Module], sites: Sequence[Site]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config values and tensors of an adapter: `modules` by the slot they sit in, `sites` all of the model's."""
+    """Values of adapter_config.json, and tensors by name. modules: by their slot; sites: all of the model's."""
     tensors = {
         f"{key}.{name}": parameter.detach()
-        for place, key in _keys(sites, section.placement)
-        for name, parameter in modules[place].named_parameters()
+        for slot, key in _keys(sites, section.placement)
+        for name, parameter in modules[slot].named_parameters()
     }
     values = {
         "peft_type": KIND,
@@ -95,16 +95,16 @@ def from_peft(
     )
     width, inner = next(site.shape[1] for site in sites if site.group == "embedding"), section.width
     shapes = {"down_weight": (inner, width), "down_bias": (inner,), "up_weight": (width, inner), "up_bias": (width,)}
-    by_place: dict[str, dict[str, Tensor]] = {}
+    by_slot: dict[str, dict[str, Tensor]] = {}
     used: set[str] = set()
-    for place, key in _keys(sites, section.placement):
-        by_place[place] = {name: take_tensor(tensors, f"{key}.{name}", shape, where) for name, shape in shapes.items()}
+    for slot, key in _keys(sites, section.placement):
+        by_slot[slot] = {name: take_tensor(tensors, f"{key}.{name}", shape, where) for name, shape in shapes.items()}
         used |= {f"{key}.{name}" for name in shapes}
-    return section, by_place, used
+    return section, by_slot, used
 
 
 def _keys(sites: Sequence[Site], placement: str) -> Iterator[tuple[str, str]]:
-    """Each slot, and what the names of its tensors begin with."""
-    for layer, on_disk in _layers(sites).items():
+    """The name of each slot, and the prefix of its tensors' names in the adapter's file."""
+    for layer, hf_layer in _layers(sites).items():
         for slot in SLOTS[placement]:
-            yield f"{layer}.{slot}", f"{PREFIX}{on_disk}.{slot}.bottleneck"
+            yield f"{layer}.{slot}", f"{PREFIX}{hf_layer}.{slot}.bottleneck"

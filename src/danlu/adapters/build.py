@@ -1,4 +1,4 @@
-"""From an adapter's section of the recipe to its modules, at sites that `targets.choose` found to fit."""
+"""From an adapter's section of the recipe to its modules, on sites that `targets.choose` found to fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
 from danlu.adapters.mora import Mora
 from danlu.adapters.targets import by_pattern, select, square_width
-from danlu.adapters.vera import Projection, Vera, widest
+from danlu.adapters.vera import Projection, Vera, largest_shape
 from danlu.errors import RecipeError
 from danlu.recipe import sections
 from danlu.types import Site
@@ -27,178 +27,178 @@ from danlu.types import Site
 class BuildContext:
     """What building an adapter's modules takes beside its section."""
 
-    generator: Callable[[str], torch.Generator]  # a CPU generator for a name: first values depend on (seed, name) alone
+    generator: Callable[[str], torch.Generator]
+    """From the name of a parameter to a CPU generator: first values depend on the seed and this name alone."""
     dropout_state: DropoutState
     device: torch.device
-    encode: Callable[[str], Sequence[int]] | None = None  # text to tokens, where there is a tokenizer
+    encode: Callable[[str], Sequence[int]] | None = None
+    """Text to tokens, where there is a tokenizer."""
+
+    def dropout(self, p: float, name: str) -> Dropout:
+        """Dropout with probability p for the adapter module of this name."""
+        return Dropout(p, name, self.dropout_state)
 
 
 def build_modules(
-    chosen: Sequence[Site],
+    targets: Sequence[Site],
     section: Any,
     name: str,
-    build_context: BuildContext,
+    context: BuildContext,
     *,
-    every: Sequence[Site],
-    first_virtual: int,
+    all_sites: Sequence[Site],
+    first_virtual_id: int,
 ) -> dict[str, nn.Module]:
-    """The modules of an adapter with their first values: by site, or by slot (`layers.0.after_mlp`) where it is none.
+    """The modules of the adapter `name` with their first values.
+
+    They are keyed by the name of their site, or of their slot (`layers.0.after_mlp`) where that is no site.
 
     Args:
-        chosen: the sites that the section's targets name; `every` one of the model.
-        first_virtual: the first id that no other adapter's virtual tokens have.
+        targets: the sites that the section's targets select, of `all_sites` of the model.
+        first_virtual_id: the first id past the vocabulary that no other adapter's virtual tokens have.
 
     Raises RecipeError for settings that do not fit a layer.
     """
     match section:
         case sections.LowRank():
-            return {site.name: low_rank(site, section, name, build_context) for site in chosen}
+            return {site.name: low_rank(site, section, name, context) for site in targets}
         case sections.Vera():
-            return vera(_chosen_layers(chosen, every), section, name, build_context)
+            return vera(_target_layers(targets, all_sites), section, name, context)
         case sections.Mora():
             return {
-                site.name: mora(site, section, name, build_context)
-                for layer, parts in _chosen_layers(chosen, every)
+                site.name: mora(site, section, name, context)
+                for _, parts in _target_layers(targets, all_sites)
                 for site in parts
             }
         case sections.Ia3():
-            of_inputs = {site.name for site in select(every, section.feedforward, key="adapter.feedforward")}
-            return ia3(_chosen_layers(chosen, every), of_inputs, build_context)
+            feedforward = {site.name for site in select(all_sites, section.feedforward, key="adapter.feedforward")}
+            return ia3(_target_layers(targets, all_sites), feedforward, context)
         case sections.Bottleneck():
-            return bottlenecks(section, name, build_context, every)
+            return bottlenecks(section, name, context, all_sites)
         case sections.Prompt():
-            return {site.name: soft_prompt(site, section, name, build_context, first_virtual) for site in chosen}
+            return {site.name: soft_prompt(site, section, name, context, first_virtual_id) for site in targets}
         case sections.Prefix():
-            return prefixes(chosen[0], section, name, build_context, every, first_virtual)
+            return prefixes(targets[0], section, name, context, all_sites, first_virtual_id)
     raise AssertionError(f"no adapter is known for {type(section).__name__}")
 
 
-def low_rank(site: Site, section: sections.LowRank, name: str, build_context: BuildContext) -> nn.Module:
-    """LoRA or DoRA for one site, with its first values drawn."""
+def low_rank(site: Site, section: sections.LowRank, name: str, context: BuildContext) -> nn.Module:
+    """LoRA or DoRA on one site, with its first values drawn."""
     rank = by_pattern(site, section.rank_pattern, section.rank)
-    scale = scale_of(site, section, rank)
-    generator = build_context.generator(f"{site.name}.{name}.lora_A")
-    dora = section.kind == "dora"
+    scale = lora_scale(site, section, rank)
+    generator = context.generator(f"{site.name}.{name}.lora_A")
     if site.group == "embedding":
-        embedding = EmbeddingLowRank(site.shape, rank, scale, device=build_context.device)
-        embedding.draw(generator)
+        embedding = EmbeddingLowRank(site.shape, rank, scale, device=context.device)
+        embedding.reset_parameters(generator)
         return embedding
     module = LowRank(
         site.shape,
         rank,
         scale,
-        Dropout(section.dropout, f"{site.name}.{name}", build_context.dropout_state),
-        magnitude=dora,
+        context.dropout(section.dropout, f"{site.name}.{name}"),
+        magnitude=section.kind == "dora",
         exact_norm=isinstance(section, sections.Dora) and section.exact_norm,
         freeze_a=section.freeze_a,
-        device=build_context.device,
+        device=context.device,
     )
-    module.draw(generator, gaussian=section.init == "gaussian")
+    module.reset_parameters(generator, gaussian=section.init == "gaussian")
     return module
 
 
-def scale_of(site: Site, section: sections.LowRank, rank: int) -> float:
+def lora_scale(site: Site, section: sections.LowRank, rank: int) -> float:
     """alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
     alpha = by_pattern(site, section.alpha_pattern, section.alpha)
     return alpha / (rank if section.scaling == "standard" else math.sqrt(rank))
 
 
-ChosenLayers = list[tuple[HFLayer, list[Site]]]
-"""Layers as Hugging Face folders have them, each with those of its parts that are chosen."""
+TargetLayers = list[tuple[HFLayer, list[Site]]]
+"""Layers of a Hugging Face folder, each with those of its parts that an adapter sits on."""
 
 
-def _chosen_layers(chosen: Sequence[Site], every: Sequence[Site]) -> ChosenLayers:
-    """The layers of chosen sites."""
-    names = {site.name for site in chosen}
-    layers = [(layer, [site for site in layer.parts if site.name in names]) for layer in hf_layers(every)]
+def _target_layers(targets: Sequence[Site], all_sites: Sequence[Site]) -> TargetLayers:
+    names = {site.name for site in targets}
+    layers = [(layer, [site for site in layer.parts if site.name in names]) for layer in hf_layers(all_sites)]
     return [(layer, parts) for layer, parts in layers if parts]
 
 
-def vera(layers: ChosenLayers, section: sections.Vera, name: str, build_context: BuildContext) -> dict[str, nn.Module]:
-    """VeRA for all its sites, which share their matrices."""
-    shape = widest([layer for layer, _ in layers])
-    projection = Projection(section.rank, shape, seed=section.projection_seed, device=build_context.device)
+def vera(layers: TargetLayers, section: sections.Vera, name: str, context: BuildContext) -> dict[str, nn.Module]:
+    """VeRA on all its sites, which share one pair of random matrices."""
+    shape = largest_shape([layer for layer, _ in layers])
+    projection = Projection(section.rank, shape, seed=section.projection_seed, device=context.device)
     modules: dict[str, nn.Module] = {}
     for layer, parts in layers:
         lambda_d: nn.Parameter | None = None
         for site, rows in layer.rows():
             if site not in parts:
                 continue
-            dropout = Dropout(section.dropout, f"{site.name}.{name}", build_context.dropout_state)
+            dropout = context.dropout(section.dropout, f"{site.name}.{name}")
             module = Vera(projection, rows, site.shape[1], dropout, initial_d=section.initial_d, lambda_d=lambda_d)
             modules[site.name], lambda_d = module, module.vera_lambda_d
     return modules
 
 
-def mora(site: Site, section: sections.Mora, name: str, build_context: BuildContext) -> nn.Module:
-    """MoRA for one site."""
+def mora(site: Site, section: sections.Mora, name: str, context: BuildContext) -> nn.Module:
+    """MoRA on one site."""
     width = square_width(site.shape, section.rank, section.form)
-    dropout = Dropout(section.dropout, f"{site.name}.{name}", build_context.dropout_state)
-    return Mora(site.shape, width, section.form, dropout, device=build_context.device)
+    dropout = context.dropout(section.dropout, f"{site.name}.{name}")
+    return Mora(site.shape, width, section.form, dropout, device=context.device)
 
 
-def ia3(layers: ChosenLayers, of_inputs: set[str], build_context: BuildContext) -> dict[str, nn.Module]:
-    """(IA)^3 for all its sites; those of `of_inputs` rescale what goes into a layer."""
+def ia3(layers: TargetLayers, feedforward: set[str], context: BuildContext) -> dict[str, nn.Module]:
+    """(IA)^3 on all its sites; those whose names are in `feedforward` rescale the inputs of their layer."""
     modules: dict[str, nn.Module] = {}
     for layer, parts in layers:
-        inside = [site for site in parts if site.name in of_inputs]
-        assert not inside or len(inside) == len(layer.parts), "`targets.choose` has looked"
+        scaling_inputs = [site for site in parts if site.name in feedforward]
+        assert not scaling_inputs or len(scaling_inputs) == len(layer.parts), "`targets.choose` refuses a mixture"
         vector: nn.Parameter | None = None
         for site in parts:
-            module = Ia3(site.shape, of_inputs=bool(inside), vector=vector, device=build_context.device)
-            modules[site.name], vector = module, module.ia3_l if inside else None
+            module = Ia3(site.shape, of_inputs=bool(scaling_inputs), vector=vector, device=context.device)
+            modules[site.name], vector = module, module.ia3_l if scaling_inputs else None
     return modules
 
 
 def bottlenecks(
-    section: sections.Bottleneck, name: str, build_context: BuildContext, every: Sequence[Site]
+    section: sections.Bottleneck, name: str, context: BuildContext, all_sites: Sequence[Site]
 ) -> dict[str, nn.Module]:
     """Bottleneck adapters by the slots they sit in."""
-    width = _embedding(every).shape[1]
+    width = next(site for site in all_sites if site.group == "embedding").shape[1]
     modules: dict[str, nn.Module] = {}
-    for place in bottleneck.places(every, section.placement):
-        module = bottleneck.Bottleneck(width, section.width, section.activation, device=build_context.device)
-        module.draw(build_context.generator(f"{place}.{name}.down_weight"))
-        modules[place] = module
+    for slot in bottleneck.slot_names(all_sites, section.placement):
+        module = bottleneck.Bottleneck(width, section.width, section.activation, device=context.device)
+        module.reset_parameters(context.generator(f"{slot}.{name}.down_weight"))
+        modules[slot] = module
     return modules
 
 
-def soft_prompt(site: Site, section: sections.Prompt, name: str, build_context: BuildContext, first: int) -> nn.Module:
-    """A soft prompt, which waits for the weights to start from."""
-    words, width = site.shape
+def soft_prompt(site: Site, section: sections.Prompt, name: str, context: BuildContext, first_id: int) -> nn.Module:
+    """A soft prompt on the embedding, uninitialised until the model has its weights."""
+    vocab_size, width = site.shape
     if section.text is None:
-        chosen: Sequence[int] = prompt.random_words(
-            build_context.generator(f"{site.name}.{name}"), words, section.tokens
-        )
-    elif build_context.encode is None:
+        generator = context.generator(f"{site.name}.{name}")
+        initial_ids: Sequence[int] = prompt.random_token_ids(generator, vocab_size, section.tokens)
+    elif context.encode is None:
         raise RecipeError("adapter.text: this run has no tokenizer to read it with. Leave adapter.text out")
-    elif not (chosen := build_context.encode(section.text)):
+    elif not (initial_ids := context.encode(section.text)):
         raise RecipeError(f"adapter.text: {section.text!r} is not a single token. Give text, or leave it out")
-    return prompt.Prompt(first, section.tokens, width, site.module.multiplier, chosen, build_context.device)
+    return prompt.Prompt(first_id, section.tokens, width, site.module.multiplier, initial_ids, context.device)
 
 
 def prefixes(
-    site: Site, section: sections.Prefix, name: str, build_context: BuildContext, every: Sequence[Site], first: int
+    site: Site, section: sections.Prefix, name: str, context: BuildContext, all_sites: Sequence[Site], first_id: int
 ) -> dict[str, nn.Module]:
-    """A prefix: what the embedding notes, and keys and values by the slots they sit in."""
-    tokens = prefix.PrefixTokens(first, section.tokens, site.shape[1])
-    slots = prefix.slots(every)
+    """A prefix: its virtual tokens on the embedding, and its keys and values by the slots they sit in."""
+    tokens = prefix.PrefixTokens(first_id, section.tokens, site.shape[1])
+    widths = prefix.attention_slots(all_sites)
     projection = None
     if section.projection is not None:
-        widest_layer = max(slots.values())
-        projection = prefix.Projection(section.tokens, widest_layer, section.projection, device=build_context.device)
-        projection.draw(_named(build_context, f"projection.{name}"))
+        projection = prefix.Projection(section.tokens, max(widths.values()), section.projection, device=context.device)
+        projection.reset_parameters(_generator_for(context, f"projection.{name}"))
     modules: dict[str, nn.Module] = {site.name: tokens}
-    for slot, width in slots.items():
-        layer = prefix.LayerPrefix(tokens, width, projection, device=build_context.device)
-        layer.draw(_named(build_context, f"{slot}.{name}"))
+    for slot, width in widths.items():
+        layer = prefix.LayerPrefix(tokens, width, projection, device=context.device)
+        layer.reset_parameters(_generator_for(context, f"{slot}.{name}"))
         modules[slot] = layer
     return modules
 
 
-def _named(build_context: BuildContext, place: str) -> Callable[[str], torch.Generator]:
-    return lambda parameter: build_context.generator(f"{place}.{parameter}")
-
-
-def _embedding(every: Sequence[Site]) -> Site:
-    return next(site for site in every if site.group == "embedding")
+def _generator_for(context: BuildContext, module: str) -> prefix.GeneratorFor:
+    return lambda parameter: context.generator(f"{module}.{parameter}")

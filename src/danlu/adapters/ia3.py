@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, Dense, TensorAxes
+from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type
 from danlu.adapters.hf_layers import hf_layers
 from danlu.adapters.peft_lora import target_modules
 from danlu.adapters.peft_values import PREFIX, check_supported, take_tensor
@@ -27,7 +27,8 @@ class Ia3(Adapter):
 
     Parameter: ia3_l [O], or [I] with `of_inputs`; ones at first.
 
-    vector: that of the other parts of a layer that Hugging Face folders keep fused, for their inputs are one.
+    vector: the ia3_l of another part of the same layer, where Hugging Face folders keep the parts fused: with
+    `of_inputs` they share it, because they have the same inputs.
     """
 
     def __init__(
@@ -46,17 +47,17 @@ class Ia3(Adapter):
     def tensor_axes(self) -> TensorAxes:
         return {"ia3_l": ("inputs" if self.of_inputs else "outputs",)}
 
-    def below(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
+    def adapt_input(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
         return _scaled(x, self.ia3_l, recomputed) if self.of_inputs else x
 
-    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
+    def adapt_output(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         return y if self.of_inputs else _scaled(y, self.ia3_l, None)
 
-    def applied(self, dense: Dense) -> Dense:
+    def merged_into(self, dense: DenseLinear) -> DenseLinear:
         vector = self.ia3_l.to(dense.weight.dtype)
         if self.of_inputs:
-            return Dense(dense.weight * vector, dense.bias)
-        return Dense(dense.weight * vector.unsqueeze(1), None if dense.bias is None else dense.bias * vector)
+            return DenseLinear(dense.weight * vector, dense.bias)
+        return DenseLinear(dense.weight * vector.unsqueeze(1), None if dense.bias is None else dense.bias * vector)
 
 
 def _scaled(x: Tensor, vector: Tensor, recomputed: Recomputed | None) -> Tensor:
@@ -67,61 +68,63 @@ def _scaled(x: Tensor, vector: Tensor, recomputed: Recomputed | None) -> Tensor:
 class _Scaled(torch.autograd.Function):
     """x [T, F] * vector [F] in x's dtype, multiplied in float32: near one, bfloat16 has steps of 1/128.
 
-    Kept is x in its own type, or what it is made of; autograd would keep it in float32.
+    For the backward pass x is saved in its own type, or what it is recomputed from; autograd would save it in float32.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, vector: Tensor, recomputed: Recomputed | None) -> Tensor:
-        kept: tuple[Tensor, ...] = ()
+        saved_x: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
-            kept = (x,) if recomputed is None else recomputed.inputs
-        ctx.save_for_backward(vector, *kept)
-        ctx.make = None if recomputed is None else recomputed.function  # not its tensors: see `low_rank._Products`
+            saved_x = (x,) if recomputed is None else recomputed.inputs
+        ctx.save_for_backward(vector, *saved_x)
+        # Without its inputs: recomputation and offload can only free what `save_for_backward` was given.
+        ctx.recompute = None if recomputed is None else recomputed.function
         return (x * vector).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        vector, *kept = ctx.saved_tensors
+        vector, *saved_x = ctx.saved_tensors
         grad_x = (grad * vector).to(grad.dtype) if ctx.needs_input_grad[0] else None
         grad_vector = None
         if ctx.needs_input_grad[1]:
-            x = kept[0] if ctx.make is None else ctx.make(*kept)
+            x = saved_x[0] if ctx.recompute is None else ctx.recompute(*saved_x)
             grad_vector = (grad * x).sum(0, dtype=vector.dtype)
         return grad_x, grad_vector, None
 
 
-# ── in PEFT's words ──
+# ── PEFT's format ──
 
 
 def to_peft(
     section: sections.Ia3, modules: Mapping[str, nn.Module], sites: Sequence[Site]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config values and tensors of an adapter: `modules` by site name, `sites` all of the model's."""
+    """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
     tensors: dict[str, Tensor] = {}
     layers = hf_layers(sites)
     of_inputs: dict[str, bool] = {}  # by name on disk
     for layer in layers:
-        own = {site.name: _ia3(modules[site.name]) for site in layer.parts if site.name in modules}
-        if not own:
+        adapted = {site.name: module_of_type(modules[site.name], Ia3) for site in layer.parts if site.name in modules}
+        if not adapted:
             continue
-        first = next(iter(own.values()))
+        first = next(iter(adapted.values()))
         of_inputs[layer.name] = first.of_inputs
         vector = first.ia3_l.detach().cpu().unsqueeze(0)  # [1, I]
         if not first.of_inputs:
             vector = torch.ones(layer.shape[0], 1)  # what a part without an adapter has
             for site, rows in layer.rows():
-                if site.name in own:
-                    vector[rows, 0] = own[site.name].ia3_l.detach().cpu()
+                if site.name in adapted:
+                    vector[rows, 0] = adapted[site.name].ia3_l.detach().cpu()
         tensors[f"{PREFIX}{layer.name}.ia3_l"] = vector
     targets = target_modules(list(of_inputs), [layer.name for layer in layers])
-    by_inputs = [one for one in targets if any(inside and name.endswith(one) for name, inside in of_inputs.items())]
-    if any(not inside and name.endswith(tuple(by_inputs)) for name, inside in of_inputs.items()):
-        # One end of a name would mean both.
-        targets, by_inputs = list(of_inputs), [name for name, inside in of_inputs.items() if inside]
+    scaling_inputs = [name for name, inside in of_inputs.items() if inside]
+    feedforward = [target for target in targets if any(name.endswith(target) for name in scaling_inputs)]
+    if any(not inside and name.endswith(tuple(feedforward)) for name, inside in of_inputs.items()):
+        # The end of a name would mean layers of both kinds.
+        targets, feedforward = list(of_inputs), scaling_inputs
     values = {
         "peft_type": "IA3",
         "target_modules": targets,
-        "feedforward_modules": by_inputs,
+        "feedforward_modules": feedforward,
         "fan_in_fan_out": False,
         "init_ia3_weights": True,
     }
@@ -155,8 +158,3 @@ def from_peft(
     if not by_site:
         raise ModelError(f"{where}: holds no tensor of an (IA)^3 adapter of this model")
     return sections.Ia3(targets=list(by_site), feedforward=of_inputs), by_site, used
-
-
-def _ia3(module: nn.Module) -> Ia3:
-    assert isinstance(module, Ia3)
-    return module

@@ -1,7 +1,7 @@
-"""Where low-rank factors start when they start in the weights: PiSSA, OLoRA, LoftQ.
+"""Initial low-rank factors that are computed from the weight: PiSSA, OLoRA, LoftQ.
 
-Each takes W [O, I] and gives A [r, I], B [O, r] such that the base becomes W - s B A (LoftQ: what quantization makes of
-it): the layer still computes W, or nearly, and training moves along the directions that were taken out.
+Each takes W [O, I] and returns A [r, I], B [O, r] and the base W - s B A that is left (for LoftQ, what has to be
+quantized): with its adapter the layer still computes W, or nearly, and training moves along the directions of B A.
 
 O, I outputs and inputs of a layer · r rank · s scale
 """
@@ -10,24 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from danlu.adapters.lora import LowRank
+from danlu.errors import ModelError
+
+BASE_CHANGING_INITS = ("pissa", "olora", "loftq")
+"""Initialisations that subtract their factors from the base."""
+
 
 @dataclass(frozen=True)
-class Start:
-    """Factors to start from, and the base that is left, float32."""
+class InitialFactors:
+    """Factors to start from, and the base that is left, float32 or wider."""
 
     a: Tensor  # [r, I]
     b: Tensor  # [O, r]
     base: Tensor  # [O, I]
 
 
-def pissa(weight: Tensor, rank: int, scale: float, *, iterations: int | None, generator: torch.Generator) -> Start:
+def pissa(
+    weight: Tensor, rank: int, scale: float, *, iterations: int | None, generator: torch.Generator
+) -> InitialFactors:
     """Principal singular values and vectors (PiSSA, arXiv:2404.02948, sec. 3): B = U sqrt(S / s), A = sqrt(S / s) V^T.
 
-    iterations: of a randomised SVD (arXiv:0909.4061) instead of the exact one.
+    iterations: power iterations of a randomised SVD (arXiv:0909.4061), drawn from `generator`; None: the exact SVD.
     """
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if iterations is None:
@@ -37,37 +46,82 @@ def pissa(weight: Tensor, rank: int, scale: float, *, iterations: int | None, ge
         u, s, vh = _randomised_svd(wide, rank, iterations, generator)
     root = (s / scale).sqrt()
     a, b = root.unsqueeze(1) * vh, u * root
-    return Start(a, b, wide.addmm(b, a, alpha=-scale))
+    return InitialFactors(a, b, wide.addmm(b, a, alpha=-scale))
 
 
-def olora(weight: Tensor, rank: int, scale: float) -> Start:
+def olora(weight: Tensor, rank: int, scale: float) -> InitialFactors:
     """W = Q R; B the first r columns of Q, A the first r rows of R (OLoRA, arXiv:2406.01775, algorithm 1)."""
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     q, r = torch.linalg.qr(wide)
     a, b = r[:rank].contiguous(), q[:, :rank].contiguous()
-    return Start(a, b, wide.addmm(b, a, alpha=-scale))
+    return InitialFactors(a, b, wide.addmm(b, a, alpha=-scale))
 
 
-def loftq(weight: Tensor, rank: int, scale: float, *, iterations: int, rounded: Callable[[Tensor], Tensor]) -> Start:
-    """Q = quantized(W - s B A) and s B A = the best of rank r for W - Q, in turn (LoftQ, arXiv:2310.08659, alg. 1).
+def loftq(
+    weight: Tensor, rank: int, scale: float, *, iterations: int, quantize_dequantize: Callable[[Tensor], Tensor]
+) -> InitialFactors:
+    """Alternates Q = quantized(W - s B A) and s B A = rank-r approximation of W - Q (LoftQ, arXiv:2310.08659, alg. 1).
 
-    rounded: a matrix as it comes back from quantization. The base that is returned is what has to be quantized once
-    more: `rounded` of it is Q.
+    quantize_dequantize: a matrix as it comes back from quantization. The base that is returned is not quantized yet:
+    `quantize_dequantize` of it is Q.
     """
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    rest = wide
+    residual = wide
     for _ in range(iterations):
-        u, s, vh = torch.linalg.svd(wide - rounded(rest), full_matrices=False)
+        u, s, vh = torch.linalg.svd(wide - quantize_dequantize(residual), full_matrices=False)
         root = (s[:rank] / scale).sqrt()
         a, b = root.unsqueeze(1) * vh[:rank], u[:, :rank] * root
-        last, rest = rest, wide.addmm(b, a, alpha=-scale)
-    return Start(a, b, last)
+        # A and B belong to the residual that was quantized for them, not to the one that they leave.
+        base, residual = residual, wide.addmm(b, a, alpha=-scale)
+    return InitialFactors(a, b, base)
+
+
+def initialize_from_base(
+    module: LowRank,
+    weight: Tensor,
+    section: Any,
+    site_name: str,
+    *,
+    generator: torch.Generator,
+    quantize_dequantize: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Sets a module's initial factors from the weight [O, I] by the section's `init`; returns the base that is left.
+
+    Where the module has initial factors already, of a run that is resumed, these are subtracted.
+
+    Args:
+        generator: what a randomised SVD draws from.
+        quantize_dequantize: see `loftq`; None where the base is not quantized.
+
+    Raises ModelError where LoftQ gives other factors than the run began with: its base would be another one.
+    """
+    scale, rank = module.scale, module.rank
+    resumed = None if module.initial_A is None or module.initial_B is None else (module.initial_A, module.initial_B)
+    if resumed is not None and section.init != "loftq":
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)).addmm(resumed[1], resumed[0], alpha=-scale)
+    match section.init:
+        case "pissa":
+            initial = pissa(weight, rank, scale, iterations=section.svd_iterations, generator=generator)
+        case "olora":
+            initial = olora(weight, rank, scale)
+        case _:
+            assert quantize_dequantize is not None, "the recipe's rules ask for quantization with loftq"
+            iterations = section.loftq_iterations
+            initial = loftq(weight, rank, scale, iterations=iterations, quantize_dequantize=quantize_dequantize)
+    if resumed is None:
+        module.set_initial_factors(initial.a, initial.b)
+    elif not (torch.equal(initial.a, resumed[0]) and torch.equal(initial.b, resumed[1])):
+        raise ModelError(
+            f"{site_name}: LoftQ finds another start here than where the run began (another processor or number of "
+            "threads), and with it another base. Go on where it began, or start anew from the exported adapter"
+        )
+    return initial.base
 
 
 def _randomised_svd(
     weight: Tensor, rank: int, iterations: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """U [O, r], S [r], V^T [r, I]: the range of W from random probes, sharpened by power iterations."""
+    """U [O, r], S [r], V^T [r, I] of W, whose range is estimated by random probes and power iterations."""
     probes = min(min(weight.shape), rank + 8)
     omega = torch.empty(weight.shape[1], probes).normal_(generator=generator).to(weight)
     q = torch.linalg.qr(weight @ omega).Q

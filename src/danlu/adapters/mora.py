@@ -1,13 +1,13 @@
-"""MoRA: one square matrix a layer, with fixed ways into it and out of it (arXiv:2405.12130).
+"""MoRA: one square matrix per layer, with fixed maps into it and out of it (arXiv:2405.12130).
 
 LoRA's r (I + O) numbers, arranged as a square of width w = sqrt(r (I + O)), have rank up to w instead of r. Inputs are
-laid down in groups of w, the last one filled up from the front. *sharing* (equation 6; type 1 of the authors' code)
-sums the groups, takes the sum through the square and repeats the result over the outputs. *rotation* (equation 9; type
-6) turns group g by the angles of rotary embedding at position g, takes each group through the square, and lays the
-results end to end over the outputs, from the front again where there are too few. The path is not scaled.
+cut into groups of w, the last one padded with the first inputs. *sharing* (equation 6; type 1 of the authors' code)
+sums the groups, multiplies the sum by the square and repeats the result over the outputs. *rotation* (equation 9; type
+6) rotates group g by the angles of rotary embedding at position g, multiplies each group by the square, and lays the
+results end to end over the outputs, from the first again where there are too few. The path is not scaled.
 
-Where a layer is cut over processes, the square is whole on each: every input reaches every output through it. Inputs
-that are elsewhere count as zeros, outputs that are elsewhere are left out.
+Where tensor parallelism cuts a layer, the square is whole on each rank: every input reaches every output through it.
+Inputs of other ranks count as zeros, outputs of other ranks are left out.
 
 T tokens · O, I outputs and inputs of a layer · w width of the square · G groups of inputs
 """
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, Dense
+from danlu.adapters.adapter import Adapter, DenseLinear
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.hf_layers import HFLayer, hf_layers
 from danlu.adapters.peft_lora import target_modules
@@ -33,23 +33,23 @@ from danlu.recipe import sections
 from danlu.types import LinearLayer, LinearShard, Recomputed, Site
 
 Angles = tuple[Tensor, Tensor] | None
-"""cos and sin [G, w/2] of every pair of every group, in the type of activations; None for sharing."""
+"""cos and sin [G, w/2] of every pair of features of every group, in the type of activations; None for sharing."""
 KIND = "DANLU_MORA"
 ROTARY_BASE = 10000.0
-# Inputs whose column of the dense matrix is made at once: the identity is never held whole.
-TILE = 1024
+# Columns of the dense matrix that are computed at once, so that the identity [I, I] is never in memory.
+COLUMNS_PER_TILE = 1024
 
 
 @dataclass(frozen=True)
 class Folding:
-    """The fixed ways in and out; both linear, each with its transpose."""
+    """MoRA's fixed linear maps from inputs to groups and from groups to outputs, each with its transpose."""
 
     inputs: int
     outputs: int
     width: int
     form: Form
-    held_inputs: slice | None = None  # what of them is here; None: all
-    held_outputs: slice | None = None
+    local_inputs: slice | None = None  # this rank's, of all; None where they are not cut
+    local_outputs: slice | None = None
 
     @property
     def groups(self) -> int:
@@ -62,44 +62,44 @@ class Folding:
         return angles.cos(), angles.sin()
 
     def compress(self, x: Tensor, angles: Angles) -> Tensor:
-        """[T, I] -> [T, G, w]; sharing has one group, the sum of all."""
-        x = _widened(x, self.held_inputs, self.inputs)
+        """[T, I local] -> [T, G, w]; for sharing [T, 1, w], the sum of the groups."""
+        x = _zero_padded(x, self.local_inputs, self.inputs)
         missing = self.groups * self.width - self.inputs
         grouped = torch.cat((x, x[:, :missing]), 1) if missing else x
         grouped = grouped.unflatten(1, (self.groups, self.width))
-        return grouped.sum(1, keepdim=True) if angles is None else _turned(grouped, *angles)
+        return grouped.sum(1, keepdim=True) if angles is None else _rotated(grouped, *angles)
 
     def compress_transposed(self, z: Tensor, angles: Angles) -> Tensor:
-        """[T, G, w] -> [T, I]"""
-        z = z.expand(-1, self.groups, -1) if angles is None else _turned(z, angles[0], -angles[1])
+        """[T, G, w] -> [T, I local]"""
+        z = z.expand(-1, self.groups, -1) if angles is None else _rotated(z, angles[0], -angles[1])
         x = z.flatten(1)  # [T, G w]
         if x.shape[1] != self.inputs:
             x, wrapped = x[:, : self.inputs], x[:, self.inputs :]
             x = x + F.pad(wrapped, (0, self.inputs - wrapped.shape[1]))
-        return x if self.held_inputs is None else x[:, self.held_inputs]
+        return x if self.local_inputs is None else x[:, self.local_inputs]
 
     def decompress(self, z: Tensor) -> Tensor:
-        """[T, G, w] -> [T, O]"""
+        """[T, G, w] -> [T, O local]"""
         flat = z.flatten(1)
         repeats = -(-self.outputs // flat.shape[1])
         y = flat.repeat(1, repeats)[:, : self.outputs] if repeats > 1 else flat[:, : self.outputs]
-        return y if self.held_outputs is None else y[:, self.held_outputs]
+        return y if self.local_outputs is None else y[:, self.local_outputs]
 
     def decompress_transposed(self, y: Tensor) -> Tensor:
-        """[T, O] -> [T, G, w]"""
+        """[T, O local] -> [T, G, w]"""
         groups = 1 if self.form == "sharing" else self.groups
-        y = _widened(y, self.held_outputs, self.outputs)
+        y = _zero_padded(y, self.local_outputs, self.outputs)
         y = F.pad(y, (0, -self.outputs % (groups * self.width)))
         return y.unflatten(1, (-1, groups, self.width)).sum(1)
 
 
-def _widened(x: Tensor, held: slice | None, features: int) -> Tensor:
-    """[T, those held] -> [T, features], with zeros for the others."""
-    return x if held is None else F.pad(x, (held.start, features - held.stop))
+def _zero_padded(x: Tensor, local: slice | None, features: int) -> Tensor:
+    """[T, local features] -> [T, features], with zeros for those of other ranks."""
+    return x if local is None else F.pad(x, (local.start, features - local.stop))
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[T, G, w] with pair i of a group being its features i and i + w/2."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair of features i and i + w/2 of x [T, G, w], rotated by the angle of its group, as in rotary embedding."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -122,29 +122,29 @@ class Mora(Adapter):
         self.register_buffer("cos", None if cos is None else cos.to(device), persistent=False)
         self.register_buffer("sin", None if sin is None else sin.to(device), persistent=False)
 
-    def narrow(self, share: LinearShard) -> None:
-        if share.axis == "inputs":
-            self.folding = replace(self.folding, held_inputs=share.inputs)
+    def narrow(self, shard: LinearShard) -> None:
+        if shard.axis == "inputs":
+            self.folding = replace(self.folding, local_inputs=shard.inputs)
         else:
-            self.folding = replace(self.folding, held_outputs=share.outputs)
-        self.dropout.first_feature = share.inputs.start
+            self.folding = replace(self.folding, local_outputs=shard.outputs)
+        self.dropout.first_feature = shard.inputs.start
 
-    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
+    def adapt_output(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         dropout = self.dropout if self.dropout.active else None
         path: Tensor = _Path.apply(x, self.mora_M, self.cos, self.sin, self.folding, dropout, recomputed)
         return y + path
 
-    def applied(self, dense: Dense) -> Dense:
-        return Dense(dense.weight + self.delta(dense.weight.dtype), dense.bias)
+    def merged_into(self, dense: DenseLinear) -> DenseLinear:
+        return DenseLinear(dense.weight + self.delta(dense.weight.dtype), dense.bias)
 
     def delta(self, dtype: torch.dtype) -> Tensor:
-        """[O, I]: the path as a matrix, from what it makes of the columns of the identity; differentiable."""
+        """[O, I]: the path as a matrix, computed by applying it to the columns of the identity; differentiable."""
         m, angles = self.mora_M.to(dtype), _angles(self.cos, self.sin, dtype)
-        held = self.folding.held_inputs
-        inputs = self.folding.inputs if held is None else held.stop - held.start
+        local = self.folding.local_inputs
+        inputs = self.folding.inputs if local is None else local.stop - local.start
         columns = []
-        for start in range(0, inputs, TILE):
-            count = min(TILE, inputs - start)
+        for start in range(0, inputs, COLUMNS_PER_TILE):
+            count = min(COLUMNS_PER_TILE, inputs - start)
             tile = m.new_zeros(count, inputs)
             tile.diagonal(start).fill_(1)
             columns.append(self.folding.decompress(self.folding.compress(tile, angles) @ m.t()))
@@ -152,7 +152,7 @@ class Mora(Adapter):
 
 
 class _Path(torch.autograd.Function):
-    """decompress(M compress(x)). Kept is x, which others keep too, and not its groups; or what x is made of."""
+    """decompress(M compress(x)). Saved is x, which other operations save too, not its groups; or what recomputes x."""
 
     @staticmethod
     def forward(
@@ -165,31 +165,32 @@ class _Path(torch.autograd.Function):
         dropout: Dropout | None,
         recomputed: Recomputed | None,
     ) -> Tensor:
-        kept: tuple[Tensor, ...] = ()
+        saved_x: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
-            kept = (x,) if recomputed is None else recomputed.inputs
-        ctx.save_for_backward(m, cos, sin, *kept)
+            saved_x = (x,) if recomputed is None else recomputed.inputs
+        ctx.save_for_backward(m, cos, sin, *saved_x)
         ctx.folding, ctx.dropout = folding, dropout
-        ctx.make = None if recomputed is None else recomputed.function  # not its tensors: see `low_rank._Products`
-        ctx.rows = None if dropout is None else dropout.state.token_keys(x)
+        # Without its inputs: recomputation and offload can only free what `save_for_backward` was given.
+        ctx.recompute = None if recomputed is None else recomputed.function
+        ctx.token_keys = None if dropout is None else dropout.state.token_keys(x)
         z = folding.compress(x if dropout is None else dropout(x), _angles(cos, sin, x.dtype))  # [T, G, w]
         return folding.decompress(z @ m.to(x.dtype).t())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        m, cos, sin, *kept = ctx.saved_tensors
+        m, cos, sin, *saved_x = ctx.saved_tensors
         folding: Folding = ctx.folding
         dropout: Dropout | None = ctx.dropout
         angles = _angles(cos, sin, grad.dtype)
         grad_z = folding.decompress_transposed(grad)  # [T, G, w]
         grad_x = grad_m = None
         if ctx.needs_input_grad[1]:
-            x = kept[0] if ctx.make is None else ctx.make(*kept)
-            z = folding.compress(x if dropout is None else dropout(x, ctx.rows), angles)
+            x = saved_x[0] if ctx.recompute is None else ctx.recompute(*saved_x)
+            z = folding.compress(x if dropout is None else dropout(x, ctx.token_keys), angles)
             grad_m = (grad_z.flatten(0, 1).t() @ z.flatten(0, 1)).to(m.dtype)
         if ctx.needs_input_grad[0]:
             grad_x = folding.compress_transposed(grad_z @ m.to(grad.dtype), angles)
-            grad_x = grad_x if dropout is None else dropout(grad_x, ctx.rows)
+            grad_x = grad_x if dropout is None else dropout(grad_x, ctx.token_keys)
         return grad_x, grad_m, None, None, None, None, None
 
 
@@ -197,13 +198,13 @@ def _angles(cos: Tensor | None, sin: Tensor | None, dtype: torch.dtype) -> Angle
     return None if cos is None or sin is None else (cos.to(dtype), sin.to(dtype))
 
 
-# ── on disk: in the manner of PEFT, which does not know MoRA ──
+# ── a format like PEFT's, which has no MoRA ──
 
 
 def to_peft(
     section: sections.Mora, modules: Mapping[str, nn.Module], sites: Sequence[Site]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config values and tensors of an adapter: `modules` by site name, `sites` all of the model's."""
+    """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
     layers = hf_layers(sites)
     tensors: dict[str, Tensor] = {}
     for layer in layers:
@@ -247,6 +248,6 @@ def from_peft(
 
 
 def _key(layer: HFLayer, site: Site) -> str:
-    """A part of a fused layer is told by its own name."""
+    """The name of the square of one site; the parts of a fused layer are distinguished by their own names."""
     part = "" if len(layer.parts) == 1 else f".{site.name.rpartition('.')[2]}"
     return f"{PREFIX}{layer.name}{part}.mora_M"

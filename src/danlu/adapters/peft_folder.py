@@ -23,7 +23,8 @@ from torch.nn import Parameter
 
 from danlu import __version__
 from danlu.adapters.adapter_config import CONFIG, DANLU, WEIGHTS, AdapterFolder
-from danlu.adapters.adapter_set import BASE_CHANGING_INITS, AdapterSet, AddedAdapter
+from danlu.adapters.adapter_set import AdapterSet, AddedAdapter
+from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.peft_formats import FORMATS, format_of
 from danlu.adapters.peft_lora import for_original_base
 from danlu.adapters.peft_values import PREFIX
@@ -137,7 +138,7 @@ def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
         _check_base(adapters, key, tensor, where)
     if any(_disk_parameter(key) == "model.embed_tokens.weight" for key in contents.whole):
         adapters.head_as_linear()  # PEFT leaves a tied head at the base's embedding
-    adapters.add(name, section, given=True)
+    adapters.add(name, section, check_ranks=False)
     added = adapters.added[name]
     for site, by_name in contents.values.items():
         parameters = dict(added.modules[site].named_parameters())

@@ -1,8 +1,8 @@
 """Prefix tuning: trained keys and values before every document, in every layer (arXiv:2101.00190).
 
-They stand in the place of the keys and values that the layers make of virtual tokens; these tokens pass through the
-model as zeros, and nobody else sees what becomes of them. Positions of real tokens go on behind the prefix, as they do
-in PEFT, which hands the same keys and values over as a cache.
+They replace the keys and values that the layers compute of virtual tokens. These tokens pass through the model as
+zeros, and nothing else depends on their hidden states. Positions of real tokens continue after the prefix, as in PEFT,
+which passes the same keys and values as a cache.
 
 T tokens · N virtual tokens of a pass · P of the adapter · K key/value heads · C head width · D = K C · L layers
 H width of the projection
@@ -18,55 +18,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import TensorAxes
+from danlu.adapters.adapter import TensorAxes, module_of_type
 from danlu.adapters.peft_values import check_supported, positive_int, take_tensor
-from danlu.adapters.virtual_tokens import Places, VirtualTokens
+from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
 from danlu.recipe import sections
 from danlu.types import LinearShard, Site
 
-Draw = Callable[[str], torch.Generator]
-"""A generator for the name of a parameter."""
+GeneratorFor = Callable[[str], torch.Generator]
+"""From the name of a parameter to the generator that its first values are drawn from."""
 _KEY = "prompt_embeddings"
 _HARMLESS: dict[str, tuple[Any, ...]] = {"num_transformer_submodules": (1, None)}
 
 
 class PrefixTokens(VirtualTokens):
-    """Sits in the embedding's slot, and notes where the tokens of the prefix are for the layers that follow."""
+    """Sits in the embedding's slot, and notes for the layers where the virtual tokens are in the present pass."""
 
-    def __init__(self, first: int, count: int, width: int) -> None:
-        super().__init__(first, count)
+    def __init__(self, first_id: int, count: int, width: int) -> None:
+        super().__init__(first_id, count)
         self.width = width
-        self.present: Places | None = None  # in the pass that is under way: each begins at the embedding
+        self.current_positions: VirtualTokenPositions | None = None  # set by the embedding, where each pass begins
 
-    def vectors(self, places: Places, dtype: torch.dtype) -> Tensor:
-        self.present = places
-        return torch.zeros(len(places.rows), self.width, dtype=dtype, device=places.rows.device)
+    def embeddings(self, positions: VirtualTokenPositions, dtype: torch.dtype) -> Tensor:
+        self.current_positions = positions
+        return torch.zeros(len(positions.rows), self.width, dtype=dtype, device=positions.rows.device)
 
 
 class Projection(nn.Module):
-    """tanh of a linear layer over trained vectors [P, D]: all layers' keys and values are made of it (section 4.3)."""
+    """tanh of a linear layer over trained vectors [P, D]; every layer computes keys and values from it (4.3)."""
 
     def __init__(self, count: int, width: int, hidden: int, *, device: torch.device | str) -> None:
         super().__init__()
-        self.embedding = _table(count, width, device)
+        self.embedding = _embedding(count, width, device)
         self.weight = nn.Parameter(torch.empty(hidden, width, device=device))
         self.bias = nn.Parameter(torch.empty(hidden, device=device))
 
-    def draw(self, draw: Draw) -> None:
-        _normal(self.embedding.weight, draw("embedding.weight"))
-        _uniform(self, self.weight.shape[1], draw)
+    def reset_parameters(self, generator_for: GeneratorFor) -> None:
+        _normal(self.embedding.weight, generator_for("embedding.weight"))
+        _uniform(self, self.weight.shape[1], generator_for)
 
     def forward(self) -> Tensor:  # [P, H]
         return F.linear(self.embedding.weight, self.weight, self.bias).tanh()
 
 
 class LayerPrefix(nn.Module):
-    """Keys and values of one layer: embedding.weight [P, 2 D], or with a projection weight [2 D, H] and bias [2 D].
+    """Keys and values of one layer. Sits in the slot `prefix` of its attention.
 
-    Either gives the keys, then the values, each head by head. Sits in a layer's slot `prefix`.
+    Parameters: embedding.weight [P, 2 D], or with a projection weight [2 D, H] and bias [2 D]. Either way the first D
+    features are the keys, the others the values, head after head.
 
-    Where heads are cut over processes, these parameters stay whole (keys and values of some heads are no one box of
-    them), and each takes what its heads need.
+    Where tensor parallelism cuts the heads, these parameters stay whole (the keys and values of some heads are not one
+    block of them), and each rank takes the features of its heads.
     """
 
     def __init__(
@@ -82,46 +83,46 @@ class LayerPrefix(nn.Module):
         self.width = width
         self.projection = projection
         self.features = slice(0, width)
-        """Those of keys (and of values) that are here."""
+        """This rank's features of the keys, and of the values."""
         if projection is None:
-            self.embedding = _table(len(tokens.ids), 2 * width, device)
+            self.embedding = _embedding(len(tokens.ids), 2 * width, device)
         else:
             self.weight = nn.Parameter(torch.empty(2 * width, len(projection.bias), device=device))
             self.bias = nn.Parameter(torch.empty(2 * width, device=device))
 
-    def draw(self, draw: Draw) -> None:
-        """First values as PEFT has them: N(0, 1), or those of torch's linear layers."""
+    def reset_parameters(self, generator_for: GeneratorFor) -> None:
+        """Draws first values as PEFT does: N(0, 1), or with a projection those of torch's linear layers."""
         if self.projection is None:
-            _normal(self.embedding.weight, draw("embedding.weight"))
+            _normal(self.embedding.weight, generator_for("embedding.weight"))
         else:
-            _uniform(self, self.weight.shape[1], draw)
+            _uniform(self, self.weight.shape[1], generator_for)
 
     @property
     def tensor_axes(self) -> TensorAxes:
         return {}
 
-    def narrow(self, share: LinearShard) -> None:
-        """share: of the layer that makes the keys."""
-        self.features = share.outputs
+    def narrow(self, shard: LinearShard) -> None:
+        """Called once, after tensor parallelism has cut the attention. shard: of its `k_proj`."""
+        self.features = shard.outputs
 
-    def table(self) -> Tensor:
-        """[P, 2 D] float32, with any projection folded in."""
+    def keys_and_values(self) -> Tensor:
+        """[P, 2 D] float32, of all heads; through the projection where there is one."""
         if self.projection is None:
             return self.embedding.weight
         return F.linear(self.projection(), self.weight, self.bias)
 
     def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v [T, K, C] with those of the prefix in the places of its tokens."""
-        present = self._tokens[0].present
-        assert present is not None, "a pass begins at the embedding"
-        if not len(present.rows):  # cached decoding: the prefix is in the cache
+        """Keys and values [T, K local, C] of a pass, with those of the prefix in the rows of its virtual tokens."""
+        positions = self._tokens[0].current_positions
+        assert positions is not None, "a pass begins at the embedding"
+        if not len(positions.rows):  # cached decoding: the prefix is in the cache
             return k, v
-        rows = self.table()[present.which].to(k.dtype)  # [N, 2 D]
+        rows = self.keys_and_values()[positions.indices].to(k.dtype)  # [N, 2 D]
         keys, values = rows.unflatten(1, (2, -1))[..., self.features].unflatten(2, k.shape[1:]).unbind(1)  # [N, K, C]
-        return k.index_copy(0, present.rows, keys), v.index_copy(0, present.rows, values)
+        return k.index_copy(0, positions.rows, keys), v.index_copy(0, positions.rows, values)
 
 
-def _table(count: int, width: int, device: torch.device | str) -> nn.Embedding:
+def _embedding(count: int, width: int, device: torch.device | str) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(count, width, device=device), freeze=False)
 
 
@@ -131,37 +132,37 @@ def _normal(parameter: Tensor, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def _uniform(module: Projection | LayerPrefix, inputs: int, draw: Draw) -> None:
+def _uniform(module: Projection | LayerPrefix, inputs: int, generator_for: GeneratorFor) -> None:
     bound = 1 / math.sqrt(inputs)
     for name, parameter in (("weight", module.weight), ("bias", module.bias)):
-        parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=draw(name)))
+        parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator_for(name)))
 
 
-def slots(sites: Sequence[Site]) -> dict[str, int]:
-    """The slot of every layer's attention, and its width D: that of what `k_proj` gives."""
+def attention_slots(sites: Sequence[Site]) -> dict[str, int]:
+    """The name of the slot `prefix` of every layer's attention, and D, the width of the layer's keys."""
     return {
         f"{site.name.removesuffix('k_proj')}prefix": site.shape[0] for site in sites if site.name.endswith(".k_proj")
     }
 
 
-# ── in PEFT's words ──
+# ── PEFT's format ──
 
 
 def to_peft(
     section: sections.Prefix, modules: Mapping[str, nn.Module], sites: Sequence[Site]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config values and tensors of an adapter: `modules` by the slot they sit in, `sites` all of the model's.
+    """Values of adapter_config.json, and tensors by name. modules: by their slot; sites: all of the model's.
 
-    How many heads there are is left to PEFT, which reads it off the model.
+    The number of heads is left out: PEFT reads it from the model's config.
     """
     with torch.no_grad():
-        tables = [_layer(modules[slot]).table() for slot in slots(sites)]
+        tables = [module_of_type(modules[slot], LayerPrefix).keys_and_values() for slot in attention_slots(sites)]
     values = {
         "peft_type": "PREFIX_TUNING",
         "num_virtual_tokens": section.tokens,
         "num_transformer_submodules": 1,
         "num_layers": len(tables),
-        "prefix_projection": False,  # folded away
+        "prefix_projection": False,  # already applied to the table
     }
     return values, {_KEY: torch.cat(tables, 1)}
 
@@ -171,18 +172,13 @@ def from_peft(
 ) -> tuple[sections.Prefix, dict[str, dict[str, Tensor]], set[str]]:
     """The section, the values of each module by the slot it sits in, and the keys of `tensors` that they came from.
 
-    A projection is folded away in the file, whatever its config says. Raises ModelError for tensors that do not fit
-    the model.
+    The file holds the keys and values themselves: PEFT applies a projection before it writes. Raises ModelError for
+    tensors that do not fit the model.
     """
     check_supported(values, _HARMLESS, where)
-    widths = slots(sites)
+    widths = attention_slots(sites)
     count = positive_int(values, "num_virtual_tokens", where)
     table = take_tensor(tensors, _KEY, (count, sum(2 * width for width in widths.values())), where)
     tables = table.split([2 * width for width in widths.values()], 1)
-    by_place = {slot: {"embedding.weight": one} for slot, one in zip(widths, tables, strict=True)}
-    return sections.Prefix(tokens=count), by_place, {_KEY}
-
-
-def _layer(module: nn.Module) -> LayerPrefix:
-    assert isinstance(module, LayerPrefix)
-    return module
+    by_slot = {slot: {"embedding.weight": layer_table} for slot, layer_table in zip(widths, tables, strict=True)}
+    return sections.Prefix(tokens=count), by_slot, {_KEY}

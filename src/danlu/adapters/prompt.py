@@ -1,4 +1,4 @@
-"""Prompt tuning: trained vectors in the place of the embeddings of words before every document (arXiv:2104.08691).
+"""Prompt tuning: trained vectors as the embeddings of virtual tokens before every document (arXiv:2104.08691).
 
 N virtual tokens of a pass · P of the adapter · V vocabulary · D model width
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters.peft_values import positive_int, take_tensor
-from danlu.adapters.virtual_tokens import Places, VirtualTokens
+from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
 from danlu.recipe import sections
 from danlu.types import EmbeddingLayer, Site
 
@@ -21,49 +21,60 @@ _KEY = "prompt_embeddings"
 
 
 class Prompt(VirtualTokens):
-    """Parameter: embedding.weight [P, D], in the units of the residual stream: no multiplier of Gemma's is applied.
+    """A soft prompt. Parameter: embedding.weight [P, D], in units of the residual stream, so after Gemma's multiplier.
 
-    It starts as the vectors of words, so it needs the model's weights: uninitialised until `start`.
+    It starts as the embeddings of ordinary tokens, which needs the model's weights: uninitialised until
+    `initialize_from`.
 
-    multiplier: what the embedding multiplies its vectors by.
+    Args:
+        width: D.
+        multiplier: what the model's embedding multiplies its rows by.
+        initial_token_ids: the tokens whose embeddings it starts as, repeated where there are fewer than P.
     """
 
     def __init__(
-        self, first: int, count: int, width: int, multiplier: float, words: Sequence[int], device: torch.device | str
+        self,
+        first_id: int,
+        count: int,
+        width: int,
+        multiplier: float,
+        initial_token_ids: Sequence[int],
+        device: torch.device | str,
     ) -> None:
-        super().__init__(first, count)
+        super().__init__(first_id, count)
         self.multiplier = multiplier
-        self.words = tuple(islice(cycle(words), count))  # which words' vectors it starts as
-        self.started = False
+        self.initial_token_ids = tuple(islice(cycle(initial_token_ids), count))
+        self.is_initialized = False
         self.embedding = nn.Embedding.from_pretrained(torch.empty(count, width, device=device), freeze=False)
 
     @torch.no_grad()
-    def start(self, embedding: EmbeddingLayer) -> None:
-        words = torch.tensor(self.words, device=embedding.weight.device)
-        self.embedding.weight.copy_(embedding.weight[words].float() * self.multiplier)
-        self.started = True
+    def initialize_from(self, embedding: EmbeddingLayer) -> None:
+        """Sets the vectors to the model's embeddings of `initial_token_ids`."""
+        ids = torch.tensor(self.initial_token_ids, device=embedding.weight.device)
+        self.embedding.weight.copy_(embedding.weight[ids].float() * self.multiplier)
+        self.is_initialized = True
 
-    def vectors(self, places: Places, dtype: torch.dtype) -> Tensor:
-        rows: Tensor = self.embedding(places.which)
+    def embeddings(self, positions: VirtualTokenPositions, dtype: torch.dtype) -> Tensor:
+        rows: Tensor = self.embedding(positions.indices)
         if self.multiplier == 1.0:
             return rows.to(dtype)
-        # The embedding multiplies by the multiplier rounded to the type of activations.
+        # Undoes the embedding's multiplication, whose multiplier is rounded to the type of activations.
         return (rows / torch.tensor(self.multiplier, dtype=dtype, device=rows.device).to(rows.dtype)).to(dtype)
 
 
-def random_words(generator: torch.Generator, vocabulary: int, count: int) -> list[int]:
-    """Words to start from when no text is given; PEFT's SAMPLE_VOCAB."""
-    found: list[int] = torch.randint(0, vocabulary, (count,), generator=generator).tolist()
-    return found
+def random_token_ids(generator: torch.Generator, vocab_size: int, count: int) -> list[int]:
+    """`count` tokens to start from when no text is given, drawn uniformly from the vocabulary; PEFT's SAMPLE_VOCAB."""
+    ids: list[int] = torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+    return ids
 
 
-# ── in PEFT's words ──
+# ── PEFT's format ──
 
 
 def to_peft(
     section: sections.Prompt, modules: Mapping[str, nn.Module], sites: Sequence[Site]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config values and tensors of an adapter: `modules` by site name, `sites` all of the model's."""
+    """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
     (module,) = modules.values()
     assert isinstance(module, Prompt)
     weight = module.embedding.weight.detach()
@@ -73,7 +84,7 @@ def to_peft(
         "token_dim": weight.shape[1],
         "num_transformer_submodules": 1,
         "num_layers": len({site.layer for site in sites if site.layer is not None}),
-        "prompt_tuning_init": "RANDOM",  # of a loaded one nothing is drawn
+        "prompt_tuning_init": "RANDOM",  # how PEFT would initialize a new one, not this one
     }
     return values, {_KEY: weight}
 

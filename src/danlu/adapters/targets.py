@@ -20,10 +20,10 @@ GROUPS = {"all-linear": ("attention", "mlp"), "attention": ("attention",), "mlp"
 _Value = TypeVar("_Value")
 
 
-def choose(sites: Sequence[Site], section: Any, *, given: bool = False) -> list[Site]:
+def choose(sites: Sequence[Site], section: Any, *, check_ranks: bool = True) -> list[Site]:
     """Where an adapter would sit, of all sites of a model.
 
-    given: the section was read off an adapter that exists, so its ranks are not judged.
+    check_ranks: False for the section of an adapter that exists, whose ranks PEFT may have cut.
     Raises RecipeError for names that match no layer, for ranks that no layer has, and for layers on which an adapter of
     this kind cannot be.
     """
@@ -33,7 +33,7 @@ def choose(sites: Sequence[Site], section: Any, *, given: bool = False) -> list[
     chosen = select(sites, targets_of(section))
     for site in chosen:
         _check_kind(site, section)
-        if isinstance(section, sections.LowRank) and not given:
+        if isinstance(section, sections.LowRank) and check_ranks:
             check_rank(site, section)
         if isinstance(section, sections.Mora):
             _check_square(site, section)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, Dense, TensorAxes
+from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.hf_layers import HFLayer, hf_layers
 from danlu.adapters.peft_lora import target_modules
@@ -38,8 +38,8 @@ class Projection(nn.Module):
         self.vera_B = nn.Parameter(_kaiming(outputs, rank, generator).to(device), requires_grad=False)
 
 
-def widest(layers: Sequence[HFLayer]) -> tuple[int, int]:
-    """Most outputs and most inputs of some layers: the size of the matrices that they share."""
+def largest_shape(layers: Sequence[HFLayer]) -> tuple[int, int]:
+    """(O, I) of the matrices that some layers share: the most outputs and the most inputs of any of them."""
     shapes = [layer.shape for layer in layers]
     return max(outputs for outputs, _ in shapes), max(inputs for _, inputs in shapes)
 
@@ -56,9 +56,11 @@ class Vera(Adapter):
 
     Args:
         rows: which rows of B; a part of a layer that Hugging Face folders keep fused has those of its own outputs.
-        lambda_d: that of the other parts of such a layer, which is one for PEFT.
+        inputs: I, how many columns of A.
+        initial_d: what every number of vera_lambda_d starts at; vera_lambda_b starts at zero.
+        lambda_d: the vera_lambda_d of another part of such a layer, which PEFT has once for all parts.
 
-    Cut over processes, each layer takes fewer rows or columns of the shared matrices, which stay whole.
+    Where tensor parallelism cuts the layer, it uses fewer rows or columns of the shared matrices, which stay whole.
     """
 
     def __init__(
@@ -92,26 +94,26 @@ class Vera(Adapter):
     def tensor_axes(self) -> TensorAxes:
         return {"vera_lambda_b": ("outputs",)}
 
-    def narrow(self, share: LinearShard) -> None:
+    def narrow(self, shard: LinearShard) -> None:
         first = self.rows.start
-        self.rows = slice(first + share.outputs.start, first + share.outputs.stop)
-        self.columns = share.inputs
-        self.dropout.first_feature = share.inputs.start
+        self.rows = slice(first + shard.outputs.start, first + shard.outputs.stop)
+        self.columns = shard.inputs
+        self.dropout.first_feature = shard.inputs.start
 
-    def add(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
+    def adapt_output(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         dropout = self.dropout if self.dropout.active else None
         path: Tensor = _Path.apply(x, self.vera_lambda_d, self.vera_lambda_b, self.a, self.b, dropout)
         return y + path
 
-    def applied(self, dense: Dense) -> Dense:
+    def merged_into(self, dense: DenseLinear) -> DenseLinear:
         dtype = dense.weight.dtype
         left = self.vera_lambda_b.to(dtype).unsqueeze(1) * self.b.to(dtype)
         right = self.vera_lambda_d.to(dtype).unsqueeze(1) * self.a.to(dtype)
-        return Dense(dense.weight.addmm(left, right), dense.bias)
+        return DenseLinear(dense.weight.addmm(left, right), dense.bias)
 
 
 class _Path(torch.autograd.Function):
-    """b * B (d * A x). Of activations only A x [T, r] is kept, and no copy of A or B in x's dtype."""
+    """b * B (d * A x). Of activations only A x [T, r] is saved, and no copy of A or B in x's dtype."""
 
     @staticmethod
     def forward(
@@ -120,7 +122,7 @@ class _Path(torch.autograd.Function):
         u = F.linear(x if dropout is None else dropout(x), big_a.to(x.dtype))  # [T, r]
         ctx.save_for_backward(u, d, b, big_a, big_b)
         ctx.dropout = dropout
-        ctx.rows = None if dropout is None else dropout.state.token_keys(x)
+        ctx.token_keys = None if dropout is None else dropout.state.token_keys(x)
         return F.linear(u * d.to(u.dtype), big_b.to(u.dtype)) * b.to(u.dtype)
 
     @staticmethod
@@ -137,17 +139,17 @@ class _Path(torch.autograd.Function):
             grad_d = (grad_z * u).sum(0, dtype=wide).to(d.dtype) if wants_d else None
             if wants_x:
                 grad_x = (grad_z * d.to(grad.dtype)) @ big_a.to(grad.dtype)
-                grad_x = grad_x if ctx.dropout is None else ctx.dropout(grad_x, ctx.rows)
+                grad_x = grad_x if ctx.dropout is None else ctx.dropout(grad_x, ctx.token_keys)
         return grad_x, grad_d, grad_b, None, None, None
 
 
-# ── in PEFT's words ──
+# ── PEFT's format ──
 
 
 def to_peft(
     section: sections.Vera, modules: Mapping[str, nn.Module], sites: Sequence[Site]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config values and tensors of an adapter: `modules` by site name, `sites` all of the model's."""
+    """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
     tensors: dict[str, Tensor] = {}
     layers = hf_layers(sites)
     chosen = [layer for layer in layers if any(site.name in modules for site in layer.parts)]
@@ -155,7 +157,7 @@ def to_peft(
         lambda_b = torch.zeros(layer.shape[0])  # what a part without an adapter has
         for site, rows in layer.rows():
             if site.name in modules:
-                module = _vera(modules[site.name])
+                module = module_of_type(modules[site.name], Vera)
                 lambda_b[rows] = module.vera_lambda_b.detach().cpu()
                 tensors[f"{PREFIX}{layer.name}.vera_lambda_d"] = module.vera_lambda_d.detach()
                 if section.save_projection:
@@ -190,14 +192,14 @@ def from_peft(
     by_site: dict[str, dict[str, Tensor]] = {}
     used: set[str] = set()
     for layer in layers:
-        keys = [f"{PREFIX}{layer.name}.{one}" for one in ("vera_lambda_d", "vera_lambda_b")]
+        keys = [f"{PREFIX}{layer.name}.{vector}" for vector in ("vera_lambda_d", "vera_lambda_b")]
         used.update(keys)
         lambda_d = take_tensor(tensors, keys[0], (rank,), where)
         lambda_b = take_tensor(tensors, keys[1], (layer.shape[0],), where)
         for site, rows in layer.rows():
             by_site[site.name] = {"vera_lambda_d": lambda_d, "vera_lambda_b": lambda_b[rows]}
     if saved:
-        outputs, inputs = widest(layers)
+        outputs, inputs = largest_shape(layers)
         used |= {_A, _B}
         by_site[layers[0].parts[0].name] |= {
             "projection.vera_A": take_tensor(tensors, _A, (rank, inputs), where),
@@ -212,8 +214,3 @@ def from_peft(
         targets=list(by_site),
     )
     return section, by_site, used
-
-
-def _vera(module: nn.Module) -> Vera:
-    assert isinstance(module, Vera)
-    return module

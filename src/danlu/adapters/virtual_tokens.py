@@ -1,8 +1,8 @@
 """Virtual tokens: ids past the vocabulary that stand before every document while an adapter that has them is active.
 
-An adapter with P of them owns P consecutive ids. Whoever lays out documents or prompts puts them in front
-(`AdapterSet.virtual_token_ids` says which); the embedding's slot finds them again and asks the adapter for their
-vectors. So attention, positions, packing and caching need to know nothing of prompts and prefixes.
+An adapter with P of them owns P consecutive ids. Collation and generation put them in front of every document or
+prompt (`AdapterSet.virtual_token_ids` says which); the embedding's slot finds them in a pass and asks the adapter for
+their vectors. So attention, positions, packing and caching need to know nothing of soft prompts and prefixes.
 
 T tokens · N virtual tokens among them · P virtual tokens of an adapter · D model width
 """
@@ -20,39 +20,46 @@ from danlu.types import LinearShard
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where an adapter's virtual tokens are in one forward pass."""
+class VirtualTokenPositions:
+    """Where one adapter's virtual tokens are in one forward pass."""
 
-    rows: Tensor  # [N] int64, of the T tokens
-    which: Tensor  # [N] int64, 0 to P - 1
+    rows: Tensor  # [N] int64: their rows among the T tokens of the pass
+    indices: Tensor  # [N] int64: which of the adapter's virtual tokens each is, 0 to P - 1
 
 
 class VirtualTokens(nn.Module):
-    """What an adapter puts into the embedding's slot for its virtual tokens."""
+    """The part of an adapter that sits in the embedding's slot and has the vectors of its virtual tokens.
 
-    def __init__(self, first: int, count: int) -> None:
+    first_id: the first of its `count` consecutive ids; at least the size of the vocabulary.
+    """
+
+    def __init__(self, first_id: int, count: int) -> None:
         super().__init__()
-        self.ids = range(first, first + count)
-        self.adds = True
-        """False where the words are cut over processes, and another one gives the vectors."""
+        self.ids = range(first_id, first_id + count)
+        self.adds_embeddings = True
+        """False on all tensor ranks but one, where the vocabulary is cut and `embeddings` are summed over the ranks."""
 
     @property
     def tensor_axes(self) -> TensorAxes:
         return {}
 
-    def narrow(self, share: LinearShard) -> None:
-        self.adds = share.first
+    def narrow(self, shard: LinearShard) -> None:
+        """Called once, after tensor parallelism has cut the embedding."""
+        self.adds_embeddings = shard.first
 
-    def find(self, tokens: Tensor) -> Places:
-        """Where this adapter's tokens are among tokens [T]."""
+    def positions(self, tokens: Tensor) -> VirtualTokenPositions:
+        """Where this adapter's virtual tokens are among tokens [T]."""
         rows = ((tokens >= self.ids.start) & (tokens < self.ids.stop)).nonzero().squeeze(1)
-        return Places(rows, tokens[rows] - self.ids.start)
+        return VirtualTokenPositions(rows, tokens[rows] - self.ids.start)
 
     @abstractmethod
-    def vectors(self, places: Places, dtype: torch.dtype) -> Tensor:
-        """[N, D] what the embedding gives for them, before any multiplier."""
+    def embeddings(self, positions: VirtualTokenPositions, dtype: torch.dtype) -> Tensor:
+        """[N, D] in `dtype`: what the embedding returns for the virtual tokens, before Gemma's multiplier."""
 
-    def added(self, places: Places, dtype: torch.dtype) -> Tensor:
-        """The same, or zeros where another process gives them, which still lead back: all have a gradient."""
-        vectors = self.vectors(places, dtype)
-        return vectors if self.adds else vectors * 0
+    def summand(self, positions: VirtualTokenPositions, dtype: torch.dtype) -> Tensor:
+        """This rank's term of the sum of `embeddings` over the tensor ranks, [N, D].
+
+        Zeros on all but one, but computed from the parameters, so that they have a gradient on every rank.
+        """
+        embeddings = self.embeddings(positions, dtype)
+        return embeddings if self.adds_embeddings else embeddings * 0

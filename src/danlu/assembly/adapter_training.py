@@ -10,6 +10,7 @@ from torch import Tensor
 
 from danlu.adapters.adapter_config import CONFIG
 from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.merge import merge_and_unload
 from danlu.adapters.peft_folder import add_adapter, write_adapter
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, find_base
@@ -83,7 +84,7 @@ def merged_model(model: sections.Model, *, device: torch.device) -> Decoder:
     adapters = adapters_of(decoder, device=device)
     stacks = AdapterStacks(adapters)
     stacks.use(stacks.add(folders))
-    adapters.merge_and_unload()
+    merge_and_unload(adapters)
     return decoder
 
 

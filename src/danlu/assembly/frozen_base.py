@@ -65,7 +65,7 @@ def adapters_of(
         lambda name: hf_name(name, modules),
         build_context,
         head_as_linear=model.head_as_linear,
-        rounded=rounded,
+        quantize_dequantize=rounded,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from danlu.adapters.adapter_config import AdapterFolder, adapter_stack
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.combine import Combination
+from danlu.adapters.merge import check_mergeable, merged_parameter, unties_head
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, base_of, check_base
 from danlu.assembly.frozen_base import load_frozen
@@ -103,7 +105,7 @@ def merge(
     lowest = opened.add(below)
     for number in range(lowest):
         opened.use(number)
-        adapted.adapters.check_mergeable()
+        check_mergeable(adapted.adapters)
     if combination is None and len(stacks) > 1:
         combination = Combination((1.0,) * len(stacks))
     value, unties = _values(opened, lowest, combination)
@@ -175,11 +177,11 @@ def _values(
     sources = range(lowest)
     if combination is None:
         opened.use(0)
-        return adapters.merged, adapters.unties_head()
+        return partial(merged_parameter, adapters), unties_head(adapters)
     unties = False
     for number in sources:
         opened.use(number)
-        unties = adapters.unties_head() or unties
+        unties = unties_head(adapters) or unties
     return _Combining(opened, lowest, combination).value, unties
 
 
@@ -204,13 +206,15 @@ class _Combining:
         """What Hugging Face folders keep as one tensor is thinned as one, as other tools do."""
         adapters, combination = self._opened.adapters, self._combination
         self._opened.use(self._lowest)
-        starts = [adapters.merged(part) for part in parts]
+        starts = [merged_parameter(adapters, part) for part in parts]
         if not self._touched & set(parts):
             return dict(zip(parts, starts, strict=True))
         changes = []
         for number in range(self._lowest):
             self._opened.use(number)
-            changes.append(torch.cat([adapters.merged(part) - at for part, at in zip(parts, starts, strict=True)]))
+            changes.append(
+                torch.cat([merged_parameter(adapters, part) - at for part, at in zip(parts, starts, strict=True)])
+            )
         name = adapters.hf_name(parts[0])
         change = combination.of(changes, lambda n: named_generator(combination.seed, f"{name}.{n}"))
         made = change.split([len(start) for start in starts])

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from danlu.adapters.adapter_set import UNMERGEABLE_KINDS, AdapterSet
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.merge import UNMERGEABLE_KINDS, merge_and_unload, unties_head
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.frozen_base import load_frozen
 from danlu.models.decoder import Decoder
@@ -30,7 +31,7 @@ def load_adapted_model(
         opened.add(stack)
     opened.use(0)
     if merged and _mergeable(adapted.adapters):
-        adapted.adapters.merge_and_unload()
+        merge_and_unload(adapted.adapters)
         return adapted.model, None
     return adapted.model, opened
 
@@ -43,4 +44,4 @@ def _mergeable(adapters: AdapterSet) -> bool:
     """
     kinds = [adapters.added[name].section.kind for name in adapters.active]
     packed = any(getattr(site.module, "quantized", None) is not None for site in adapters.sites)
-    return not packed and not any(kind in UNMERGEABLE_KINDS for kind in kinds) and not adapters.unties_head()
+    return not packed and not any(kind in UNMERGEABLE_KINDS for kind in kinds) and not unties_head(adapters)

@@ -151,7 +151,7 @@ def _wants_its_input(model: Decoder, half: int) -> bool:
 def _takes_input(module: nn.Module, linear: nn.Module) -> bool:
     """Whether this part of a linear layer does."""
     slot = linear.adapter
-    if isinstance(module, LowRank) and module.share and isinstance(slot, Slot) and slot.stack()[0] is not module:
+    if isinstance(module, LowRank) and module.dropout_p and isinstance(slot, Slot) and slot.stack()[0] is not module:
         return False  # upon another adapter it takes what dropout has left
     axes = LINEAR_AXES if isinstance(module, Linear) else module.tensor_axes if isinstance(module, Adapter) else {}
     trained = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]

@@ -96,7 +96,7 @@ def _named(folder: AdapterFolder) -> str:
 def _write(section: Any, base: Base, target: Path, below: Sequence[str], seed: int) -> None:
     """An adapter of a small base as after training, alone on it."""
     adapters = adapters_of(load(base.folder), seed=seed)
-    adapters.add("made", section, given=True)
+    adapters.add("made", section, check_ranks=False)
     adapters.train_only("made")
     for name, parameter in adapters.tensors("made").items():
         if parameter.requires_grad:
