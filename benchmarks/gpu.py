@@ -484,6 +484,7 @@ def optimizers(write: Write, device: Any, tiny: bool) -> None:
     import torch
     from torch.nn import Parameter
 
+    from danlu.memory.paged_state import paged_state
     from danlu.optim.build import build
     from danlu.recipe import sections
 
@@ -502,7 +503,7 @@ def optimizers(write: Write, device: Any, tiny: bool) -> None:
             (f"layers.{index}.weight", Parameter(torch.randn(width, width, device=device))) for index in range(count)
         ]
         try:
-            optimizer = build(parameters, section)
+            optimizer = build(parameters, section, paged_state=paged_state)
 
             def step(optimizer: Any = optimizer, parameters: Any = parameters) -> None:
                 for _, one in parameters:

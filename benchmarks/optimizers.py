@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from danlu.memory.paged_state import paged_state
 from danlu.optim.build import Optimizers, build
 from danlu.recipe import sections
 
@@ -69,7 +70,7 @@ def make(name: str) -> tuple[dict[str, Parameter], Any]:
         from torchao.optim import AdamW8bit
 
         return parameters, AdamW8bit(parameters.values(), **options)
-    return parameters, build(parameters.items(), SECTIONS[name])
+    return parameters, build(parameters.items(), SECTIONS[name], paged_state=paged_state)
 
 
 def state_bytes(parameters: Mapping[str, Parameter], optimizer: Any) -> int:

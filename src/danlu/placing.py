@@ -23,6 +23,7 @@ from danlu.assembly.frozen_base import Adapted
 from danlu.data.batch import collate, pad_to_bucket
 from danlu.errors import RecipeError
 from danlu.memory import activation_offload, recompute, recompute_planner
+from danlu.memory.paged_state import paged_state
 from danlu.memory.parameter_offload import offload_parameters
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
@@ -343,6 +344,7 @@ def optimizer_of(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe,
         rate_of=None if ratio == 1 else lambda name: ratio if name.endswith("lora_B") else 1.0,
         offload="optimizer" in memory.offload and (device.type == "cuda" or memory.folder is not None),
         folder=memory.folder,
+        paged_state=paged_state,
     )
 
 

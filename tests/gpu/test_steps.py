@@ -12,6 +12,7 @@ from builders.tiny_run import SyntheticPacks, tiny_model
 
 from danlu.assembly.frozen_base import adapters_of, quantize_weight
 from danlu.memory import activation_offload
+from danlu.memory.paged_state import paged_state
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.optim.build import build
 from danlu.recipe import sections
@@ -110,7 +111,7 @@ def test_offloaded_activations_come_back_the_same(device: torch.device, recomput
 def test_optimizers_learn_with_state_here_or_on_the_host(device: torch.device, kind: str, offloaded: bool) -> None:
     compute = learner(kind, device, torch.bfloat16)
     section = KINDS[kind][2]
-    optimizer = build(compute.model.named_parameters(), section, offload=offloaded)
+    optimizer = build(compute.model.named_parameters(), section, offload=offloaded, paged_state=paged_state)
     packs = [SyntheticPacks().at(number) for number in range(4)]
     losses = []
     for number in range(8):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.errors import CheckpointError, ModelError
+from danlu.memory.paged_state import paged_state
 from danlu.numerics.relative_error import worst_absolute_error
-from danlu.optim.build import Optimizers, build
+from danlu.optim.build import Optimizers
+from danlu.optim.build import build as build_optimizer
 from danlu.recipe.sections import SGD, Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, PagedAdamW
 
+build = partial(build_optimizer, paged_state=paged_state)
 MATRIX, VECTOR, EMBEDDING = "layers.0.q_proj.weight", "norm.weight", "embed_tokens.weight"
 SHAPES = {MATRIX: (6, 10), VECTOR: (10,), EMBEDDING: (12, 10)}
 SECTIONS: list[Optimizer] = [

@@ -12,6 +12,7 @@ from builders.tiny_run import SyntheticPacks, tiny_run
 from torch import Tensor
 
 from danlu.errors import CheckpointError, TrainingError
+from danlu.memory.paged_state import paged_state
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import build
 from danlu.recipe import sections
@@ -31,7 +32,7 @@ each = pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.
 
 def run_with(folder: Path, section: Optimizer, **options: Any) -> Run:
     run = tiny_run(folder, **{"steps": 8, **options})
-    run.optimizer = build(run.compute.model.named_parameters(), section)
+    run.optimizer = build(run.compute.model.named_parameters(), section, paged_state=paged_state)
     run.compute.model.embed_tokens.sparse_gradient = True
     return run
 

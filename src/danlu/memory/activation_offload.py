@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from danlu.optim.page_file import PageFile, whole_pages
+from danlu.memory.page_file import PageFile, whole_pages
 
 _SMALL = 1 << 16
 """Bytes up to which a tensor stays: its way there and back would take longer than it is worth."""
@@ -196,10 +196,10 @@ class _InFile:
         self._file = PageFile(self._size, folder, what="activations", field="memory.folder")
         self._there = self._file.tensor(0, tensor.shape, tensor.dtype)
         self._there.copy_(tensor)
-        self._file.let_go(0, self._size)
+        self._file.release(0, self._size)
 
     def call(self) -> None:
-        self._file.ahead(0, self._size)
+        self._file.prefetch(0, self._size)
 
     def tensor(self) -> Tensor:
         self._file.fetch(0, self._size, to_write=False)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from danlu.errors import RecipeError
+from danlu.memory.page_file import PageFile, aligned, whole_pages
 from danlu.models.decoder import Decoder
-from danlu.optim.page_file import PageFile, aligned, whole_pages
 
 _SMALL = 4096
 """Bytes up to which a tensor stays where it is: a page would be as large."""
@@ -67,12 +67,12 @@ class MappedTensors:
     def ahead(self, names: Iterable[str]) -> None:
         """These are read from the disk meanwhile."""
         for extent in self._places(names):
-            self._file.ahead(extent.start, extent.bytes)
+            self._file.prefetch(extent.start, extent.bytes)
 
     def done(self, names: Iterable[str]) -> None:
         """Lets go of these; whoever touches one of them gets it back, a page at a time."""
         for extent in self._places(names):
-            self._file.let_go(extent.start, extent.bytes)
+            self._file.release(extent.start, extent.bytes)
 
     def _places(self, names: Iterable[str]) -> Iterator[_Extent]:
         yield from (self._extents[name] for name in names)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.optim.moments import Float32Moments, Moments, Spec, State
-from danlu.optim.paged import Pages
+from danlu.optim.moments import Float32Moments, Moments, Spec, State, StatePages
 from danlu.optim.sparse import MOST_ROWS
 
 
@@ -26,7 +25,7 @@ class AdamW:
     Args:
         groups:  "params" and "weight_decay" of each.
         moments: how the state is kept; by default in float32.
-        pages:   where the state lives, one parameter of it at hand at a time; by default beside the parameters.
+        pages:   where the state lives, one parameter's in memory at a time; by default beside the parameters.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class AdamW:
         eps: float,
         *,
         moments: Moments | None = None,
-        pages: Pages | None = None,
+        pages: StatePages | None = None,
     ) -> None:
         self.param_groups: list[dict[str, Any]] = [{"lr": lr, "betas": betas, "eps": eps, **group} for group in groups]
         self.state: dict[Parameter, State] = defaultdict(dict)
@@ -60,7 +59,7 @@ class AdamW:
                 self.moments.update(group, parameters, gradients, [self.state[parameter] for parameter in parameters])
                 continue
             for parameter in parameters:
-                with self.pages.at_hand(parameter) as state:
+                with self.pages.fetched(parameter) as state:
                     self.moments.update(group, [parameter], [parameter.grad], [state])
 
     @torch.no_grad()
@@ -102,7 +101,7 @@ class AdamW:
         for name, tensor in whole.items():
             tensor.index_copy_(0, rows, some[name])
         if self.pages is not None:
-            self.pages.put_away(parameter)
+            self.pages.release(parameter)
         return True
 
     def load(self, states: Mapping[Parameter, Mapping[str, Tensor]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +17,15 @@ from danlu.optim.eight_bit import EightBitMoments
 from danlu.optim.galore import GaLore
 from danlu.optim.groups import Group, parameter_groups, role, trainable
 from danlu.optim.lion import Lion
-from danlu.optim.moments import Float32Moments, Moments, Spec, Specs
-from danlu.optim.page_file import default_folder
-from danlu.optim.paged import Pages
+from danlu.optim.moments import Float32Moments, Moments, Spec, Specs, StatePages
 from danlu.optim.sparse import is_rows, make_whole
 from danlu.recipe import sections
 
 NamedParameters = list[tuple[str, Parameter]]
 RateOf = Callable[[str], float]
 Part = torch.optim.Optimizer | AdamW | GaLore
+PagedState = Callable[[Mapping[Parameter, Specs], str | None], StatePages]
+"""(what is kept for each parameter, folder of the file) -> the pages it is kept in."""
 
 
 class Optimizers:
@@ -203,11 +202,14 @@ def build(
     rate_of: RateOf | None = None,
     offload: bool = False,
     folder: str | None = None,
+    paged_state: PagedState | None = None,
 ) -> Optimizers:
     """The optimizer of a recipe over the trainable ones of `named_parameters` (all float32; frozen ones may be any).
 
     rate_of: the ratio of a parameter's learning rate, by its name, to the recipe's; by default 1 for all.
     offload: keep AdamW's moments as paged-adamw does: in a file in `folder`, or on a GPU in the host's memory.
+    paged_state: makes the pages of paged-adamw and offloaded state, from what is kept for each parameter and the folder
+        (`memory.paged_state`); only read for those.
     Raises ModelError when nothing is trainable or a parameter is not float32; RecipeError when the section does not fit
     the parameters; ResourceError when paged state has no room.
     """
@@ -221,7 +223,8 @@ def build(
                 "Load the model in float32; `precision` sets the type of activations."
             )
     # By its own name: the state is the same, so a run may begin to offload it, or cease to.
-    return Optimizers(section.kind, _parts(named, _paged(section, folder) if offload else section, rate_of), named)
+    parts = _parts(named, _paged(section, folder) if offload else section, rate_of, paged_state)
+    return Optimizers(section.kind, parts, named)
 
 
 def _paged(section: sections.Optimizer, folder: str | None) -> sections.Optimizer:
@@ -238,7 +241,9 @@ def _paged(section: sections.Optimizer, folder: str | None) -> sections.Optimize
     raise AssertionError(f"the recipe's rules offload AdamW's state alone, not that of {section.kind}")
 
 
-def _parts(named: NamedParameters, section: sections.Optimizer, rate_of: RateOf | None) -> list[Part]:
+def _parts(
+    named: NamedParameters, section: sections.Optimizer, rate_of: RateOf | None, paged_state: PagedState | None
+) -> list[Part]:
     groups = _for_torch(parameter_groups(named, section.decay, section.weight_decay, rate_of))
     rate = section.learning_rate
     match section:
@@ -249,7 +254,8 @@ def _parts(named: NamedParameters, section: sections.Optimizer, rate_of: RateOf 
             return [AdamW(groups, rate, section.betas, section.eps, moments=moments)]
         case sections.PagedAdamW():
             kept: Moments = EightBitMoments() if section.bits == 8 else Float32Moments()
-            pages = _pages(named, kept, section.folder)
+            assert paged_state is not None, "whoever builds a paged optimizer says where its pages are"
+            pages = paged_state({parameter: kept.specs(parameter.shape) for _, parameter in named}, section.folder)
             return [AdamW(groups, rate, section.betas, section.eps, moments=kept, pages=pages)]
         case sections.SGD():
             # fused is one pass over memory on CPU; on CUDA it cannot take a parameter whose first gradient comes late.
@@ -263,14 +269,6 @@ def _parts(named: NamedParameters, section: sections.Optimizer, rate_of: RateOf 
             return _muon(named, section, rate_of)
         case sections.GaLore():
             return _galore(named, section, rate_of)
-
-
-def _pages(named: NamedParameters, moments: Moments, folder: str | None) -> Pages:
-    specs = {parameter: moments.specs(parameter.shape) for _, parameter in named}
-    if folder is not None:
-        return Pages(specs, Path(folder).expanduser())
-    on_cpu = all(parameter.device.type == "cpu" for _, parameter in named)
-    return Pages(specs, default_folder() if on_cpu else None)
 
 
 def _hidden(named: NamedParameters) -> tuple[NamedParameters, NamedParameters]:

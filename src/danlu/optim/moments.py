@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 State = dict[str, Tensor]
@@ -39,6 +41,25 @@ class Moments(Protocol):
 
     def by_row(self, state: State, rows: int) -> State | None:
         """Views [rows, ...] of what is kept for each row of a matrix; None if rows share some of it."""
+
+
+class StatePages(Protocol):
+    """Where the state of parameters lies if not beside them (`memory.paged_state`)."""
+
+    def zeros(self, parameter: Parameter) -> State:
+        """The state of a parameter at its beginning."""
+
+    def fill(self, parameter: Parameter, saved: Mapping[str, Tensor]) -> State:
+        """The state of a parameter as it was saved."""
+
+    def fetched(self, parameter: Parameter) -> AbstractContextManager[State]:
+        """Within it the state is on the parameter's device; what is changed there is kept."""
+
+    def release(self, parameter: Parameter) -> None:
+        """The state is not in use any more, and may leave memory."""
+
+    def tensors(self, parameter: Parameter) -> State:
+        """The state in its pages, whatever they hold."""
 
 
 class Float32Moments:

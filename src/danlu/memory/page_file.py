@@ -1,7 +1,7 @@
-"""Memory in a file, of which the system may take what is not in use and bring it back.
+"""A file mapped into memory (mmap(2)), of which the system may take pages that are not in use and bring them back.
 
-What a process holds otherwise can only go to swap, or end the run. The file has no name: when the process ends, however
-it does, nothing of it is left, and nobody else can find it.
+Other memory of a process can only go to swap, or end the run when there is none left. The file has no name: when the
+process ends, however it does, nothing of it is left, and nobody else can find it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALIGNMENT = 64  # of a tensor, in bytes: what torch gives its own
 
 
 class PageFile:
-    """So many bytes, all of them reserved at once, so that it does not fail halfway.
+    """A mapped file of so many bytes, all of them reserved at once, so that it does not fail halfway.
 
     Args:
         folder: where the file is; None for the host's memory instead, which does not come and go.
@@ -37,14 +37,14 @@ class PageFile:
         self._map = mmap.mmap(-1, size) if folder is None else _mapped_file(folder, size, what, field)
 
     def tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The bytes from an aligned offset on, whatever they hold; pages that were never written are zeros."""
+        """A tensor on the bytes from an aligned offset on, whatever they hold; pages never written hold zeros."""
         count = shape.numel()
         if not count:  # torch takes no buffer for nothing
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
     def fetch(self, start: int, size: int, *, to_write: bool) -> None:
-        """Some pages are in memory when this returns."""
+        """Brings pages into memory; they are there when this returns. to_write: they are about to be changed."""
         if not self.in_file or not size:
             return
         try:
@@ -52,13 +52,13 @@ class PageFile:
         except OSError:  # an older kernel: pages come one by one, as they are touched
             self._map.madvise(mmap.MADV_WILLNEED, start, size)
 
-    def ahead(self, start: int, size: int) -> None:
-        """Some pages are read from the disk meanwhile, if they are no longer in the system's cache."""
+    def prefetch(self, start: int, size: int) -> None:
+        """Begins to read pages from the disk, if they are no longer in the system's cache; does not wait."""
         if self.in_file and size:
             self._map.madvise(mmap.MADV_WILLNEED, start, size)
 
-    def let_go(self, start: int, size: int) -> None:
-        """Some pages are no longer held by this process; the file keeps them, in the system's cache or on the disk."""
+    def release(self, start: int, size: int) -> None:
+        """Takes pages from this process's memory; the file keeps them, in the system's cache or on the disk."""
         if self.in_file and size:
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
@@ -75,13 +75,14 @@ def whole_pages(size: int) -> int:
 
 def default_folder() -> Path:
     """TMPDIR, or the system's folder for large temporary files: /tmp is often memory, which would be no page file."""
-    if (chosen := os.environ.get("TMPDIR")) is not None:
-        return Path(chosen)
+    if (tmpdir := os.environ.get("TMPDIR")) is not None:
+        return Path(tmpdir)
     large = Path("/var/tmp")
     return large if os.access(large, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _mapped_file(folder: Path, size: int, what: str, field: str) -> mmap.mmap:
+    """A new file without a name in `folder`, mapped to be read and written."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             # Reserved now: a disk that fills up later would end the process by a signal, in the middle of a step.

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.errors import ResourceError
-from danlu.optim import page_file
+from danlu.memory import page_file
+from danlu.memory.page_file import default_folder
+from danlu.memory.paged_state import PagedState, paged_state
 from danlu.optim.build import Optimizers, build
 from danlu.optim.moments import Float32Moments
-from danlu.optim.page_file import default_folder
-from danlu.optim.paged import Pages
 from danlu.recipe.sections import AdamW, AdamW8bit, Optimizer, PagedAdamW
 
 SHAPES = {"layers.0.up_proj.weight": (96, 70), "layers.1.up_proj.weight": (70, 96), "norm.weight": (70,)}
@@ -29,7 +29,7 @@ def trained(section: Optimizer, steps: int = 4, device: str = "cpu") -> tuple[di
     parameters = {name: Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
     for parameter in parameters.values():
         parameter.data = parameter.data.to(device)
-    optimizer = build(parameters.items(), section)
+    optimizer = build(parameters.items(), section, paged_state=paged_state)
     for step in range(steps):
         for name, parameter in parameters.items():
             late = name == "norm.weight" and step < 2
@@ -81,10 +81,10 @@ def resident_bytes(folder: Path) -> int:
 def test_only_the_parameter_at_hand_is_in_memory(tmp_path: Path) -> None:
     parameters = [Parameter(torch.zeros(512, 256)) for _ in range(4)]
     moments = Float32Moments()
-    pages = Pages({parameter: moments.specs(parameter.shape) for parameter in parameters}, tmp_path)
+    pages = PagedState({parameter: moments.specs(parameter.shape) for parameter in parameters}, tmp_path)
     each = 2 * parameters[0].nbytes
     for parameter in parameters:
-        with pages.at_hand(parameter) as state:
+        with pages.fetched(parameter) as state:
             for tensor in state.values():
                 tensor.fill_(1.0)
             # Beside it only what the system read ahead.
@@ -121,7 +121,7 @@ def test_a_state_is_read_right_into_its_pages_and_late_parameters_begin_at_zero(
         other.step()
     assert equal(dict(parameters), dict(early)) and equal(optimizer.state_tensors(), first.state_tensors())
     copied, _ = trained(section, steps=4)
-    other = build(copied.items(), section)
+    other = build(copied.items(), section, paged_state=paged_state)
     other.load_state(saved, scalars)
     assert equal(other.state_tensors(), saved)
     assert not saved.keys() & {"step.norm.weight"}
@@ -158,8 +158,10 @@ def test_the_folder_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     program = (
         "import os, sys, torch; from danlu.optim.build import build; from danlu.recipe.sections import PagedAdamW\n"
+        "from danlu.memory.paged_state import paged_state\n"
         "w = torch.nn.Parameter(torch.ones(200, 200)); w.grad = torch.ones(200, 200)\n"
-        "o = build([('w', w)], PagedAdamW(folder=sys.argv[1])); o.step(); os.kill(os.getpid(), 9)"
+        "o = build([('w', w)], PagedAdamW(folder=sys.argv[1]), paged_state=paged_state); o.step()\n"
+        "os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == -9
     assert list(tmp_path.iterdir()) == []

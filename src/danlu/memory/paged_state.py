@@ -1,8 +1,9 @@
-"""Optimizer state in pages that the system may take from memory and bring back, one parameter of it at hand at a time.
+"""Optimizer state in pages that the system may take from memory and bring back, one parameter's state at a time in use.
 
-On CPU the pages are a file mapped into memory: what is not in use counts as the file's cache, which the system writes
-out and drops when memory is short (`page_file.py`). On CUDA the state lives in the host's memory, and a parameter's
-share of it visits the device for its update.
+The paged optimizers of QLoRA (arXiv:2305.14314, section 3) by other means: on CPU the pages are a file mapped into
+memory: what is not in use counts as the file's cache, which the system writes out and drops when memory is short
+(`page_file.py`). On CUDA the state lives in the host's memory, and that of a parameter visits the device for its
+update.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn import Parameter
 
+from danlu.memory.page_file import PageFile, aligned, default_folder, whole_pages
 from danlu.optim.moments import Specs, State
-from danlu.optim.page_file import PageFile, aligned, whole_pages
 
 
 @dataclass(frozen=True)
 class _Extent:
-    """Where the state of a parameter lies: whole pages, so that it comes and goes alone."""
+    """Where the state of a parameter lies in the file: whole pages, so that it comes and goes alone."""
 
     start: int
     bytes: int
-    offsets: dict[str, int]  # from the start of the mapping
+    offsets: dict[str, int]  # of its tensors by name, from the start of the file
 
 
-class Pages:
-    """Room for the state of some parameters, all of it reserved at once, so that it does not fail halfway.
+class PagedState:
+    """`optim.moments.StatePages`: room for the state of some parameters, reserved at once, so that none fails later.
 
     Args:
         specs:  what is kept for each parameter.
@@ -42,8 +43,8 @@ class Pages:
         self._specs = dict(specs)
         self._extents: dict[Parameter, _Extent] = {}
         end = 0
-        for parameter, kept in self._specs.items():
-            self._extents[parameter] = extent = _lay_out(kept, end)
+        for parameter, tensor_specs in self._specs.items():
+            self._extents[parameter] = extent = _lay_out(tensor_specs, end)
             end += extent.bytes
         self._file = PageFile(end, folder, what="state", field="optimizer.folder")
         self._state: dict[Parameter, State] = {}
@@ -51,9 +52,9 @@ class Pages:
 
     def zeros(self, parameter: Parameter) -> State:
         """The state of a parameter at its beginning; pages that were never written are zeros and take no memory."""
-        used = parameter in self._state
+        is_used = parameter in self._state
         state = self.tensors(parameter)
-        for tensor in state.values() if used else ():
+        for tensor in state.values() if is_used else ():
             tensor.zero_()
         return state
 
@@ -63,32 +64,32 @@ class Pages:
         for name, tensor in state.items():
             if saved[name].data_ptr() != tensor.data_ptr():
                 tensor.copy_(saved[name])
-        self.put_away(parameter)
+        self.release(parameter)
         return state
 
     @contextmanager
-    def at_hand(self, parameter: Parameter) -> Iterator[State]:
+    def fetched(self, parameter: Parameter) -> Iterator[State]:
         """Within it the state of `parameter` is on its device; what is changed there is kept."""
         state = self.tensors(parameter)
         if parameter.device.type == "cpu":
             self._fetch(parameter)
             yield state
-            self.put_away(parameter)
+            self.release(parameter)
             return
-        there = {name: tensor.to(parameter.device) for name, tensor in state.items()}
-        yield there
+        on_device = {name: tensor.to(parameter.device) for name, tensor in state.items()}
+        yield on_device
         for name, tensor in state.items():
-            tensor.copy_(there[name])
+            tensor.copy_(on_device[name])
 
-    def put_away(self, parameter: Parameter) -> None:
+    def release(self, parameter: Parameter) -> None:
         """Lets go of the pages of a parameter; the file keeps them."""
         extent = self._extents[parameter]
-        self._file.let_go(extent.start, extent.bytes)
+        self._file.release(extent.start, extent.bytes)
 
     def _fetch(self, parameter: Parameter) -> None:
         following = self._next.get(parameter)
         if following is not None:
-            self._file.ahead(self._extents[following].start, self._extents[following].bytes)
+            self._file.prefetch(self._extents[following].start, self._extents[following].bytes)
         extent = self._extents[parameter]
         self._file.fetch(extent.start, extent.bytes, to_write=True)
 
@@ -103,9 +104,19 @@ class Pages:
         return self._state[parameter]
 
 
-def _lay_out(kept: Specs, start: int) -> _Extent:
+def paged_state(specs: Mapping[Parameter, Specs], folder: str | None) -> PagedState:
+    """Pages in a file in `folder` or, without one, in the default folder for parameters on CPU and in the host's memory
+    for those on a GPU. Raises ResourceError when the file cannot be made there."""
+    if folder is not None:
+        return PagedState(specs, Path(folder).expanduser())
+    on_cpu = all(parameter.device.type == "cpu" for parameter in specs)
+    return PagedState(specs, default_folder() if on_cpu else None)
+
+
+def _lay_out(tensor_specs: Specs, start: int) -> _Extent:
+    """Aligned offsets of the tensors of one parameter's state, from `start` on."""
     offsets, end = {}, start
-    for name, spec in kept.items():
+    for name, spec in tensor_specs.items():
         offsets[name] = end
         end += aligned(spec.bytes)
     return _Extent(start, whole_pages(end - start), offsets)
