@@ -1,4 +1,4 @@
-"""Processes that wait without end: what is told of them, by real groups in which some do not come."""
+"""Collectives that hang: what is said of them, by real groups in which some processes do not come."""
 
 from __future__ import annotations
 
@@ -14,18 +14,7 @@ import torch.distributed as dist
 from builders.hanging_workers import begin, crossing, late, marked, skipping, slow
 from torch import nn
 
-from danlu.parallel.watchdog import (
-    PendingCollective,
-    PhaseTracker,
-    ProcessState,
-    Watchdog,
-    decode,
-    hang_message,
-    oldest_pending,
-    track_modules,
-)
-
-SECOND = 10**9
+from danlu.parallel.watchdog import PhaseTracker, Watchdog, track_modules
 
 Groups = dict[str, list[Any]]
 
@@ -79,85 +68,6 @@ def test_modules_are_followed_forward_and_backward() -> None:
     assert set(back) == {
         f"layers.{layer}.{part}.bias in layers.{layer}.{part}" for layer in (0, 1) for part in ("first", "second")
     }
-
-
-def entry(number: int, created: int, **changes: Any) -> dict[str, Any]:
-    values = {
-        "retired": False,
-        "time_created_ns": created,
-        "process_group": ["2", "data"],
-        "profiling_name": "gloo:all_reduce",
-        "is_p2p": False,
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
-        "input_sizes": [[3, 5]],
-    }
-    return values | changes
-
-
-def test_the_oldest_collective_under_way() -> None:
-    done = [entry(1, 0, retired=True), entry(2, 1, retired=True)]
-    assert oldest_pending({"entries": done}, {}, 9) is None
-    two = {"entries": [*done, entry(4, 6 * SECOND), entry(3, 4 * SECOND)]}
-    assert oldest_pending(two, {"2": (0, 2)}, 9 * SECOND) == PendingCollective(
-        "all_reduce", "2", (0, 2), 3, ((3, 5),), 5.0
-    )
-
-
-def state(where: str, waiting: PendingCollective | None = None, line: str = "") -> ProcessState:
-    return ProcessState(waiting, where, line)
-
-
-SUM = PendingCollective("all_reduce", "0", (0, 1, 2, 3), 7, ((3, 5),), 45.2)
-END = ". A collective fails after 90 s (parallel.timeout_s)"
-
-
-@pytest.mark.parametrize(
-    ("states", "said"),
-    [
-        (
-            {
-                0: state("layers.3.mlp (backward, step 17)", SUM),
-                1: state("layers.2.attention (forward, step 17)", line="take (danlu/data/stream.py:88)"),
-                2: state("layers.3.mlp (backward, step 17)", SUM),
-                3: state("layers.3.mlp (backward, step 17)", SUM),
-            },
-            "ranks 0, 2 and 3 have waited for 45 s in all_reduce of 3x5, at layers.3.mlp (backward, step 17); rank 1 "
-            "never came: it is at layers.2.attention (forward, step 17), in take (danlu/data/stream.py:88)",
-        ),
-        (
-            {
-                0: state("a", SUM),
-                1: None,
-                2: state("b", SUM),
-                3: state("c", PendingCollective("barrier", "1", (2, 3), 1, (), 3)),
-            },
-            "rank 0 has waited for 45 s in all_reduce of 3x5, at a, rank 2 at b; rank 1 does not answer: it is "
-            "stopped, or gone; rank 3 waits in barrier instead, at c",
-        ),
-        (
-            {rank: state("a", SUM) for rank in range(4)},
-            "ranks 0-3 have waited for 45 s in all_reduce of 3x5, at a; all of them are there, so what they send does "
-            "not arrive",
-        ),
-        (  # a group of two: the others are not waited for
-            {
-                0: state("x"),
-                1: state("y"),
-                2: state("", PendingCollective("send", "1", (2, 3), 1, ((),), 9)),
-                3: state(""),
-            },
-            "rank 2 has waited for 9 s in send of one number, at somewhere; rank 3 never came: it is at somewhere",
-        ),
-    ],
-)
-def test_words(states: dict[int, ProcessState | None], said: str) -> None:
-    assert hang_message(states, 90.0) == said + END
-
-
-def test_a_state_comes_back_from_the_store() -> None:
-    for one in (state("a", SUM, "b"), state("")):
-        assert decode(one.encode()) == one
 
 
 class Gone:

@@ -23,8 +23,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from danlu.errors import RecipeError, ResourceError, TrainingError
 from danlu.parallel import exit_reports
+from danlu.parallel.flight_recorder import BUFFER_ENTRIES
 from danlu.parallel.rendezvous import rendezvous
-from danlu.parallel.watchdog import PHASE, RECORDS, Watchdog
+from danlu.parallel.watchdog import PHASE, Watchdog
 from danlu.parallel.world import World, format_ranks, found
 
 __all__ = [
@@ -93,7 +94,7 @@ def join_process_group(device: str, timeout_s: float, say: Callable[[str], None]
         except RecipeError as error:
             taken = error
     os.environ.update(world.variables())
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDS))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(BUFFER_ENTRIES))
     launcher = None if LAUNCHER not in os.environ else int(os.environ[LAUNCHER])
     say = say or _say_stderr
     store = rendezvous(world, max(timeout_s, _LEAST_FOR_MEETING_S), say, lambda: _require_launcher(launcher))
@@ -150,7 +151,7 @@ def error_to_report(error: BaseException) -> BaseException:
     if (
         _membership is not None
         and exit_reports.is_peer_failure(error)
-        and (report := _membership.watch.settled()) is not None
+        and (report := _membership.watch.report()) is not None
     ):
         return TrainingError(report)
     return error
