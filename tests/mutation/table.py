@@ -386,10 +386,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "float32_gradients",
     ),
     Mutation(
-        "parallel/rings.py",
-        "chunks[step.receives].add_(arrived)",
-        "chunks[step.receives].copy_(arrived)",
-        "parallel/test_rings.py",
+        "parallel/hang_detection.py",
+        "if state.looked_at_s < report.deadline_s:",
+        "if state.looked_at_s > report.deadline_s:",
+        "parallel/test_hang_detection.py",
     ),
     Mutation(
         "objectives/crossentropy.py",

@@ -1,6 +1,7 @@
-"""What a process sends, by axis of the layout and by collective: counted (`traffic`) or computed (`plan.traffic`).
+"""What a process sends, by axis of the layout and collective: counted (`traffic_counter`) or computed (`plan.traffic`).
 
-Bytes are those of rings (`rings`), whatever algorithm the library picks: the fewest there can be. Imports no torch.
+Bytes are those of ring algorithms, the fewest there can be, whatever algorithm the library picks: written out step by
+step in `tests/builders/ring_collectives.py`. Imports no torch.
 """
 
 from __future__ import annotations

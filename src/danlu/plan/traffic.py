@@ -2,8 +2,8 @@
 
 Ψ counts what travels. fully_shard deals out a tensor's rows and fills the last shares up, so a tensor of 10 rows goes
 as 12 among 4 (`padded_elements`); parameters that tensor parallelism cuts count with the box that is left of them. The
-formulas follow a ring (`parallel.rings`): of N, each sends (N-1)/N of what is gathered or scattered, twice that of what
-is summed for all. Tests compare them with what is counted (`parallel.traffic_counter`).
+formulas follow a ring (`collective_traffic.ring_bytes`): of N, each sends (N-1)/N of what is gathered or scattered,
+twice that of what is summed for all. Tests compare them with what is counted (`parallel.traffic_counter`).
 """
 
 from __future__ import annotations

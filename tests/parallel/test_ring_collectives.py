@@ -7,12 +7,12 @@ from fractions import Fraction
 
 import pytest
 import torch
+from builders import ring_collectives
 from builders.process_group import run_group
-from builders.rings_worker import Outcome, compared, summed_floats, with_wrong_neighbours
+from builders.ring_collectives import Step, gather_steps, reduce_steps
+from builders.ring_worker import Outcome, compared, summed_floats, with_wrong_neighbours
 
-from danlu.parallel import rings
 from danlu.parallel.comm import ALONE
-from danlu.parallel.rings import Step, gather_steps, reduce_steps
 
 SHARES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 
@@ -74,7 +74,12 @@ def test_floats_are_added_around_the_ring_and_all_get_the_same_bits() -> None:
 
 def test_alone_nothing_is_sent() -> None:
     x = torch.arange(6.0).view(3, 2)
-    for call in (rings.all_reduce, rings.reduce_scatter, rings.all_gather, rings.all_to_all):
+    for call in (
+        ring_collectives.all_reduce,
+        ring_collectives.reduce_scatter,
+        ring_collectives.all_gather,
+        ring_collectives.all_to_all,
+    ):
         moved = call(x, ALONE)
         assert torch.equal(moved.tensor, x) and moved.sent_bytes == 0
         assert moved.tensor.data_ptr() != x.data_ptr()

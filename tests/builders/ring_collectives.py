@@ -1,8 +1,9 @@
 """Collectives written out over point-to-point messages: what moves in which step, and how many bytes a process sends.
 
-To read and to check against; training calls torch's own. Processes stand in a ring: each sends to its right neighbour
-and receives from its left one, so every link carries one chunk at a time and none waits for another. Three processes
-sum a tensor cut in chunks a b c; (012) is the sum over all, [ ] what is passed on:
+A reference to read and for tests to check against: no code of danlu calls it, and training uses torch's own. Processes
+stand in a ring: each sends to its right neighbour and receives from its left one, so every link carries one chunk at a
+time and none waits for another. Three processes sum a tensor cut in chunks a b c; (012) is the sum over all, [ ] is
+passed on:
 
     start                step 1                step 2                step 3                step 4
     0: a0  b0 [c0]       0: a0 [b02] c0        0:[a012] b02  c0      0: a012 b02 [c012]    0: a012 b012 c012

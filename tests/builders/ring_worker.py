@@ -1,4 +1,4 @@
-"""What each process of tests/parallel/test_rings.py does: our collectives and torch's over the same tensors."""
+"""Ring collectives and torch's over the same tensors, on each process of a group."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from danlu.parallel import rings
+from builders import ring_collectives
+from builders.ring_collectives import Moved
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
-from danlu.parallel.rings import Moved
 from danlu.parallel.traffic_counter import TrafficCounter
 
 ADDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -48,7 +48,7 @@ def summed_floats() -> tuple[Tensor, Tensor]:
     """Random numbers, whose sum depends on the order: (this process's, what the ring makes of all)."""
     group = everyone()
     x = torch.randn(29, generator=torch.Generator().manual_seed(group.index))
-    return x, rings.all_reduce(x, group).tensor
+    return x, ring_collectives.all_reduce(x, group).tensor
 
 
 def with_wrong_neighbours() -> list[tuple[Tensor, Tensor]]:
@@ -58,7 +58,7 @@ def with_wrong_neighbours() -> list[tuple[Tensor, Tensor]]:
     def wrong(index: int, size: int, places: int = 1) -> tuple[int, int]:
         return (index + places + 1) % size, (index - places - 1) % size
 
-    with mock.patch.object(rings, "neighbours", wrong):
+    with mock.patch.object(ring_collectives, "neighbours", wrong):
         reduced = _all_reduced(group, (24,), torch.float32)
         gathered = _gathered(group, None, torch.float32)
     return [(reduced.ours, reduced.theirs), (gathered.ours, gathered.theirs)]
@@ -74,7 +74,7 @@ def _all_reduced(group: Group, shape: tuple[int, ...], dtype: torch.dtype, turne
     x = x.T if turned else x
     before, theirs = x.clone(), x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(theirs)
-    moved, counted = _counted(lambda: rings.all_reduce(x, group), group)
+    moved, counted = _counted(lambda: ring_collectives.all_reduce(x, group), group)
     assert torch.equal(x, before), "a collective leaves alone what it is given"
     return _outcome("all_reduce", moved, theirs, counted, x.nbytes, x.numel() % group.size == 0)
 
@@ -84,7 +84,7 @@ def _scattered(group: Group, rows: list[int] | None, dtype: torch.dtype) -> Outc
     x = _whole((sum(shares), 2), dtype, group.index)
     theirs = x.new_empty((shares[group.index], 2))
     dist.reduce_scatter(theirs, list(x.clone().split(shares)))
-    moved, counted = _counted(lambda: rings.reduce_scatter(x, group, rows), group)
+    moved, counted = _counted(lambda: ring_collectives.reduce_scatter(x, group, rows), group)
     return _outcome("reduce_scatter", moved, theirs, counted, x.nbytes, len(set(shares)) == 1)
 
 
@@ -92,7 +92,7 @@ def _gathered(group: Group, rows: list[int] | None, dtype: torch.dtype) -> Outco
     shares = rows or [2] * group.size
     x = _whole((shares[group.index], 2), torch.float32, group.index).to(dtype)
     theirs = torch.cat(_objects(x))
-    moved, counted = _counted(lambda: rings.all_gather(x, group, rows), group)
+    moved, counted = _counted(lambda: ring_collectives.all_gather(x, group, rows), group)
     return _outcome("all_gather", moved, theirs, counted, theirs.nbytes, len(set(shares)) == 1)
 
 
@@ -102,7 +102,7 @@ def _exchanged(group: Group, even: bool, dtype: torch.dtype) -> Outcome:
     x = _whole((sum(sends), 3), torch.float32, group.index).to(dtype)
     theirs = torch.cat([given.split(table[source])[group.index] for source, given in enumerate(_objects(x))])
     told = (None, None) if even else (sends, receives)
-    moved, counted = _counted(lambda: rings.all_to_all(x, group, *told), group)
+    moved, counted = _counted(lambda: ring_collectives.all_to_all(x, group, *told), group)
     return _outcome("all_to_all", moved, theirs, counted, x.nbytes, even)
 
 
