@@ -99,11 +99,11 @@ PACK = Pack(
     ],
 )
 def test_whatever_cannot_be_seen_is_made_visible(text: str, shown: str) -> None:
-    assert content.visible(text) == shown
+    assert content.visible_text(text) == shown
 
 
 def test_runs_are_of_one_reason_and_weight() -> None:
-    runs = [(run.reason, run.state, run.start, run.stop, run.omitted) for run in content.runs_of(ANSWER, None)]
+    runs = [(run.reason, run.state, run.start, run.stop, run.omitted) for run in content.token_runs(ANSWER, None)]
     assert runs == [
         (T, "context", 0, 1, 0),
         (U, "context", 1, 4, 0),
@@ -116,7 +116,7 @@ def test_runs_are_of_one_reason_and_weight() -> None:
 
 @pytest.mark.parametrize("most", range(1, 14))
 def test_of_a_long_sample_the_beginning_and_the_end_are_shown(most: int) -> None:
-    runs = list(content.runs_of(ANSWER, most))
+    runs = list(content.token_runs(ANSWER, most))
     places = [place for run in runs for place in range(run.start, run.stop)]
     assert len(places) == min(most, 12) == len(set(places)) and places == sorted(places)
     assert sum(run.omitted for run in runs) == 12 - len(places)
@@ -125,7 +125,7 @@ def test_of_a_long_sample_the_beginning_and_the_end_are_shown(most: int) -> None
 
 def test_facts_count_what_was_lost(recipe: Any) -> None:
     chosen = recipe(data={"on_bad_row": "skip"})
-    facts = {fact.label: fact for fact in content.facts(overview_of(COUNTS).train, chosen.data)}
+    facts = {fact.label: fact for fact in content.count_lines(overview_of(COUNTS).train, chosen.data)}
     assert {label: fact.value for label, fact in facts.items() if fact.value} == {
         "rows": "9",
         "bad rows": "1 (skipped)",
@@ -140,16 +140,16 @@ def test_facts_count_what_was_lost(recipe: Any) -> None:
     assert facts["by reason"].bars == (("user", 280, 0.8), ("assistant", 70, 0.2))
     assert facts["sample lengths"].bars[-1] == ("49-56", 7, 1.0)
     nothing = SplitSummary(Statistics(rows=2), np.empty(0, np.int32), None)
-    assert [fact.label for fact in content.facts(nothing, chosen.data)] == ["rows", "samples", "tokens"]
+    assert [fact.label for fact in content.count_lines(nothing, chosen.data)] == ["rows", "samples", "tokens"]
 
 
 def test_lengths_fall_into_ranges_of_one_width() -> None:
-    assert list(content.histogram(np.array([5, 5, 5]))) == [("5", 3, 1.0)]
+    assert list(content.length_histogram(np.array([5, 5, 5]))) == [("5", 3, 1.0)]
     lengths = np.array([*range(1, 1025)])
-    bins = list(content.histogram(lengths))
+    bins = list(content.length_histogram(lengths))
     assert bins[0] == ("1-128", 128, 0.125) and bins[-1][0] == "897-1024" and len(bins) == 8
-    assert next(content.histogram(np.array([100, 700]))) == ("65-128", 1, 0.5)
-    assert sum(number for _, number, _ in content.histogram(np.array([1, 17, 300, 301]))) == 4
+    assert next(content.length_histogram(np.array([100, 700]))) == ("65-128", 1, 0.5)
+    assert sum(number for _, number, _ in content.length_histogram(np.array([1, 17, 300, 301]))) == 4
 
 
 @pytest.mark.parametrize(
@@ -163,13 +163,13 @@ def test_lengths_fall_into_ranges_of_one_width() -> None:
     ],
 )
 def test_steps_are_those_of_the_recipes_batch(recipe: Any, changes: Any, said: str) -> None:
-    found = content.steps(recipe(**changes), overview_of(COUNTS))
+    found = content.describe_steps(recipe(**changes), overview_of(COUNTS))
     assert found is not None and found.startswith(said)
 
 
 def test_no_steps_for_data_that_is_refused(recipe: Any) -> None:
     refused = replace(overview_of(COUNTS), train=replace(overview_of(COUNTS).train, packed=None))
-    assert content.steps(recipe(), refused) is None
+    assert content.describe_steps(recipe(), refused) is None
 
 
 # -- lines and colours ------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_no_steps_for_data_that_is_refused(recipe: Any) -> None:
 
 def lines_of(*rows: PreviewRow, recipe: Recipe, most: int | None = None) -> list[str]:
     stream = io.StringIO()
-    preview_text.show_rows(preview_text.screen(stream), rows, recipe.data, most)
+    preview_text.write_rows(preview_text.preview_writer(stream), rows, recipe.data, most)
     text = stream.getvalue()
     assert "\x1b" not in text
     return text.splitlines()
@@ -227,7 +227,7 @@ def test_rows_that_are_not_trained_on_say_why(recipe: Any) -> None:
 
 def test_packs_show_their_documents_and_how_full_they_are(recipe: Any) -> None:
     stream = io.StringIO()
-    preview_text.show_overview(preview_text.screen(stream), overview_of(COUNTS, (PACK,)), recipe(steps=None))
+    preview_text.write_summary(preview_text.preview_writer(stream), overview_of(COUNTS, (PACK,)), recipe(steps=None))
     lines = stream.getvalue().splitlines()
     assert lines[1] == "== 10 packed sequences of 64 tokens (best-fit), 87.5% full: 7 samples, 350 tokens"
     shades = "█" * 20 + "▓" * 5 + "█" * 5 + "▓▓" + "█" * 1 + "▓" * 1 + "█" * 0 + "▓" * 1 + "░" * 5
@@ -252,7 +252,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_colours_show_reasons_and_filling_shows_what_is_trained(recipe: Any, terminal: Terminal) -> None:
-    preview_text.show_rows(preview_text.screen(terminal), [ROW], recipe().data, None)
+    preview_text.write_rows(preview_text.preview_writer(terminal), [ROW], recipe().data, None)
     text = terminal.getvalue()
     styled = re.findall(r"\x1b\[([\d;]+)m([^\x1b]+)\x1b\[0m", text[text.index("12 tokens") :])
     found = [(set(codes.split(";")), shown) for codes, shown in styled]
@@ -273,11 +273,11 @@ CONTEXT = ("<|user|>", "龘", "‥", "?")
 def test_without_colours_a_terminal_gets_plain_lines(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    assert isinstance(preview_text.screen(terminal), preview_text.Coloured)
+    assert isinstance(preview_text.preview_writer(terminal), preview_text.ColouredWriter)
     monkeypatch.setenv(name, value)
-    assert isinstance(preview_text.screen(terminal), preview_text.Plain)
+    assert isinstance(preview_text.preview_writer(terminal), preview_text.PlainWriter)
     monkeypatch.delenv(name)
-    assert isinstance(preview_text.screen(io.StringIO()), preview_text.Plain)
+    assert isinstance(preview_text.preview_writer(io.StringIO()), preview_text.PlainWriter)
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_the_checker_finds_what_is_not_well_formed() -> None:
 
 def test_every_token_is_on_the_page_once_with_its_reason(recipe: Any) -> None:
     page = Page(page_of(ROW, recipe=recipe()))
-    assert [shown for _, shown in page.tokens] == [content.visible(text) for text in ANSWER.texts]
+    assert [shown for _, shown in page.tokens] == [content.visible_text(text) for text in ANSWER.texts]
     assert page.tokens[1] == ("user, context, token 1 of the sample, id 101", "龘")
     assert page.tokens[9] == ("assistant, trained x0.5, token 9 of the sample, id 109", "half")
     runs = [attributes["class"] for tag, attributes in page.elements if "run" in (attributes.get("class") or "")]
@@ -396,8 +396,8 @@ def test_both_grounds_have_enough_contrast() -> None:
         assert contrast(light, "#ffffff") >= 4.5 and contrast(dark, grounds[1]) >= 4.5
     assert (
         set(preview_page.REASON_COLOURS)
-        == {content.name(reason) for reason in Reason}
-        == set(map(content.name, content.ABOUT))
+        == {reason.label for reason in Reason}
+        == {reason.label for reason in content.REASON_DESCRIPTIONS}
     )
     for light, dark in preview_page.REASON_COLOURS.values():
         assert contrast(light, "#ffffff") >= 4.5 and contrast(dark, grounds[1]) >= 4.5

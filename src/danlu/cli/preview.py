@@ -50,7 +50,7 @@ def preview(
     from danlu.data.preview import render_examples
     from danlu.report import preview_json
     from danlu.report.preview_page import PAGE, page
-    from danlu.report.preview_text import screen, show_overview, show_rows
+    from danlu.report.preview_text import preview_writer, write_rows, write_summary
     from danlu.train.progress import RowProgress
 
     if html is not None:
@@ -70,9 +70,9 @@ def preview(
     positions = max_sample_length(chosen.model, chosen.adapter)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what this terminal's encoding cannot write
-    out = screen(io.StringIO() if as_json else sys.stdout)
+    out = preview_writer(io.StringIO() if as_json else sys.stdout)
     shown = render_examples(spec, rows=rows, places=row or ()) if rows or row else []
-    show_rows(out, shown, chosen.data, most)
+    write_rows(out, shown, chosen.data, most)
     sys.stdout.flush()  # tokenising the rest may take minutes
     progress, refused = RowProgress(sys.stderr), None
     try:
@@ -87,7 +87,7 @@ def preview(
         progress.close()
     if refused is not None:
         out.heading("a run refuses this data: what follows counts all rows, as far as they can be read")
-    show_overview(out, overview, chosen)
+    write_summary(out, overview, chosen)
     said = None if refused is None else str(refused)
     if refused is None and not as_json:
         sys.stdout.flush()

@@ -28,7 +28,7 @@ def as_json(recipe: Recipe, rows: Sequence[PreviewRow], overview: DatasetSummary
             "packing": recipe.data.packing.kind,
             "refused": refused,
             "warnings": list(content.warnings(overview)),
-            "reasons": {content.name(reason): content.ABOUT[reason] for reason in Reason},
+            "reasons": {reason.label: content.REASON_DESCRIPTIONS[reason] for reason in Reason},
             "rows": [_row(row, recipe) for row in rows],
             "packs": [] if train is None else [_pack(pack, number) for number, pack in enumerate(train.first)],
             "steps": None if train is None else _steps(recipe, train, overview.block),
@@ -60,7 +60,7 @@ def _sample(sample: PreviewSample) -> dict[str, Any]:
         "ids": sample.tokens.tolist(),
         "texts": list(sample.texts),
         "weights": sample.weights.tolist(),
-        "reasons": [content.name(Reason(reason)) for reason in sample.reasons.tolist()],
+        "reasons": [Reason(reason).label for reason in sample.reasons.tolist()],
         "special": sample.special.tolist(),
     }
 

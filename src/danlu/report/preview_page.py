@@ -34,14 +34,14 @@ def page(
     recipe: Recipe,
     rows: Sequence[PreviewRow],
     overview: DatasetSummary,
-    most: int | None,
+    max_tokens: int | None,
     refusal: str | None,
 ) -> str:
     """The whole page.
 
     Args:
         name: of the recipe.
-        most: the number of tokens shown of a sample; None for all.
+        max_tokens: the number of tokens shown of a sample; None for all.
         refusal: why a run would not begin; None if it would.
     """
     return PAGE.render(
@@ -50,13 +50,13 @@ def page(
         settings=_settings(recipe),
         content=content,
         data=recipe.data,
-        most=most,
+        max_tokens=max_tokens,
         overview=overview,
         reason_colours=REASON_COLOURS,
         refusal=refusal,
         rows=rows,
         sentence=lambda text: text[0].upper() + text[1:],
-        steps=content.steps(recipe, overview),
+        steps=content.describe_steps(recipe, overview),
     )
 
 
@@ -66,7 +66,7 @@ def _settings(recipe: Recipe) -> str:
     settings = [
         f"stage {recipe.stage}",
         f"tokenizer {recipe.model.tokenizer or recipe.model.path}",
-        f"max_length {content.count(data.max_length)}",
+        f"max_length {data.max_length:,}",
         f"overlong {data.overlong}",
         f"packing {data.packing.kind}",
     ]
