@@ -15,7 +15,7 @@ import torch
 from builders.tiny_world import CONFIG, World, danlu, differences, events, last_state, metrics, spike_at, write_rows
 
 from danlu import language, memory_estimate, run
-from danlu.data import tokenizer
+from danlu.data import tokenizer_folder
 from danlu.data.demo_data import conversations
 from danlu.data.tokenizer_training import CHATML
 from danlu.numerics.loss_scaling import LossScaler
@@ -197,7 +197,7 @@ def test_a_run_keeps_the_date_that_its_chat_template_writes(
     model = {"tokenizer": str(tiny_world.tokenizer), "config": CONFIG, "chat_template": str(template)}
 
     def on(day: int, name: str) -> Path:
-        monkeypatch.setattr(tokenizer, "today", lambda: date(2026, 11, day))
+        monkeypatch.setattr(tokenizer_folder, "today", lambda: date(2026, 11, day))
         data = {"cache": str(tmp_path / "cache"), "train_on": "all", "streaming": streaming}
         return tiny_world.recipe(tmp_path / name, model=model, data=data, steps=6)
 

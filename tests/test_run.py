@@ -157,7 +157,7 @@ def test_a_tokenizer_that_is_only_a_tokenizer_model_is_exported_for_other_tools(
     """transformers reads such a file by itself, but to other ids than those that were trained."""
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr("danlu.data.tokenizer.CONVERTED", str(tmp_path / "converted"))
+    monkeypatch.setattr("danlu.data.tokenizer_folder.CONVERTED", str(tmp_path / "converted"))
     source = shared_data / "tokenizers" / "llama2-sp"
     model = {"tokenizer": str(source), "config": {**CONFIG, "hidden_size": 8, "num_hidden_layers": 1}}
     data = {"train": str(tiny_world.text), "cache": str(tmp_path / "cache")}
@@ -174,8 +174,8 @@ def test_a_tokenizer_of_another_family_is_exported_so_that_it_is_read_as_it_was(
     """GPT-2's files beside a Mistral: transformers chooses a class by the model's type; it reads no vocab.json."""
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr("danlu.data.tokenizer.CONVERTED", str(tmp_path / "converted"))
-    monkeypatch.setattr("danlu.data.worker_pool.WorkerPool", InlineWorkers)
+    monkeypatch.setattr("danlu.data.tokenizer_folder.CONVERTED", str(tmp_path / "converted"))
+    monkeypatch.setattr("danlu.data.tokenizer_export.WorkerPool", InlineWorkers)
     source = shared_data / "tokenizers" / "gpt2"
     model = {"tokenizer": str(source), "config": {**CONFIG, "model_type": "mistral", "hidden_size": 8}}
     data = {"train": str(tiny_world.text), "cache": str(tmp_path / "cache")}

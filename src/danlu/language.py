@@ -23,7 +23,9 @@ from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import DatasetSpec, PreparedData, prepare
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import StreamingDataset
-from danlu.data.tokenizer import Tokenizer, exported_tokenizer, fast_tokenizer_folder, load_tokenizer, template_date
+from danlu.data.tokenizer import Tokenizer, load_tokenizer
+from danlu.data.tokenizer_export import exported_tokenizer
+from danlu.data.tokenizer_folder import fast_tokenizer_folder, template_date
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.errors import CheckpointError, DanluError, DataError, RecipeError
 from danlu.memory_estimate import (

@@ -157,7 +157,7 @@ def test_the_date_of_a_chat_template_is_told_and_is_that_of_the_run(
 ) -> None:
     template = tmp_path / "dated.jinja"
     template.write_text("{{ strftime_now('%d %B') }}" + CHATML)
-    monkeypatch.setattr("danlu.data.tokenizer.today", lambda: date(2026, 11, 22))
+    monkeypatch.setattr("danlu.data.tokenizer_folder.today", lambda: date(2026, 11, 22))
     path, override = recipe(HELLO), f"model.chat_template={template}"
     assert danlu("preview", path, override) == 0
     shown = capsys.readouterr().out

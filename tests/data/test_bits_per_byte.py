@@ -6,9 +6,10 @@ import pytest
 from builders.chat_tokenizers import KINDS, Kind, tokenizer_and_oracle
 
 from danlu.data.bits_per_byte import is_plain_text, weighted_bytes
-from danlu.data.render import RenderedSample, RenderSettings, fit, render
+from danlu.data.render import RenderedSample, RenderSettings, render
 from danlu.data.rows import Completion, Text
 from danlu.data.samples import SampleBlock
+from danlu.data.truncation import fit_to_length
 
 TEXTS = ["The quick brown fox.", "naïve 丹炉 — 🎈🎈!", "  two spaces, then a line\n\n and tabs\t\t", "?"]
 
@@ -17,7 +18,7 @@ def block(kind: Kind, texts: list[str], max_length: int | None = None) -> Sample
     """Texts as samples, without an end-of-text token; longer ones are split."""
     tokenizer, _ = tokenizer_and_oracle("chatml", kind)
     whole = [render(Text(text), "row", tokenizer, RenderSettings(append_eos=False))[0] for text in texts]
-    parts = [part for one in whole for part in fit(one, max_length, "split").samples]
+    parts = [part for one in whole for part in fit_to_length(one, max_length, "split").samples]
     return joined(parts)
 
 

@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 
 from danlu.data import resource_limits
 from danlu.data.chat_template import ChatTemplate
+from danlu.data.messages import Conversation
 from danlu.data.render import turn_of
-from danlu.data.rows import Conversation, parse_row
+from danlu.data.rows import parse_row
 from danlu.errors import DataError
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<end_of_turn>", "</s>")

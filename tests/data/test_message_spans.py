@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from danlu.data import message_spans
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.message_spans import AnnotatedText, Reason, SpanRenderer, scripts
+from danlu.data.messages import Conversation
 from danlu.data.render import turn_of
-from danlu.data.rows import Conversation, parse_row
+from danlu.data.rows import parse_row
 from danlu.errors import DataError
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "</s>")

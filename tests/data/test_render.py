@@ -25,20 +25,11 @@ from hypothesis import strategies as st
 
 from danlu.data import render as render_module
 from danlu.data.message_spans import Reason
-from danlu.data.render import (
-    NOTHING_LEFT,
-    NOTHING_TRAINED,
-    TOO_LONG,
-    RenderedSample,
-    RenderSettings,
-    fit,
-    render,
-    render_rows,
-    turn_of,
-    untrained_terminator,
-)
-from danlu.data.rows import Conversation, parse_row
+from danlu.data.messages import Conversation
+from danlu.data.render import RenderedSample, RenderSettings, render, render_rows, turn_of, untrained_terminator
+from danlu.data.rows import parse_row
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
+from danlu.data.truncation import NOTHING_LEFT, NOTHING_TRAINED, TOO_LONG, fit_to_length
 from danlu.errors import DataError
 
 ASSISTANT = RenderSettings()
@@ -569,35 +560,35 @@ def sample_of(weights: list[float], turns: list[int] | None = None, reasons: lis
 def test_a_short_sample_is_left_alone() -> None:
     sample = sample_of([0, 1, 1])
     for max_length in (3, 4, None):
-        fitted = fit(sample, max_length, "truncate")
+        fitted = fit_to_length(sample, max_length, "truncate")
         assert fitted.samples == [sample] and fitted.shortened is None and fitted.lost_tokens == 0
 
 
 def test_truncate_keeps_the_beginning() -> None:
-    fitted = fit(sample_of([0, 1, 1, 1, 1]), 3, "truncate")
+    fitted = fit_to_length(sample_of([0, 1, 1, 1, 1]), 3, "truncate")
     assert [sample.tokens.tolist() for sample in fitted.samples] == [[0, 1, 2]]
     assert (fitted.shortened, fitted.dropped, fitted.lost_tokens) == ("truncated", None, 2)
 
 
 def test_truncation_that_leaves_nothing_trained_drops_the_row() -> None:
-    fitted = fit(sample_of([0, 0, 0, 0, 1]), 4, "truncate")
+    fitted = fit_to_length(sample_of([0, 0, 0, 0, 1]), 4, "truncate")
     assert (fitted.samples, fitted.shortened, fitted.dropped, fitted.lost_tokens) == ([], "truncated", NOTHING_LEFT, 5)
 
 
 def test_drop_drops_the_long() -> None:
-    fitted = fit(sample_of([0, 1, 1]), 2, "drop")
+    fitted = fit_to_length(sample_of([0, 1, 1]), 2, "drop")
     assert (fitted.samples, fitted.shortened, fitted.dropped, fitted.lost_tokens) == ([], "dropped", TOO_LONG, 3)
 
 
 def test_a_sample_that_trains_nothing_is_dropped_whatever_its_length() -> None:
-    fitted = fit(sample_of([0, 0]), None, "truncate")
+    fitted = fit_to_length(sample_of([0, 0]), None, "truncate")
     assert (fitted.samples, fitted.shortened, fitted.dropped, fitted.lost_tokens) == ([], None, NOTHING_TRAINED, 2)
 
 
 def test_split_cuts_before_a_user_turn_where_it_can() -> None:
     row = messages(*TWO_TURNS, ("user", "More?"), ("assistant", "No."))
     tokenizer, (sample,) = rendered("chatml", row)
-    parts = fit(sample, 40, "split").samples
+    parts = fit_to_length(sample, 40, "split").samples
     texts = [tokenizer.decode(part.tokens.tolist()) for part in parts]
     assert len(parts) > 1 and all(len(part.tokens) <= 40 for part in parts)
     assert all(text.startswith(("<|im_start|>user", "<|im_end|>\n<|im_start|>user")) for text in texts)
@@ -626,7 +617,7 @@ def long_samples(draw: st.DrawFn) -> RenderedSample:
 @settings(deadline=None)
 @given(sample=long_samples(), max_length=st.integers(2, 12))
 def test_split_loses_no_target_and_repeats_none(sample: RenderedSample, max_length: int) -> None:
-    fitted = fit(sample, max_length, "split")
+    fitted = fit_to_length(sample, max_length, "split")
     assert all(0 < len(part.tokens) <= max_length and part.weights[0] == 0 for part in fitted.samples)
     assert targets(fitted.samples) == targets([sample])
     kept = {token for part in fitted.samples for token in part.tokens.tolist()}
@@ -639,7 +630,7 @@ def test_the_check_of_a_split_catches_a_lost_target() -> None:
 
 
 def test_split_of_the_smallest_parts_ends() -> None:
-    fitted = fit(sample_of([0, 1, 1]), 1, "split")
+    fitted = fit_to_length(sample_of([0, 1, 1]), 1, "split")
     assert (fitted.samples, fitted.shortened, fitted.dropped, fitted.lost_tokens) == ([], "split", NOTHING_LEFT, 3)
 
 

@@ -11,18 +11,8 @@ from builders import chat_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from danlu.data.rows import (
-    ROLES,
-    Completion,
-    Conversation,
-    Message,
-    Text,
-    Tokenized,
-    check_order,
-    detect_format,
-    parse_row,
-    unread_keys,
-)
+from danlu.data.messages import ROLES, Conversation, Message, check_turn_order
+from danlu.data.rows import Completion, Text, Tokenized, detect_format, parse_row, unread_keys
 from danlu.errors import DataError
 
 Q, A = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -318,7 +308,7 @@ def test_an_order_is_read_or_refused_with_a_place(roles: list[str]) -> None:
     messages = [Message(role, "x") for role in roles]
     problem = ""
     try:
-        assert check_order(messages, "here") == tuple(messages)
+        assert check_turn_order(messages, "here") == tuple(messages)
     except DataError as error:
         problem = str(error)
     spoken = [role for role in roles if role != "system"]

@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from danlu.data import sources
-from danlu.data.sources import BadRow, RawRow, fingerprint, read_rows, source_names
+from danlu.data import file_formats, sources
+from danlu.data.raw_rows import BadRow, RawRow
+from danlu.data.sources import fingerprint, read_rows, source_names
 from danlu.errors import DataError
 from danlu.recipe.sections import Source
 
@@ -231,7 +232,7 @@ def test_a_text_file_is_one_document_or_several(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_rows(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sources, "TEXT_ROW_BYTES", 32)
+    monkeypatch.setattr(file_formats, "TEXT_ROW_BYTES", 32)
     return 32
 
 
@@ -253,7 +254,7 @@ def test_the_rows_of_a_text_joined_are_the_text(pieces: list[str], tmp_path_fact
             expected[-1] += line
     expected = [document for document in expected if document.strip()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "TEXT_ROW_BYTES", 32)
+        patch.setattr(file_formats, "TEXT_ROW_BYTES", 32)
         if not expected:
             with pytest.raises(DataError, match="a.txt: "):
                 values(path)
@@ -370,7 +371,7 @@ def test_a_damaged_packed_file(name: str, harm: str, tmp_path: Path) -> None:
 
 
 def test_a_line_that_fills_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MOST_LINE_BYTES", 2**20)
+    monkeypatch.setattr(file_formats, "MAX_LINE_BYTES", 2**20)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n' + b" " * 2**21))
     with pytest.raises(DataError, match=r"a\.jsonl\.gz:2: a line longer than 1 MiB, the most that a row may have"):
         read(tmp_path / "a.jsonl.gz")
@@ -553,7 +554,7 @@ def test_a_file_that_has_not_changed_is_not_read_again(tmp_path: Path, monkeypat
     first = fingerprint(source, memory)
     assert first == fingerprint(source)
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "_open", lambda file: pytest.fail("read again"))
+        patch.setattr(sources, "open_decompressed", lambda file: pytest.fail("read again"))
         assert fingerprint(source, memory) == first
     # As long as before, and made to look as old: the time of the last status change still tells.
     before = path.stat()

@@ -9,7 +9,7 @@ import pytest
 
 from danlu.data.demo_data import pretraining_documents
 from danlu.data.prepare import DatasetSpec
-from danlu.data.sources import RawRow
+from danlu.data.raw_rows import RawRow
 from danlu.data.stream import InterleavedRows, StreamingDataset
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import CheckpointError, DataError

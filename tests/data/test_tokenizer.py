@@ -14,18 +14,10 @@ from builders.inline_workers import InlineWorkers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from danlu.data import tokenizer as tokenizer_room
-from danlu.data.tokenizer import (
-    Encoded,
-    ExportedTokenizer,
-    Tokenizer,
-    exported_tokenizer,
-    load_tokenizer,
-    resolve_tokenizer_folder,
-    template_date,
-    today,
-    tokenizer_fingerprint,
-)
+from danlu.data import tokenizer_folder
+from danlu.data.tokenizer import Encoded, Tokenizer, load_tokenizer
+from danlu.data.tokenizer_export import ExportedTokenizer, exported_tokenizer
+from danlu.data.tokenizer_folder import resolve_tokenizer_folder, template_date, today, tokenizer_fingerprint
 from danlu.errors import DataError
 
 # -- ids and places ----------------------------------------------------------------------------------------------------
@@ -238,8 +230,8 @@ def test_a_result_s_tokenizer_is_read_as_the_one_trained_with(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers chooses the class by the model's type too: beside a Mistral it cannot read GPT-2's files."""
-    monkeypatch.setattr(tokenizer_room, "CONVERTED", str(tmp_path / "converted"))
-    monkeypatch.setattr("danlu.data.worker_pool.WorkerPool", InlineWorkers)
+    monkeypatch.setattr(tokenizer_folder, "CONVERTED", str(tmp_path / "converted"))
+    monkeypatch.setattr("danlu.data.tokenizer_export.WorkerPool", InlineWorkers)
     source = shared_data / "tokenizers/gpt2"
     trained = load_tokenizer(str(source))
     with pytest.raises(DataError, match="the tokenizer cannot be read"):
@@ -257,8 +249,8 @@ def test_a_result_whose_tokenizer_would_be_read_as_another_is_known(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a Qwen2 transformers cuts text as Qwen2 does, whatever tokenizer.json says."""
-    monkeypatch.setattr(tokenizer_room, "CONVERTED", str(tmp_path / "converted"))
-    monkeypatch.setattr("danlu.data.worker_pool.WorkerPool", InlineWorkers)
+    monkeypatch.setattr(tokenizer_folder, "CONVERTED", str(tmp_path / "converted"))
+    monkeypatch.setattr("danlu.data.tokenizer_export.WorkerPool", InlineWorkers)
     source = shared_data / "tokenizers/minimind"
     assert exported_tokenizer(str(source), "qwen2") == ExportedTokenizer(source, faithful=False)
     own = beside(source, tmp_path / "own", "qwen2")

@@ -15,9 +15,10 @@ from builders.chat_tokenizers import odd_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from danlu.data import tokenizer as tokenizers
-from danlu.data.tokenizer import fast_tokenizer_folder, load_tokenizer
+from danlu.data import tokenizer_folder
+from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_conversion import LLAMA3_PATTERN, convert
+from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.errors import DataError
 
 TEXTS = st.one_of(odd_texts(), st.text(alphabet="ab cd  é你龘😀\n\t▁'1", max_size=40), st.text(max_size=20))
@@ -26,7 +27,7 @@ WORDS = ["hello there", "the cat sat on the mat", "a fox ran over the hill", "�
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizers, "CONVERTED", str(tmp_path_factory.mktemp("converted")))
+    monkeypatch.setattr(tokenizer_folder, "CONVERTED", str(tmp_path_factory.mktemp("converted")))
 
 
 def ids(fast: Any, text: str) -> list[int]:
@@ -206,7 +207,7 @@ def test_a_cache_that_cannot_be_written_hinders_nothing(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(tokenizers, "CONVERTED", str(tmp_path / "file" / "converted"))
+    monkeypatch.setattr(tokenizer_folder, "CONVERTED", str(tmp_path / "file" / "converted"))
     assert load_tokenizer(str(shared_data / "tokenizers/llama2-sp")).encode("Hello") == [15043]
 
 

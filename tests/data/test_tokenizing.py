@@ -6,8 +6,8 @@ from typing import Any
 
 from builders.chat_tokenizers import tokenizer_and_oracle
 
+from danlu.data.raw_rows import RawRow
 from danlu.data.render import RenderSettings
-from danlu.data.sources import RawRow
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizing import TokenizeSettings, tokenise, tokenizer_info
 

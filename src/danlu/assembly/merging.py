@@ -19,7 +19,7 @@ from danlu.adapters.merge import check_mergeable, merged_parameter, unties_head
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, base_of, check_base
 from danlu.assembly.frozen_base import load_frozen
-from danlu.data.tokenizer import fast_tokenizer_folder
+from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.errors import DataError, ModelError, ResourceError
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import hf_tensors

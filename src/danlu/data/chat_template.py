@@ -1,26 +1,24 @@
 """A tokenizer's chat template: rendered as transformers renders it, and asked what it can express.
 
-Templates come from the internet, so they run in Jinja's immutable sandbox. The environment (filters, globals, white
-space) is that of `transformers.PreTrainedTokenizerBase.apply_chat_template`; tests compare the two.
+Templates come from the internet, so they run in Jinja's immutable sandbox (`danlu.data.jinja_sandbox`). Its filters,
+globals and white space are those of `transformers.PreTrainedTokenizerBase.apply_chat_template`; tests compare the two.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date as Date
-from datetime import datetime, time
 from functools import cached_property
 from typing import Any
 
 from danlu.data import resource_limits
+from danlu.data.jinja_sandbox import OutOfBounds, count_passes, describe_limit, sandboxed_environment
 from danlu.data.resource_limits import TookTooLong
 from danlu.errors import DataError
 
 Turn = Mapping[str, Any]
 """A message as templates see it: role, content, and where there are any tool_calls, reasoning_content, ..."""
-
 _QUESTION, _ANSWER, _SYSTEM, _RESULT, _TOOL = "Xquestionx", "Xanswerx", "Xsystemx", "Xresultx", "Xtoolx"
 _HARMLESS_FILTERS = ("default", "items", "list", "rejectattr", "safe", "selectattr", "string", "tojson", "trim")
 _HARMLESS_METHODS = ("append", "endswith", "get", "items", "join", "keys", "lstrip", "rstrip", "startswith", "strip")
@@ -65,15 +63,15 @@ class ChatTemplate:
         self._name = name
         self._special_tokens = dict(special_tokens)
         self._added = _either(added_tokens)
-        environment = _environment(date)
+        environment = sandboxed_environment(date)
         try:
             self._parsed = environment.parse(source)
             with resource_limits.limited():
-                self._template = environment.from_string(_counting(environment.parse(source)))
+                self._template = environment.from_string(count_passes(environment.parse(source)))
         except RecursionError:
             raise DataError(f"{name}: the chat template does not compile: it is nested too deeply") from None
         except (MemoryError, TookTooLong) as error:
-            raise DataError(f"{name}: the chat template does not compile: {_used_up(error)}") from None
+            raise DataError(f"{name}: the chat template does not compile: {describe_limit(error)}") from None
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 f"{name}: the chat template does not compile: line {error.lineno}: {error.message}. Correct it, or "
@@ -109,8 +107,8 @@ class ChatTemplate:
                 return "".join(parts)
         except (OutOfBounds, MemoryError, RecursionError, TookTooLong) as error:
             raise DataError(
-                f"the chat template does not come to an end with this conversation: {_used_up(error)}. Correct it, or "
-                "name another Jinja file in model.chat_template"
+                f"the chat template does not come to an end with this conversation: {describe_limit(error)}. Correct "
+                "it, or name another Jinja file in model.chat_template"
             ) from None
         except Exception as error:  # a template is a program: it can raise anything
             said = (str(error).strip().splitlines() or [""])[0]
@@ -228,37 +226,6 @@ class ChatTemplate:
             return False
 
 
-class OutOfBounds(Exception):
-    """A template does more with a conversation than any has reason to."""
-
-
-def _used_up(error: BaseException) -> str:
-    """What of its limits a template has used up."""
-    match error:
-        case MemoryError():
-            return f"it needs more than {resource_limits.MEMORY_BYTES / 2**30:g} GiB of memory"
-        case RecursionError():
-            return "it calls itself without end"
-        case TookTooLong():
-            return f"it works for more than {resource_limits.SECONDS:g} s"
-    return str(error)
-
-
-def _counting(template: Any) -> Any:
-    """A parsed template in which each pass through a loop or a macro is counted."""
-    from jinja2 import nodes
-
-    def step() -> Any:
-        return nodes.EnvironmentAttribute("step")
-
-    for node in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        node.body.insert(0, nodes.ExprStmt(step()).set_lineno(node.lineno))
-        if isinstance(node, nodes.For) and node.test is not None:
-            node.test = nodes.And(step(), node.test).set_lineno(node.lineno)  # what is filtered out is a pass too
-    template.set_environment(template.environment)
-    return template
-
-
 def _is_list(node: Any) -> bool:
     """Whether an expression is a list of messages, tools or calls, going by its name, or the parts of a split text."""
     from jinja2 import nodes
@@ -274,96 +241,3 @@ def _either(texts: Iterable[str]) -> re.Pattern[str]:
     """Matches any of the texts, the longest first; nothing when there are none."""
     options = sorted((text for text in texts if text), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, options)) or r"(?!)")
-
-
-def _environment(date: Date | None) -> Any:
-    from jinja2 import ext, nodes
-    from jinja2.exceptions import SecurityError, TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-
-    class Generation(ext.Extension):
-        """`{% generation %}` marks are accepted and not needed: spans come from rendering the turns themselves."""
-
-        tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-        def _body(self, caller: Callable[[], str]) -> str:
-            return caller()
-
-    class PlainNamespace(Namespace):
-        """Takes no names with an underscore in front: they could reach what Python itself keeps in an object."""
-
-        def __init__(*args: Any, **kwargs: Any) -> None:
-            self, *pairs = args  # so that a template may name an attribute "self"
-            for name in (values := dict(*pairs, **kwargs)):
-                PlainNamespace._check(name)
-            Namespace.__init__(self, values)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            PlainNamespace._check(name)
-            super().__setitem__(name, value)
-
-        @staticmethod
-        def _check(name: str) -> None:
-            if name.startswith("_"):
-                raise SecurityError(f"a namespace has no attribute {name}: it begins with an underscore")
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def draw(*_: Any, **__: Any) -> None:
-        raise TemplateError("it draws at random (random, lipsum), so a row would not give the same tokens twice")
-
-    def strftime_now(form: str) -> str:
-        return (datetime.now() if date is None else datetime.combine(date, time())).strftime(form)
-
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        # Jinja's own filter escapes HTML characters, which a model would then learn to write.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Counts passes through loops and macros, and refuses products that no conversation needs."""
-
-        steps_left = 0
-        intercepted_binops = frozenset(("*", "**"))
-
-        @property
-        def step(self) -> bool:
-            self.steps_left -= 1
-            if self.steps_left < 0:
-                raise OutOfBounds("it goes through its loops without end")
-            return True
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [one.bit_length() // 4 if isinstance(one, int) else 0 for one in (left, right)]
-            if operator == "**" and all(isinstance(one, int) for one in (left, right)):
-                size = sizes[0] * abs(right)
-            elif isinstance(left, int) and isinstance(right, int):
-                size = sum(sizes)
-            elif isinstance(left, int) or isinstance(right, int):
-                count, repeated = (left, right) if isinstance(left, int) else (right, left)
-                size = count * len(repeated) if hasattr(repeated, "__len__") else 0
-            else:
-                size = 0
-            if size > resource_limits.CHARACTERS:
-                raise OutOfBounds(f"it makes something of {size:,} characters")
-            return super().call_binop(context, operator, left, right)
-
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
-    environment.filters["tojson"] = to_json
-    environment.globals["namespace"] = PlainNamespace
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    environment.filters["random"] = environment.globals["lipsum"] = draw
-    return environment

@@ -11,12 +11,13 @@ from typing import Literal
 import numpy as np
 
 from danlu.data import mixture, sources
+from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.rows import Format, detect_format, refuse_unpaired_preferences
 from danlu.data.samples import Selection
-from danlu.data.sources import BadRow, RawRow, source_names
+from danlu.data.sources import source_names
 from danlu.data.statistics import Statistics
 from danlu.data.token_cache import StoreWriter, TokenCache, TokenStore
-from danlu.data.tokenizer import template_date, tokenizer_fingerprint
+from danlu.data.tokenizer_folder import template_date, tokenizer_fingerprint
 from danlu.data.tokenizing import Task, TokenizedChunk, TokenizeJob, TokenizerInfo, TokenizeSettings, chunks
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError

@@ -15,10 +15,10 @@ from itertools import islice
 import numpy as np
 
 from danlu.data.prepare import DatasetSpec, read
+from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.render import render_rows
 from danlu.data.rows import parse_row
 from danlu.data.samples import SampleBlock
-from danlu.data.sources import BadRow, RawRow
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizing import Task, TokenizerInfo, TokenizeSettings, tokenise, tokenizer_info
 from danlu.data.worker_pool import WorkerPool

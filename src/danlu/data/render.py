@@ -16,11 +16,12 @@ import numpy as np
 
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.message_spans import AnnotatedText, Reason, SpanRenderer
-from danlu.data.rows import Completion, Conversation, Message, Row, Text, Tokenized
+from danlu.data.messages import Conversation, Message
+from danlu.data.rows import Completion, Row, Text, Tokenized
 from danlu.data.tokenizer import Encoded, Tokenizer
 from danlu.errors import DataError
 
-_OWN = (Reason.ASSISTANT, Reason.REASONING, Reason.TERMINATOR)  # what an assistant turn is made of
+_ASSISTANT_REASONS = (Reason.ASSISTANT, Reason.REASONING, Reason.TERMINATOR)  # what an assistant turn is made of
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class _Writer:
         for reason, turn in zip(script.reasons, script.turns, strict=True):
             if reason is Reason.TEMPLATE:
                 weights.append(on_template)
-            elif reason in _OWN:
+            elif reason in _ASSISTANT_REASONS:
                 weights.append(turn_weights[turn] if turn in script.trained else 0.0)
             else:
                 weights.append(turn_weights[turn] if whole else 0.0)
@@ -352,73 +353,6 @@ def _given(row: Tokenized, where: str, tokenizer: Tokenizer) -> RenderedSample:
     weights[0] = 0
     reasons = np.where(row.weights > 0, Reason.TEXT, Reason.PROMPT).astype(np.uint8)
     return RenderedSample(row.tokens, weights, reasons, np.full(count, -1, np.int32), where)
-
-
-# -- length and checks ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """What became of a sample that had to fit a length.
-
-    Attributes:
-        samples: what is left: one, several after a split, or none.
-        shortened: what was done about its length; None if it was short enough.
-        dropped: why none is left.
-        lost_tokens: tokens that are in no sample.
-    """
-
-    samples: list[RenderedSample]
-    shortened: Literal["truncated", "split", "dropped"] | None = None
-    dropped: str | None = None
-    lost_tokens: int = 0
-
-
-NOTHING_TRAINED = "no token would be trained"
-NOTHING_LEFT = "longer than max_length, with no trained token in what was left"
-TOO_LONG = "longer than max_length"
-
-
-def fit(rendered: RenderedSample, max_length: int | None, overlong: Literal["truncate", "split", "drop"]) -> Fitted:
-    """A sample cut to at most `max_length` tokens (None: any length), and dropped if it trains nothing.
-
-    truncate keeps the beginning. split cuts a conversation before a user turn where it can, else anywhere. Where the
-    next part would begin with a target it begins with the token before it, as context, so that no target is lost (a
-    part of a single token has no room for that). Parts that train nothing are left out.
-    """
-    count = len(rendered.tokens)
-    if not rendered.weights.any():
-        return Fitted([], None, NOTHING_TRAINED, count)
-    if max_length is None or count <= max_length:
-        return Fitted([rendered])
-    if overlong == "drop":
-        return Fitted([], "dropped", TOO_LONG, count)
-    if overlong == "truncate":
-        kept = rendered.part(0, max_length)
-        if not kept.weights.any():
-            return Fitted([], "truncated", NOTHING_LEFT, count)
-        return Fitted([kept], "truncated", None, count - max_length)
-    parts = [(start, stop) for start, stop in _cuts(rendered, max_length) if rendered.weights[start + 1 : stop].any()]
-    covered = np.zeros(count, bool)
-    for start, stop in parts:
-        covered[start:stop] = True
-    reason = None if parts else NOTHING_LEFT
-    return Fitted([rendered.part(*part) for part in parts], "split", reason, int(count - covered.sum()))
-
-
-def _cuts(rendered: RenderedSample, max_length: int) -> list[tuple[int, int]]:
-    """Ranges of at most `max_length` tokens that together hold every target."""
-    count, start, own, ranges = len(rendered.tokens), 0, 0, []  # own: the first token that is in no part before
-    turn_starts = np.flatnonzero(np.diff(rendered.turns)) + 1
-    of_users = np.unique(rendered.turns[rendered.reasons == Reason.USER])
-    users = turn_starts[np.isin(rendered.turns[turn_starts], of_users[of_users >= 0])]
-    while count - start > max_length:
-        # A part of one token would train nothing, and the next one needs that token before its first target.
-        fitting = users[(users > max(own, start + 1)) & (users <= start + max_length)]
-        own = int(fitting[-1]) if len(fitting) else start + max_length
-        ranges.append((start, own))
-        start = max(own - 1, start + 1) if rendered.weights[own] > 0 else own
-    return [*ranges, (start, count)]
 
 
 def untrained_terminator(rendered: RenderedSample) -> str | None:

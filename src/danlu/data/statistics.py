@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from danlu.data.rows import MESSAGE_KEYS
+from danlu.data.messages import MESSAGE_KEYS
 
 EXAMPLES = 5
 MANY_CUT = 0.1  # of the samples that train an answer

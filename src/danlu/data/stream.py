@@ -23,8 +23,8 @@ from danlu.data import sources
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.permutation import key
 from danlu.data.prepare import BadRowPolicy, DatasetSpec, check_trained, read, tokenise_rows, worker_count
+from danlu.data.raw_rows import RawRow
 from danlu.data.samples import SampleBlock, Selection
-from danlu.data.sources import RawRow
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizing import TokenizeSettings
 from danlu.data.worker_pool import WorkerPool

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import re
-import shutil
-import tempfile
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date as Date
 from functools import cached_property
@@ -21,15 +18,10 @@ import numpy as np
 
 from danlu.data.byte_level_bpe import PRINTABLE, ByteLevelEncoder, byte_level_encoder
 from danlu.data.chat_template import ChatTemplate, Turn
-from danlu.data.tokenizer_conversion import convert
+from danlu.data.tokenizer_folder import READ_FILES, fast_tokenizer_folder, read_chat_template
 from danlu.errors import DataError
-from danlu.small_files import check_regular, parse_json, read_small_text
-from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
+from danlu.small_files import parse_json
 
-MOST_FILE_BYTES = 512 << 20
-"""Of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""
-MOST_TEMPLATE_BYTES = 4 << 20
-_READ_FILES = (*TOKENIZER_FILES, "config.json")  # which names the tokenizer's class in old folders
 _PROBE = (
     " two  spaces\n\n\tand tabs, it's I'LL 1234567 3.14 naïve 你好，世界 Привет ﬁ ① e\u0301 😀 def f(x):\n    return x "
     "▁under "
@@ -118,7 +110,7 @@ class Tokenizer:
             counts = np.array([len(one) for one in encodings], np.int64)
             places = np.fromiter(chain.from_iterable(chain.from_iterable(one.offsets for one in encodings)), np.int64)
             places = places.reshape(-1, 2) + np.repeat(np.cumsum(sizes) - sizes, counts)[:, None]
-            return Encoded(_flat([one.ids for one in encodings]), *_rising(places), counts, sizes)
+            return Encoded(_concatenate([one.ids for one in encodings]), *_monotonic(places), counts, sizes)
         flat, counts = self._encode_bytewise(texts)
         sizes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
         ends = np.cumsum(counts)
@@ -136,13 +128,13 @@ class Tokenizer:
         for number in np.flatnonzero(wrong).tolist():
             part = slice(ends[number] - counts[number], ends[number])
             places[part] = self._byte_places(texts[number]) + bases[number]
-        return Encoded(flat, *_rising(places), counts, sizes)
+        return Encoded(flat, *_monotonic(places), counts, sizes)
 
     def _encode_bytewise(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids end to end and how many each text has, of a byte-level tokenizer."""
         if self._encoder is None:
             encodings = [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
-            return _flat(encodings), np.array([len(one) for one in encodings], np.int64)
+            return _concatenate(encodings), np.array([len(one) for one in encodings], np.int64)
         ids = [self._encoder.encode(text) for text in texts]
         return np.frombuffer(b"".join(ids), np.int32), np.array([len(one) // 4 for one in ids], np.int64)
 
@@ -293,7 +285,7 @@ def load_tokenizer(path: str, chat_template: str | None = None, date: str | None
         DataError: there is no tokenizer, it cannot be read, or the Jinja file is missing.
     """
     folder = fast_tokenizer_folder(path)
-    template = _read_template(chat_template)
+    template = read_chat_template(chat_template)
     # Imported here: a second and 70 MiB that a run on cached tokens does not need.
     from transformers import AutoTokenizer
 
@@ -301,7 +293,7 @@ def load_tokenizer(path: str, chat_template: str | None = None, date: str | None
         pretrained: Any = AutoTokenizer.from_pretrained(folder, config=_plain_config(folder), trust_remote_code=False)
     except Exception as error:  # whatever the library raises on a damaged folder
         said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        said = _broken_json(folder) or f"{type(error).__name__}: {said}{_advice(folder)}"
+        said = _broken_json(folder) or f"{type(error).__name__}: {said}{_sentencepiece_advice(folder)}"
         raise DataError(f"{path}: the tokenizer cannot be read: {said}") from error
     if not getattr(pretrained, "is_fast", False):
         kind = type(pretrained).__name__
@@ -355,7 +347,7 @@ def _plain_config(folder: Path) -> Any:
 
 def _broken_json(folder: Path) -> str:
     """Which file is no JSON, and where; the libraries name only the place in it."""
-    for file in (file for pattern in _READ_FILES for file in sorted(folder.glob(pattern)) if file.suffix == ".json"):
+    for file in (file for pattern in READ_FILES for file in sorted(folder.glob(pattern)) if file.suffix == ".json"):
         try:
             values = parse_json(file.read_bytes())
         except json.JSONDecodeError as error:
@@ -367,259 +359,18 @@ def _broken_json(folder: Path) -> str:
     return ""
 
 
-def _advice(folder: Path) -> str:
+def _sentencepiece_advice(folder: Path) -> str:
     """What to do about a SentencePiece model that is not BPE; transformers then asks for another package."""
     if (folder / "tokenizer.json").is_file() or not any(folder.glob("*.model")):
         return ""
     return ". To read a SentencePiece model, install the sentencepiece package, or put a tokenizer.json beside it"
 
 
-def template_date(path: str, chat_template: str | None = None, date: str | None = None) -> str | None:
-    """The day that a tokenizer's chat template writes: `date`, or today; None for a template that asks for none.
-
-    The template's text is searched, no library is loaded for it.
-
-    Raises:
-        DataError: there is no tokenizer, or the Jinja file is missing.
-    """
-    template, folder = _read_template(chat_template), resolve_tokenizer_folder(path)
-    files = ("tokenizer_config.json", "chat_template.jinja", f"{NAMED_TEMPLATES}/*.jinja") if template is None else ()
-    texts = [template.encode()] if template is not None else []
-    texts += [file.read_bytes() for pattern in files for file in folder.glob(pattern) if file.is_file()]
-    if not any(b"strftime_now" in text for text in texts):
-        return None
-    return date or today().isoformat()
-
-
-def today() -> Date:
-    return Date.today()
-
-
-def tokenizer_fingerprint(path: str, chat_template: str | None = None, date: str | None = None) -> str:
-    """A hash of a tokenizer's files, without loading any library for them: the key of what it tokenised.
-
-    date: as `template_date` gives it.
-
-    Raises:
-        DataError: there is no tokenizer, or the Jinja file is missing.
-    """
-    folder = resolve_tokenizer_folder(path)
-    digest = hashlib.blake2b(repr((_read_template(chat_template), date)).encode(), digest_size=16)
-    for file in sorted({file for pattern in _READ_FILES for file in folder.glob(pattern)}):
-        if file.is_file():
-            content = file.read_bytes()
-            digest.update(f"\0{file.relative_to(folder)}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
-
-
-def resolve_tokenizer_folder(path: str) -> Path:
-    """The local folder with a tokenizer's files: the one named, its `model` part for a finished run, or a hub snapshot.
-
-    Raises:
-        DataError: none of them is there.
-    """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        folder = _snapshot(path)
-    for candidate in (folder, folder / "model"):
-        _check_files(candidate)
-        if any((candidate / name).is_file() for name in VOCABULARY_FILES):
-            return candidate
-    raise DataError(
-        f"{path}: no tokenizer in this folder (one of {', '.join(VOCABULARY_FILES)}). Name a folder or hub id that has "
-        "one in model.tokenizer"
-    )
-
-
-def _check_files(folder: Path) -> None:
-    """Raises DataError for what would be waited for, or would fill memory: nobody's tokenizer."""
-    for file in (file for pattern in _READ_FILES for file in folder.glob(pattern)):
-        try:
-            check_regular(file)
-            if file.stat().st_size > MOST_FILE_BYTES:
-                raise DataError(f"{file}: larger than {MOST_FILE_BYTES >> 20} MiB, as no file of a tokenizer is")
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror}") from error
-
-
-CONVERTED = "~/.cache/danlu/tokenizers"
-"""Where tokenizers that have only a `tokenizer.model` are kept as other tools can read them."""
-
-
-def fast_tokenizer_folder(path: str) -> Path:
-    """`tokenizer_folder`, with a tokenizer.json: a bare `tokenizer.model` is converted into a folder of the cache.
-
-    Other tools read such a file to other ids, or not at all, so what is written beside a result comes from there too.
-
-    Raises:
-        DataError: there is no tokenizer, or the file is damaged.
-    """
-    folder = resolve_tokenizer_folder(path)
-    model = folder / "tokenizer.model"
-    others = ("tokenizer.json", "vocab.json", "tekken.json")
-    if not model.is_file() or any((folder / name).is_file() for name in others):
-        return folder
-    config = _json_object(folder / "tokenizer_config.json")
-    if "fast_tokenizer_files" in config:
-        return folder
-    target = Path(CONVERTED).expanduser() / tokenizer_fingerprint(str(folder))
-    if (target / "tokenizer.json").is_file():
-        return target
-    converted = convert(model, adds_bos=config.get("add_bos_token") is not False)
-    if converted is None:
-        return folder
-    return _written(folder, target, converted.fast, converted.specials)
-
-
-def _written(folder: Path, target: Path, fast: Any, specials: Mapping[str, str]) -> Path:
-    """A tokenizer's folder with `fast` as its tokenizer.json, of no class of its own: at `target` in the cache.
-
-    specials: bos_token and so on, where tokenizer_config.json names none.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(dir=target.parent))
-    except OSError:  # a home that cannot be written
-        fresh = target = Path(tempfile.mkdtemp(prefix="danlu-tokenizer-"))
-        atexit.register(shutil.rmtree, fresh, ignore_errors=True)
-    _copy_files(folder, fresh)
-    config = _json_object(folder / "tokenizer_config.json")
-    own = {name: value for name, value in config.items() if name != "auto_map"}
-    written = {**specials, **own, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (fresh / "tokenizer_config.json").write_text(json.dumps(written, ensure_ascii=False, indent=2), encoding="utf-8")
-    fast.save(str(fresh / "tokenizer.json"))
-    if fresh != target:
-        try:
-            fresh.rename(target)
-        except OSError:  # another process was first
-            shutil.rmtree(fresh, ignore_errors=True)
-    return target
-
-
-def _copy_files(folder: Path, target: Path) -> None:
-    for file in {file for pattern in (*TOKENIZER_FILES, "generation_config.json") for file in folder.glob(pattern)}:
-        if file.is_file():
-            copy = target / file.relative_to(folder)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
-
-
-@dataclass(frozen=True)
-class ExportedTokenizer:
-    """Where a tokenizer's files are taken from for a result.
-
-    Attributes:
-        faithful: whether transformers reads the same tokenizer from them there.
-    """
-
-    folder: Path
-    faithful: bool = True
-
-
-@dataclass(frozen=True)
-class ExportJob:
-    """The job (`danlu.data.worker_pool.Job`) of finding out: it loads tokenizers, which a training process need not."""
-
-    def start(self) -> Callable[[tuple[Path, str | None]], ExportedTokenizer]:
-        return _exported
-
-
-def exported_tokenizer(path: str, model_type: str | None) -> ExportedTokenizer:
-    """The tokenizer's files for a result folder whose config.json says `model_type`; None where it has none.
-
-    transformers chooses the class of a tokenizer by that type too, and some classes make another tokenizer of the same
-    files. Where that happens the files are written anew, so that any class reads what was trained with.
-
-    Raises:
-        DataError: there is no tokenizer, or it cannot be read.
-    """
-    folder = fast_tokenizer_folder(path)
-    if not _depends_on_type(folder, model_type):
-        return ExportedTokenizer(folder)
-    # Imported here: nothing else in this file has processes.
-    from danlu.data.worker_pool import WorkerPool
-
-    with WorkerPool(ExportJob(), 1) as workers:
-        return next(iter(workers.map([(folder, model_type)])))
-
-
-def _depends_on_type(folder: Path, model_type: str | None) -> bool:
-    """Whether another class might be chosen beside a config.json of that type than beside the tokenizer's own."""
-    if _json_object(folder / "config.json").get("model_type") == model_type:
-        return False
-    named = _json_object(folder / "tokenizer_config.json").get("tokenizer_class")
-    has_json = (folder / "tokenizer.json").is_file()
-    return not (has_json and named in ("PreTrainedTokenizerFast", "TokenizersBackend")) or model_type == "qwen2"
-
-
-def _exported(task: tuple[Path, str | None]) -> ExportedTokenizer:
-    folder, model_type = task
-    trained = load_tokenizer(str(folder))
-    if _is_read_as(trained, folder, model_type):
-        return ExportedTokenizer(folder)
-    target = Path(CONVERTED).expanduser() / f"{tokenizer_fingerprint(str(folder))}-{model_type}"
-    specials = {name: text for name, text in trained.special_texts.items() if isinstance(text, str)}
-    written = target if (target / "tokenizer.json").is_file() else _written(folder, target, trained.fast, specials)
-    if _is_read_as(trained, written, model_type):
-        return ExportedTokenizer(written)
-    return ExportedTokenizer(folder, faithful=False)
-
-
-def _is_read_as(trained: Tokenizer, folder: Path, model_type: str | None) -> bool:
-    """Whether transformers reads the tokenizer from these files beside a config.json of that type."""
-    with tempfile.TemporaryDirectory(prefix="danlu-tokenizer-") as name:
-        _copy_files(folder, Path(name))
-        if model_type is not None:
-            (Path(name) / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
-        try:
-            return load_tokenizer(name).is_same(trained)
-        except DataError:
-            return False
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where it is missing or something else, of which the library says so itself."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _snapshot(path: str) -> Path:
-    if Path(path).expanduser().is_file():
-        raise DataError(f"{path}: a tokenizer is a folder; name the folder that this file is in")
-    if path.count("/") > 1 or path.startswith((".", "/", "~")) or not path:
-        raise DataError(f"{path}: no such folder")
-    # Imported here: only hub ids need it.
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=list(_READ_FILES)))
-    except Exception as error:  # the hub client raises a dozen kinds, with none in common
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise DataError(
-            f"{path}: no such folder in {Path.cwd()}, and no tokenizer from the hub either: "
-            f"{type(error).__name__}: {said}"
-        ) from error
-
-
-def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return read_small_text(Path(path).expanduser(), MOST_TEMPLATE_BYTES)
-    except OSError as error:
-        raise DataError(f"model.chat_template: {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"model.chat_template: {path} cannot be read: {error}") from error
-
-
-def _flat(ids: Sequence[Sequence[int]]) -> np.ndarray:
+def _concatenate(ids: Sequence[Sequence[int]]) -> np.ndarray:
     return np.fromiter(chain.from_iterable(ids), np.int32)
 
 
-def _rising(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _monotonic(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Starts and stops [T] of places [T, 2], made to rise: a token that a normaliser put in can point back to 0."""
     return np.maximum.accumulate(places[:, 0]), np.maximum.accumulate(places[:, 1])
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from danlu.data.message_spans import Reason
-from danlu.data.render import RenderedSample, RenderSettings, fit, render_rows, untrained_terminator
-from danlu.data.rows import Conversation, Format, Row, Tokenized, parse_row, unread_keys
+from danlu.data.messages import Conversation
+from danlu.data.raw_rows import BadRow, RawRow
+from danlu.data.render import RenderedSample, RenderSettings, render_rows, untrained_terminator
+from danlu.data.rows import Format, Row, Tokenized, parse_row, unread_keys
 from danlu.data.samples import SampleBlock
-from danlu.data.sources import BadRow, RawRow
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
+from danlu.data.truncation import fit_to_length
 from danlu.errors import DataError
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
@@ -178,7 +180,7 @@ def _fit(outcome: list[RenderedSample], settings: TokenizeSettings, statistics: 
     shortened: set[str] = set()
     dropped: str | None = None
     for rendered in outcome:
-        fitted = fit(rendered, settings.max_length, settings.overlong)
+        fitted = fit_to_length(rendered, settings.max_length, settings.overlong)
         kept += fitted.samples
         statistics.lost_tokens += fitted.lost_tokens
         if fitted.shortened:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from danlu.data.tokenizer import resolve_tokenizer_folder
+from danlu.data.tokenizer_folder import resolve_tokenizer_folder
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.models.hf_folder import GENERATION_CONFIG, read_config, read_json, resolve_folder
 

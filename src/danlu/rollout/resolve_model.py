@@ -11,7 +11,7 @@ from pathlib import Path
 
 from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, is_adapter
 from danlu.assembly.base_model import base_of, check_base, find_base
-from danlu.data import tokenizer
+from danlu.data.tokenizer_folder import resolve_tokenizer_folder
 from danlu.errors import DataError, RecipeError
 from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
 from danlu.models.hf_folder import read_config
@@ -72,7 +72,7 @@ def adapter_tokenizer_folder(stack: Stack, base: Path) -> Path:
     """The folder of the tokenizer that goes with adapters: of the topmost that has one, or the base's."""
     for folder in (*(adapter.path for adapter in reversed(stack)), base):
         try:
-            tokenizer.resolve_tokenizer_folder(str(folder))
+            resolve_tokenizer_folder(str(folder))
         except DataError:
             continue
         return folder

@@ -1,0 +1,266 @@
+"""Conversations: messages as files write them, under one set of names and in an order that makes sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from danlu.data.column_values import abbreviate, decode_json, decode_list, require_string, type_name
+from danlu.errors import DataError
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "tool_response": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "tool_call": "tool_call",
+    "function_call": "tool_call",
+}
+"""The role names files use, and what they mean here. A `tool_call` is an assistant turn that is a call as JSON."""
+WEIGHT_KEYS = (
+    "weight",
+    "train",
+    "training",
+    "loss",
+    "loss_weight",
+)  # keys of a message that say how much it is trained
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+MESSAGE_KEYS = (
+    "role", "content", "from", "value", "tool_calls", "function_call", *_REASONING_KEYS, "name", "tool_call_id",
+    *WEIGHT_KEYS
+)  # fmt: skip
+"""The keys of a message that are read; others are told of."""
+_PART_KEYS = {
+    "text": ("text", "value"),
+    "reasoning": ("reasoning", "value", "text"),
+    "thinking": ("thinking", "value", "text"),
+    "tool_call": ("tool_call", "value", "function"),
+}
+"""Parts of a content by their type: under which keys each has what it says (LLaMA-Factory writes `value`)."""
+_PART_ORDER = {"reasoning": 0, "thinking": 0, "text": 1, "tool_call": 2}  # in which chat templates write them
+_READ_KEYS = frozenset(MESSAGE_KEYS)
+_MAX_WEIGHT = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn.
+
+    Attributes:
+        role: system, user, assistant or tool.
+        weight: loss weight of its tokens where the row gives one, else None.
+        is_context: not trained on by itself, even if it is the assistant's: what a completion follows.
+    """
+
+    role: str
+    content: str
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    reasoning_content: str | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    weight: float | None = None
+    is_context: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns in an order that makes sense: see `check_order`. Rendered with the chat template.
+
+    `unread` are the keys of its messages that mean nothing here (`MESSAGE_KEYS` do).
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    unread: tuple[str, ...] = field(default=(), compare=False)
+
+
+def parse_conversation(turns: Any, value: Mapping[str, Any], where: str, context: int = 0) -> Conversation:
+    """Messages in the order of a row; the first `context` of them are there for what follows."""
+    dicts = _require_messages(decode_list(turns), where)
+    messages = [
+        _message(turn, f"{where} message {number}", is_context=number <= context)
+        for number, turn in enumerate(dicts, 1)
+    ]
+    if (
+        (system := require_string(value.get("system") or "", "system", where))
+        and messages
+        and messages[0].role != "system"
+    ):
+        messages.insert(0, Message("system", system))
+    keys = tuple(sorted({key for turn in dicts for key in turn.keys() - _READ_KEYS if turn[key] is not None}))
+    return Conversation(check_turn_order(messages, where), parse_tools(value.get("tools"), where), keys)
+
+
+def _require_messages(turns: Any, where: str) -> list[Mapping[str, Any]]:
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise DataError(f"{where}: a conversation must be a list of messages (objects), not {type_name(turns)}")
+    return turns
+
+
+def _message(turn: Mapping[str, Any], where: str, is_context: bool) -> Message:
+    # In columnar files a message has every key that any message has, with null where it has none.
+    role_key, content_key = ("from", "value") if turn.get("from") is not None else ("role", "content")
+    name = turn.get(role_key)
+    if name is None:
+        raise DataError(
+            f"{where}: a message needs role and content (or from and value); it has {', '.join(turn) or 'nothing'}"
+        )
+    role = ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise DataError(f"{where}: unknown role {abbreviate(name)}. Known roles: {', '.join(ROLES)}")
+    content, thought, said = _content(turn.get(content_key), where)
+    calls = turn.get("tool_calls") or turn.get("function_call")
+    if role == "tool_call":
+        role, calls, content = "assistant", content, ""
+    reasoning = next((turn[key] for key in _REASONING_KEYS if turn.get(key)), None)
+    if (thought or said) and role != "assistant":
+        raise DataError(f"{where}: reasoning and tool_call parts are the assistant's, not of role {abbreviate(name)}")
+    for what, part, key in (("reasoning", thought, reasoning), ("tool calls", said, calls)):
+        if part and key:
+            raise DataError(f"{where}: {what} both as a part of the content and as a key of the message; keep one")
+    return Message(
+        role,
+        content,
+        _tool_calls(said or calls, where) if said or calls else None,
+        thought or _optional_string(reasoning, "reasoning", where),
+        _optional_string(turn.get("name"), "name", where),
+        _optional_string(turn.get("tool_call_id"), "tool_call_id", where),
+        _weight(turn, where),
+        is_context,
+    )
+
+
+def _optional_string(value: Any, key: str, where: str) -> str | None:
+    """A string that a message may have or not."""
+    return None if value is None else require_string(value, key, where)
+
+
+def _content(content: Any, where: str) -> tuple[str, str | None, list[Any]]:
+    """The text of a content, the thought and the tool calls among its parts; nothing for None."""
+    if isinstance(content, str):
+        return content, None, []
+    if content is None:
+        return "", None, []
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        raise DataError(f"{where}: content must be a string or a list of text parts, not {type_name(content)}")
+    found: list[tuple[str, Any]] = []
+    for part in content:
+        kind = part.get("type") or "text"
+        keys = _PART_KEYS.get(kind) if isinstance(kind, str) else None
+        if keys is None:
+            known = ", ".join(_PART_KEYS)
+            raise DataError(f"{where}: content of type {abbreviate(kind)} cannot be trained on; the types are {known}")
+        said = next((part[key] for key in keys if part.get(key) is not None), None)
+        if said is None or (kind != "tool_call" and not isinstance(said, str)):
+            what = f"is {type_name(said)}" if said is not None else f"has {', '.join(part)}"
+            raise DataError(f"{where}: a content part of type {kind} needs a string as {' or '.join(keys)}; it {what}")
+        if found and _PART_ORDER[kind] < _PART_ORDER[found[-1][0]]:
+            raise DataError(
+                f"{where}: a {kind} part behind a {found[-1][0]} part: chat templates write reasoning, text and tool "
+                "calls in this order; begin a new message where the order begins again"
+            )
+        found.append((kind, said))
+    text = "".join(said for kind, said in found if kind == "text")
+    thought = "".join(said for kind, said in found if kind in ("reasoning", "thinking"))
+    calls = [decode_json(said, "a tool call", where) for kind, said in found if kind == "tool_call"]
+    return text, thought or None, calls
+
+
+def _weight(turn: Mapping[str, Any], where: str) -> float | None:
+    """The loss weight a message gives itself, as a number or a bool under one of the names in use."""
+    found: dict[str, float] = {}
+    for key in WEIGHT_KEYS:
+        given = turn.get(key)
+        if given is None:
+            continue
+        if not isinstance(given, bool | int | float) or not 0 <= given <= _MAX_WEIGHT:
+            raise DataError(f"{where}: '{key}' must be true, false or a number from 0 up, not {abbreviate(given)}")
+        found[key] = float(given)
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"'{key}' {weight:g}" for key, weight in found.items())
+        raise DataError(f"{where}: {said} say different things about the loss of one message; keep one of them")
+    return next(iter(found.values()), None)
+
+
+def _tool_calls(calls: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """Calls as `{"type": "function", "function": {"name", "arguments": {...}}}`, which chat templates expect."""
+    calls = decode_json(calls, "a tool call", where)
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"{where}: a tool call needs a name and arguments, not {abbreviate(call)}")
+        arguments = function.get("arguments")
+        arguments = {} if arguments is None else decode_json(arguments, "the arguments of a tool call", where)
+        kept = {"id": call["id"]} if call.get("id") else {}
+        found.append({**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return tuple(found)
+
+
+def parse_tools(tools: Any, where: str) -> tuple[dict[str, Any], ...] | None:
+    """Tools as `{"type": "function", "function": {...}}`; None when there are none."""
+    if not tools:
+        return None
+    tools = decode_json(tools, "'tools'", where)
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{where}: 'tools' must be a list of objects, not {type_name(tools)}")
+    wrapped = (
+        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool} for tool in tools
+    )
+    return tuple(dict(tool) for tool in wrapped) or None
+
+
+def check_turn_order(messages: Iterable[Message], where: str) -> tuple[Message, ...]:
+    """The messages, if they alternate: system messages first, then user turns, each answered by the assistant.
+
+    Between a user turn and the answer there may be tool calls (assistant) with their results (tool). A last user turn
+    may go unanswered.
+
+    Raises:
+        DataError: anything else; the message says which rule and what to do.
+    """
+    checked = tuple(messages)
+    previous: Message | None = None
+    for number, message in enumerate(checked, 1):
+        if problem := _order_problem(previous, message):
+            raise DataError(f"{where} message {number}: {problem}")
+        previous = message
+    if not any(message.role == "assistant" for message in checked):
+        raise DataError(f"{where}: no assistant message, so there is nothing to train on; remove the row")
+    return checked
+
+
+def _order_problem(previous: Message | None, message: Message) -> str | None:
+    before = previous.role if previous else "nothing"
+    match message.role:
+        case "system" if before not in ("nothing", "system"):
+            return "a system message must come first; move it to the front"
+        case "user":
+            if before == "user":
+                return "two user turns in a row; join them into one, or add the assistant's answer between them"
+            if before == "tool":
+                return "a tool result must be followed by the assistant, not by the user; add the assistant's answer"
+        case "assistant":
+            if before in ("nothing", "system"):
+                return "the conversation starts with the assistant; add the user's turn before it or remove this one"
+            if before == "assistant" and previous is not None and not previous.tool_calls:
+                return "two assistant turns in a row; join them into one, or add the user's turn between them"
+            if not message.content.strip() and not message.tool_calls:
+                return "the assistant's answer is empty; remove the row or fill the answer in"
+        # The call itself may be a part of the assistant's text.
+        case "tool" if before not in ("tool", "assistant"):
+            return f"a tool result must follow the assistant's call, not {before}; add the call or remove the result"
+    return None

@@ -1,0 +1,98 @@
+"""A row as it stands in its file, with the place it came from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from danlu.data.column_values import MAX_DEPTH, TOO_DEEP, is_too_deep
+from danlu.errors import DataError
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """Stands for a row that could not be read. The message names the place, the reason and what to do."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A row as it stands in its file.
+
+    A line of JSON stays one until its columns are asked for. That is cheaper to hand to another process than what it
+    says, and leaves the parsing to the processes that tokenise: one that reads can then feed many of them.
+
+    Attributes:
+        index: its number in the source, from 0, bad rows counted too.
+        where: "alpaca.jsonl:17" where there are lines, else "alpaca.parquet row 17" (from 1).
+        content: its columns, why there are none, or the line of JSON that holds them.
+    """
+
+    index: int
+    where: str
+    content: dict[str, Any] | BadRow | bytes
+
+    @cached_property
+    def value(self) -> dict[str, Any] | BadRow:
+        """The columns."""
+        return json_row(self.content, self.where) if isinstance(self.content, bytes) else self.content
+
+    def __getstate__(self) -> tuple[int, str, dict[str, Any] | BadRow | bytes]:
+        """Without the columns, where a line of JSON says them: another process reads them again."""
+        return self.index, self.where, self.content
+
+    def __setstate__(self, state: tuple[int, str, dict[str, Any] | BadRow | bytes]) -> None:
+        for name, value in zip(("index", "where", "content"), state, strict=True):
+            object.__setattr__(self, name, value)
+
+    @property
+    def size(self) -> int:
+        """Roughly the characters of text in it."""
+        return len(self.content) if isinstance(self.content, bytes) else _characters(self.content)
+
+
+LocatedContent = tuple[str, dict[str, Any] | BadRow | bytes]  # where and content of a RawRow
+
+
+def json_row(line: bytes, where: str) -> dict[str, Any] | BadRow:
+    try:
+        value = json.loads(decode_utf8(line, where))
+    except json.JSONDecodeError as error:
+        return BadRow(f"{where}:{error.colno}: broken JSON: {error.msg}; each line must be one whole JSON object")
+    except RecursionError:
+        return BadRow(f"{where}: unreadable JSON: {TOO_DEEP}")
+    except ValueError:  # a number of thousands of digits
+        return BadRow(f"{where}: unreadable JSON: a number has too many digits")
+    except DataError as error:
+        return BadRow(str(error))
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and is_too_deep(value):
+        return BadRow(f"{where}: unreadable JSON: {TOO_DEEP}")
+    return require_object(value, where)
+
+
+def require_object(value: Any, where: str) -> dict[str, Any] | BadRow:
+    if isinstance(value, dict):
+        return value
+    return BadRow(f"{where}: a row must be an object with named columns, this is of type {type(value).__name__}")
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 1
+
+
+def decode_utf8(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_utf8_error(data, error, where) from error
+
+
+def not_utf8_error(data: bytes, error: UnicodeDecodeError, where: str) -> DataError:
+    return DataError(f"{where}: byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8")

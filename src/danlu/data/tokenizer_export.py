@@ -1,0 +1,95 @@
+"""Which files a result is given so that transformers reads the tokenizer that was trained with."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from danlu.data.tokenizer import Tokenizer, load_tokenizer
+from danlu.data.tokenizer_folder import (
+    converted_folder,
+    copy_tokenizer_files,
+    fast_tokenizer_folder,
+    read_json_object,
+    tokenizer_fingerprint,
+    write_fast_tokenizer,
+)
+from danlu.data.worker_pool import WorkerPool
+from danlu.errors import DataError
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """Where a tokenizer's files are taken from for a result.
+
+    Attributes:
+        faithful: whether transformers reads the same tokenizer from them there.
+    """
+
+    folder: Path
+    faithful: bool = True
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """The job (`danlu.data.worker_pool.Job`) of finding out: it loads tokenizers, which a training process need not."""
+
+    def start(self) -> Callable[[tuple[Path, str | None]], ExportedTokenizer]:
+        return _export
+
+
+def exported_tokenizer(path: str, model_type: str | None) -> ExportedTokenizer:
+    """The tokenizer's files for a result folder whose config.json says `model_type`; None where it has none.
+
+    transformers chooses the class of a tokenizer by that type too, and some classes make another tokenizer of the same
+    files. Where that happens the files are written anew, so that any class reads what was trained with.
+
+    Raises:
+        DataError: there is no tokenizer, or it cannot be read.
+    """
+    folder = fast_tokenizer_folder(path)
+    if not _depends_on_type(folder, model_type):
+        return ExportedTokenizer(folder)
+    with WorkerPool(ExportJob(), 1) as workers:
+        return next(iter(workers.map([(folder, model_type)])))
+
+
+def _depends_on_type(folder: Path, model_type: str | None) -> bool:
+    """Whether another class might be chosen beside a config.json of that type than beside the tokenizer's own."""
+    if read_json_object(folder / "config.json").get("model_type") == model_type:
+        return False
+    named = read_json_object(folder / "tokenizer_config.json").get("tokenizer_class")
+    has_json = (folder / "tokenizer.json").is_file()
+    return not (has_json and named in ("PreTrainedTokenizerFast", "TokenizersBackend")) or model_type == "qwen2"
+
+
+def _export(task: tuple[Path, str | None]) -> ExportedTokenizer:
+    folder, model_type = task
+    trained = load_tokenizer(str(folder))
+    if _reads_same_tokenizer(trained, folder, model_type):
+        return ExportedTokenizer(folder)
+    target = converted_folder(f"{tokenizer_fingerprint(str(folder))}-{model_type}")
+    specials = {name: text for name, text in trained.special_texts.items() if isinstance(text, str)}
+    written = (
+        target
+        if (target / "tokenizer.json").is_file()
+        else write_fast_tokenizer(folder, target, trained.fast, specials)
+    )
+    if _reads_same_tokenizer(trained, written, model_type):
+        return ExportedTokenizer(written)
+    return ExportedTokenizer(folder, faithful=False)
+
+
+def _reads_same_tokenizer(trained: Tokenizer, folder: Path, model_type: str | None) -> bool:
+    """Whether transformers reads the tokenizer from these files beside a config.json of that type."""
+    with tempfile.TemporaryDirectory(prefix="danlu-tokenizer-") as name:
+        copy_tokenizer_files(folder, Path(name))
+        if model_type is not None:
+            (Path(name) / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+        try:
+            return load_tokenizer(name).is_same(trained)
+        except DataError:
+            return False

@@ -1,0 +1,196 @@
+"""The folder of a tokenizer: found, checked, fingerprinted, and converted where it holds only a `tokenizer.model`.
+
+No tokenizer library is loaded here but for a conversion.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from datetime import date as Date
+from pathlib import Path
+from typing import Any
+
+from danlu.data.tokenizer_conversion import convert
+from danlu.errors import DataError
+from danlu.small_files import check_regular, read_small_text
+from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
+
+MAX_FILE_BYTES = 512 << 20
+"""Of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""
+MAX_TEMPLATE_BYTES = 4 << 20
+READ_FILES = (*TOKENIZER_FILES, "config.json")  # which names the tokenizer's class in old folders
+CONVERTED = "~/.cache/danlu/tokenizers"
+"""Where tokenizers that have only a `tokenizer.model` are kept as other tools can read them."""
+
+
+def resolve_tokenizer_folder(path: str) -> Path:
+    """The local folder with a tokenizer's files: the one named, its `model` part for a finished run, or a hub snapshot.
+
+    Raises:
+        DataError: none of them is there.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        folder = _hub_snapshot(path)
+    for candidate in (folder, folder / "model"):
+        _check_files(candidate)
+        if any((candidate / name).is_file() for name in VOCABULARY_FILES):
+            return candidate
+    raise DataError(
+        f"{path}: no tokenizer in this folder (one of {', '.join(VOCABULARY_FILES)}). Name a folder or hub id that has "
+        "one in model.tokenizer"
+    )
+
+
+def converted_folder(name: str) -> Path:
+    return Path(CONVERTED).expanduser() / name
+
+
+def fast_tokenizer_folder(path: str) -> Path:
+    """`tokenizer_folder`, with a tokenizer.json: a bare `tokenizer.model` is converted into a folder of the cache.
+
+    Other tools read such a file to other ids, or not at all, so what is written beside a result comes from there too.
+
+    Raises:
+        DataError: there is no tokenizer, or the file is damaged.
+    """
+    folder = resolve_tokenizer_folder(path)
+    model = folder / "tokenizer.model"
+    others = ("tokenizer.json", "vocab.json", "tekken.json")
+    if not model.is_file() or any((folder / name).is_file() for name in others):
+        return folder
+    config = read_json_object(folder / "tokenizer_config.json")
+    if "fast_tokenizer_files" in config:
+        return folder
+    target = converted_folder(tokenizer_fingerprint(str(folder)))
+    if (target / "tokenizer.json").is_file():
+        return target
+    converted = convert(model, adds_bos=config.get("add_bos_token") is not False)
+    if converted is None:
+        return folder
+    return write_fast_tokenizer(folder, target, converted.fast, converted.specials)
+
+
+def tokenizer_fingerprint(path: str, chat_template: str | None = None, date: str | None = None) -> str:
+    """A hash of a tokenizer's files, without loading any library for them: the key of what it tokenised.
+
+    date: as `template_date` gives it.
+
+    Raises:
+        DataError: there is no tokenizer, or the Jinja file is missing.
+    """
+    folder = resolve_tokenizer_folder(path)
+    digest = hashlib.blake2b(repr((read_chat_template(chat_template), date)).encode(), digest_size=16)
+    for file in sorted({file for pattern in READ_FILES for file in folder.glob(pattern)}):
+        if file.is_file():
+            content = file.read_bytes()
+            digest.update(f"\0{file.relative_to(folder)}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def template_date(path: str, chat_template: str | None = None, date: str | None = None) -> str | None:
+    """The day that a tokenizer's chat template writes: `date`, or today; None for a template that asks for none.
+
+    The template's text is searched, no library is loaded for it.
+
+    Raises:
+        DataError: there is no tokenizer, or the Jinja file is missing.
+    """
+    template, folder = read_chat_template(chat_template), resolve_tokenizer_folder(path)
+    files = ("tokenizer_config.json", "chat_template.jinja", f"{NAMED_TEMPLATES}/*.jinja") if template is None else ()
+    texts = [template.encode()] if template is not None else []
+    texts += [file.read_bytes() for pattern in files for file in folder.glob(pattern) if file.is_file()]
+    if not any(b"strftime_now" in text for text in texts):
+        return None
+    return date or today().isoformat()
+
+
+def today() -> Date:
+    return Date.today()
+
+
+def _check_files(folder: Path) -> None:
+    """Raises DataError for what would be waited for, or would fill memory: nobody's tokenizer."""
+    for file in (file for pattern in READ_FILES for file in folder.glob(pattern)):
+        try:
+            check_regular(file)
+            if file.stat().st_size > MAX_FILE_BYTES:
+                raise DataError(f"{file}: larger than {MAX_FILE_BYTES >> 20} MiB, as no file of a tokenizer is")
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _hub_snapshot(path: str) -> Path:
+    if Path(path).expanduser().is_file():
+        raise DataError(f"{path}: a tokenizer is a folder; name the folder that this file is in")
+    if path.count("/") > 1 or path.startswith((".", "/", "~")) or not path:
+        raise DataError(f"{path}: no such folder")
+    # Imported here: only hub ids need it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(READ_FILES)))
+    except Exception as error:  # the hub client raises a dozen kinds, with none in common
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise DataError(
+            f"{path}: no such folder in {Path.cwd()}, and no tokenizer from the hub either: "
+            f"{type(error).__name__}: {said}"
+        ) from error
+
+
+def read_chat_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return read_small_text(Path(path).expanduser(), MAX_TEMPLATE_BYTES)
+    except OSError as error:
+        raise DataError(f"model.chat_template: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"model.chat_template: {path} cannot be read: {error}") from error
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where it is missing or something else, of which the library says so itself."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def write_fast_tokenizer(folder: Path, target: Path, fast: Any, specials: Mapping[str, str]) -> Path:
+    """A tokenizer's folder with `fast` as its tokenizer.json, of no class of its own: at `target` in the cache.
+
+    specials: bos_token and so on, where tokenizer_config.json names none.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(dir=target.parent))
+    except OSError:  # a home that cannot be written
+        fresh = target = Path(tempfile.mkdtemp(prefix="danlu-tokenizer-"))
+        atexit.register(shutil.rmtree, fresh, ignore_errors=True)
+    copy_tokenizer_files(folder, fresh)
+    config = read_json_object(folder / "tokenizer_config.json")
+    own = {name: value for name, value in config.items() if name != "auto_map"}
+    written = {**specials, **own, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (fresh / "tokenizer_config.json").write_text(json.dumps(written, ensure_ascii=False, indent=2), encoding="utf-8")
+    fast.save(str(fresh / "tokenizer.json"))
+    if fresh != target:
+        try:
+            fresh.rename(target)
+        except OSError:  # another process was first
+            shutil.rmtree(fresh, ignore_errors=True)
+    return target
+
+
+def copy_tokenizer_files(folder: Path, target: Path) -> None:
+    for file in {file for pattern in (*TOKENIZER_FILES, "generation_config.json") for file in folder.glob(pattern)}:
+        if file.is_file():
+            copy = target / file.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
