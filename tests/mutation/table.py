@@ -293,7 +293,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "share = 1 - self.decay",
         "optim/test_ema.py",
     ),
-    Mutation("optim/ema.py", "average.copy_(held)", "average.copy_(average)", "optim/test_ema.py"),
+    Mutation("optim/ema.py", "average.copy_(saved)", "average.copy_(average)", "optim/test_ema.py"),
     Mutation(
         "optim/schedules.py",
         "warmup = max(1, section.warmup_steps(total))",

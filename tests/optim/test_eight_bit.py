@@ -147,9 +147,9 @@ def test_a_second_moment_that_is_small_beside_others_never_becomes_zero(monkeypa
 def test_pieces_and_the_way_of_looking_up_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (67, 131)
     whole, optimizer = after(3, shape, EightBitMoments())
-    monkeypatch.setattr(eight_bit, "_PIECE_CPU", 1024)
+    monkeypatch.setattr(eight_bit, "_CHUNK_CPU", 1024)
     for by_select in (True, False):
-        monkeypatch.setattr(eight_bit, "_by_select", lambda device, answer=by_select: answer)
+        monkeypatch.setattr(eight_bit, "_uses_index_select", lambda device, answer=by_select: answer)
         parameter, other = after(3, shape, EightBitMoments())
         assert torch.equal(parameter, whole)
         for name, tensor in optimizer.state[whole].items():

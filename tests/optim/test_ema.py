@@ -36,7 +36,7 @@ def test_the_average_has_the_documented_weights_and_none_of_the_start() -> None:
 
 
 def test_swapping_shows_the_average_through_views_and_restores_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ema_module, "_PIECE", 4)  # more than one piece
+    monkeypatch.setattr(ema_module, "_CHUNK", 4)  # more than one chunk
     parameters = model()
     ema = Ema(parameters.items(), DECAY)
     move(parameters, 1)

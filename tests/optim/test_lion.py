@@ -9,7 +9,7 @@ from danlu.optim.lion import Lion
 
 
 def run(monkeypatch: pytest.MonkeyPatch, piece: int, transposed: bool = False) -> Parameter:
-    monkeypatch.setattr(lion, "_PIECE_CPU", piece)
+    monkeypatch.setattr(lion, "_CHUNK_CPU", piece)
     generator = torch.Generator().manual_seed(0)
     parameter = Parameter(torch.randn(33, 7, generator=generator))
     optimizer = Lion([parameter], lr=0.01, weight_decay=0.1)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from danlu.optim.build import Optimizers, build
 from danlu.optim.clip import clip_grad_norm, non_finite
-from danlu.optim.sparse import compact, is_rows, make_whole, numbers
+from danlu.optim.sparse import coalesce_gradients, densify_gradient, has_sparse_gradient, stored_values
 from danlu.recipe import sections
 
 V, D = 64, 16
@@ -38,7 +38,7 @@ def train(rows: bool, steps: list[list[Words]], section: sections.Optimizer | No
     for number, micro_batches in enumerate(steps):
         for words in micro_batches:
             backward(parameters, words, rows=rows)
-            compact(parameters.values())
+            coalesce_gradients(parameters.values())
         clip_grad_norm(parameters.values(), 1.0, scale=0.5)
         optimizer.set_learning_rate(1 / (number + 1))
         optimizer.step(free_gradients=True)
@@ -100,7 +100,7 @@ def test_state_that_was_loaded_says_which_words_were_seen() -> None:
     for number, micro_batches in list(enumerate(FEW))[2:]:
         for words in micro_batches:
             backward(parameters, words, rows=True)
-        compact(parameters.values())
+        coalesce_gradients(parameters.values())
         clip_grad_norm(parameters.values(), 1.0, scale=0.5)
         again.set_learning_rate(1 / (number + 1))
         again.step(free_gradients=True)
@@ -117,22 +117,22 @@ def gradient(words: Words) -> Parameter:
 def test_compact_sums_repeated_rows_and_makes_a_well_filled_gradient_whole() -> None:
     parameter = gradient([4, 4, 9])
     expected = parameter.grad.to_dense() if parameter.grad is not None else None
-    compact([parameter])
-    assert parameter.grad is not None and is_rows(parameter) and parameter.grad._nnz() == 2
+    coalesce_gradients([parameter])
+    assert parameter.grad is not None and has_sparse_gradient(parameter) and parameter.grad._nnz() == 2
     assert torch.equal(parameter.grad.to_dense(), expected)
-    make_whole(parameter)
+    densify_gradient(parameter)
     assert torch.equal(parameter.grad, expected)
     filled = gradient(list(range(V // 2)))
-    compact([filled])
-    assert not is_rows(filled)
+    coalesce_gradients([filled])
+    assert not has_sparse_gradient(filled)
 
 
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: x * np.inf], ids=["finite", "infinite"])
 def test_norm_and_search_look_at_the_stored_rows(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     parameter = gradient([4, 4, 9])
-    compact([parameter])
+    coalesce_gradients([parameter])
     assert parameter.grad is not None
-    numbers(parameter.grad)[1].copy_(change(numbers(parameter.grad)[1]))
+    stored_values(parameter.grad)[1].copy_(change(stored_values(parameter.grad)[1]))
     norm = clip_grad_norm([parameter], None, scale=1.0)
     assert norm == pytest.approx(parameter.grad.to_dense().norm().item(), rel=1e-6)
     assert non_finite([("table", parameter.grad)]) == ([] if np.isfinite(norm) else ["table"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.optim.moments import Float32Moments, Moments, Spec, State, StatePages
-from danlu.optim.sparse import MOST_ROWS
+from danlu.optim.sparse import MAX_ROW_SHARE
 
 
 class AdamW:
@@ -42,7 +42,7 @@ class AdamW:
         self.state: dict[Parameter, State] = defaultdict(dict)
         self.moments = moments or Float32Moments()
         self.pages = pages
-        self._seen: dict[Parameter, Tensor] = {}  # [V] bool: rows that ever had a gradient
+        self._rows_with_moments: dict[Parameter, Tensor] = {}  # [V] bool: rows that ever had a gradient
 
     @torch.no_grad()
     def step(self) -> None:
@@ -51,9 +51,9 @@ class AdamW:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
                 if not self.state[parameter]:
-                    self._begin(parameter, _zeros)
-                if parameter in self._seen:  # all its rows have moments from now on
-                    self._seen[parameter].fill_(True)
+                    self._init_state(parameter, _zeros)
+                if parameter in self._rows_with_moments:  # all of them from now on
+                    self._rows_with_moments[parameter].fill_(True)
             if self.pages is None:
                 gradients = [parameter.grad for parameter in parameters]
                 self.moments.update(group, parameters, gradients, [self.state[parameter] for parameter in parameters])
@@ -64,42 +64,46 @@ class AdamW:
 
     @torch.no_grad()
     def step_rows(self, group: Mapping[str, Any], parameter: Parameter) -> bool:
-        """Updates only the rows of one parameter that ever had a gradient; its present one is rows (`sparse.compact`).
+        """Updates only those rows of a parameter [V, D] that ever had a gradient; its present one is row-sparse.
 
         A row without a gradient so far has no moments either, and without weight decay AdamW leaves it as it is:
-        skipping it is exact. Words that a data set does not use then cost neither time nor, since memory that is zero
-        and never written takes no room, optimizer state: fine-tuning with a vocabulary of 128256 on text of 4096 words
-        saves half a gigabyte.
+        skipping it is exact. Tokens that a data set does not use then cost neither time nor, since memory that is zero
+        and never written takes no room, optimizer state: fine-tuning with a vocabulary of 128256 on text of 4096
+        different tokens saves half a gigabyte.
 
-        Returns False, with nothing done, if all of the parameter has to be stepped instead.
+        The gradient has to be coalesced (`sparse.py`). Returns False, with nothing done, if all of the parameter has to
+        be stepped instead.
         """
         if group["weight_decay"] or parameter.grad is None or parameter.device.type != "cpu":
             return False
         if not self.state[parameter]:
-            self._begin(parameter, _untouched_zeros)
-            self._seen[parameter] = torch.zeros(len(parameter), dtype=torch.bool)
+            self._init_state(parameter, _untouched_zeros)
+            self._rows_with_moments[parameter] = torch.zeros(len(parameter), dtype=torch.bool)
         state = self.state[parameter]
-        kept = self.moments.by_row(state, len(parameter))
-        if kept is None:
+        moments = self.moments.by_row(state, len(parameter))
+        if moments is None:
             return False
-        seen = self._seen.get(parameter)
-        if seen is None:
-            # The floats tell: a code of 0 means another number, and rows without moments have an absmax of 0.
-            floats = [view for view in kept.values() if view.is_floating_point()]
-            seen = self._seen[parameter] = torch.stack([(view != 0).any(1) for view in floats]).any(0)
+        has_moments = self._rows_with_moments.get(parameter)
+        if has_moments is None:
+            # After loading, the float tensors say: a code of 0 means another number, and rows without moments have an
+            # absmax of 0.
+            floats = [view for view in moments.values() if view.is_floating_point()]
+            has_moments = torch.stack([(view != 0).any(1) for view in floats]).any(0)
+            self._rows_with_moments[parameter] = has_moments
         index, gradient = parameter.grad._indices()[0], parameter.grad._values()
-        filled = (gradient != 0).any(1)  # rows of zeros leave no moments: a resumed run would not count them as seen
-        index, gradient = index[filled], gradient[filled]
-        seen[index] = True
-        rows = seen.nonzero().squeeze(1)
-        if len(rows) > MOST_ROWS * len(seen):
+        nonzero = (gradient != 0).any(1)  # rows of zeros leave no moments: a resumed run would not count them
+        index, gradient = index[nonzero], gradient[nonzero]
+        has_moments[index] = True
+        rows = has_moments.nonzero().squeeze(1)
+        if len(rows) > MAX_ROW_SHARE * len(has_moments):
             return False
-        whole = {"weight": parameter.detach(), **kept}
-        some = {name: tensor.index_select(0, rows) for name, tensor in whole.items()}
-        full = torch.zeros_like(some["weight"]).index_copy_(0, torch.searchsorted(rows, index), gradient)
-        self.moments.update(group, [some["weight"]], [full], [{**some, "step": state["step"]}])
+        # The update runs on a small dense copy of these rows, in which rows without a gradient now have one of zeros.
+        whole = {"weight": parameter.detach(), **moments}
+        selected = {name: tensor.index_select(0, rows) for name, tensor in whole.items()}
+        dense = torch.zeros_like(selected["weight"]).index_copy_(0, torch.searchsorted(rows, index), gradient)
+        self.moments.update(group, [selected["weight"]], [dense], [{**selected, "step": state["step"]}])
         for name, tensor in whole.items():
-            tensor.index_copy_(0, rows, some[name])
+            tensor.index_copy_(0, rows, selected[name])
         if self.pages is not None:
             self.pages.release(parameter)
         return True
@@ -107,14 +111,14 @@ class AdamW:
     def load(self, states: Mapping[Parameter, Mapping[str, Tensor]]) -> None:
         """Replaces the whole state; tensors on the device of their parameter become it, unless it lives in pages."""
         self.state.clear()
-        self._seen.clear()
+        self._rows_with_moments.clear()
         for parameter, state in states.items():
             if self.pages is not None:
                 self.state[parameter] = self.pages.fill(parameter, state)
             else:
                 self.state[parameter] = {name: tensor.to(parameter.device) for name, tensor in state.items()}
 
-    def _begin(self, parameter: Parameter, zeros: Callable[[Spec, torch.device], Tensor]) -> State:
+    def _init_state(self, parameter: Parameter, zeros: Callable[[Spec, torch.device], Tensor]) -> State:
         if self.pages is not None:
             state = self.pages.zeros(parameter)
         else:
@@ -131,5 +135,5 @@ def _zeros(spec: Spec, device: torch.device) -> Tensor:
 def _untouched_zeros(spec: Spec, device: torch.device) -> Tensor:
     """Zeros that take no memory until they are written: numpy asks the system for them, torch would write each."""
     assert device.type == "cpu", "only the CPU's memory is given out untouched"
-    numbers = {torch.float32: np.float32, torch.uint8: np.uint8}[spec.dtype]
-    return torch.from_numpy(np.zeros(tuple(spec.shape), dtype=numbers))
+    dtype = {torch.float32: np.float32, torch.uint8: np.uint8}[spec.dtype]
+    return torch.from_numpy(np.zeros(tuple(spec.shape), dtype=dtype))

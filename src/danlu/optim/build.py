@@ -15,10 +15,10 @@ from danlu.optim.adamw import AdamW
 from danlu.optim.clip import HasGradient
 from danlu.optim.eight_bit import EightBitMoments
 from danlu.optim.galore import GaLore
-from danlu.optim.groups import Group, parameter_groups, role, trainable
+from danlu.optim.groups import ParameterGroup, parameter_groups, role, trainable
 from danlu.optim.lion import Lion
 from danlu.optim.moments import Float32Moments, Moments, Spec, Specs, StatePages
-from danlu.optim.sparse import is_rows, make_whole
+from danlu.optim.sparse import densify_gradient, has_sparse_gradient
 from danlu.recipe import sections
 
 NamedParameters = list[tuple[str, Parameter]]
@@ -66,9 +66,9 @@ class Optimizers:
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """The gradient that each parameter has, low-rank where it is projected."""
-        low = {parameter: held.grad for part in self._projecting() for parameter, held in part.gradients.items()}
+        low_rank = {parameter: low.grad for part in self._projecting() for parameter, low in part.gradients.items()}
         for name, parameter in self.parameters.items():
-            yield name, low.get(parameter) if parameter.grad is None else parameter.grad
+            yield name, low_rank.get(parameter) if parameter.grad is None else parameter.grad
 
     def step(self, free_gradients: bool = False) -> None:
         """Updates every parameter that has a gradient; with `free_gradients` each gradient goes as it has been used.
@@ -76,21 +76,21 @@ class Optimizers:
         The result is the same bit for bit. On CPU parameters are always stepped one by one: 60M parameters in 115
         tensors take 43 ms either way. On CUDA it costs a launch per parameter instead of one for all.
         """
-        # Gradients of rows come at the end, one at a time: those that must be made whole then find the others gone.
-        rows = {parameter for parameter in self.parameters.values() if is_rows(parameter)}
+        # Row-sparse gradients come last, one at a time: those that must be made dense then find the others freed.
+        row_sparse = {parameter for parameter in self.parameters.values() if has_sparse_gradient(parameter)}
         for part in self.parts:
             if isinstance(part, GaLore):
                 part.step(free_gradients)
             elif (
                 free_gradients
-                or rows
+                or row_sparse
                 or all(p.device.type == "cpu" for group in part.param_groups for p in group["params"])
             ):
-                _step_one_by_one(part, set(self.parameters.values()) - rows, free_gradients)
+                _step_one_by_one(part, set(self.parameters.values()) - row_sparse, free_gradients)
             else:
                 part.step()
-        for part in self.parts if rows else ():
-            _step_one_by_one(part, rows, free_gradients)
+        for part in self.parts if row_sparse else ():
+            _step_one_by_one(part, row_sparse, free_gradients)
 
     def zero_grad(self) -> None:
         """Drops all gradients (sets them to None)."""
@@ -153,16 +153,16 @@ class Optimizers:
         return sum(spec.bytes for spec in self._expected(unstepped=set()).values())
 
     def resident_state_bytes(self) -> int:
-        """Those of `state_bytes` that stay in memory: of a paged state, one parameter's share."""
-        held = 0
+        """Those of `state_bytes` that stay in memory: of paged state, what belongs to the largest parameter."""
+        resident = 0
         for part in self.parts:
             sizes = [
                 sum(spec.bytes for spec in _specs(part, parameter).values())
                 for group in part.param_groups
                 for parameter in group["params"]
             ]
-            held += max(sizes) if isinstance(part, AdamW) and part.pages is not None else sum(sizes)
-        return held
+            resident += max(sizes) if isinstance(part, AdamW) and part.pages is not None else sum(sizes)
+        return resident
 
     def gradient_bytes(self) -> int:
         """Bytes of all gradients of a step; projected ones are of low rank, and one of them is whole at a time."""
@@ -222,7 +222,7 @@ def build(
                 f"parameter {name} is {parameter.dtype}, but trained parameters are float32. "
                 "Load the model in float32; `precision` sets the type of activations."
             )
-    # By its own name: the state is the same, so a run may begin to offload it, or cease to.
+    # Named by the section's own kind: the state is the same, so a resumed run may begin to offload it, or cease to.
     parts = _parts(named, _paged(section, folder) if offload else section, rate_of, paged_state)
     return Optimizers(section.kind, parts, named)
 
@@ -253,10 +253,10 @@ def _parts(
             moments = EightBitMoments(section.block, section.smallest)
             return [AdamW(groups, rate, section.betas, section.eps, moments=moments)]
         case sections.PagedAdamW():
-            kept: Moments = EightBitMoments() if section.bits == 8 else Float32Moments()
+            paged: Moments = EightBitMoments() if section.bits == 8 else Float32Moments()
             assert paged_state is not None, "whoever builds a paged optimizer says where its pages are"
-            pages = paged_state({parameter: kept.specs(parameter.shape) for _, parameter in named}, section.folder)
-            return [AdamW(groups, rate, section.betas, section.eps, moments=kept, pages=pages)]
+            pages = paged_state({parameter: paged.specs(parameter.shape) for _, parameter in named}, section.folder)
+            return [AdamW(groups, rate, section.betas, section.eps, moments=paged, pages=pages)]
         case sections.SGD():
             # fused is one pass over memory on CPU; on CUDA it cannot take a parameter whose first gradient comes late.
             fused = all(parameter.device.type == "cpu" for _, parameter in named)
@@ -314,33 +314,37 @@ def _galore(named: NamedParameters, section: sections.GaLore, rate_of: RateOf | 
     return parts
 
 
-def _for_torch(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def _for_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
     return [
         {"params": list(group.parameters), "weight_decay": group.weight_decay, "ratio": group.ratio} for group in groups
     ]
 
 
-def _step_one_by_one(part: Part, wanted: Set[Parameter], free_gradients: bool) -> None:
-    """Steps with one parameter in sight at a time; optimizers keep nothing between the parameters of a step."""
+def _step_one_by_one(part: Part, parameters: Set[Parameter], free_gradients: bool) -> None:
+    """Steps those of a part's parameters that are in `parameters`, one at a time.
+
+    For each, the part's groups are cut down to that parameter alone. The result is the same: no optimizer carries
+    anything from one parameter of a step to the next.
+    """
     members = [group["params"] for group in part.param_groups]
     for group in part.param_groups:
         group["params"] = []
     try:
-        for group, parameters in zip(part.param_groups, members, strict=True):
-            for parameter in parameters:
-                if parameter.grad is None or parameter not in wanted:
+        for group, own in zip(part.param_groups, members, strict=True):
+            for parameter in own:
+                if parameter.grad is None or parameter not in parameters:
                     continue
-                in_rows = is_rows(parameter) and isinstance(part, AdamW) and part.step_rows(group, parameter)
-                if not in_rows:
-                    make_whole(parameter)
+                sparse = has_sparse_gradient(parameter)
+                if not (sparse and isinstance(part, AdamW) and part.step_rows(group, parameter)):
+                    densify_gradient(parameter)
                     group["params"] = [parameter]
                     part.step()
                 if free_gradients:
                     parameter.grad = None
             group["params"] = []
     finally:
-        for group, parameters in zip(part.param_groups, members, strict=True):
-            group["params"] = parameters
+        for group, own in zip(part.param_groups, members, strict=True):
+            group["params"] = own
 
 
 def _specs(part: Part, parameter: Parameter) -> Specs:
@@ -373,9 +377,9 @@ def _check_state(tensors: Mapping[str, Tensor], expected: Specs) -> None:
         problem = f"{len(unknown)} tensors belong to no trained parameter, the first is {unknown[0]}"
     else:
         for name, spec in expected.items():
-            found = tensors[name]
-            if (found.shape, found.dtype) != (spec.shape, spec.dtype):
-                problem = f"{name} is {found.dtype} {list(found.shape)}, expected {spec.dtype} {list(spec.shape)}"
+            tensor = tensors[name]
+            if (tensor.shape, tensor.dtype) != (spec.shape, spec.dtype):
+                problem = f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {spec.dtype} {list(spec.shape)}"
                 break
     if problem:
         raise CheckpointError(
@@ -385,7 +389,8 @@ def _check_state(tensors: Mapping[str, Tensor], expected: Specs) -> None:
 
 
 def _replace_state(part: Part, states: Mapping[Parameter, dict[str, Tensor]]) -> None:
-    """Through the part's own door, which knows the device of each state (some step counters stay on the host)."""
+    """Gives a part its state by its own method, which knows the device of each tensor (some step counters stay on the
+    host)."""
     if isinstance(part, AdamW | GaLore):
         part.load(states)
         return

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from danlu.optim.chunks import chunks
-from danlu.optim.sparse import numbers
+from danlu.optim.sparse import stored_values
 from danlu.types import ReduceGroup
 
 # Elements whose squares are summed in float32 before float64 takes over. torch's own norm sums a whole tensor in
-# float32 on CPU and is 3.5e-4 too small on 16M elements; in pieces it is right to 1e-6 at the same speed.
-_PIECE_CPU = 1 << 18
+# float32 on CPU and is 3.5e-4 too small on 16M elements; in chunks it is right to 1e-6 at the same speed.
+_CHUNK_CPU = 1 << 18
 
 
 class HasGradient(Protocol):
@@ -36,18 +36,23 @@ def clip_grad_norm(
 ) -> float:
     """Multiplies all gradients by `scale`, then by what brings their global 2-norm down to `max_norm`, in one pass.
 
-    Args: `scale` is usually 1 / (global weight x loss scale); `max_norm` None only scales. Parameters without a
-    gradient are skipped; gradients of rows must be `sparse.compact`. `group`: the processes among which parameters are
-    dealt out; `shares`: what of a parameter's square counts on this one, where several hold the same part of it.
-    `device`: of the run, where gradients of several devices are added up and the processes' sums too; by default that
-    of the first gradient. Every process gives the same kind, or they would wait in collectives of two backends.
-    Returns the norm after scaling and before clipping. If it is not finite, no gradient has been touched: the step must
-    be left out. `non_finite` tells whose it is; none when single squares overflowed float32 (elements above 1e19).
+    Args:
+        parameters  those without a gradient are skipped; row-sparse gradients must be coalesced (`sparse.py`)
+        max_norm    None only scales
+        scale       usually 1 / (weight of the step x loss scale)
+        group       the processes among which parameters are sharded; their squares are summed
+        shares      the share of a parameter's square that counts on this process, 1 / n where n processes hold the same
+                    shard of it; by default 1
+        device      where the sums of several devices and of the processes are added up; by default that of the first
+                    gradient. All processes give the same kind, or they would wait in collectives of two backends.
+    Returns the norm after scaling and before clipping. If it is not finite, no gradient has been changed, and the step
+    must be left out: `non_finite` names the gradients, none where single squares overflowed float32 (elements above
+    1e19).
     """
-    holders = [one for one in parameters if one.grad is not None]
-    grads = [numbers(one.grad) for one in holders if one.grad is not None]
-    counted = [1.0 if shares is None else shares[one] for one in holders]
-    norm = abs(scale) * _global_norm(grads, counted, group, device)
+    holders = [holder for holder in parameters if holder.grad is not None]
+    grads = [stored_values(holder.grad) for holder in holders if holder.grad is not None]
+    own_shares = [1.0 if shares is None else shares[holder] for holder in holders]
+    norm = abs(scale) * _global_norm(grads, own_shares, group, device)
     if not math.isfinite(norm):
         return norm
     factor = scale if max_norm is None or norm <= max_norm else scale * (max_norm / norm)
@@ -62,9 +67,9 @@ def non_finite(named_gradients: Iterable[tuple[str, Tensor | None]]) -> list[str
     """Names of the tensors that hold a NaN or an infinity, in the order given. Allocates nothing of their size."""
     names = []
     for name, tensor in named_gradients:
-        if tensor is None or numbers(tensor).numel() == 0:
+        if tensor is None or stored_values(tensor).numel() == 0:
             continue
-        lowest, highest = torch.aminmax(numbers(tensor))  # both are NaN when any element is
+        lowest, highest = torch.aminmax(stored_values(tensor))  # both are NaN when any element is
         if not (math.isfinite(lowest.item()) and math.isfinite(highest.item())):
             names.append(name)
     return names
@@ -73,25 +78,28 @@ def non_finite(named_gradients: Iterable[tuple[str, Tensor | None]]) -> list[str
 def _global_norm(
     grads: list[Tensor], shares: list[float], group: ReduceGroup | None, device: torch.device | None
 ) -> float:
-    """Squares in float32 within a piece, in float64 across pieces, devices and processes, always in the same order."""
+    """The 2-norm: squares summed in float32 within a chunk, in float64 over chunks, devices and processes.
+
+    The order is always the same, so the bits are too.
+    """
     by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
     for grad, share in zip(grads, shares, strict=True):
         # CUDA sums by trees, which is accurate at any size.
-        for piece in chunks(grad, grad.numel() if grad.is_cuda else _PIECE_CPU):
-            if piece.numel():
-                by_device.setdefault(piece.device, []).append((piece, share))
+        for chunk in chunks(grad, grad.numel() if grad.is_cuda else _CHUNK_CPU):
+            if chunk.numel():
+                by_device.setdefault(chunk.device, []).append((chunk, share))
     if device is None:
         device = next(iter(by_device), torch.device("cpu"))
-    sums = [_sum_of_squares(cut).to(device) for cut in by_device.values()]
-    # A process that holds no element has its zero where the others have their sums.
+    sums = [_sum_of_squares(weighted).to(device) for weighted in by_device.values()]
+    # A process that holds no element takes part with a zero on the same device as the others.
     total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
     return math.sqrt((total if group is None else group.sum(total)).item())
 
 
-def _sum_of_squares(cut: list[tuple[Tensor, float]]) -> Tensor:
-    """Of pieces of one device, each times its share; float64, there."""
+def _sum_of_squares(weighted: list[tuple[Tensor, float]]) -> Tensor:
+    """The sum over (chunk, share) of one device of share x squares; float64, shape [], on that device."""
     # One transfer at the end: reading each norm would make CUDA wait for each.
-    squares = torch.stack([torch.linalg.vector_norm(piece).double() for piece, _ in cut]).square_()
-    if any(share != 1.0 for _, share in cut):
-        squares *= torch.tensor([share for _, share in cut], dtype=torch.float64, device=squares.device)
+    squares = torch.stack([torch.linalg.vector_norm(chunk).double() for chunk, _ in weighted]).square_()
+    if any(share != 1.0 for _, share in weighted):
+        squares *= torch.tensor([share for _, share in weighted], dtype=torch.float64, device=squares.device)
     return squares.sum()

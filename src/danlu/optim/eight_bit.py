@@ -18,17 +18,17 @@ from torch import Tensor
 from danlu.optim.moments import Float32Moments, Spec, Specs, State, fused_adamw
 
 # Elements that are decoded, updated and encoded together, in 14 bytes each. 63M parameters take 475 ms by 2^15, 354 by
-# 2^18 and 331 by 2^20 (two threads); where other processes want the cores, few large pieces wait less for threads.
-_PIECE_CPU = 1 << 20
-_PIECE_CUDA = 1 << 22  # a launch costs more than the memory until here
+# 2^18 and 331 by 2^20 (two threads); where other processes want the cores, few large chunks wait less for threads.
+_CHUNK_CPU = 1 << 20
+_CHUNK_CUDA = 1 << 22  # a launch costs more than the memory until here
 # Shares of absmax are looked up as half-precision numbers. Times this they use all of its range, so that its precision
 # is the same 11 bits down to 2e-9 of absmax, far below the smallest value of the map.
-_SPREAD = 2.0**15
+_HALF_SCALE = 2.0**15
 # Smallest absmax that is divided by: keeps a block of zeros from 0 / 0, and is far below what eps lets count.
-_LEAST_ABSMAX = 1e-30
+_MIN_ABSMAX = 1e-30
 _PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_absmax", "exp_avg_sq_absmax")  # or block of them
 # torch.index_select takes a vector on one thread, 0.41 ns an element; torch.take 0.94 ns, which all threads share.
-_MOST_THREADS_OF_SELECT = 3
+_MAX_THREADS_OF_SELECT = 3
 
 
 @cache
@@ -48,8 +48,8 @@ def dynamic_map(signed: bool) -> Tensor:
 
 @cache
 def _codes_of_halves(signed: bool) -> Tensor:
-    """The code of every half-precision number, times 1 / `_SPREAD`, by its 16 bits: uint8 [65536]."""
-    shares = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float() / _SPREAD
+    """The code of every half-precision number, times 1 / `_HALF_SCALE`, by its 16 bits: uint8 [65536]."""
+    shares = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float() / _HALF_SCALE
     values = dynamic_map(signed)
     codes = torch.bucketize(shares.nan_to_num(0.0), (values[:-1] + values[1:]) / 2)
     if not signed:
@@ -63,8 +63,8 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Room:
-    """Numbers of one piece, of which a shorter piece takes the beginning."""
+class _Buffers:
+    """Work space for the elements of one chunk, of which a shorter chunk takes the beginning."""
 
     first: Tensor  # [n] float32
     second: Tensor  # [n] float32
@@ -83,20 +83,20 @@ class EightBitMoments:
 
     Parameters of fewer than `smallest` elements keep float32 moments, as in bitsandbytes.
 
-    State of the others: `step` (float32, shape []), `exp_avg` and `exp_avg_sq` (uint8, of the parameter's shape),
+    State of larger ones: `step` (float32, shape []), `exp_avg` and `exp_avg_sq` (uint8, of the parameter's shape),
     `exp_avg_absmax` and `exp_avg_sq_absmax` (float32, one for each block of the flattened parameter).
     """
 
     def __init__(self, block: int = 256, smallest: int = 4096) -> None:
         self.block = block
         self.smallest = smallest
-        self._whole = Float32Moments()
-        self._rooms: dict[torch.device, _Room] = {}
+        self._float32 = Float32Moments()
+        self._buffers: dict[torch.device, _Buffers] = {}
 
     def specs(self, shape: torch.Size) -> Specs:
         count = shape.numel()
         if count < self.smallest:
-            return self._whole.specs(shape)
+            return self._float32.specs(shape)
         absmax = Spec(torch.Size([-(-count // self.block)]))
         codes = Spec(shape, torch.uint8)
         return {
@@ -111,14 +111,14 @@ class EightBitMoments:
         self, group: Mapping[str, Any], weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[State]
     ) -> None:
         small = [number for number, state in enumerate(states) if "exp_avg_absmax" not in state]
-        self._whole.update(group, *([of[number] for number in small] for of in (weights, gradients, states)))
+        self._float32.update(group, *([of[number] for number in small] for of in (weights, gradients, states)))
         for weight, gradient, state in zip(weights, gradients, states, strict=True):
             if "exp_avg_absmax" in state:
                 self._update_codes(group, weight, gradient, state)
 
     def by_row(self, state: State, rows: int) -> State | None:
         if "exp_avg_absmax" not in state:
-            return self._whole.by_row(state, rows)
+            return self._float32.by_row(state, rows)
         columns = state["exp_avg"].numel() // rows
         if columns % self.block:
             return None
@@ -129,56 +129,57 @@ class EightBitMoments:
         # Gradients are laid out as their parameters unless somebody assigned them: then this is a copy.
         flat = {"weight": weight.detach().view(-1), "gradient": gradient.contiguous().view(-1)}
         flat |= {name: state[name].view(-1) for name in _PER_ELEMENT}
-        room = self._room(weight.device)
-        for start, end, block in self._pieces(len(flat["weight"]), weight.device):
-            first, second = room.first[: end - start], room.second[: end - start]
+        buffers = self._buffers_on(weight.device)
+        for start, end, block in self._chunk_ranges(len(flat["weight"]), weight.device):
+            first, second = buffers.first[: end - start], buffers.second[: end - start]
             blocks = slice(start // self.block, -(-end // self.block))
             absmax, absmax_sq = flat["exp_avg_absmax"][blocks], flat["exp_avg_sq_absmax"][blocks]
             codes, codes_sq = flat["exp_avg"][start:end], flat["exp_avg_sq"][start:end]
-            _decode(codes, absmax, block, first, room, signed=True)
-            _decode(codes_sq, absmax_sq, block, second, room, signed=False)
-            step = state["step"].clone()  # the kernel counts it up, and every piece is of the same step
-            weight_piece, gradient_piece = flat["weight"][start:end], flat["gradient"][start:end]
-            fused_adamw(group, [weight_piece], [gradient_piece], [first], [second], [step])
+            _decode(codes, absmax, block, first, buffers, signed=True)
+            _decode(codes_sq, absmax_sq, block, second, buffers, signed=False)
+            step = state["step"].clone()  # the kernel counts it up, and every chunk is of the same step
+            weight_chunk, gradient_chunk = flat["weight"][start:end], flat["gradient"][start:end]
+            fused_adamw(group, [weight_chunk], [gradient_chunk], [first], [second], [step])
             torch.amax(second.view(-1, block), 1, out=absmax_sq)
-            _encode(second, absmax_sq, block, codes_sq, room, signed=False)
+            _encode(second, absmax_sq, block, codes_sq, buffers, signed=False)
             torch.amax(torch.abs(first, out=second).view(-1, block), 1, out=absmax)
-            _encode(first, absmax, block, codes, room, signed=True)
+            _encode(first, absmax, block, codes, buffers, signed=True)
         state["step"].add_(1)
 
-    def _pieces(self, count: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
-        """(start, end, block) of pieces of whole blocks; the rest that fills no block is one of its own."""
-        most = max(1, (_PIECE_CUDA if device.type == "cuda" else _PIECE_CPU) // self.block) * self.block
+    def _chunk_ranges(self, count: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
+        """(start, end, block) of chunks of whole blocks; the rest that fills no block is a chunk of its own."""
+        step = max(1, (_CHUNK_CUDA if device.type == "cuda" else _CHUNK_CPU) // self.block) * self.block
         full = count - count % self.block
-        for start in range(0, full, most):
-            yield start, min(start + most, full), self.block
+        for start in range(0, full, step):
+            yield start, min(start + step, full), self.block
         if full < count:
             yield full, count, count - full
 
-    def _room(self, device: torch.device) -> _Room:
-        room = self._rooms.get(device)
-        index = torch.int32 if _by_select(device) else torch.int64
-        if room is None or room.index.dtype != index:
-            most = _PIECE_CUDA if device.type == "cuda" else _PIECE_CPU
+    def _buffers_on(self, device: torch.device) -> _Buffers:
+        buffers = self._buffers.get(device)
+        index = torch.int32 if _uses_index_select(device) else torch.int64
+        if buffers is None or buffers.index.dtype != index:
+            size = _CHUNK_CUDA if device.type == "cuda" else _CHUNK_CPU
             kinds = (torch.float32, torch.float32, torch.float16, index)
-            room = _Room(*(torch.empty(max(most, self.block), dtype=kind, device=device) for kind in kinds))
-            self._rooms[device] = room
-        return room
+            buffers = _Buffers(*(torch.empty(max(size, self.block), dtype=kind, device=device) for kind in kinds))
+            self._buffers[device] = buffers
+        return buffers
 
 
-def _decode(codes: Tensor, absmax: Tensor, block: int, into: Tensor, room: _Room, *, signed: bool) -> None:
+def _decode(codes: Tensor, absmax: Tensor, block: int, into: Tensor, buffers: _Buffers, *, signed: bool) -> None:
+    """Writes the values that `codes` stand for, times the absmax of their block, into `into` (float32)."""
     values, _ = _tables(signed, codes.device)
-    index = room.index[: len(codes)]
+    index = buffers.index[: len(codes)]
     index.copy_(codes)
     _look_up(values, index, into)
     into.view(-1, block).mul_(absmax.unsqueeze(1))
 
 
-def _encode(values: Tensor, absmax: Tensor, block: int, into: Tensor, room: _Room, *, signed: bool) -> None:
-    """Codes of `values`, which are gone afterwards."""
+def _encode(values: Tensor, absmax: Tensor, block: int, into: Tensor, buffers: _Buffers, *, signed: bool) -> None:
+    """Writes the codes of `values` into `into`, and each block's absmax has to be there; overwrites `values`."""
     _, codes = _tables(signed, values.device)
-    index, halves = room.index[: len(values)], room.halves[: len(values)]
-    values.view(-1, block).mul_((_SPREAD / absmax.clamp_min(_LEAST_ABSMAX)).unsqueeze(1))
+    index, halves = buffers.index[: len(values)], buffers.halves[: len(values)]
+    values.view(-1, block).mul_((_HALF_SCALE / absmax.clamp_min(_MIN_ABSMAX)).unsqueeze(1))
     halves.copy_(values)
     index.copy_(halves.view(torch.uint16))
     _look_up(codes, index, into)
@@ -191,5 +192,5 @@ def _look_up(table: Tensor, index: Tensor, into: Tensor) -> None:
         torch.take(table, index, out=into)
 
 
-def _by_select(device: torch.device) -> bool:
-    return device.type != "cpu" or torch.get_num_threads() <= _MOST_THREADS_OF_SELECT
+def _uses_index_select(device: torch.device) -> bool:
+    return device.type != "cpu" or torch.get_num_threads() <= _MAX_THREADS_OF_SELECT

@@ -13,7 +13,7 @@ from danlu.optim.chunks import chunks
 from danlu.optim.groups import trainable
 
 # Elements exchanged at a time: a swap then needs 4 MiB, not the size of the largest parameter.
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 
 
 class Ema:
@@ -45,7 +45,7 @@ class Ema:
     def swapped(self) -> Iterator[None]:
         """Within it the model's parameters hold the average; after it, also after an exception, their own values.
 
-        Values are exchanged in place, piece by piece: views of the parameters (a decoding engine, fused weights) see
+        Values are exchanged in place, chunk by chunk: views of the parameters (a decoding engine, fused weights) see
         the average too, and no second copy is made.
         """
         self._exchange()
@@ -66,9 +66,9 @@ class Ema:
     @torch.no_grad()
     def _exchange(self) -> None:
         for name, parameter in self._parameters.items():
-            both = zip(chunks(parameter, _PIECE), chunks(self._averages[name], _PIECE), strict=True)
-            for piece, average in both:
-                held = piece.clone()
-                piece.copy_(average)
-                average.copy_(held)
+            pairs = zip(chunks(parameter, _CHUNK), chunks(self._averages[name], _CHUNK), strict=True)
+            for weight, average in pairs:
+                saved = weight.clone()
+                weight.copy_(average)
+                average.copy_(saved)
         self._swapped = not self._swapped

@@ -70,29 +70,29 @@ class GaLore:
         self.update_every = update_every
         self.scale = scale
         self.moments = moments
-        members = [parameter for group in self.param_groups for parameter in group["params"]]
-        self.gradients = {parameter: LowRankGradient() for parameter in members}
-        self._fresh: dict[Parameter, Tensor] = {}  # projectors of the present step that are not in the state yet
-        self._steps = dict.fromkeys(members, 0)  # those made; the state's own counters may be on a device
-        for parameter in members:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.gradients = {parameter: LowRankGradient() for parameter in parameters}
+        self._new_projectors: dict[Parameter, Tensor] = {}  # of the present step, not yet in the state
+        self._steps = dict.fromkeys(parameters, 0)  # those made; the state's own counters may be on a device
+        for parameter in parameters:
             _project_after_backward(parameter, self)
 
     def low_rank_shape(self, parameter: Parameter) -> torch.Size:
-        """Of the projected gradient."""
+        """Shape of the projected gradient: [out, R] where out >= in, else [R, in]."""
         rows, columns = parameter.shape
         return torch.Size((rows, self.rank) if rows >= columns else (self.rank, columns))
 
     def specs(self, parameter: Parameter) -> Specs:
-        """What is kept for a parameter."""
+        """The state that is kept for a parameter."""
         rows, columns = parameter.shape
         projector = torch.Size((self.rank, columns) if rows >= columns else (rows, self.rank))
         return {"projector": Spec(projector), **self.moments.specs(self.low_rank_shape(parameter))}
 
     @torch.no_grad()
-    def take(self, parameter: Parameter) -> None:
-        """Moves the whole gradient of a parameter into its low-rank one."""
+    def project_gradient(self, parameter: Parameter) -> None:
+        """Adds the whole gradient of a parameter, projected, to its low-rank one, and drops it."""
         low = self.gradients[parameter]
-        low.grad = self._with_whole(parameter)
+        low.grad = self._accumulated(parameter)
         parameter.grad = None
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ class GaLore:
         """Updates every parameter that has a gradient, low-rank or (assigned, without a backward pass) whole."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                gradient = self._with_whole(parameter)
+                gradient = self._accumulated(parameter)
                 if gradient is not None:
                     self._update(group, parameter, gradient)
                 if free_gradients:
@@ -110,7 +110,7 @@ class GaLore:
         """Drops low-rank gradients, and projectors that no step was made with."""
         for low in self.gradients.values():
             low.grad = None
-        self._fresh.clear()
+        self._new_projectors.clear()
 
     def load(self, states: Mapping[Parameter, Mapping[str, Tensor]]) -> None:
         """Replaces the whole state; tensors on the device of their parameter become it."""
@@ -121,30 +121,32 @@ class GaLore:
             self.state[parameter] = {name: tensor.to(parameter.device) for name, tensor in state.items()}
             self._steps[parameter] = int(state["step"])
 
-    def _with_whole(self, parameter: Parameter) -> Tensor | None:
+    def _accumulated(self, parameter: Parameter) -> Tensor | None:
         """The low-rank gradient with the projected whole one added, in place where there is one already."""
         low, whole = self.gradients[parameter].grad, parameter.grad
         if whole is None:
             return low
-        if low is None and self._due(parameter):
-            self._renew(parameter, whole)
-        if self._due(parameter) and parameter not in self._fresh:
+        if low is None and self._renews_projector(parameter):
+            self._renew_projector(parameter, whole)
+        if self._renews_projector(parameter) and parameter not in self._new_projectors:
             return whole.new_full(self.low_rank_shape(parameter), math.nan)
         projector = self._projector(parameter)
         pair = (whole, projector.T) if whole.shape[0] >= whole.shape[1] else (projector.T, whole)
         return torch.mm(*pair) if low is None else low.addmm_(*pair)
 
-    def _due(self, parameter: Parameter) -> bool:
+    def _renews_projector(self, parameter: Parameter) -> bool:
         """Whether the present step takes a new projector."""
         return self._steps[parameter] % self.update_every == 0
 
-    def _renew(self, parameter: Parameter, whole: Tensor) -> None:
-        self._fresh.pop(parameter, None)
+    def _renew_projector(self, parameter: Parameter, whole: Tensor) -> None:
+        self._new_projectors.pop(parameter, None)
         if not non_finite([("", whole)]):  # else it has no singular vectors, and the step will be left out
-            self._fresh[parameter] = leading_vectors(whole, self.rank)
+            self._new_projectors[parameter] = leading_vectors(whole, self.rank)
 
     def _projector(self, parameter: Parameter) -> Tensor:
-        return self._fresh[parameter] if self._due(parameter) else self.state[parameter]["projector"]
+        if self._renews_projector(parameter):
+            return self._new_projectors[parameter]
+        return self.state[parameter]["projector"]
 
     def _update(self, group: Mapping[str, Any], parameter: Parameter, gradient: Tensor) -> None:
         projector = self._projector(parameter)
@@ -155,32 +157,32 @@ class GaLore:
             self.state[parameter] = state
         state["projector"] = projector
         # AdamW moves a weight by -lr x direction: weights of 0 at a rate of 1 become the negative direction.
-        moved = torch.zeros_like(gradient)
-        self.moments.update({**group, "lr": 1.0, "weight_decay": 0.0}, [moved], [gradient], [state])
-        pair = (moved, projector) if parameter.shape[0] >= parameter.shape[1] else (projector, moved)
+        direction = torch.zeros_like(gradient)
+        self.moments.update({**group, "lr": 1.0, "weight_decay": 0.0}, [direction], [gradient], [state])
+        pair = (direction, projector) if parameter.shape[0] >= parameter.shape[1] else (projector, direction)
         parameter.addmm_(*pair, alpha=group["lr"] * self.scale)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        self._fresh.pop(parameter, None)
+        self._new_projectors.pop(parameter, None)
         self._steps[parameter] += 1
 
 
 def leading_vectors(gradient: Tensor, rank: int) -> Tensor:
     """The first right singular vectors as rows [R, in] if out >= in, else the first left ones as columns [out, R]."""
     u, _, vh = torch.linalg.svd(gradient, full_matrices=False)
-    chosen = vh[:rank] if gradient.shape[0] >= gradient.shape[1] else u[:, :rank]
+    vectors = vh[:rank] if gradient.shape[0] >= gradient.shape[1] else u[:, :rank]
     # Row-major, as a checkpoint gives it back: products with other strides may be rounded otherwise.
-    return chosen.clone(memory_format=torch.contiguous_format)
+    return vectors.clone(memory_format=torch.contiguous_format)
 
 
 def _project_after_backward(parameter: Parameter, optimizer: GaLore) -> None:
     # Parameters outlive their optimizer: a hook that held it would keep its state, and project for nobody.
     owner = weakref.ref(optimizer)
 
-    def take(parameter: Tensor) -> None:
+    def project(parameter: Tensor) -> None:
         alive = owner()
         if alive is not None:
             assert isinstance(parameter, Parameter), "only parameters have this hook"
-            alive.take(parameter)
+            alive.project_gradient(parameter)
 
-    handle = parameter.register_post_accumulate_grad_hook(take)
+    handle = parameter.register_post_accumulate_grad_hook(project)
     weakref.finalize(optimizer, handle.remove)

@@ -17,7 +17,7 @@ _HEADS = frozenset({"lm_head"})
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters that share a weight decay and a learning rate, in rising order of name."""
 
     names: tuple[str, ...]
@@ -51,25 +51,25 @@ def parameter_groups(
     decay: Literal["matrices", "all"],
     weight_decay: float,
     rate_of: Callable[[str], float] | None = None,
-) -> list[Group]:
+) -> list[ParameterGroup]:
     """Splits trainable parameters into decayed and not decayed, and both by learning rate; no group is empty.
 
     `matrices` decays weights of matrix products (the untied head and the matrices of adapters among them) and leaves
     norms, biases and embeddings alone; `all` decays everything. `rate_of` gives a parameter, by name, the ratio of its
     learning rate to the optimizer's own, as LoRA+ does for B (arXiv:2402.12354); by default all have the same.
     """
-    groups: dict[tuple[float, float], list[tuple[str, Parameter]]] = {}
+    members_of: dict[tuple[float, float], list[tuple[str, Parameter]]] = {}
     for name, parameter in trainable(named_parameters):
         decayed = decay == "all" or role(name, parameter) in ("matrix", "head")
         ratio = 1.0 if rate_of is None else rate_of(name)
         assert 0 < ratio < math.inf, f"{name}: {ratio} is no ratio of learning rates"
-        groups.setdefault((not decayed, ratio), []).append((name, parameter))
+        members_of.setdefault((not decayed, ratio), []).append((name, parameter))
     return [
-        Group(
+        ParameterGroup(
             tuple(name for name, _ in members),
             tuple(parameter for _, parameter in members),
             0.0 if undecayed else weight_decay,
             ratio,
         )
-        for (undecayed, ratio), members in sorted(groups.items(), key=lambda item: item[0])
+        for (undecayed, ratio), members in sorted(members_of.items(), key=lambda item: item[0])
     ]

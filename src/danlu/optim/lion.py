@@ -12,12 +12,12 @@ from danlu.optim.chunks import chunks
 
 # Elements of a parameter that are updated together. One temporary of this size is all a step needs, where a whole
 # embedding of a wide vocabulary would be hundreds of megabytes. 256 KiB stay in a core's cache: 15 % faster than 1 MiB.
-_PIECE_CPU = 1 << 16
-_PIECE_CUDA = 1 << 26  # a launch costs more than the memory until here
+_CHUNK_CPU = 1 << 16
+_CHUNK_CUDA = 1 << 26  # a launch costs more than the memory until here
 
 
 class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum, with decoupled weight decay, in place and in pieces.
+    """Sign of an interpolated momentum, with decoupled weight decay, in place and chunk by chunk.
 
     With gradient g, momentum m, weight w, rate r and decay d::
 
@@ -47,7 +47,7 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
-                size = _PIECE_CUDA if parameter.is_cuda else _PIECE_CPU
+                size = _CHUNK_CUDA if parameter.is_cuda else _CHUNK_CPU
                 tensors = (parameter, parameter.grad, state["exp_avg"])
                 for weight, grad, momentum in zip(*(chunks(tensor, size) for tensor in tensors), strict=True):
                     _update(weight, grad, momentum, group["lr"], group["betas"], group["weight_decay"])

@@ -21,7 +21,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
 from danlu.optim.clip import HasGradient, clip_grad_norm, non_finite
-from danlu.optim.sparse import compact
+from danlu.optim.sparse import coalesce_gradients
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, shares_of
 from danlu.parallel.watchdog import PHASE
@@ -282,7 +282,7 @@ def accumulate(
             entropy.total.backward()
         compute.set_dropout(None)
         if parallel.alone:
-            compact(compute.model.parameters())
+            coalesce_gradients(compute.model.parameters())
         sums.append(torch.stack((entropy.total.detach(), entropy.nll, entropy.correct)))
         weight += batch.weight
         trained += len(batch.targets)
