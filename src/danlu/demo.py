@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TextIO
 
 from danlu import __version__, recipe, run
-from danlu.atomic_write import UNFINISHED, write_atomically
+from danlu.atomic_write import write_atomically
 from danlu.data.demo_data import Question, conversations, every_question, pretraining_documents, questions
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import ResourceError
+from danlu.output_folder import refuse_foreign_files
 from danlu.rollout.generate import generate
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
 from danlu.rollout.request import SamplingOptions
@@ -151,14 +152,8 @@ def _begin(place: Place, size: Size) -> Size:
         place.folder.mkdir(parents=True, exist_ok=True)
         if mark.is_file():
             return Size(**json.loads(mark.read_text(encoding="utf-8"))["size"])
-        names = sorted(entry.name for entry in place.folder.iterdir())
-        strangers = [name for name in names if not UNFINISHED.fullmatch(name)]
-        if strangers:
-            more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
-            raise ResourceError(
-                f"{place.folder}: the folder holds other things ({', '.join(strangers[:5])}{more}). "
-                "Name an empty or new one with --output."
-            )
+        advice = "Name an empty or new one with --output."
+        refuse_foreign_files(place.folder, lambda name: False, holds="the folder holds other things", advice=advice)
         write_atomically(mark, json.dumps({"danlu": __version__, "size": asdict(size)}, indent=2).encode())
     except OSError as error:
         raise ResourceError(

@@ -31,6 +31,7 @@ from danlu.memory_report import MemoryReport
 from danlu.numerics.deterministic import deterministic
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
+from danlu.output_folder import refuse_existing
 from danlu.parallel.comm import ALONE, new_group, world_size
 from danlu.parallel.layout import layout_of
 from danlu.parallel.local_parameter import LocalParameter
@@ -448,8 +449,7 @@ def export(path: Path, target: Path, *, average: bool = False) -> Path:
     Returns the checkpoint's folder. Raises CheckpointError if there is none, or it is damaged or has no average;
     ResourceError if `target` holds anything.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ResourceError(f"{target}: is there already. Choose an empty or new folder")
+    refuse_existing(target)
     named = is_checkpoint_folder(path)
     while True:
         checkpoint = path if named else _newest(path)

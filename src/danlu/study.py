@@ -17,9 +17,10 @@ from types import FrameType
 from typing import Any, Protocol
 
 from danlu import recipe as recipes
-from danlu.atomic_write import UNFINISHED, write_atomically
+from danlu.atomic_write import write_atomically
 from danlu.errors import CheckpointError, RecipeError, ResourceError
 from danlu.file_lock import is_lock_of
+from danlu.output_folder import refuse_foreign_files
 from danlu.recipe import Recipe, changes, resolved_yaml
 from danlu.recipe.explanation import value_at
 from danlu.recipe.parameter_grid import SEED, Combination, VariedKey, parameter_grid
@@ -205,14 +206,12 @@ def _refuse_strangers(folder: Path) -> None:
     """Raises ResourceError for a folder that holds other things than a study."""
     if not folder.is_dir() or (folder / STUDY).is_file():
         return
-    names = sorted(entry.name for entry in folder.iterdir())
-    strangers = [name for name in names if not is_lock_of(name, LOCK_FILE) and not UNFINISHED.fullmatch(name)]
-    if strangers:
-        more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
-        raise ResourceError(
-            f"{folder}: the output folder holds other things than a study ({', '.join(strangers[:5])}{more}). "
-            "Choose an empty or new `output`."
-        )
+    refuse_foreign_files(
+        folder,
+        lambda name: is_lock_of(name, LOCK_FILE),
+        holds="the output folder holds other things than a study",
+        advice="Choose an empty or new `output`.",
+    )
 
 
 def _known(folder: Path) -> tuple[tuple[str, ...], list[PlannedRun]]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from danlu.errors import ModelError
-from danlu.models import loading, tensor_bytes
+from danlu.models import loading, safetensors_io
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import check_vocabulary
 from danlu.models.loading import load
@@ -47,7 +47,7 @@ def test_any_buffer_size_reads_the_same(
     save(model, tmp_path / "wide")
     save(model, tmp_path / "narrow", dtype=torch.bfloat16)
     narrow = load(tmp_path / "narrow")
-    for module in (loading, tensor_bytes):
+    for module in (loading, safetensors_io):
         monkeypatch.setattr(module, "BUFFER_BYTES", 1000)
     assert same_parameters(load(tmp_path / "wide"), model)
     assert same_parameters(load(tmp_path / "narrow"), narrow)

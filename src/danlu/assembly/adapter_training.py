@@ -18,7 +18,8 @@ from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, l
 from danlu.assembly.recipe_adapters import named_stack, open_named, take_last
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
-from danlu.models.saving import copy_tokenizer, fresh_folder, write_template
+from danlu.models.saving import copy_tokenizer, write_template
+from danlu.output_folder import replace_folder
 from danlu.recipe import sections
 
 TRAINED = "default"
@@ -116,7 +117,7 @@ def write_result(
     if continued:
         take_last(below, started_from)
     needed = sum(4 * tensor.numel() for tensor in adapters.tensors(TRAINED).values())
-    with fresh_folder(target, 3 * needed, holds=CONFIG) as fresh:
+    with replace_folder(target, 3 * needed, own_file=CONFIG) as fresh:
         paths = [str(folder.path.resolve()) for folder in below]
         write_adapter(
             adapters,

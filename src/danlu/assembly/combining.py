@@ -32,11 +32,12 @@ from danlu.adapters.peft_lora import (
 )
 from danlu.adapters.peft_values import PREFIX
 from danlu.assembly.base_model import Base, base_of, check_base, find_base
-from danlu.assembly.merging import check_free, common_below, find_tokenizer
+from danlu.assembly.merging import common_below, find_tokenizer
 from danlu.errors import ModelError
 from danlu.models.initialize import named_generator
 from danlu.models.loading import read_tensor
-from danlu.models.saving import copy_tokenizer, fresh_folder
+from danlu.models.saving import copy_tokenizer
+from danlu.output_folder import refuse_existing, replace_folder
 
 _LARGE, _POWER_ITERATIONS = 16, 16
 """From so many times the rank on, a whole singular value decomposition takes minutes, a few directions seconds."""
@@ -77,7 +78,7 @@ def combine(
     Raises ModelError for adapters that are not plain LoRA, or not of one base, and for `linear` of unequal ranks;
     ResourceError if `target` holds anything.
     """
-    check_free(target)
+    refuse_existing(target)
     base = None if into is None else find_base(into)
     stacks = [adapter_stack(source) for source in sources]
     below = common_below(stacks)
@@ -233,7 +234,7 @@ def _write(
         "made_from": [str(folder.path.resolve()) for folder in folders],
     }
     words = find_tokenizer([folder.path for folder in folders])
-    with fresh_folder(target, 3 * sum(4 * tensor.numel() for tensor in tensors.values()), holds=CONFIG) as fresh:
+    with replace_folder(target, 3 * sum(4 * tensor.numel() for tensor in tensors.values()), own_file=CONFIG) as fresh:
         write_files(fresh, config, own, tensors)
         if words is not None:
             copy_tokenizer(words, fresh)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,12 +19,13 @@ from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, base_of, check_base
 from danlu.assembly.frozen_base import load_frozen
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
-from danlu.errors import DataError, ModelError, ResourceError
+from danlu.errors import DataError, ModelError
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.initialize import named_generator
 from danlu.models.loading import stored_dtype, widest_dtype
 from danlu.models.saving import save
+from danlu.output_folder import refuse_existing
 
 _ROWS = 1 << 22
 """Numbers looked at together when errors are measured."""
@@ -89,7 +89,7 @@ def merge(
     Raises ModelError for what is no adapter, does not fit the base or is no change of weights, and ResourceError if
     `target` holds anything.
     """
-    check_free(target)
+    refuse_existing(target)
     stacks = [adapter_stack(source) for source in sources]
     held = (stacks[-1][-1].quantization or {}).get("kind")
     below = common_below(stacks)
@@ -124,12 +124,6 @@ def merge(
     )
     packed = any(getattr(site.module, "quantized", None) is not None for site in adapted.adapters.sites)
     return Merged(base.folder, tuple(stack[-1].path for stack in stacks), packed, written, rounding, held)
-
-
-def check_free(target: Path) -> None:
-    """Raises ResourceError if a folder would be written over something."""
-    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
-        raise ResourceError(f"{target}: is there already. Choose an empty or new folder")
 
 
 def common_below(stacks: Sequence[Sequence[AdapterFolder]]) -> list[AdapterFolder]:

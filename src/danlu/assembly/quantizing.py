@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,28 +14,26 @@ from torch import Tensor
 from danlu import __version__
 from danlu.assembly.base_model import ORIGIN, ORIGIN_KEY
 from danlu.assembly.frozen_base import quantize_weight
-from danlu.assembly.merging import check_free, find_tokenizer
+from danlu.assembly.merging import find_tokenizer
 from danlu.errors import ModelError
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.families import config_values
 from danlu.models.hf_folder import (
     CONFIG,
     GENERATION_CONFIG,
-    INDEX,
-    SINGLE_FILE,
     fingerprint,
     read_config,
     read_json,
 )
 from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.models.loading import load_into, meta_decoder, stored_dtype
-from danlu.models.saving import copy_tokenizer, fresh_folder
-from danlu.models.tensor_bytes import is_finite
-from danlu.models.tensor_stream import TensorStream
+from danlu.models.safetensors_io import TensorStream, is_finite
+from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json
 from danlu.numerics.bitsandbytes_config import config_values as quantization_values
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.numerics.bitsandbytes_layout import SUFFIXES
 from danlu.numerics.four_bit_weight import FourBitWeight
+from danlu.output_folder import refuse_existing, replace_folder
 from danlu.recipe import sections
 
 _LEFT = ("lm_head",)
@@ -88,7 +86,7 @@ def quantize(
     The folder appears whole or not at all. Raises ModelError for a model that is quantized already and for weights that
     are not finite, and ResourceError if `target` holds anything or the disk is full.
     """
-    check_free(target)
+    refuse_existing(target)
     refuse_quantized(folder)
     config = read_config(folder)
     model = meta_decoder(config)
@@ -98,23 +96,27 @@ def quantize(
     tensors = hf_tensors(config)
     values = config_values(config, torch_dtype=str(kept).removeprefix("torch."))
     values["quantization_config"] = quantization_values(section.kind, double=section.double, dtype=kept, skip=_LEFT)
-    with fresh_folder(target, sum(_size(one, linears, kept) for one in tensors), holds=CONFIG) as fresh:
-        _write_json(fresh / CONFIG, values)
-        _write_json(fresh / ORIGIN, {"version": __version__, ORIGIN_KEY: fingerprint(folder)})
+    sized = [(tensor, _size_bytes(tensor, linears, kept)) for tensor in tensors]
+    with replace_folder(target, sum(size for _, size in sized), own_file=CONFIG) as fresh:
+        write_json(fresh / CONFIG, values)
+        write_json(fresh / ORIGIN, {"version": __version__, ORIGIN_KEY: fingerprint(folder)})
         if (words := find_tokenizer([folder])) is not None:
             copy_tokenizer(words, fresh)
         if (folder / GENERATION_CONFIG).is_file():
             (fresh / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
         with ExitStack() as closing:
-            shards = list(_shards(fresh, tensors, linears, kept, shard_bytes, closing))
-            writer = _Writer(tensors, dict(shards), linears, section, kept, progress)
+            streams: dict[str, TensorStream] = {}  # by tensor
+            for file, shard in shard_files(sized, shard_bytes).items():
+                names = [f"{tensor.name}{suffix}" for tensor in shard for suffix in ("", *SUFFIXES)]
+                stream = closing.enter_context(TensorStream(fresh / file, names))
+                streams |= {tensor.name: stream for tensor in shard}
+            writer = _Writer(tensors, streams, linears, section, kept, progress)
             load_into(model, folder, take=writer.take, unpack=none_is_packed)
-        streams = list({id(stream): stream for _, stream in shards}.values())
-        if len(streams) > 1:
-            weight_map = {name: stream.file.name for stream in streams for name in stream.names}
-            total = sum(stream.bytes for stream in streams)
-            _write_json(fresh / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return Quantized(config.parameter_count(), writer.packed, writer.packed_bytes, sum(one.bytes for one in streams))
+        files = list(dict.fromkeys(streams.values()))
+        total_bytes = sum(stream.bytes for stream in files)
+        if len(files) > 1:
+            write_index(fresh, {name: stream.file.name for stream in files for name in stream.names}, total_bytes)
+    return Quantized(config.parameter_count(), writer.packed, writer.packed_bytes, total_bytes)
 
 
 class _Writer:
@@ -123,7 +125,7 @@ class _Writer:
     def __init__(
         self,
         tensors: list[HFTensor],
-        shards: dict[str, TensorStream],
+        streams: dict[str, TensorStream],
         linears: set[str],
         section: sections.Nf4 | sections.Fp4,
         dtype: torch.dtype,
@@ -131,7 +133,7 @@ class _Writer:
     ) -> None:
         self.packed = self.packed_bytes = 0
         self._tensor_of = {part: tensor for tensor in tensors for part in tensor.parts}
-        self._shards, self._linears, self._section, self._dtype = shards, linears, section, dtype
+        self._streams, self._linears, self._section, self._dtype = streams, linears, section, dtype
         self._waiting: list[Tensor] = []
         self._progress, self._done, self._total = progress, 0, len(tensors)
 
@@ -158,51 +160,20 @@ class _Writer:
         self.packed += whole.numel()
         self.packed_bytes += weight.stored_bytes()
         for key, tensor in weight.tensors(name).items():
-            self._shards[name].add(key, tensor)
+            self._streams[name].add(key, tensor)
 
     def _write(self, name: str, value: Tensor) -> None:
         if not is_finite(value):
             raise ModelError(f"{name}: not finite as {self._dtype}; the model is not written. Choose a wider --dtype")
-        self._shards[name].add(name, value)
+        self._streams[name].add(name, value)
 
 
-def _shards(
-    folder: Path,
-    tensors: list[HFTensor],
-    linears: set[str],
-    dtype: torch.dtype,
-    shard_bytes: int,
-    closing: ExitStack,
-) -> Iterator[tuple[str, TensorStream]]:
-    """(tensor, the file it goes to), with each file as full as it gets."""
-    groups: list[list[HFTensor]] = []
-    room = 0
-    for tensor in tensors:
-        size = _size(tensor, linears, dtype)
-        if not groups or size > room:
-            groups.append([])
-            room = shard_bytes
-        groups[-1].append(tensor)
-        room -= size
-    for number, group in enumerate(groups, start=1):
-        file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        names = [f"{tensor.name}{suffix}" for tensor in group for suffix in ("", *SUFFIXES)]
-        stream = closing.enter_context(TensorStream(folder / file, names))
-        yield from ((tensor.name, stream) for tensor in group)
-
-
-def _size(tensor: HFTensor, linears: set[str], dtype: torch.dtype) -> int:
+def _size_bytes(tensor: HFTensor, linears: set[str], dtype: torch.dtype) -> int:
     """Bytes on disk, a little too many: 4.5 bits and some constants of a packed weight."""
-    count = 1
-    for side in tensor.shape:
-        count *= side
+    count = math.prod(tensor.shape)
     return count * 9 // 16 + 4096 if tensor.parts[0] in linears else count * dtype.itemsize
 
 
 def none_is_packed(name: str, tensors: object, where: str, rows: object) -> list[FourBitWeight]:
     """For `load_into`, of a folder that is not quantized."""
     raise ModelError(f"{where}: {name} is in 4 bits, though config.json does not say so")
-
-
-def _write_json(file: Path, values: object) -> None:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -15,8 +15,8 @@ from danlu.assembly.base_model import Base, check_base, find_base
 from danlu.errors import ModelError
 from danlu.models.hf_folder import find_config, read_config, tensors_fingerprint
 from danlu.models.hf_layout import config_sites
-from danlu.models.tensor_file import read_header
 from danlu.recipe import sections
+from danlu.safetensors_format import read_header
 
 
 def check_adapters(model: sections.Model, adapter: sections.AdapterSection | None) -> None:

@@ -1,8 +1,9 @@
 """Decoders, their families, and Hugging Face folders in and out.
 
 What needs no torch (the plan and the command line read model configs without it): `config` (ModelConfig, parameter
-shapes), `families` (FAMILIES, config.json both ways), `folder` (resolve_folder, read_config), `presets` (from_scratch),
-`layout` and `tensor_file` (names and bytes on disk).
-What computes: `decoder` (Decoder), `rope`, `ops`, `attend`, `initialize`, `loading` (load), `saving` (save).
+shapes), `families` (FAMILIES, config.json both ways), `hf_folder` (resolve_folder, read_config), `hf_layout` (names
+on disk), `hf_validation` (check_headers), `presets` (from_scratch).
+What computes: `decoder` (Decoder), `attention`, `mlp` and what they declare (`sublayer`), `modules`, `rope`, `ops`,
+`attend`, `initialize`, `loading` (load), `saving` (save), `lenet`.
 This file imports nothing, so that the first group stays light.
 """

@@ -14,7 +14,8 @@ from typing import Any
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
-from danlu.models.tensor_file import Stored, read_header
+from danlu.output_folder import shortened
+from danlu.safetensors_format import TensorLocation, read_header
 from danlu.small_files import check_regular_entries, parse_json, read_small_text
 from danlu.tokenizer_files import TOKENIZER_FILES
 
@@ -135,7 +136,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def read_tensors(folder: Path) -> dict[str, Stored]:
+def read_tensors(folder: Path) -> dict[str, TensorLocation]:
     """Name -> place of every tensor in the folder's weights, one file or shards. Reads headers only.
 
     Raises ModelError for weights that are absent, truncated, or not what the index says.
@@ -153,13 +154,13 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
     raise ModelError(f"{folder}: no weights: neither {SINGLE_FILE} nor {INDEX}; it holds {_listing(folder)}")
 
 
-def _read_shards(folder: Path) -> dict[str, Stored]:
+def _read_shards(folder: Path) -> dict[str, TensorLocation]:
     weight_map = _weight_map(folder)
     shards = _shards(folder)
     absent = [shard for shard in shards if not (folder / shard).is_file()]
     if absent:
         raise ModelError(f"{folder}: {INDEX} names {len(shards)} shards, absent: {', '.join(absent[:10])}")
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TensorLocation] = {}
     for shard in shards:
         stored |= read_header(folder / shard)
     lost = [name for name, shard in weight_map.items() if name not in stored or stored[name].file.name != shard]
@@ -195,7 +196,7 @@ def fingerprint(folder: Path) -> str:
     return tensors_fingerprint(read_tensors(folder))
 
 
-def tensors_fingerprint(tensors: Mapping[str, Stored]) -> str:
+def tensors_fingerprint(tensors: Mapping[str, TensorLocation]) -> str:
     """The same of tensors that are somewhere else than in a model folder."""
     digest = blake2b(digest_size=16)
     for name, place in sorted(tensors.items()):
@@ -217,5 +218,4 @@ def check_vocabulary(config: ModelConfig, tokenizer_size: int) -> None:
 
 
 def _listing(folder: Path) -> str:
-    names = sorted(one.name for one in folder.iterdir())
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+    return shortened(sorted(entry.name for entry in folder.iterdir()), 8) or "nothing"

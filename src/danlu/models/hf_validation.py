@@ -11,13 +11,13 @@ from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_tensors
 from danlu.models.hf_layout import EMBEDDING, HEAD, IGNORED, hf_tensors
-from danlu.models.tensor_file import FLOAT_BYTES, Stored
+from danlu.safetensors_format import FLOAT_DTYPES, TensorLocation
 
 PACKED = "U8"  # a weight in 4 bits: its codes two a byte, its constants beside it as `<name>.absmax`, ...
 _SHOWN = 10
 
 
-def check_headers(folder: Path, config: ModelConfig, *, packed: bool) -> dict[str, Stored]:
+def check_headers(folder: Path, config: ModelConfig, *, packed: bool) -> dict[str, TensorLocation]:
     """Where each tensor of a model folder lies, once index, headers and file sizes have been found to fit its config.
 
     packed: weights may be in 4 bits. Raises one ModelError with everything that is wrong with the tensors: absent, too
@@ -41,7 +41,7 @@ def check_headers(folder: Path, config: ModelConfig, *, packed: bool) -> dict[st
             problems.append(
                 f"{tensor.name} in {found.file.name}: expected shape {list(tensor.shape)}, found {list(found.shape)}"
             )
-        elif found.dtype not in FLOAT_BYTES:
+        elif found.dtype not in FLOAT_DTYPES:
             problems.append(f"{tensor.name} in {found.file.name}: expected floating point, found {found.dtype}")
     may_hold = names | ({HEAD} if config.tie_word_embeddings else set())
     for name, found in stored.items():

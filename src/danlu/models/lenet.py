@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from danlu.errors import ModelError
 from danlu.models.hf_folder import CONFIG, LENET, SINGLE_FILE, read_json
 from danlu.models.initialize import named_generator
-from danlu.models.saving import fresh_folder
+from danlu.output_folder import replace_folder
 
 SIDE = 28  # pixels of an image, each way
 CLASSES = 10
@@ -117,7 +117,7 @@ def save(
         if not tensors[name].isfinite().all():
             raise ModelError(f"{name}: not finite as {dtype}; the model is not written")
     config = _CONFIG | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    with fresh_folder(folder, sum(one.nbytes for one in tensors.values()), holds=CONFIG) as fresh:
+    with replace_folder(folder, sum(one.nbytes for one in tensors.values()), own_file=CONFIG) as fresh:
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, fresh / SINGLE_FILE, {"format": "pt"})
 

@@ -24,8 +24,8 @@ from danlu.models.hf_folder import read_config, read_tensors
 from danlu.models.hf_layout import EMBEDDING, HEAD, HFTensor, hf_tensors
 from danlu.models.hf_validation import PACKED, check_headers
 from danlu.models.modules import Linear
-from danlu.models.tensor_bytes import BUFFER_BYTES, DTYPES, is_finite, ranges, read_exactly
-from danlu.models.tensor_file import Stored
+from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, is_finite, ranges, read_exactly
+from danlu.safetensors_format import TensorLocation
 from danlu.types import QuantizedWeight
 
 _SMALL_BYTES = 4096
@@ -186,13 +186,13 @@ def widest_dtype(folder: str | Path) -> torch.dtype:
     return reduce(torch.promote_types, found) if found else torch.float32
 
 
-def _floating(folder: str | Path) -> list[Stored]:
+def _floating(folder: str | Path) -> list[TensorLocation]:
     """Weights and biases; what else there is are constants of packed weights."""
     stored = read_tensors(Path(folder)).items()
     return [one for name, one in stored if one.dtype in DTYPES and name.endswith((".weight", ".bias"))]
 
 
-Place = tuple[HFTensor, Stored]
+Place = tuple[HFTensor, TensorLocation]
 
 
 def _places(folder: Path, config: ModelConfig, *, packed: bool) -> list[Place]:
@@ -205,7 +205,7 @@ def _places(folder: Path, config: ModelConfig, *, packed: bool) -> list[Place]:
     return sorted(places, key=lambda place: (place[1].file, place[1].offset))
 
 
-def _walk(places: list[Place]) -> Iterator[tuple[FileIO, HFTensor, Stored]]:
+def _walk(places: list[Place]) -> Iterator[tuple[FileIO, HFTensor, TensorLocation]]:
     """Each tensor with its file, open and at the tensor's first byte."""
     for file, group in groupby(places, key=lambda place: place[1].file):
         with FileIO(file) as handle:
@@ -220,14 +220,14 @@ def _layer(tensor: HFTensor) -> str | None:
     return rest[0] if first == "layers" else None
 
 
-def _store(model: Decoder, tensor: HFTensor, place: Stored, packed: Sequence[QuantizedWeight]) -> None:
+def _store(model: Decoder, tensor: HFTensor, place: TensorLocation, packed: Sequence[QuantizedWeight]) -> None:
     for part, one in zip(tensor.parts, packed, strict=True):
         linear = _linear(model, part)
         _check_shape(tensor.name, place, one.shape, linear.shape)
         linear.store(one)
 
 
-def _check_shape(name: str, place: Stored, found: Sequence[int], wanted: Sequence[int]) -> None:
+def _check_shape(name: str, place: TensorLocation, found: Sequence[int], wanted: Sequence[int]) -> None:
     if tuple(found) != tuple(wanted):
         raise ModelError(
             f"{place.file}: {name}: packed is a weight of shape {list(found)}, config.json asks for {list(wanted)}"
@@ -240,7 +240,7 @@ def _linear(model: Decoder, parameter: str) -> Linear:
     return linear
 
 
-def _family(name: str, stored: Mapping[str, Stored], most: int | None = None) -> dict[str, Tensor]:
+def _family(name: str, stored: Mapping[str, TensorLocation], most: int | None = None) -> dict[str, Tensor]:
     """A packed weight and its constants; those of more than so many bytes without their values."""
     found = {}
     for one, place in stored.items():
@@ -267,7 +267,7 @@ class _Reader:
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
     @torch.no_grad()
-    def fill(self, parameter: Tensor, handle: FileIO, place: Stored, name: str) -> None:
+    def fill(self, parameter: Tensor, handle: FileIO, place: TensorLocation, name: str) -> None:
         """The next `parameter.numel()` values of `handle`, in the stored type, into the parameter."""
         target, dtype = parameter.view(-1), DTYPES[place.dtype]
         in_place = target.dtype == dtype and target.device.type == "cpu"
@@ -284,7 +284,7 @@ class _Reader:
                     raise ModelError(f"{place.file}: tensor {name} has values too large for {target.dtype}")
 
 
-def _check_same(one: Stored, other: Stored) -> None:
+def _check_same(one: TensorLocation, other: TensorLocation) -> None:
     """A tied matrix that is stored twice must be stored alike, or one of the two would silently be lost."""
     same = (one.dtype, one.shape) == (other.dtype, other.shape)
     with FileIO(one.file) as left, FileIO(other.file) as right:

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from danlu.atomic_write import UNFINISHED
 from danlu.errors import CheckpointError, RecipeError, ResourceError
+from danlu.output_folder import refuse_foreign_files
 from danlu.recipe import Change, Recipe, changes
 from danlu.recipe import load as load_recipe
 from danlu.train.checkpoints.folders import CheckpointInfo, is_checkpoint_folder, list_checkpoints, step_folder_name
@@ -108,15 +108,14 @@ def refuse_strangers(folder: Path) -> None:
     """Raises ResourceError if a run would begin among things that are not a run's, or over a result."""
     if not folder.is_dir() or list_checkpoints(folder / CHECKPOINTS):
         return
-    names = sorted(entry.name for entry in folder.iterdir())
-    strangers = [name for name in names if not _OWN_FILES.fullmatch(name) and not UNFINISHED.fullmatch(name)]
-    if strangers:
-        more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
-        raise ResourceError(
-            f"{folder}: the output folder holds other things ({', '.join(strangers[:5])}{more}). "
-            "Choose an empty or new `output`."
-        )
-    if results := [name for name in (MODEL, ADAPTER) if name in names]:
+    advice = "Choose an empty or new `output`."
+    refuse_foreign_files(
+        folder,
+        lambda name: _OWN_FILES.fullmatch(name) is not None,
+        holds="the output folder holds other things",
+        advice=advice,
+    )
+    if results := [name for name in (MODEL, ADAPTER) if (folder / name).exists()]:
         raise ResourceError(
             f"{folder}: the output folder holds a trained {results[0]} but no checkpoint to go on from, and a new run "
             "would replace it. Choose another `output`, or move the folder away."

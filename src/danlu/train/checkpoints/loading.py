@@ -14,11 +14,12 @@ from torch import Tensor
 
 from danlu.errors import CheckpointError
 from danlu.parallel.comm import ALONE, Group
+from danlu.safetensors_format import torch_dtype
 from danlu.shard_box import ShardBox
 from danlu.train.agreement import agree
 from danlu.train.checkpoints.folders import list_checkpoints, step_of
 from danlu.train.checkpoints.manifest import STATE, Manifest, TensorEntry, read_manifest
-from danlu.train.checkpoints.shard_files import DTYPES, read_box
+from danlu.train.checkpoints.shard_files import read_box
 from danlu.train.checkpoints.state_boxes import cannot_be_cut
 from danlu.train.checkpoints.verification import verify
 
@@ -150,7 +151,7 @@ def _empty_tensors(manifest: Manifest, group: str) -> dict[str, Tensor]:
     State in parts that cannot be cut has no whole; there it is one like the first part, which `_require_fit` refuses.
     """
     return {
-        name: torch.empty(first.box.global_shape if first.size is None else first.shape, dtype=DTYPES[first.dtype])
+        name: torch.empty(first.box.global_shape if first.size is None else first.shape, dtype=torch_dtype(first.dtype))
         for name, (first, *_) in manifest.parts(group).items()
     }
 
@@ -191,7 +192,7 @@ def _mismatch(saved: Sequence[TensorEntry], tensor: Tensor, box: ShardBox | None
         dtypes = [tensor.dtype]  # nothing is read; and of few elements a state may be kept otherwise than of many
     else:
         overlapping = [entry for entry in saved if entry.box.intersection(needed) is not None] or saved[:1]
-        dtypes = [DTYPES[entry.dtype] for entry in overlapping]
+        dtypes = [torch_dtype(entry.dtype) for entry in overlapping]
     saved_dtype = next((dtype for dtype in dtypes if dtype != tensor.dtype), tensor.dtype)
     has = _dtype_and_shape(saved_dtype, saved[0].box.global_shape)
     needs = _dtype_and_shape(tensor.dtype, needed.global_shape)
@@ -200,7 +201,9 @@ def _mismatch(saved: Sequence[TensorEntry], tensor: Tensor, box: ShardBox | None
 
 def _same_part(entry: TensorEntry, tensor: Tensor, box: ShardBox) -> bool:
     """Whether a saved part is a tensor of this process as it stands: the same box, shape and dtype."""
-    return entry.box.same_elements(box) and entry.shape == tuple(tensor.shape) and DTYPES[entry.dtype] == tensor.dtype
+    return (
+        entry.box.same_elements(box) and entry.shape == tuple(tensor.shape) and torch_dtype(entry.dtype) == tensor.dtype
+    )
 
 
 def _overlap(entry: TensorEntry, tensor: Tensor, box: ShardBox | None) -> tuple[ShardBox, ShardBox] | None:

@@ -9,39 +9,24 @@ threads write and hash different ones (both calls release the interpreter lock).
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from danlu.safetensors_format import dtype_name, encode_header, fill_shards, has_name, raw_bytes, shard_name
 from danlu.shard_box import ShardBox
 from danlu.train.checkpoints.manifest import Shard, TensorEntry
 from danlu.train.checkpoints.state_boxes import cannot_be_cut
 
 SHARD_BYTES = 4 << 30
 _CHUNK_BYTES = 16 << 20  # of one write or read; also the staging buffer a CUDA tensor passes through
-
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -72,22 +57,15 @@ def plan_shards(
     Raises TypeError for a dtype that safetensors has no name for.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPE_NAMES:
+        if not has_name(tensor.dtype):
             raise TypeError(f"{group}: tensor {name} has dtype {tensor.dtype}, which safetensors cannot hold")
     # Wide elements first, so that every tensor starts at a multiple of its element size and readers may map it.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    files: list[list[str]] = []
-    room = 0
-    for name in names:
-        if not files or tensors[name].nbytes > room:
-            files.append([])
-            room = shard_bytes
-        files[-1].append(name)
-        room -= tensors[name].nbytes
+    files = fill_shards(((name, tensors[name].nbytes) for name in names), shard_bytes)
     stem = group if rank is None else f"{group}-rank{rank:05d}"
     parts = {name: box for name, box in (boxes or {}).items() if not box.is_full}
     return [
-        _plan_shard(f"{stem}-{number:05d}-of-{len(files):05d}.safetensors", group, {n: tensors[n] for n in file}, parts)
+        _plan_shard(shard_name(stem, number, len(files)), group, {n: tensors[n] for n in file}, parts)
         for number, file in enumerate(files, 1)
     ]
 
@@ -106,7 +84,7 @@ def write_shard(folder: Path, plan: ShardPlan, tensors: Mapping[str, Tensor], th
         os.close(fd)
     entries = {
         name: TensorEntry(
-            dtype=_DTYPE_NAMES[tensors[name].dtype],
+            dtype=dtype_name(tensors[name].dtype),
             shape=tuple(tensors[name].shape),
             offset=offset,
             bytes=tensors[name].nbytes,
@@ -141,7 +119,7 @@ def read_box(fd: int, entry: TensorEntry, box: ShardBox, into: Tensor) -> None:
 
 
 def _read_ranges(fd: int, entry: TensorEntry, box: ShardBox, target: Tensor) -> None:
-    room = _bytes_of(target)
+    room = raw_bytes(target)
     width = target.element_size()
     for offset, count in box.contiguous_ranges():
         _pread_all(fd, room[: count * width], entry.offset + offset * width)
@@ -156,22 +134,10 @@ def _box_fields(box: ShardBox | None, tensor: Tensor) -> dict[str, Any]:
 
 
 def _plan_shard(file: str, group: str, tensors: Mapping[str, Tensor], parts: Mapping[str, ShardBox]) -> ShardPlan:
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts: dict[str, int] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        starts[name], end = end, end + tensor.nbytes
-        fields[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [starts[name], end],
-        }
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data to start at a multiple of 8
-    header = len(text).to_bytes(8, "little") + text
-    offsets = {name: len(header) + start for name, start in starts.items()}
+    header = encode_header((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items())
+    *offsets, end = accumulate((tensor.nbytes for tensor in tensors.values()), initial=len(header))
     boxes = {name: parts[name] for name in tensors if name in parts}
-    return ShardPlan(file, group, header, offsets, len(header) + end, boxes)
+    return ShardPlan(file, group, header, dict(zip(tensors, offsets, strict=True)), end, boxes)
 
 
 def _write_tensor(fd: int, tensor: Tensor, offset: int) -> str:
@@ -197,10 +163,6 @@ def _host_chunks(tensor: Tensor) -> Iterator[memoryview]:
         staged = staging[: chunk.numel()]
         staged.copy_(chunk)
         yield staged.numpy().data
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from danlu.errors import ModelError
-from danlu.models.tensor_file import encode_header, read_header
+from danlu.safetensors_format import encode_header, read_header
 
 
 def test_headers_place_tensors_where_safetensors_put_them(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_headers_place_tensors_where_safetensors_put_them(tmp_path: Path) -> Non
 def test_safetensors_reads_our_header(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     first, second = torch.randn(3, 2), torch.randn(4).half()
-    header = encode_header([("first", "F32", (3, 2)), ("second", "F16", (4,))], {"format": "pt"})
+    header = encode_header([("first", "F32", (3, 2)), ("second", "F16", (4,))])
     assert len(header) % 8 == 0
     file.write_bytes(header + first.numpy().tobytes() + second.numpy().tobytes())
     loaded = load_file(file)
