@@ -12,7 +12,7 @@ from builders.study_folders import write_run, write_study
 
 from danlu.errors import ResourceError
 from danlu.report import study_results
-from danlu.report.study_results import Study, Summary, read_study
+from danlu.report.study_results import RunSummary, Study, read_study
 from danlu.report.study_table import aligned, as_csv, markdown, remarks, table
 from danlu.train import run_folder, summary
 
@@ -153,7 +153,7 @@ def test_csv_has_every_run_and_every_number(ranks: Path) -> None:
     for row, result in zip(rows, study.results, strict=True):
         assert row["adapter.rank"] == result.values["adapter.rank"] and int(row["step"]) == result.step
         assert (row["finished"] == "true") == (result.summary is not None)
-        for field in Summary.__dataclass_fields__:
+        for field in RunSummary.__dataclass_fields__:
             assert row[field] == ("" if result.summary is None else str(getattr(result.summary, field)))
 
 

@@ -110,7 +110,7 @@ def test_copies_of_a_part_have_to_be_the_same_to_the_last_bit() -> None:
     first = comparison.first_wrong()
     assert first is not None and first.ranks == (0, 1) and first.error < 1e-6
     (check,) = [one for one in comparison.checks() if one.what == "weights"]
-    assert not check.holds and check.said == "copies differ"
+    assert not check.holds and check.error_text == "copies differ"
     assert wrong(comparison) == [("weights of step 1", name)]
 
 

@@ -10,7 +10,7 @@ from builders.tiny_world import danlu, tiny_world
 
 from danlu.cli.verify import _print
 from danlu.parallel.collective_traffic import Row
-from danlu.report.verification import Check, Finding, Module, Verification, lines, shown
+from danlu.report.verification import Check, Finding, Module, Verification, format_error, lines
 from danlu.report.verification_page import PAGE, page
 
 
@@ -90,4 +90,4 @@ def test_the_page_marks_them_too_and_escapes() -> None:
 
 
 def test_errors_are_shown_short() -> None:
-    assert [shown(value) for value in (0.0, 1e-30, 3.14e-7, float("inf"))] == ["0", "0", "3.1e-07", "not finite"]
+    assert [format_error(value) for value in (0.0, 1e-30, 3.14e-7, float("inf"))] == ["0", "0", "3.1e-07", "not finite"]

@@ -22,12 +22,12 @@ from matplotlib.font_manager import get_font_names
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from danlu.recipe.parameter_grid import short_keys
-from danlu.report.study_results import Group, Study, Summary, numbers, spread
+from danlu.report.study_results import RunSummary, SeedGroup, Study, parse_numbers, standard_deviation
 
 FORMATS = ("png", "svg")
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans SC", "WenQuanYi Micro Hei")  # those that are installed
 WIDE_RANGE = 8  # largest value by smallest, from which an axis of numbers is logarithmic
-SMOOTH = 20  # a curve of training losses is a running mean over a twentieth of the run
+SMOOTHING = 20  # a curve of training losses is a running mean over a twentieth of the run
 MIB = 2**20
 
 
@@ -37,7 +37,7 @@ class Series:
 
     label: str
     x: list[float]
-    groups: list[Group]
+    groups: list[SeedGroup]
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,24 @@ class XAxis:
 
     key: str
     texts: list[str]
-    places: list[float]  # on the axis, of each text
+    positions: list[float]  # on the axis, of each text
     logarithmic: bool
     series: list[Series]
 
 
 def figures(study: Study) -> dict[str, Figure]:
-    """By name: `evaluation_loss` and `cost` where a key varies, `loss_curves` always. Only finished runs are drawn."""
+    """The figures by name: `evaluation_loss` and `cost` where a key varies, `loss_curves` always.
+
+    Only finished runs are drawn.
+    """
     with _settings():
-        made = {}
+        drawn = {}
         x_axis = _x_axis(study)
         if x_axis is not None:
-            made["evaluation_loss" if study.evaluated else "training_loss"] = _losses(study, x_axis)
-            made["cost"] = _cost(x_axis)
-        made["loss_curves"] = _curves(study)
-        return made
+            drawn["evaluation_loss" if study.evaluated else "training_loss"] = _losses(study, x_axis)
+            drawn["cost"] = _cost(x_axis)
+        drawn["loss_curves"] = _curves(study)
+        return drawn
 
 
 def draw(study: Study, folder: Path) -> list[Path]:
@@ -77,6 +80,7 @@ def draw(study: Study, folder: Path) -> list[Path]:
 
 
 def _settings() -> AbstractContextManager[None]:
+    """matplotlib's settings while a figure is made or drawn."""
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     installed = set(get_font_names())
     return matplotlib.rc_context(
@@ -96,30 +100,32 @@ def _settings() -> AbstractContextManager[None]:
 
 
 def _x_axis(study: Study) -> XAxis | None:
-    """The first key that varies as the x axis, and a line for each combination of the others; None without a key."""
+    """The first key that varies as the x axis, and a line for each combination of the others; None if none varies."""
     if not study.varied or not study.groups:
         return None
-    key, *others = study.varied
+    key, *series_keys = study.varied
     texts = list(dict.fromkeys(group.values[key] for group in study.groups))
-    found = numbers(texts)
-    places = [float(place) for place in range(len(texts))] if found is None else found
-    logarithmic = found is not None and min(found) > 0 and max(found) >= WIDE_RANGE * min(found)
-    place_of = dict(zip(texts, places, strict=True))
-    joined: dict[str, list[Group]] = {}
+    parsed = parse_numbers(texts)
+    positions = [float(index) for index in range(len(texts))] if parsed is None else parsed
+    logarithmic = parsed is not None and min(parsed) > 0 and max(parsed) >= WIDE_RANGE * min(parsed)
+    position_of = dict(zip(texts, positions, strict=True))
+    groups_of: dict[str, list[SeedGroup]] = {}  # by label
     for group in study.groups:
-        joined.setdefault(_label(group, others), []).append(group)
+        groups_of.setdefault(_label(group, series_keys), []).append(group)
     series = [
-        Series(label, [place_of[group.values[key]] for group in groups], groups) for label, groups in joined.items()
+        Series(label, [position_of[group.values[key]] for group in groups], groups)
+        for label, groups in groups_of.items()
     ]
-    return XAxis(key, texts, places, logarithmic, series)
+    return XAxis(key, texts, positions, logarithmic, series)
 
 
-def _label(group: Group, keys: Sequence[str]) -> str:
+def _label(group: SeedGroup, keys: Sequence[str]) -> str:
     """`rank 4, learning_rate 1e-4`."""
     return ", ".join(f"{short} {group.values[key]}" for short, key in zip(short_keys(keys), keys, strict=True))
 
 
 def _losses(study: Study, x_axis: XAxis) -> Figure:
+    """Evaluation loss against what varies, last and best; training loss where no run was evaluated."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     if study.evaluated:
@@ -137,6 +143,7 @@ def _losses(study: Study, x_axis: XAxis) -> Figure:
 
 
 def _cost(x_axis: XAxis) -> Figure:
+    """Speed and peak memory against what varies."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     speed, memory = figure.subplots(1, 2)
     _lines(speed, x_axis, lambda run: run.tokens_per_second, about="", style="-o")
@@ -148,23 +155,24 @@ def _cost(x_axis: XAxis) -> Figure:
     return figure
 
 
-def _lines(axes: Axes, x_axis: XAxis, value: Callable[[Summary], float | None], *, about: str, style: str) -> None:
+def _lines(axes: Axes, x_axis: XAxis, value: Callable[[RunSummary], float | None], *, about: str, style: str) -> None:
     """A line for each series, with the standard deviation over seeds as bars."""
     for series, colour in zip(x_axis.series, _colours(len(x_axis.series)), strict=True):
-        points = [
-            (x, found)
+        points = [  # (x, the values of all seeds there)
+            (x, values)
             for x, group in zip(series.x, series.groups, strict=True)
-            if (found := [one for run in group.summaries if (one := value(run)) is not None])
+            if (values := [height for run in group.summaries if (height := value(run)) is not None])
         ]
-        places, heights = [x for x, _ in points], [fmean(found) for _, found in points]
+        places, heights = [x for x, _ in points], [fmean(values) for _, values in points]
         label = " ".join(word for word in (series.label, about) if word)
         axes.plot(places, heights, style, color=colour, label=label, markersize=4)
-        if any(len(found) > 1 for _, found in points):
-            axes.errorbar(places, heights, yerr=[spread(found) for _, found in points], fmt="none", ecolor=colour)
+        if any(len(values) > 1 for _, values in points):
+            deviations = [standard_deviation(values) for _, values in points]
+            axes.errorbar(places, heights, yerr=deviations, fmt="none", ecolor=colour)
     axes.set_xlabel(x_axis.key)
     if x_axis.logarithmic:
         axes.set_xscale("log")
-    axes.set_xticks(x_axis.places, labels=x_axis.texts)
+    axes.set_xticks(x_axis.positions, labels=x_axis.texts)
     axes.xaxis.set_minor_locator(NullLocator())
     if len(x_axis.series) > 1:
         axes.legend(fontsize="small")
@@ -184,7 +192,7 @@ def _curves(study: Study) -> Figure:
             label = _label(group, study.varied) if result is group.results[0] else None
             training.plot(*_smooth(result.losses), color=colour, label=label, linewidth=1.2)
             for axes in rest:
-                axes.plot(*_apart(result.evaluations), "-o", color=colour, label=label, markersize=3, linewidth=1.2)
+                axes.plot(*_unzip(result.evaluations), "-o", color=colour, label=label, markersize=3, linewidth=1.2)
     training.set_ylabel("training loss (nats per token, running mean)")
     for axes in rest:
         axes.set_ylabel("evaluation loss (nats per token)")
@@ -197,16 +205,17 @@ def _curves(study: Study) -> Figure:
 
 
 def _smooth(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """Each height as the mean of it and those before it, a twentieth of the curve together."""
-    window = max(1, len(points) // SMOOTH)
-    steps, heights = _apart(points)
+    """Each height as the mean of itself and those before it, over a twentieth of the curve."""
+    window = max(1, len(points) // SMOOTHING)
+    steps, heights = _unzip(points)
     return steps, [fmean(heights[max(0, end - window) : end]) for end in range(1, len(heights) + 1)]
 
 
-def _apart(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def _unzip(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    """The coordinates of a curve as matplotlib takes them."""
     return [step for step, _ in points], [height for _, height in points]
 
 
 def _colours(count: int) -> list[tuple[float, float, float, float]]:
-    """From dark to light, for values that rise."""
+    """`count` colours from dark to light, for values that rise."""
     return [colormaps["viridis"](0.85 * place / max(1, count - 1)) for place in range(count)]

@@ -5,7 +5,7 @@
     runs/rank_study/
       study.json                    the keys that vary; each run's name and its values, as they were written
       rank-4.yaml                   the run's recipe in full
-      rank-4.log                    what it told the console
+      rank-4.log                    what it printed
       rank-4/                       its run folder
       ...
 """
@@ -30,12 +30,9 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 
 
-# -- what they came to ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class Summary:
-    """What a finished run came to: the numbers of its summary.json. None for what it has not."""
+class RunSummary:
+    """The totals of a finished run, from its summary.json; None for a number that the run does not have."""
 
     seconds: float
     tokens_per_second: float | None  # median of the steps
@@ -53,39 +50,39 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """A run of a study as far as it has got. Losses are (step, mean over trained tokens in nats)."""
 
     name: str
     values: Mapping[str, str]
-    summary: Summary | None  # None: not finished
+    summary: RunSummary | None  # None until the run is finished
     losses: tuple[tuple[int, float], ...]
     evaluations: tuple[tuple[int, float], ...]
 
     @property
     def step(self) -> int:
-        """The last one that its metrics tell of; 0 before the first."""
+        """The last step in its metrics; 0 before the first."""
         return self.losses[-1][0] if self.losses else 0
 
 
 @dataclass(frozen=True)
-class Group:
-    """The finished runs of one combination: one, or several that differ in their seed."""
+class SeedGroup:
+    """The finished runs of one combination of values: one, or several that differ in their seed."""
 
     values: Mapping[str, str]  # without the seed
-    results: tuple[Result, ...]
+    results: tuple[RunResult, ...]
 
     @property
-    def summaries(self) -> list[Summary]:
+    def summaries(self) -> list[RunSummary]:
         return [result.summary for result in self.results if result.summary is not None]
 
 
 @dataclass(frozen=True)
 class Study:
-    """What a study folder holds, in the order of the values: numbers rising, words as they came."""
+    """What a study folder holds, in the order of the values: numbers rising, texts in the order they were given."""
 
     keys: tuple[str, ...]
-    results: tuple[Result, ...]
+    results: tuple[RunResult, ...]
 
     @property
     def varied(self) -> tuple[str, ...]:
@@ -93,19 +90,19 @@ class Study:
         return tuple(key for key in self.keys if key != SEED)
 
     @property
-    def finished(self) -> list[Result]:
+    def finished(self) -> list[RunResult]:
         return [result for result in self.results if result.summary is not None]
 
     @property
-    def unfinished(self) -> list[Result]:
+    def unfinished(self) -> list[RunResult]:
         return [result for result in self.results if result.summary is None]
 
     @cached_property
-    def groups(self) -> list[Group]:
-        together: dict[tuple[str, ...], list[Result]] = {}
+    def groups(self) -> list[SeedGroup]:
+        results: dict[tuple[str, ...], list[RunResult]] = {}  # by the values of the keys that vary
         for result in self.finished:
-            together.setdefault(tuple(result.values[key] for key in self.varied), []).append(result)
-        return [Group(dict(zip(self.varied, values, strict=True)), tuple(of)) for values, of in together.items()]
+            results.setdefault(tuple(result.values[key] for key in self.varied), []).append(result)
+        return [SeedGroup(dict(zip(self.varied, key, strict=True)), tuple(group)) for key, group in results.items()]
 
     @property
     def evaluated(self) -> bool:
@@ -114,15 +111,15 @@ class Study:
 
 
 def known_runs(folder: Path) -> tuple[tuple[str, ...], list[Combination]]:
-    """Keys and runs that study.json of a study folder tells of; none where there is no such file.
+    """The keys that vary and the runs that study.json of a study folder lists; none where there is no such file.
 
     Raises ResourceError if it cannot be read as one.
     """
     file = folder / STUDY
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-        keys = tuple(map(str, told["keys"]))
-        return keys, [Combination(run["name"], {key: run["values"][key] for key in keys}) for run in told["runs"]]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        keys = tuple(map(str, content["keys"]))
+        return keys, [Combination(run["name"], {key: run["values"][key] for key in keys}) for run in content["runs"]]
     except FileNotFoundError:
         return (), []
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -132,13 +129,13 @@ def known_runs(folder: Path) -> tuple[tuple[str, ...], list[Combination]]:
 
 
 def study_json(keys: Sequence[str], runs: Sequence[Combination]) -> str:
-    """What `known_runs` reads."""
-    told = {"keys": list(keys), "runs": [{"name": run.name, "values": dict(run.values)} for run in runs]}
-    return json.dumps(told, indent=2, ensure_ascii=False) + "\n"
+    """The text of study.json, which `known_runs` reads."""
+    content = {"keys": list(keys), "runs": [{"name": run.name, "values": dict(run.values)} for run in runs]}
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_study(folder: Path) -> Study:
-    """Every run that the study folder tells of, finished or not."""
+    """Every run that a study folder lists, finished or not."""
     keys, runs = known_runs(folder)
     results = [_read_run(folder / run.name, run) for run in runs]
     ranks = [_ranks([run.values[key] for run in runs]) for key in keys]
@@ -147,12 +144,12 @@ def read_study(folder: Path) -> Study:
 
 
 def is_finished(run: Path) -> bool:
-    """Whether the run in a folder is through: its summary is written last."""
+    """Whether the run in a folder is finished: its summary is written last."""
     return (run / SUMMARY).is_file()
 
 
-def number(text: str) -> float | None:
-    """A value as a number, for an axis or an order; None for a word."""
+def parse_number(text: str) -> float | None:
+    """A value as a number, for an axis or an order; None for a text."""
     try:
         value = float(text)
     except ValueError:
@@ -160,28 +157,28 @@ def number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def numbers(texts: Sequence[str]) -> list[float] | None:
-    """All of them as numbers, or None."""
-    found = [value for text in texts if (value := number(text)) is not None]
-    return found if len(found) == len(texts) else None
+def parse_numbers(texts: Sequence[str]) -> list[float] | None:
+    """All of them as numbers, or None if one is a text."""
+    parsed = [value for text in texts if (value := parse_number(text)) is not None]
+    return parsed if len(parsed) == len(texts) else None
 
 
-def spread(values: Sequence[float]) -> float:
-    """The standard deviation of a sample over seeds; 0 for a single value, NaN where one is not finite."""
+def standard_deviation(values: Sequence[float]) -> float:
+    """The standard deviation over seeds (of a sample); 0 for a single value, NaN where one is not finite."""
     if not all(map(math.isfinite, values)):
         return math.nan
     return stdev(values) if len(values) > 1 else 0.0
 
 
 def _ranks(texts: Sequence[str]) -> dict[str, float]:
-    """Where each value stands among the others."""
-    found = numbers(texts)
-    if found is not None:
-        return dict(zip(texts, found, strict=True))
+    """The sort key of each value among the others: the number itself, or the order in which texts were given."""
+    parsed = parse_numbers(texts)
+    if parsed is not None:
+        return dict(zip(texts, parsed, strict=True))
     return {text: float(place) for place, text in enumerate(dict.fromkeys(texts))}
 
 
-def _read_run(folder: Path, run: Combination) -> Result:
+def _read_run(folder: Path, run: Combination) -> RunResult:
     losses: dict[int, float] = {}  # a step that a rewind went through twice counts as it was in the end
     evaluations: dict[int, float] = {}
     for line in _metrics(folder / METRICS):
@@ -190,25 +187,25 @@ def _read_run(folder: Path, run: Combination) -> Result:
         elif "eval_loss" in line:
             evaluations[line["step"]] = float(line["eval_loss"])
     summary = read_summary(folder) if is_finished(folder) else None
-    return Result(run.name, run.values, summary, tuple(losses.items()), tuple(evaluations.items()))
+    return RunResult(run.name, run.values, summary, tuple(losses.items()), tuple(evaluations.items()))
 
 
-def read_summary(run: Path) -> Summary:
-    """What the finished run in a folder came to. Raises ResourceError if that cannot be read."""
+def read_summary(run: Path) -> RunSummary:
+    """The summary of the finished run in a folder. Raises ResourceError if it cannot be read."""
     file = run / SUMMARY
     try:
-        told = json.loads(file.read_text())
-        evaluation = told["evaluation"] or {"last": None, "best": None}
-        return Summary(
-            seconds=float(told["seconds"]),
-            tokens_per_second=told["tokens_per_second"],
-            peak_memory_bytes=int(told["peak_memory_bytes"]),
-            parameters=int(told["parameters"]),
-            trained_parameters=int(told["trained_parameters"]),
-            loss=_finite_or_not(told["loss"]),
+        content = json.loads(file.read_text())
+        evaluation = content["evaluation"] or {"last": None, "best": None}
+        return RunSummary(
+            seconds=float(content["seconds"]),
+            tokens_per_second=content["tokens_per_second"],
+            peak_memory_bytes=int(content["peak_memory_bytes"]),
+            parameters=int(content["parameters"]),
+            trained_parameters=int(content["trained_parameters"]),
+            loss=_finite_or_not(content["loss"]),
             evaluation_last=_finite_or_not(evaluation["last"]),
             evaluation_best=_finite_or_not(evaluation["best"]),
-            result_bytes=int(told["result"]["bytes"]),
+            result_bytes=int(content["result"]["bytes"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ResourceError(
@@ -217,11 +214,11 @@ def read_summary(run: Path) -> Summary:
 
 
 def _finite_or_not(value: float | str | None) -> float | None:
-    """ "nan" and "inf", which JSON has no numbers for, as what they are."""
+    """ "nan" and "inf", which JSON has no numbers for, as floats."""
     return None if value is None else float(value)
 
 
 def _metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl, which may be written to meanwhile."""
+    """The complete lines of a metrics.jsonl; the last may be unfinished while the run writes."""
     if file.is_file():
         yield from map(json.loads, file.read_bytes().rpartition(b"\n")[0].splitlines())

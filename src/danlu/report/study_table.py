@@ -10,13 +10,13 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 
 from danlu.recipe.parameter_grid import short_keys
-from danlu.report.study_results import Group, Result, Study, Summary, spread
+from danlu.report.study_results import RunResult, RunSummary, SeedGroup, Study, standard_deviation
 
 UNITS = {
     "bytes": (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)),
     "time": (("s", 1), ("min", 60), ("h", 3600)),
 }
-ENOUGH = {"bytes": 1, "time": 5}  # of a unit in the smallest value, for the column to be in it
+ENOUGH = {"bytes": 1, "time": 5}  # how many of a unit the smallest value of a column has to be for it to be used
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Column:
     """A column of the table: what it takes from a summary, and in which unit (the same for all its cells)."""
 
     heading: str
-    value: Callable[[Summary], float | None]
+    value: Callable[[RunSummary], float | None]
     unit: str = ""  # "bytes", "time", "%", or none
     decimals: int | None = None  # None: as many as show three digits of the smallest value
-    spreads: bool = True  # over seeds; counts and sizes do not
+    shows_deviation: bool = True  # over seeds; counts and sizes are the same for all of them
 
 
 COUNT = (
-    Column("trained", lambda run: run.trained_parameters, decimals=0, spreads=False),
-    Column("share", lambda run: 100 * run.trained_share, unit="%", spreads=False),
+    Column("trained", lambda run: run.trained_parameters, decimals=0, shows_deviation=False),
+    Column("share", lambda run: 100 * run.trained_share, unit="%", shows_deviation=False),
 )
 COST = (
     Column("time", lambda run: run.seconds, unit="time"),
@@ -44,7 +44,7 @@ EVALUATION = (
     Column("eval loss, best", lambda run: run.evaluation_best, decimals=4),
 )
 TRAINING = (Column("train loss, last", lambda run: run.loss, decimals=4),)
-RESULT = (Column("result", lambda run: run.result_bytes, unit="bytes", spreads=False),)
+RESULT = (Column("result", lambda run: run.result_bytes, unit="bytes", shows_deviation=False),)
 
 
 def table(study: Study) -> list[list[str]]:
@@ -62,10 +62,10 @@ def table(study: Study) -> list[list[str]]:
     return [headings, *([*line, *(below[row] for _, below in cells)] for row, line in enumerate(lines))]
 
 
-def _cells(column: Column, groups: Sequence[Group]) -> tuple[str, list[str]]:
-    """The heading, with its unit, and a text for each group."""
-    found = [[value for one in group.summaries if (value := column.value(one)) is not None] for group in groups]
-    means = [fmean(values) if values else math.nan for values in found]
+def _cells(column: Column, groups: Sequence[SeedGroup]) -> tuple[str, list[str]]:
+    """The heading, with its unit, and the text of each group's cell."""
+    rows = [[value for run in group.summaries if (value := column.value(run)) is not None] for group in groups]
+    means = [fmean(values) if values else math.nan for values in rows]
     unit, size = _unit(column.unit, means)
     decimals = _decimals(means, size) if column.decimals is None else column.decimals
 
@@ -73,25 +73,26 @@ def _cells(column: Column, groups: Sequence[Group]) -> tuple[str, list[str]]:
         return f"{value / size:,.{decimals}f}"
 
     texts = []
-    for values, middle in zip(found, means, strict=True):
-        around = f" ± {text(spread(values))}" if column.spreads and len(values) > 1 else ""
-        texts.append(f"{text(middle)}{around}" if values else "–")
+    for values, mean in zip(rows, means, strict=True):
+        deviation = f" ± {text(standard_deviation(values))}" if column.shows_deviation and len(values) > 1 else ""
+        texts.append(f"{text(mean)}{deviation}" if values else "–")
     return f"{column.heading}, {unit}" if unit else column.heading, texts
 
 
 def _unit(kind: str, values: Sequence[float]) -> tuple[str, int]:
-    """The largest unit that there are enough of in the smallest value, and its size."""
+    """The largest unit that the smallest value has enough of, and its size in the smallest unit."""
     unit, size = UNITS.get(kind, ((kind, 1),))[0]
-    least = min((value for value in values if value > 0), default=0)
+    smallest = min((value for value in values if value > 0), default=0)
     for larger, count in UNITS.get(kind, ())[1:]:
-        if least >= ENOUGH[kind] * count:
+        if smallest >= ENOUGH[kind] * count:
             unit, size = larger, count
     return unit, size
 
 
 def _decimals(values: Sequence[float], size: int) -> int:
-    least = min((value / size for value in values if value > 0), default=1)
-    return min(4, max(0, 2 - math.floor(math.log10(least))))
+    """How many decimals show three digits of the smallest value, at most four."""
+    smallest = min((value / size for value in values if value > 0), default=1)
+    return min(4, max(0, 2 - math.floor(math.log10(smallest))))
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
@@ -102,7 +103,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def remarks(study: Study) -> Iterator[str]:
-    """What the table does not show: the lowest loss, what spread means, which runs are missing."""
+    """What the table does not show: the lowest loss, what ± means, which runs are missing."""
     if study.evaluated and study.varied and len(study.groups) > 1:
         best = min(study.groups, key=_best)
         named = ", ".join(f"{key} {value}" for key, value in best.values.items())
@@ -113,13 +114,14 @@ def remarks(study: Study) -> Iterator[str]:
         yield f"not finished: {result.name}, " + (f"stopped after step {result.step}" if result.step else "not begun")
 
 
-def _best(group: Group) -> float:
-    found = [run.evaluation_best for run in group.summaries if run.evaluation_best is not None]
-    return fmean(found) if not any(map(math.isnan, found)) else math.inf
+def _best(group: SeedGroup) -> float:
+    """The mean over seeds of a group's best evaluation loss; infinite where one is not a number."""
+    losses = [run.evaluation_best for run in group.summaries if run.evaluation_best is not None]
+    return fmean(losses) if not any(map(math.isnan, losses)) else math.inf
 
 
 def markdown(study: Study, title: str, pictures: Sequence[str]) -> str:
-    """A page: the table, the remarks, the pictures (names of files beside it)."""
+    """The page study.md: the table, the remarks, the pictures (names of files beside it)."""
     headings, *lines = (["\\|".join(cell.split("|")) for cell in line] for line in table(study))
     rows = [headings, ["--:"] * len(headings), *lines]
     parts = [
@@ -132,8 +134,8 @@ def markdown(study: Study, title: str, pictures: Sequence[str]) -> str:
 
 
 def as_csv(study: Study) -> str:
-    """A line for each run, numbers as they were measured; empty where there is none."""
-    names = [field.name for field in fields(Summary)]
+    """study.csv: a line for each run, numbers as they were measured; empty where there is none."""
+    names = [field.name for field in fields(RunSummary)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", *study.keys, "finished", "step", *names])
@@ -142,7 +144,8 @@ def as_csv(study: Study) -> str:
     return text.getvalue()
 
 
-def _facts(result: Result, names: Sequence[str]) -> list[object]:
+def _facts(result: RunResult, names: Sequence[str]) -> list[object]:
+    """The cells of a run in study.csv after its values."""
     summary = result.summary
     numbers = ["" if summary is None else getattr(summary, name) for name in names]
     return ["true" if summary is not None else "false", result.step, *numbers]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleRenderable
+from rich.console import Console, ConsoleRenderable, JustifyMethod
 from rich.table import Table
 
 from danlu.parallel.collective_traffic import HEADINGS as TRAFFIC_HEADINGS
@@ -15,26 +15,23 @@ from danlu.parallel.collective_traffic import Row
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that the layout and one process were compared in, at its worst."""
+    """A quantity that the layout and one process were compared in, where they differ most."""
 
     what: str  # "loss", "gradients", ...
     error: float  # relative
     allowed: float
-    where: str = ""  # of the worst: a step, a parameter
-    copies_differ: bool = False  # processes that hold the same part of it do not have the same numbers
+    where: str = ""  # the step and parameter with this error
+    copies_differ: bool = False  # ranks that hold the same shard of it do not have the same numbers
 
     @property
     def holds(self) -> bool:
         return math.isfinite(self.error) and self.error <= self.allowed and not self.copies_differ
 
     @property
-    def said(self) -> str:
-        """The error; where that alone would do, what is wrong."""
-        return (
-            "copies differ"
-            if self.copies_differ and math.isfinite(self.error) and self.error <= self.allowed
-            else shown(self.error)
-        )
+    def error_text(self) -> str:
+        """The error, or what else is wrong where the error itself is allowed."""
+        within = math.isfinite(self.error) and self.error <= self.allowed
+        return "copies differ" if self.copies_differ and within else format_error(self.error)
 
 
 @dataclass(frozen=True)
@@ -57,13 +54,13 @@ class Finding:
 
     stage: str  # "gradients of step 1"
     parameter: str | None  # the first one that is wrong, in the order of the forward pass
-    ratio: str  # of the layout's to one process's, in words
+    ratio: str  # of the layout's numbers to those of one process: "x2 (data ...)"
     cause: str  # what usually causes it
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A recipe's layout against one process."""
+    """The result of comparing a recipe's layout with one process."""
 
     recipe: str
     layout: str
@@ -80,46 +77,46 @@ class Verification:
 
 
 EXACT = 1e-30
-"""Allowed where not even rounding may differ; above 0, so that errors can be compared with it."""
+"""The error allowed where not even rounding may differ; above 0, so that errors can be divided by it."""
 
 
-def shown(value: float) -> str:
-    """A relative error: 3.1e-07."""
+def format_error(value: float) -> str:
+    """A relative error as text: `3.1e-07`, `0`, `not finite`."""
     return "not finite" if not math.isfinite(value) else "0" if value <= EXACT else f"{value:.1e}"
 
 
-def parts(found: Verification) -> Iterator[ConsoleRenderable | str]:
-    """What a terminal shows, without the verdict."""
-    yield f"{found.recipe}: {found.layout} on {found.processes} processes against one process"
-    yield "".join(f"  {line}\n" for line in found.about)
-    yield modules_table(found.modules)
+def parts(verification: Verification) -> Iterator[ConsoleRenderable | str]:
+    """The text and tables that a terminal shows before the verdict."""
+    yield f"{verification.recipe}: {verification.layout} on {verification.processes} processes against one process"
+    yield "".join(f"  {line}\n" for line in verification.about)
+    yield modules_table(verification.modules)
     yield ""
-    yield checks_table(found.checks)
+    yield checks_table(verification.checks)
     yield ""
 
 
-def lines(found: Verification, *, width: int = 160) -> Iterator[str]:
+def lines(verification: Verification, *, width: int = 160) -> Iterator[str]:
     """Everything as plain text, tables aligned."""
-    for part in parts(found):
+    for part in parts(verification):
         yield from [part] if isinstance(part, str) else rendered(part, width)
-    yield from verdict(found)
+    yield from verdict(verification)
 
 
-def verdict(found: Verification) -> Iterator[str]:
-    """What it comes to."""
-    if found.finding is None:
-        worst = max(found.checks, key=lambda check: check.error / check.allowed)
+def verdict(verification: Verification) -> Iterator[str]:
+    """The closing lines: the largest error, or the first thing that is wrong and what usually causes it."""
+    if verification.finding is None:
+        worst = max(verification.checks, key=lambda check: check.error / check.allowed)
         yield (
-            f"the same as one process: {found.layout} computes what one process does, to {shown(worst.error)} "
-            f"({worst.what}{_at(worst)}); {found.seconds:.0f} s"
+            f"the same as one process: {verification.layout} computes what one process does, to "
+            f"{format_error(worst.error)} ({worst.what}{_at(worst)}); {verification.seconds:.0f} s"
         )
         return
-    one = found.finding
-    yield f"NOT the same as one process, first in: {one.stage}"
-    if one.parameter is not None:
-        yield f"  first wrong parameter: {one.parameter}"
-    yield f"  ratio: {one.ratio}"
-    yield f"  usually: {one.cause}"
+    finding = verification.finding
+    yield f"NOT the same as one process, first in: {finding.stage}"
+    if finding.parameter is not None:
+        yield f"  first wrong parameter: {finding.parameter}"
+    yield f"  ratio: {finding.ratio}"
+    yield f"  usually: {finding.cause}"
 
 
 def _at(check: Check) -> str:
@@ -129,46 +126,45 @@ def _at(check: Check) -> str:
 def modules_table(modules: Sequence[Module]) -> Table:
     """By module: the worst relative error over steps, beside what is allowed."""
     table = _table("module", "parameters", "gradients", "allowed", "weights", "allowed", "")
-    for one in modules:
-        cells = one.gradients.said, shown(one.gradients.allowed)
-        weights = one.weights.said, shown(one.weights.allowed)
-        style = None if one.holds else "red"
-        table.add_row(one.name, f"{one.parameters:,}", *cells, *weights, "" if one.holds else "WRONG", style=style)
+    for module in modules:
+        gradients = module.gradients.error_text, format_error(module.gradients.allowed)
+        weights = module.weights.error_text, format_error(module.weights.allowed)
+        cells = module.name, f"{module.parameters:,}", *gradients, *weights
+        table.add_row(*cells, "" if module.holds else "WRONG", style=None if module.holds else "red")
     return table
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
-    """What is compared as a whole."""
+    """What is compared of the model as a whole: loss, gradient norm, all gradients and weights."""
     table = _table("compared", "worst error", "allowed", "", "at")
-    for one in checks:
-        mark = "" if one.holds else "WRONG"
-        style = None if one.holds else "red"
-        table.add_row(one.what, one.said, shown(one.allowed), mark, one.where, style=style)
+    for check in checks:
+        cells = check.what, check.error_text, format_error(check.allowed), "" if check.holds else "WRONG", check.where
+        table.add_row(*cells, style=None if check.holds else "red")
     return table
 
 
 def traffic_table(rows: Sequence[Row]) -> Table:
-    """What one process sends in a step, counted beside computed."""
-    table = _table(*TRAFFIC_HEADINGS, words=(0, 1, 2))
+    """What one process sends in a step by collectives: counted beside computed."""
+    table = _table(*TRAFFIC_HEADINGS, text_columns=(0, 1, 2))
     for row in rows:
         table.add_row(*row.cells(), style=None if row.agrees else "red")
     return table
 
 
-def _table(*headings: str, words: Sequence[int] = ()) -> Table:
+def _table(*headings: str, text_columns: Sequence[int] = ()) -> Table:
+    """An empty table with these headings; numbers are flush right, the columns numbered in `text_columns` are not."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, heading in enumerate(headings):
-        is_word = place == 0 or place in words or heading in ("", "at")
-        # On a narrow terminal words are folded; numbers and names are never cut.
-        table.add_column(
-            heading, justify="left" if is_word else "right", no_wrap=heading not in ("what", "at"), overflow="fold"
-        )
+        is_text = place == 0 or place in text_columns or heading in ("", "at")
+        justify: JustifyMethod = "left" if is_text else "right"
+        # On a narrow terminal texts are folded; numbers and names are never cut.
+        table.add_column(heading, justify=justify, no_wrap=heading not in ("what", "at"), overflow="fold")
     return table
 
 
-def rendered(what: ConsoleRenderable, width: int) -> list[str]:
-    """Plain lines."""
+def rendered(renderable: ConsoleRenderable, width: int) -> list[str]:
+    """What `rich` makes of a table on a terminal of `width` columns without colours, line by line."""
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(what)
+        console.print(renderable)
     return [line.rstrip() for line in capture.get().splitlines()]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from danlu import __version__
 from danlu.parallel.collective_traffic import HEADINGS, Row
 from danlu.report.html_page import HtmlPage
-from danlu.report.verification import Check, Verification, shown, verdict
+from danlu.report.verification import Check, Verification, format_error, verdict
 
 PAGE = HtmlPage("verification")
 
@@ -16,7 +16,7 @@ def page(verification: Verification, traffic: Sequence[Row] = ()) -> str:
     """The whole page; `traffic`, the collectives of one step, has a table of its own where it was counted."""
 
     def error(check: Check) -> tuple[str, str]:
-        return check.said, shown(check.allowed)
+        return check.error_text, format_error(check.allowed)
 
     return PAGE.render(
         title=f"danlu verify {verification.recipe}",
