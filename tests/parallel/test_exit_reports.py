@@ -42,7 +42,7 @@ def test_the_first_is_told_and_what_follows_from_it_folded() -> None:
     assert type(found.error) is DataError
     assert str(found.error) == "rank 2: rows.jsonl:7: no text\nranks 0, 1 and 3 then stopped waiting"
     assert found.short == "rank 2: rows.jsonl:7: no text"
-    assert not found.again  # it would fail in the same way
+    assert not found.may_retry  # it would fail in the same way
 
 
 def test_what_all_met_is_told_once() -> None:
@@ -67,7 +67,7 @@ def test_a_bug_may_be_tried_again_and_shows_its_traceback() -> None:
     )
     assert str(found.error) == "rank 0: KeyError at layers.3 (forward, step 2): 'a'\nTraceback ..."
     assert found.short == "rank 0: KeyError at layers.3 (forward, step 2): 'a'"
-    assert found.again and type(found.error) is DanluError
+    assert found.may_retry and type(found.error) is DanluError
 
 
 def test_killed_from_outside() -> None:
@@ -77,7 +77,7 @@ def test_killed_from_outside() -> None:
         found = judged(other, begun, exits=[1, -9])
         assert isinstance(found.error, ResourceError)
         assert found.short == "rank 1 was killed (SIGKILL), as the system does where memory runs out"
-        assert found.again
+        assert found.may_retry
         assert str(found.error).endswith("what a step is expected to hold")
     known = failure_cause({0: None, 1: None}, {0: None, 1: -9}, {}, memory_kills=1)  # the system has counted it
     assert known.short == "rank 1 was killed (SIGKILL), because memory ran out"
@@ -118,7 +118,7 @@ def test_a_hang_is_told_once_and_may_be_tried_again() -> None:
         exits=[7, None, 7],
     )
     assert isinstance(found.error, TrainingError) and str(found.error) == words
-    assert found.again
+    assert found.may_retry
     # One that was killed, and that the others waited for, is the reason.
     assert judged(report(0, "hang", 1.0, words, code=7), None, exits=[7, -9]).short.startswith("rank 1 was killed")
 
@@ -126,7 +126,7 @@ def test_a_hang_is_told_once_and_may_be_tried_again() -> None:
 def test_only_consequences() -> None:
     found = judged(report(0, "consequence", 2.0, GONE), report(1, "consequence", 1.0, GONE))
     assert found.short == "rank 1: RuntimeError: Connection closed by peer"
-    assert "rank 0 then stopped waiting" in str(found.error) and found.again
+    assert "rank 0 then stopped waiting" in str(found.error) and found.may_retry
 
 
 @pytest.mark.parametrize(

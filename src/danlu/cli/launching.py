@@ -117,7 +117,7 @@ def launch(
 def _stopped(number: int, left: Mapping[int, ExitReport | None]) -> int:
     """The first process has said how far the run came, unless it had not begun or another was stopped at once."""
     first = left[0]
-    if first is not None and first.well:
+    if first is not None and first.succeeded:
         return first.exit_code or 0
     said = "stopped at once; the same command goes on from the last checkpoint, if there is one"
     for rank, other in left.items():
@@ -232,7 +232,7 @@ class Agent(LocalElasticAgent):
             self._end_all()  # they wait in C++ for one that does not come, where no signal reaches them
             self._remaining_restarts = 0
             return RunResult(WorkerState.FAILED)
-        if all(report is not None and report.well for report in ended.values()):
+        if all(report is not None and report.succeeded for report in ended.values()):
             if len(ended) < self._processes:
                 return RunResult(WorkerState.HEALTHY)
             self.cause = None
@@ -282,7 +282,7 @@ class Agent(LocalElasticAgent):
             memory_kills=(oom_kill_count() or 0) - (self._memory_kills or 0),
         )
         allowed = self._worker_group.spec.max_restarts
-        if self.stopping is not None or not self.cause.again:
+        if self.stopping is not None or not self.cause.may_retry:
             self._remaining_restarts = 0
         elif self._remaining_restarts:
             number = allowed - self._remaining_restarts + 1

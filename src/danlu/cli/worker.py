@@ -54,11 +54,11 @@ def work(world: World, body: Callable[[], int]) -> NoReturn:
         left = _launched()
     except OSError:  # a full disk, where not even the room for this could be reserved
         left = False
-    if not report.well:
+    if not report.succeeded:
         _tell(world, report, terminal, left)
     _print("")
     # The launcher would take a stopped process for one that failed, and end those that are still saving.
-    os._exit(0 if report.well and _launched() else report.exit_code)
+    os._exit(0 if report.succeeded and _launched() else report.exit_code)
 
 
 def loaded_torch(world: World) -> None:

@@ -1,7 +1,7 @@
-"""How each process of a run ended: a small file that it leaves, and what of many such files is told to the user.
+"""How each process of a run ended: a small file that each leaves, and the one cause of failure that follows from them.
 
 Exit codes alone do not say it: gloo's threads may abort a process that has done all its work, and of four processes
-that failed three failed only because the first was gone. Without torch, as the command line is.
+that failed three may have failed only because the first was gone. Imports no torch, as the command line does not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -29,14 +29,15 @@ from danlu.errors import (
 from danlu.parallel.world import format_ranks
 
 Kind = Literal["begun", "finished", "stopped", "error", "failure", "hang", "consequence"]
-"""begun: still at work, or died without a word; stopped: by a signal, saved what it could; error: a DanluError;
-failure: any other exception; hang: waited too long for another; consequence: failed because another was gone."""
+"""begun: still at work, or died and left no other report; stopped: by a signal, after saving what it could; error: a
+DanluError; failure: any other exception; hang: waited too long for another process in a collective; consequence: failed
+because another process was gone."""
 
 LOADED = "has loaded torch"
-"""What a process that has begun says of itself when it is about to join the others."""
+"""What a process that has begun says in its report when it is about to join the process group."""
 
 EXIT_REPORT = "DANLU_EXIT_REPORT"
-"""The environment variable that names the file of a process."""
+"""The environment variable with the path of a process's exit report."""
 
 _ERRORS: dict[int, type[DanluError]] = {
     kind.exit_code: kind
@@ -56,9 +57,9 @@ _LESS_MEMORY = (
     "To need less memory set batch.micro lower, memory: {recompute: full}, or parallel: zero3; the start of the run "
     "says what a step is expected to hold"
 )
-_ROOM_BYTES = 64 << 10  # a text and a traceback
+_RESERVED_BYTES = 64 << 10  # a message and a traceback
 
-# What torch and its libraries say in a process whose peer is gone.
+# Texts of exceptions of torch and its libraries in a process whose peer is gone.
 _PEER_IS_GONE = re.compile(
     r"gloo|transport/tcp|Connection (closed|reset|refused)|Broken pipe|NCCL|DistBackendError|TCPStore|recvValue"
     r"|socketPoll|failed to (recv|send)|Timed out waiting|remote process exited|Socket Timeout",
@@ -68,35 +69,38 @@ _PEER_IS_GONE = re.compile(
 
 @dataclass(frozen=True)
 class ExitReport:
-    """What one process says about itself."""
+    """How one process ended, as its file says."""
 
     rank: int
     kind: Kind
     exit_code: int = 0
-    said: tuple[str, ...] = ()  # problems, one each; or the text of the error and its traceback
+    said: tuple[str, ...] = ()  # a message for each problem; or one message, which may end with a traceback
     at: float = field(default_factory=time.time)  # seconds since 1970
 
     @property
-    def well(self) -> bool:
-        """Whether it did what it was asked to, which includes stopping."""
+    def succeeded(self) -> bool:
+        """Whether the process did what it was asked to, which includes stopping."""
         return self.kind in ("finished", "stopped")
 
     def write(self, file: Path) -> None:
-        """Puts it in the place of an earlier one at once; in room that the first has reserved, for a disk may be full
-        by the time that there is something to say."""
-        unfinished, room = file.with_name(f"{file.name}.tmp"), os.O_RDWR | os.O_CREAT
+        """Replaces the report in `file`, atomically.
+
+        The first report, of kind begun, reserves disk space for the next one, which is written into it: the disk may be
+        full by then. Raises OSError.
+        """
+        temporary, flags = file.with_name(f"{file.name}.tmp"), os.O_RDWR | os.O_CREAT
         content = json.dumps(asdict(self)).encode()
-        with open(os.open(unfinished, room, 0o666), "r+b", buffering=0) as taken:
-            taken.write(content)
-            taken.truncate()
-        unfinished.rename(file)
+        with open(os.open(temporary, flags, 0o666), "r+b", buffering=0) as stream:
+            stream.write(content)
+            stream.truncate()
+        temporary.rename(file)
         if self.kind == "begun":
-            with open(os.open(unfinished, room, 0o666), "r+b", buffering=0) as reserved:
-                reserved.write(bytes(_ROOM_BYTES))
+            with open(os.open(temporary, flags, 0o666), "r+b", buffering=0) as stream:
+                stream.write(bytes(_RESERVED_BYTES))
 
 
 def read_report(file: Path) -> ExitReport | None:
-    """What the process said; None if it never came so far."""
+    """The report in `file`; None if the process never wrote one."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -105,16 +109,16 @@ def read_report(file: Path) -> ExitReport | None:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an exception only says that another process is gone or does not answer."""
+    """Whether an exception says no more than that another process is gone or does not answer."""
     if isinstance(error, DanluError) or not isinstance(error, RuntimeError | OSError):
         return False
     return isinstance(error, ConnectionError) or bool(_PEER_IS_GONE.search(str(error)))
 
 
 def write_report(report: ExitReport, environ: Mapping[str, str] = os.environ) -> None:
-    """Leaves the file where whoever started this process wants one.
+    """Writes the report to the file that whoever started this process has named in its environment, if any.
 
-    torchrun names a file of its own, and shows what it finds there.
+    danlu's launcher names EXIT_REPORT, torchrun a file of its own format, whose content it shows. Raises OSError.
     """
     if EXIT_REPORT in environ:
         report.write(Path(environ[EXIT_REPORT]))
@@ -125,11 +129,11 @@ def write_report(report: ExitReport, environ: Mapping[str, str] = os.environ) ->
 
 @dataclass(frozen=True)
 class FailureCause:
-    """Why a group of processes failed, the first reason first."""
+    """Why a group of processes failed."""
 
     error: DanluError
     short: str  # one line
-    again: bool  # whether another attempt may end otherwise
+    may_retry: bool  # whether another attempt may end otherwise
 
 
 def failure_cause(
@@ -139,70 +143,76 @@ def failure_cause(
     *,
     memory_kills: int = 0,
 ) -> FailureCause:
-    """What is told of processes of which at least one failed.
+    """The cause to report for a group of processes of which at least one failed.
 
-    reports: what each left, by rank. exits: exit code, negative for a signal; None for one that was still running when
-    the first failed. logs: where each wrote, for those that died without a word. memory_kills: processes that the
-    system has counted as killed because memory ran out, since the group began.
+    reports: of each process, by rank. exits: their exit codes, negative for a signal; None for a process that was still
+    running when the first one failed. logs: their log files, for those that died without a report. memory_kills: how
+    many processes the system has killed because memory ran out, since the group began.
     """
-    died = {rank: code for rank, code in exits.items() if code is not None and _silent(reports[rank])}
-    told = sorted(
+    died = {rank: code for rank, code in exits.items() if code is not None and _is_silent(reports[rank])}
+    failed = sorted(
         (report for report in reports.values() if report is not None and report.kind in ("error", "failure", "hang")),
         key=lambda report: report.at,
     )
-    # A process is killed from outside, so others may fail of that, in words of any kind; but not in a DanluError's.
+    # A process is killed from outside, and others may fail because of that with exceptions of any kind; but not with a
+    # DanluError.
     killed = -signal.SIGKILL in died.values()
-    if told and not (died and told[0].kind == "hang") and not (killed and told[0].kind == "failure"):
-        first = [report for report in told if _same(report, told[0])]
-        return _told(first, told, reports)
+    if failed and not (died and failed[0].kind == "hang") and not (killed and failed[0].kind == "failure"):
+        first = [report for report in failed if _same_failure(report, failed[0])]
+        return _reported_cause(first, failed, reports)
     if died:
-        return _died(died, logs, reports, memory_kills)
+        return _silent_cause(died, logs, reports, memory_kills)
     waited = [report for report in reports.values() if report is not None and report.kind == "consequence"]
     assert waited, "a group fails of at least one process"
     first = [min(waited, key=lambda report: report.at)]
-    return _told(first, first, reports)
+    return _reported_cause(first, first, reports)
 
 
 def stopped_by_signal(reports: Mapping[int, ExitReport | None], exits: Mapping[int, int | None]) -> ExitReport | None:
-    """The process that a signal stopped at once, where the others failed of nothing else."""
-    stopped = [one for one in reports.values() if one is not None and one.kind == "stopped" and one.said]
-    others = [reports[rank] for rank, code in exits.items() if code is not None]  # else ended by the launcher
-    if not stopped or not all(one is not None and (one.well or one.kind == "consequence") for one in others):
+    """The report of the process that a signal stopped at once; None unless the others failed of nothing else."""
+    stopped = [report for report in reports.values() if report is not None and report.kind == "stopped" and report.said]
+    ended = [reports[rank] for rank, code in exits.items() if code is not None]  # else the launcher ends it
+    if not stopped or not all(
+        report is not None and (report.succeeded or report.kind == "consequence") for report in ended
+    ):
         return None
     return min(stopped, key=lambda report: report.at)
 
 
-def _silent(report: ExitReport | None) -> bool:
+def _is_silent(report: ExitReport | None) -> bool:
+    """Whether a process that has ended says nothing of it."""
     return report is None or report.kind == "begun"
 
 
-def _same(one: ExitReport, other: ExitReport) -> bool:
-    return one.kind == other.kind and (one.said == other.said or one.kind == "hang")
+def _same_failure(report: ExitReport, first: ExitReport) -> bool:
+    return report.kind == first.kind and (report.said == first.said or report.kind == "hang")
 
 
-def _told(
-    first: Sequence[ExitReport], told: Sequence[ExitReport], reports: Mapping[int, ExitReport | None]
+def _reported_cause(
+    first: Sequence[ExitReport], failed: Sequence[ExitReport], reports: Mapping[int, ExitReport | None]
 ) -> FailureCause:
+    """What processes say themselves: `first` failed first and alike, `failed` are all that say why."""
     ranks = [report.rank for report in first]
     reason = first[0]
-    everyone = len(ranks) == len(reports) or reason.kind == "hang"  # a hang's words name the ranks
+    everyone = len(ranks) == len(reports) or reason.kind == "hang"  # a hang's message names the ranks
     whose = "" if everyone else f"{format_ranks(ranks)}: "
     texts = list(reason.said)
-    others = [report for report in told if report.rank not in ranks]
-    texts += [f"{format_ranks([report.rank])} failed as well: {_headline(report)}" for report in others]
-    texts += _folded(set(reports) - set(ranks) - {report.rank for report in others}, reports)
+    later = [report for report in failed if report.rank not in ranks]
+    texts += [f"{format_ranks([report.rank])} failed as well: {_headline(report)}" for report in later]
+    texts += _consequences(set(reports) - set(ranks) - {report.rank for report in later}, reports)
     kind = _ERRORS.get(reason.exit_code, DanluError)
     problems = [f"{whose}{texts[0]}", *texts[1:]]
     error = RecipeError(problems) if kind is RecipeError else kind("\n".join(problems))
-    return FailureCause(error, f"{whose}{_headline(reason)}", again=reason.kind != "error")
+    return FailureCause(error, f"{whose}{_headline(reason)}", may_retry=reason.kind != "error")
 
 
-def _died(
+def _silent_cause(
     died: Mapping[int, int], logs: Mapping[int, Path], reports: Mapping[int, ExitReport | None], memory_kills: int
 ) -> FailureCause:
+    """What is known of processes that died without a report. died: their exit codes, by rank."""
     lines = []
     for code in sorted(set(died.values())):
-        ranks = [rank for rank, its in died.items() if its == code]
+        ranks = [rank for rank in died if died[rank] == code]
         verb = "were" if len(ranks) > 1 else "was"
         if code >= 0:
             lines.append(f"{format_ranks(ranks)} ended with exit code {code} and without a word")
@@ -212,19 +222,20 @@ def _died(
         else:
             lines.append(f"{format_ranks(ranks)} {verb} ended by {_signal(-code)}")
     short = "; ".join(lines)
-    folded = _folded(set(reports) - set(died), reports)
+    notes = _consequences(set(reports) - set(died), reports)
     if -signal.SIGKILL in died.values():
-        folded.append(_LESS_MEMORY)
-    return FailureCause(ResourceError("\n".join([short + _where(logs, died), *folded])), short, again=True)
+        notes.append(_LESS_MEMORY)
+    return FailureCause(ResourceError("\n".join([short + _ends_of_logs(logs, died), *notes])), short, may_retry=True)
 
 
-def _folded(ranks: set[int], reports: Mapping[int, ExitReport | None]) -> list[str]:
+def _consequences(ranks: set[int], reports: Mapping[int, ExitReport | None]) -> list[str]:
+    """A line, or none, on those of `ranks` that failed because another was gone."""
     waited = [rank for rank in ranks if (report := reports[rank]) is not None and report.kind == "consequence"]
     return [f"{format_ranks(waited)} then stopped waiting"] if waited else []
 
 
-def _where(logs: Mapping[int, Path], ranks: Mapping[int, object]) -> str:
-    """The last words in the logs, if any."""
+def _ends_of_logs(logs: Mapping[int, Path], ranks: Iterable[int]) -> str:
+    """The last lines of the logs of some ranks; empty where there are none."""
     texts = []
     for rank in ranks:
         if rank in logs and logs[rank].is_file():
