@@ -22,7 +22,7 @@ from typing import Any
 from danlu.cli.worker import loaded_torch, print_into, work
 from danlu.errors import DataError, RecipeError, Stopped
 from danlu.parallel import exit_reports
-from danlu.parallel.world import World, found
+from danlu.parallel.world import World, world_from_environment
 
 GONE = "Connection closed by peer"
 
@@ -114,6 +114,6 @@ def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    this = found(os.environ)
+    this = world_from_environment(os.environ)
     assert this is not None, "to be started as one of several"
     work(this, lambda: body(this, Path(sys.argv[1]), json.loads(sys.argv[2])))

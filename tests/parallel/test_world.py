@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from danlu.errors import RecipeError
-from danlu.parallel.world import World, first_host, format_ranks, found
+from danlu.parallel.world import World, first_host, format_ranks, world_from_environment
 
 TORCHRUN = {
     "RANK": "5",
@@ -31,32 +31,36 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_worlds() -> None:
-    assert found({}) is None
-    assert found(TORCHRUN) == World(5, 8, 1, "10.0.0.1", 29400, "torchrun")
+    assert world_from_environment({}) is None
+    assert world_from_environment(TORCHRUN) == World(5, 8, 1, "10.0.0.1", 29400, "torchrun")
     plain = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-    assert found(plain) == World(5, 8, None, "10.0.0.1", 29400, "environment variables")
-    assert found(without(TORCHRUN, "LOCAL_RANK")) == World(5, 8, 1, "10.0.0.1", 29400, "torchrun")
+    assert world_from_environment(plain) == World(5, 8, None, "10.0.0.1", 29400, "environment variables")
+    assert world_from_environment(without(TORCHRUN, "LOCAL_RANK")) == World(5, 8, 1, "10.0.0.1", 29400, "torchrun")
     nobody_said = without(TORCHRUN, "LOCAL_RANK") | {"LOCAL_WORLD_SIZE": "0"}
-    assert found(nobody_said) == World(5, 8, None, "10.0.0.1", 29400, "torchrun")
-    assert found(SRUN) == World(6, 8, 2, "gpu03", 12000 + (4711 * 31 + 2) % 20000, "SLURM")
-    assert found(SRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "1234"}) == World(6, 8, 2, "here", 1234, "SLURM")
+    assert world_from_environment(nobody_said) == World(5, 8, None, "10.0.0.1", 29400, "torchrun")
+    assert world_from_environment(SRUN) == World(6, 8, 2, "gpu03", 12000 + (4711 * 31 + 2) % 20000, "SLURM")
+    assert world_from_environment(SRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "1234"}) == World(
+        6, 8, 2, "here", 1234, "SLURM"
+    )
 
 
 def test_alone_where_one_process_was_started() -> None:
-    assert found({"WORLD_SIZE": "1"}) is None  # as container platforms set it
-    assert found(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert found(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert world_from_environment({"WORLD_SIZE": "1"}) is None  # as container platforms set it
+    assert world_from_environment(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert world_from_environment(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}) is None
     # The batch script itself: SLURM says how many tasks the job may have, but none has been started.
-    assert found(without(SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID") | {"SLURM_NTASKS": "8"}) is None
+    assert (
+        world_from_environment(without(SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID") | {"SLURM_NTASKS": "8"}) is None
+    )
 
 
 def test_processes_that_danlu_starts_inside_of_slurm_are_its_own() -> None:
-    inside = found(SRUN | TORCHRUN)
+    inside = world_from_environment(SRUN | TORCHRUN)
     assert inside is not None and (inside.rank, inside.address) == (5, "10.0.0.1")
 
 
 def test_two_steps_of_a_job_meet_at_different_ports() -> None:
-    ports = {world.port for step in range(4) if (world := found(SRUN | {"SLURM_STEP_ID": str(step)}))}
+    ports = {world.port for step in range(4) if (world := world_from_environment(SRUN | {"SLURM_STEP_ID": str(step)}))}
     assert len(ports) == 4
 
 
@@ -81,7 +85,7 @@ def test_two_steps_of_a_job_meet_at_different_ports() -> None:
 )
 def test_contradictions(environ: dict[str, str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        found(environ)
+        world_from_environment(environ)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from danlu.machine import total_memory_bytes, usable_cores
 from danlu.models.hf_folder import LENET, model_type
 from danlu.parallel.exit_reports import EXIT_REPORT
 from danlu.parallel.layout import layout_of
-from danlu.parallel.world import World, found
+from danlu.parallel.world import World, world_from_environment
 from danlu.recipe import Loaded, Recipe
 from danlu.terminal import print_status, print_status_early
 
@@ -58,10 +58,10 @@ def train(
 
     Under torchrun, or SLURM's srun with several tasks, danlu joins the processes that they have started.
     """
-    world = found(os.environ)
+    world = world_from_environment(os.environ)
     if world is not None and processes is not None:
         raise RecipeError(
-            f"--processes {processes}: this was started by {world.found_in} as process {world.rank} of {world.size} "
+            f"--processes {processes}: this was started by {world.source} as process {world.rank} of {world.size} "
             "already. Leave --processes out there"
         )
     if world is not None:

@@ -1,7 +1,7 @@
-"""Becoming one of a run's processes, and ceasing to be: torch.distributed is initialised here and nowhere else.
+"""Joining the process group of a run, and leaving it: torch.distributed is initialised here and nowhere else.
 
-Processes do not take torch.distributed down again: gloo's threads may abort a process that does so, or that ends in the
-ordinary way. Whoever has joined ends by os._exit, as `danlu train` does.
+It is never destroyed: gloo's threads may abort a process that does so, or that ends in the ordinary way. A process that
+has joined ends by os._exit, as `danlu train` does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from danlu.parallel import exit_reports
 from danlu.parallel.flight_recorder import BUFFER_ENTRIES
 from danlu.parallel.rendezvous import rendezvous
 from danlu.parallel.watchdog import PHASE, Watchdog
-from danlu.parallel.world import World, format_ranks, found
+from danlu.parallel.world import World, format_ranks, world_from_environment
 
 __all__ = [
     "LAUNCHER",
@@ -42,14 +42,14 @@ __all__ = [
 LAUNCHER = "DANLU_LAUNCHER"
 """The environment variable with the process number of the danlu that has started this process."""
 
-_LEAST_FOR_MEETING_S = 300.0  # processes load torch at different speeds
-_LEAVING_S = 60.0
-_TOLD = "told"  # how many processes have asked whether to tell of an error
+_LEAST_RENDEZVOUS_S = 300.0  # processes load torch at different speeds
+_LEAVE_TIMEOUT_S = 60.0
+_REPORTERS = "told"  # key in the store: how many processes have asked whether they are to report an error
 
 
 @dataclass(frozen=True)
 class ProcessRank:
-    """This process's place among all."""
+    """The rank of this process; that of a single process by default."""
 
     rank: int = 0
     world: int = 1
@@ -58,30 +58,30 @@ class ProcessRank:
 
 @dataclass
 class _Membership:
-    """What `leave_process_group` needs."""
+    """What this process has joined."""
 
     store: Any
-    watch: Watchdog
+    watchdog: Watchdog
     rank: int
     world: int
 
 
-_membership: _Membership | None = None
+_membership: _Membership | None = None  # None in a single process, and where something else initialised torch
 
 
 def join_process_group(device: str, timeout_s: float, say: Callable[[str], None] | None = None) -> ProcessRank:
-    """Joins the processes that the environment tells of, and watches over their collectives; alone, does nothing.
+    """Joins the process group that the environment describes, and starts the watchdog; does nothing in one process.
 
     device: cpu, cuda, or auto for cuda where there is one; a process takes the CUDA device of its local rank, or
     the only one that it sees.
-    timeout_s: after which a collective has failed. `say` tells the user of one that is about to, in rank 0, and of
-    processes that do not come.
+    timeout_s: after which a collective has failed.
+    say: tells the user of collectives that hang and of processes that do not come; by default on stderr.
     Raises RecipeError for more processes than devices, ResourceError if the others cannot be reached.
     """
     global _membership
     if dist.is_initialized():
         return ProcessRank(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", dist.get_rank())))
-    world = found(os.environ)
+    world = world_from_environment(os.environ)
     if world is None:
         return ProcessRank()
     on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -97,11 +97,11 @@ def join_process_group(device: str, timeout_s: float, say: Callable[[str], None]
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(BUFFER_ENTRIES))
     launcher = None if LAUNCHER not in os.environ else int(os.environ[LAUNCHER])
     say = say or _say_stderr
-    store = rendezvous(world, max(timeout_s, _LEAST_FOR_MEETING_S), say, lambda: _require_launcher(launcher))
+    store = rendezvous(world, max(timeout_s, _LEAST_RENDEZVOUS_S), say, lambda: _require_launcher(launcher))
     if taken is not None:
         agree_on_devices(world, store, taken)
     _connect(world, "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store, timeout_s)
-    watch = Watchdog(
+    watchdog = Watchdog(
         PrefixStore("watch", store.clone()),
         world.rank,
         world.size,
@@ -110,19 +110,19 @@ def join_process_group(device: str, timeout_s: float, say: Callable[[str], None]
         end=lambda text: _end(world.rank, text),
         launcher=launcher,
     ).start()
-    _membership = _Membership(store, watch, world.rank, world.size)
+    _membership = _Membership(store, watchdog, world.rank, world.size)
     return ProcessRank(world.rank, world.size, local)
 
 
 def leave_process_group() -> None:
-    """To be called once the work is done, before the process ends; alone, does nothing.
+    """Leaves the process group; to be called once the work is done, before the process ends.
 
-    Rank 0, which may keep the store that the others ask, waits until they have left.
+    Rank 0, which may keep the store that the others ask, waits until they have left, a minute at most.
     """
     if _membership is None:
         return
-    _membership.watch.stop()
-    until = time.monotonic() + _LEAVING_S
+    _membership.watchdog.stop()
+    until = time.monotonic() + _LEAVE_TIMEOUT_S
     with suppress(dist.DistError):  # the store went with a launcher that was killed: nobody asks it any more
         left = _membership.store.add("left", 1)
         while _membership.rank == 0 and left < _membership.world and time.monotonic() < until:
@@ -133,43 +133,43 @@ def leave_process_group() -> None:
 def untimed_barrier(name: str) -> None:
     """Returns when every process has come here, however long the slowest takes: a barrier without a time limit.
 
-    name: another for each place. Alone, or where something else has joined this process, does nothing.
-    Raises ConnectionError where another process has told of an error: it will not come.
+    name: a different one for each barrier of a run. Does nothing in a process that has not joined.
+    Raises ConnectionError where another process has reported an error: it will not come.
     """
     if _membership is None:
         return
-    come = _membership.store.add(f"assemble/{name}", 1)
-    while come < _membership.world:
-        if _membership.store.add(_TOLD, 0):
+    arrived = _membership.store.add(f"assemble/{name}", 1)
+    while arrived < _membership.world:
+        if _membership.store.add(_REPORTERS, 0):
             raise ConnectionError("another process has failed")
         time.sleep(0.02)
-        come = _membership.store.add(f"assemble/{name}", 0)
+        arrived = _membership.store.add(f"assemble/{name}", 0)
 
 
 def error_to_report(error: BaseException) -> BaseException:
-    """What to tell the user of an error: for a collective that failed after a hang was reported, the report."""
+    """What to report of an error: where a collective failed after the watchdog had reported a hang, that report."""
     if (
         _membership is not None
         and exit_reports.is_peer_failure(error)
-        and (report := _membership.watch.report()) is not None
+        and (report := _membership.watchdog.report()) is not None
     ):
         return TrainingError(report)
     return error
 
 
 def is_first_to_report() -> bool:
-    """Whether no other process has asked before: of many that fail at once, one tells the user."""
+    """Whether no other process has asked before: of several that fail at once, one reports to the user."""
     if _membership is None:
         return True
     try:
-        first: bool = _membership.store.add(_TOLD, 1) == 1
+        first: bool = _membership.store.add(_REPORTERS, 1) == 1
     except dist.DistError:  # the store is gone: this process is not the first to end
         return False
     return first
 
 
 def _take_device(world: World) -> int:
-    """Takes the CUDA device of a process. Raises RecipeError if there is none for it."""
+    """Makes a CUDA device the current one, and returns its number. Raises RecipeError if there is none."""
     number = device_of(world.rank, world.local_rank, torch.cuda.device_count())
     torch.cuda.set_device(number)
     torch.cuda.init()  # or torch's meshes would set the device of LOCAL_RANK, which may not be visible
@@ -177,10 +177,10 @@ def _take_device(world: World) -> int:
 
 
 def device_of(rank: int, local_rank: int | None, devices: int) -> int:
-    """The number of the CUDA device that a process takes, of as many as it sees.
+    """The number of the CUDA device that a process takes of the `devices` that it sees.
 
-    That of its local rank; where each process sees one device alone, as with SLURM's --gpus-per-task=1, that one.
-    Raises RecipeError if there is none for it.
+    It is the local rank; 0 where each process sees one device alone, as with SLURM's --gpus-per-task=1.
+    Raises RecipeError if there is no device for it.
     """
     local = rank % max(1, devices) if local_rank is None else local_rank
     if local < devices:
@@ -194,33 +194,32 @@ def device_of(rank: int, local_rank: int | None, devices: int) -> int:
 
 
 def agree_on_devices(world: World, store: Any, device: str | RecipeError) -> None:
-    """Returns where each process has a CUDA device of its own; NCCL refuses one that two have taken.
+    """Checks that each process has a CUDA device of its own; NCCL refuses one that two have taken.
 
-    Every process calls it, and all raise the same: an error of some alone might not be told.
-    device: what identifies this one's, the same in all processes that see it (its UUID); or why it has none.
-    Raises RecipeError.
+    Every process calls it, and all raise the same RecipeError: one that only some raise might not be reported.
+    device: what identifies the device of this process, the same in all processes that see it (its UUID); or why the
+    process has none.
     """
-    missing = isinstance(device, RecipeError)
-    store.set(f"device/{world.rank}", json.dumps([missing, str(device)]))
+    store.set(f"device/{world.rank}", json.dumps([isinstance(device, RecipeError), str(device)]))
     if world.rank == 0:
         taken: dict[str, list[int]] = {}
         problems: list[str] = []
         for rank in range(world.size):
-            none, said = json.loads(store.get(f"device/{rank}"))
-            if none:
-                problems.append(f"{format_ranks([rank])}: {said}")
+            is_problem, text = json.loads(store.get(f"device/{rank}"))
+            if is_problem:
+                problems.append(f"{format_ranks([rank])}: {text}")
             else:
-                taken.setdefault(said, []).append(rank)
-        for each, ranks in taken.items():
+                taken.setdefault(text, []).append(rank)
+        for name, ranks in taken.items():
             if len(ranks) > 1:
                 problems.append(
-                    f"device: cuda, and {format_ranks(ranks)} have all taken {each}: each process needs one of its "
+                    f"device: cuda, and {format_ranks(ranks)} have all taken {name}: each process needs one of its "
                     "own. Start as many processes on a machine as it has devices (under SLURM with "
                     "--gpus-per-task=1), or use device: cpu"
                 )
         store.set("devices", json.dumps(problems))
-    if said_by_first := json.loads(store.get("devices")):
-        raise RecipeError(said_by_first)
+    if problems_of_all := json.loads(store.get("devices")):
+        raise RecipeError(problems_of_all)
 
 
 def _require_launcher(launcher: int | None) -> None:
@@ -230,7 +229,7 @@ def _require_launcher(launcher: int | None) -> None:
 
 
 def _connect(world: World, backend: str, store: Any, timeout_s: float) -> None:
-    """torch's default group. Raises ResourceError if this machine has no address that the others could reach."""
+    """Makes torch's default group. Raises ResourceError if this machine has no address that the others can reach."""
     limit = timedelta(seconds=timeout_s)
     try:
         dist.init_process_group(

@@ -1,6 +1,6 @@
-"""How many processes there are and which of them this is, as whoever started them says in environment variables.
+"""How many processes a run has and which of them this is, by the environment variables of whoever started them.
 
-Without torch: the command line asks before it loads anything.
+Imports no torch: the command line asks before it loads anything.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class World:
 
     rank: int
     size: int
-    local_rank: int | None  # number among the processes of this machine; None: nobody said
-    address: str  # of rank 0, where all find each other
+    local_rank: int | None  # number among the processes of this machine; None where it is not known
+    address: str  # host of rank 0, at which the processes rendezvous
     port: int
-    found_in: str  # for messages
+    source: str  # what said so, for messages: "torchrun"
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that torch and its friends read."""
-        named = {_RANK: self.rank, _SIZE: self.size, _ADDRESS: self.address, _PORT: self.port}
+        """The environment variables that torch.distributed reads."""
+        variables = {_RANK: self.rank, _SIZE: self.size, _ADDRESS: self.address, _PORT: self.port}
         if self.local_rank is not None:
-            named["LOCAL_RANK"] = self.local_rank
-        return {name: str(value) for name, value in named.items()}
+            variables["LOCAL_RANK"] = self.local_rank
+        return {name: str(value) for name, value in variables.items()}
 
 
-def found(environ: Mapping[str, str]) -> World | None:
-    """The world that torchrun, SLURM's srun or plain variables describe; None where this process is alone.
+def world_from_environment(environ: Mapping[str, str]) -> World | None:
+    """The world that the variables of torchrun, SLURM's srun or the user describe; None for a single process.
 
     Raises RecipeError for variables that contradict each other or are no numbers.
     """
@@ -64,14 +64,14 @@ def _from_variables(environ: Mapping[str, str]) -> World | None:
     local = None
     if "LOCAL_RANK" in environ:
         local = _number(environ, "LOCAL_RANK")
-    elif (here := _number(environ, "LOCAL_WORLD_SIZE", 0)) > 0:
-        local = rank % here
-    by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment variables"
-    return World(rank, size, local, environ[_ADDRESS], _number(environ, _PORT), by)
+    elif (local_size := _number(environ, "LOCAL_WORLD_SIZE", 0)) > 0:
+        local = rank % local_size
+    source = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment variables"
+    return World(rank, size, local, environ[_ADDRESS], _number(environ, _PORT), source)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> World:
-    """A task of an srun with several. (In the batch script itself, outside of srun, a process is alone.)"""
+    """The world of a task that srun started with others. The batch script itself, outside of srun, is one process."""
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes is None:
@@ -83,9 +83,9 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
         size=_number(environ, "SLURM_STEP_NUM_TASKS"),
         local_rank=_number(environ, "SLURM_LOCALID"),
         address=environ.get(_ADDRESS) or first_host(nodes),
-        # Below the ports that systems give out by themselves, and another for each step that may run beside this one.
+        # Below the ephemeral ports of the system, and a different one for each job step that may run at the same time.
         port=_number(environ, _PORT, 12_000 + (job * 31 + step) % 20_000),
-        found_in="SLURM",
+        source="SLURM",
     )
 
 
@@ -100,8 +100,8 @@ def first_host(nodes: str) -> str:
 def format_ranks(ranks: Iterable[int]) -> str:
     """``rank 1``, ``ranks 0 and 2``, ``ranks 0-5, 7 and 9``."""
     numbers = sorted(set(ranks))
-    # Where one run of neighbours ends and the next begins.
-    breaks = [0, *(at for at, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
+    # Indices at which a run of consecutive ranks begins, and the end of the last one.
+    breaks = [0, *(index for index, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
     parts: list[str] = []
     for start, end in pairwise(breaks):
         run = numbers[start:end]
@@ -110,10 +110,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {listed}"
 
 
-def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The whole number in a variable. Raises RecipeError for one that is no number, or not set and without default."""
     text = environ.get(name)
-    if text is None and otherwise is not None:
-        return otherwise
+    if text is None and default is not None:
+        return default
     if text is None or not re.fullmatch(r"\s*-?\d+\s*", text):
         seen = "not set" if text is None else f"{text!r}, which is no number"
         raise RecipeError(f"{name} is {seen} in the environment; it says how the processes of a run are numbered")
