@@ -317,12 +317,13 @@ def adapters(write: Write, device: Any, tiny: bool) -> None:
     beside what was predicted."""
     import torch
 
+    from danlu.language.learner import DecoderLearner
     from danlu.memory.recompute import plan_of, unwrap_layer, wrap
     from danlu.memory_preview import estimate_from_config
     from danlu.optim.build import build
     from danlu.parallel.layout import Layout
     from danlu.recipe import sections
-    from danlu.train.step import Compute, accumulate
+    from danlu.train.step import accumulate
 
     length, layers = (64, 2) if tiny else (4096, 32)
     config = config_of("tiny" if tiny else "8B", layers, length)
@@ -333,7 +334,7 @@ def adapters(write: Write, device: Any, tiny: bool) -> None:
         model, made = frozen_with_adapter(config, device, section, quantization)
         wait(device)
         write("made", kind=name, s=round(time.perf_counter() - start, 2))
-        compute = Compute(model, model, device, torch.bfloat16, 1, sections.LossOptions(), made)
+        compute = DecoderLearner(model, model, device, torch.bfloat16, 1, adapters=made)
         for kind in ("full", "selective", "none"):
             wrap(model, plan_of(sections.Recompute(kind=kind), model))
             optimizer = build(model.named_parameters(), sections.AdamW(learning_rate=1e-4))
@@ -377,10 +378,11 @@ def full(write: Write, device: Any, tiny: bool) -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from danlu.language.learner import DecoderLearner
     from danlu.optim.build import build
     from danlu.plan.flops import shape_of, training_flops
     from danlu.recipe import sections
-    from danlu.train.step import Compute, accumulate
+    from danlu.train.step import accumulate
 
     length, layers = (64, 2) if tiny else (4096, 4)
     config = config_of("tiny" if tiny else "8B", layers, length)
@@ -388,7 +390,7 @@ def full(write: Write, device: Any, tiny: bool) -> None:
     model = random_model(config, device)
     for compiled in (False, True) if device.type == "cuda" else (False,):
         forward = model.compiled() if compiled else model
-        compute = Compute(model, forward, device, torch.bfloat16, 1, sections.LossOptions())
+        compute = DecoderLearner(model, forward, device, torch.bfloat16, 1)
         optimizer = build(model.named_parameters(), sections.AdamW(learning_rate=1e-4))
 
         def step(compute: Any = compute, optimizer: Any = optimizer) -> None:
@@ -460,7 +462,7 @@ def loss(write: Write, device: Any, tiny: bool) -> None:
     """The head and its cross-entropy by the size of its slices, trained and frozen."""
     import torch
 
-    from danlu.objectives.crossentropy import linear_cross_entropy
+    from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 
     tokens, width, words = (64, 32, 300) if tiny else (4096, 4096, 128256)
     hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)

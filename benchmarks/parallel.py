@@ -43,19 +43,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from danlu.language.builder import placed_decoder
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
-from danlu.objectives.crossentropy import linear_cross_entropy
+from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
-from danlu.placing import learner, place, subject_of
+from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, sections
-from danlu.train.memory_parts import Activations
+from danlu.stages import STAGES
 from danlu.train.step import accumulate
 from danlu.types import Pack, Sample
 
@@ -152,7 +153,7 @@ def memory_of(layout: str) -> dict[str, float]:
     device = torch.device("cpu")
     subject = subject_of(chosen, config(), device, ranks=ranks)
     placed = place(subject, chosen, ranks, device)
-    compute = learner(placed, chosen, device, MICRO)
+    compute = placed_decoder(chosen, STAGES[chosen.stage], placed, config(), device).learner(MICRO)
     optimizer = build_optimizer(placed.parameters(), chosen.optimizer)
     model = placed.subject.model
     count = sum(p.numel() for p in Decoder(config()).parameters())
@@ -182,10 +183,10 @@ def kept_of(layout: str) -> int:
     ranks = ranks_of(layout_of(chosen.parallel, dist.get_world_size()), "cpu")
     device = torch.device("cpu")
     placed = place(subject_of(chosen, config(), device, ranks=ranks), chosen, ranks, device)
-    counter = Activations.beside(parameter for _, parameter in placed.parameters())
-    compute = learner(placed, chosen, device, MICRO, activations=counter)
+    compute = placed_decoder(chosen, STAGES[chosen.stage], placed, config(), device).learner(MICRO)
     accumulate(compute, packs(MICRO, 0), step=1, clip=1.0)
-    return counter.most
+    assert compute.activations is not None, "a model that is not compiled has them counted"
+    return compute.activations.most
 
 
 def times_of(layout: str, rounds: int) -> list[float]:
@@ -194,7 +195,7 @@ def times_of(layout: str, rounds: int) -> list[float]:
     ranks = ranks_of(layout_of(chosen.parallel, dist.get_world_size()), "cpu")
     device = torch.device("cpu")
     placed = place(subject_of(chosen, config(), device, ranks=ranks), chosen, ranks, device)
-    compute = learner(placed, chosen, device, MICRO)
+    compute = placed_decoder(chosen, STAGES[chosen.stage], placed, config(), device).learner(MICRO)
     optimizer = build_optimizer(placed.parameters(), chosen.optimizer)
     everyone = packs(PACKS * dist.get_world_size(), 0)
 

@@ -180,7 +180,7 @@ def test_only_what_should_be_trained_changes(
     models: list[Decoder] = []
 
     def watched(training: Any) -> None:
-        model = training.compute.model
+        model = training.learner.model
         models.append(model)
         seen.append(tensors_of(model))
         loop.fit(training)
@@ -215,7 +215,7 @@ def test_the_result_is_the_trained_model(tiny_world: World, tmp_path: Path, monk
     models: list[Decoder] = []
 
     def kept(training: Any) -> None:
-        models.append(training.compute.model)
+        models.append(training.learner.model)
         loop.fit(training)
 
     monkeypatch.setattr(run, "fit", kept)

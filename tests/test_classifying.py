@@ -16,11 +16,11 @@ from builders.tiny_world import danlu, metrics
 from torch import Tensor
 
 from danlu import recipe as recipes
-from danlu.classifying import Classifying
 from danlu.errors import RecipeError, TrainingError
 from danlu.models import lenet
 from danlu.numerics.relative_error import worst_relative_error
 from danlu.parallel.ranks import Ranks
+from danlu.stages import STAGES
 from danlu.train.checkpoints.loading import read_group
 
 SHARDS = ("none", "zero1", "zero2", "zero3")
@@ -189,9 +189,9 @@ def test_narrow_activations_learn_too(precision: str, images: str, tmp_path: Pat
 
 def test_a_loss_that_is_not_finite_names_its_cause(images: str) -> None:
     recipe = recipe_of(images, "none")
-    task = Classifying(recipe)
-    material = task.read(None)  # type: ignore[arg-type]
-    placed = task.place(Ranks(), torch.device("cpu"), None)
+    stage = STAGES["classify"]
+    material = stage.reader(recipe).read(None)  # type: ignore[arg-type]
+    placed = stage.builder(recipe, stage).place(Ranks(), torch.device("cpu"), None, material)
     learner = placed.learner(2)
     batch = learner.collate([material.source.at(0), material.source.at(1)])
     with torch.no_grad():

@@ -118,7 +118,7 @@ def test_what_is_imported_is_what_preflight_asks_for(gpu: ModuleType) -> None:
 import sys, torch
 with_torch = {name.split(".")[0] for name in sys.modules}
 import builders.tiny_run, danlu.train.loop, danlu.rollout.generate, danlu.memory_estimate, danlu.parallel.data
-import danlu.numerics.bitsandbytes_kernels, danlu.objectives.crossentropy
+import danlu.numerics.bitsandbytes_kernels, danlu.objectives.linear_cross_entropy
 names = {name.split(".")[0] for name in sys.modules} - with_torch - set(sys.stdlib_module_names)
 names = {name for name in names if not name.startswith("_sysconfigdata")}
 print(*sorted(name for name in names if getattr(sys.modules.get(name), "__file__", None)))

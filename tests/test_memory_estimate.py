@@ -15,7 +15,8 @@ from builders.tiny_world import CONFIG, World, danlu
 
 from danlu import run
 from danlu.errors import RecipeError
-from danlu.language import PlacedDecoder
+from danlu.language.builder import placed_decoder
+from danlu.language.placed import PlacedDecoder
 from danlu.memory_estimate import MemoryEstimate, find_micro_batch, keeps_scores
 from danlu.memory_preview import estimate_from_config
 from danlu.models.families import read_config_values
@@ -27,6 +28,7 @@ from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks
 from danlu.placing import optimizer_of, place, subject_of
 from danlu.recipe import Recipe, load
+from danlu.stages import STAGES
 from danlu.train import loop
 from danlu.train.step import accumulate
 from danlu.types import Pack, Sample
@@ -62,7 +64,8 @@ def placed_of(recipe: Recipe) -> PlacedDecoder:
     else:
         assert isinstance(recipe.model.config, dict)
         config = read_config_values({"vocab_size": 400, **recipe.model.config})
-    return PlacedDecoder(recipe, place(subject_of(recipe, config, CPU), recipe, Ranks(), CPU), CPU)
+    placed = place(subject_of(recipe, config, CPU), recipe, Ranks(), CPU)
+    return placed_decoder(recipe, STAGES[recipe.stage], placed, config, CPU)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from builders.tiny_world import CONFIG, World, danlu, differences, events, last_state, metrics, spike_at, write_rows
 
-from danlu import language, memory_estimate, run
+from danlu import memory_estimate, run
 from danlu.data import tokenizer_folder
 from danlu.data.demo_data import conversations
 from danlu.data.tokenizer_training import CHATML
+from danlu.language import reader
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.train import loop
 
@@ -377,7 +378,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     weights = tmp_path / "run" / "model" / "model.safetensors"
     written = weights.stat().st_mtime_ns
     capsys.readouterr()
-    monkeypatch.setattr(language, "prepare", lambda *arguments, **options: pytest.fail("the data was read again"))
+    monkeypatch.setattr(reader, "prepare", lambda *arguments, **options: pytest.fail("the data was read again"))
     assert danlu("train", recipe) == 0
     said = capsys.readouterr().err
     assert said.startswith(f"was finished already, after step 2: {tmp_path}/run\n")

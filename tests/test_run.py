@@ -16,7 +16,8 @@ from builders.inline_workers import InlineWorkers
 from builders.tiny_world import CONFIG, World, danlu, events, last_state, metrics, spike_at
 from safetensors.torch import load_file
 
-from danlu import language, run
+from danlu import run
+from danlu.language import reader
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.numerics.loss_scaling import LossScaler
@@ -533,7 +534,7 @@ def test_missing_wandb_is_said_before_anything_expensive(
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else real(name, *rest))
-    monkeypatch.setattr(language, "prepare", lambda *arguments, **options: pytest.fail("the data was read"))
+    monkeypatch.setattr(reader, "prepare", lambda *arguments, **options: pytest.fail("the data was read"))
     assert danlu("train", tiny_world.recipe(tmp_path / "run", log={"wandb": "project"})) == 2
     assert "log.wandb: the wandb package is not installed. Run `pip install wandb`" in capsys.readouterr().err
 

@@ -13,9 +13,9 @@ import pytest
 from builders.tiny_world import World, danlu, differences, last_state, metrics, start
 
 from danlu import language, run
+from danlu.language.learner import DecoderLearner
 from danlu.train import loop
 from danlu.train.checkpoints.verification import verify
-from danlu.train.step import Compute
 
 
 def ctrl_c(*arguments: Any, **options: Any) -> None:
@@ -160,7 +160,7 @@ def test_during_an_evaluation_it_is_cut_short_and_done_anew(
     recipe = tiny_world.recipe(tmp_path / "run", **changes)
     training = 5 * 2  # micro-batches
     with monkeypatch.context() as patch:
-        patch.setattr(Compute, "losses", before(Compute.losses, ctrl_c, at=training + 2))
+        patch.setattr(DecoderLearner, "losses", before(DecoderLearner.losses, ctrl_c, at=training + 2))
         assert danlu("train", recipe) == 130
     assert last_state(tmp_path / "run")[0].name == "step-00000005"
     assert not [line for line in metrics(tmp_path / "run") if "eval_loss" in line]

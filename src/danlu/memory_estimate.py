@@ -19,7 +19,8 @@ from danlu.memory.available_memory import available_bytes, host_memory_bytes
 from danlu.memory.recompute import Kind, LayerPlan
 from danlu.models.attention_kernels import kernels_of
 from danlu.models.config import ModelConfig
-from danlu.objectives.crossentropy import slice_bytes, workspace_bytes
+from danlu.objectives.linear_cross_entropy import workspace_bytes
+from danlu.objectives.vocab_slices import slice_bytes
 from danlu.plan.activation_memory import ActivationBytes, ActivationPlan, activation_bytes
 from danlu.plan.flops import shape_of
 from danlu.plan.memory_advice import advice

@@ -37,12 +37,12 @@ from danlu.models.presets import from_scratch
 from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel.layout import Layout, layout_of
+from danlu.parameter_count import parameters_of
 from danlu.placing import kept_whole
 from danlu.plan.parameter_memory import packed_bytes
 from danlu.recipe import Recipe, sections
 from danlu.safetensors_format import read_header
 from danlu.train.memory_parts import MemoryParts
-from danlu.train.summary import parameters_of
 from danlu.train.units import parameters_and_trained
 
 

@@ -12,7 +12,7 @@ from danlu.errors import ResourceError
 from danlu.memory_estimate import MemoryEstimate
 from danlu.plan.memory_advice import advice
 from danlu.recipe import Recipe
-from danlu.tasks import PlacedModel
+from danlu.stage_protocols import PlacedModel
 from danlu.train.memory_parts import MemoryParts, resident_bytes
 from danlu.train.metrics import peak_memory_bytes
 from danlu.train.out_of_memory import in_short, is_out_of_memory
@@ -55,7 +55,7 @@ class MemoryReport:
         if (parts := self._parts()) is not None:
             named = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(parts).items() if value)
             lines.append(f"a step takes {named} = {format_bytes(parts.total)} in tensors")
-        micro = 1 if run is None else run.compute.micro
+        micro = 1 if run is None else run.learner.micro
         known = {} if parts is None else vars(parts)
         lines.append(advice(self.recipe, known, device_type=self.device.type, micro=micro))
         latest = None if run is None else run.store.latest()
@@ -70,7 +70,7 @@ class MemoryReport:
     def _parts(self) -> MemoryParts | None:
         """As they were measured, once there was a step; else as they are expected."""
         run, placed = self._run, self._placed
-        counted = None if run is None else run.compute.activations
+        counted = None if run is None else run.learner.activations
         if run is not None and placed is not None and counted is not None and counted.most:
             return placed.memory(run)
         return None if self._estimate is None else self._estimate.parts

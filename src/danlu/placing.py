@@ -25,7 +25,7 @@ from danlu.errors import RecipeError
 from danlu.memory import activation_offload, recompute, recompute_planner
 from danlu.memory.paged_state import paged_state
 from danlu.memory.parameter_offload import offload_parameters
-from danlu.models.attend import PackedAttention
+from danlu.models.attend import attend_for
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import resolve_folder
@@ -39,12 +39,10 @@ from danlu.parallel.comm import Group
 from danlu.parallel.local_parameter import LocalParameter, local_parameters_of
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
-from danlu.parallel.threads import NOTE, Replicas
+from danlu.parallel.threads import NOTE
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.train.checkpoints.loading import read_group
-from danlu.train.memory_parts import Activations
-from danlu.train.step import Compute, Losses, ThreadedCompute
 from danlu.types import Pack, Sample
 
 
@@ -191,7 +189,14 @@ def check_placing(recipe: Recipe, ranks: Ranks, device: torch.device) -> None:
         )
 
 
-def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, *, resumed: bool = False) -> Placed:
+def place(
+    subject: Subject,
+    recipe: Recipe,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    resumed: bool = False,
+) -> Placed:
     """Puts a subject on the processes, in place. Everything here does nothing along an axis of one.
 
     Raises RecipeError as `check_placing`, and for a model that cannot be cut.
@@ -205,7 +210,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
             parts.cutter.layer(name)
     cuts = parts.cutter.rest()
     plan = recompute.plan_of(recipe.memory.recompute, model, lambda: _cheapest_plan(subject, recipe, ranks, device))
-    recompute.wrap(model, plan, gathered=_token_shares(recipe, ranks) > 1)
+    recompute.wrap(model, plan, gathered=token_shares(recipe, ranks) > 1)
     notes = [recompute.describe(plan)] if recipe.memory.recompute.kind != "none" else []
     notes += [NOTE] if section.workers == "threads" else []
     notes += offload_notes(recipe, device)
@@ -267,7 +272,7 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
     """
     model, section, micro = subject.model, recipe.memory.recompute, recipe.batch.micro
     assert isinstance(micro, int) and section.budget is not None, "the recipe's rules ask for both"
-    shares = _token_shares(recipe, ranks)
+    shares = token_shares(recipe, ranks)
     if any(parameter.is_meta for parameter in model.parameters()):
         config = replace(model.config, layers=1, windows=model.config.windows[:1])
         probe = build(config, device=device)
@@ -279,7 +284,7 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
     full = Pack((Sample(np.zeros(length, dtype=np.int32), np.zeros(length, dtype=np.float32), "full"),))
     virtual = () if subject.adapters is None else subject.adapters.virtual_token_ids
     batch = pad_to_bucket(collate([full] * micro, device, virtual_token_ids=virtual), shares)
-    attend = PackedAttention(batch.boundaries)
+    attend = attend_for(batch)
     dropout_state = None if subject.adapters is None else subject.adapters.build_context.dropout_state
     if dropout_state is not None:  # what dropout makes is kept too
         dropout_state.begin(0, [(0, len(batch.tokens))])
@@ -293,46 +298,9 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
     return ranks.world.from_first(lambda: recompute_planner.fastest_plan(costs, int((section.budget or 0) * 2**30)))
 
 
-def _token_shares(recipe: Recipe, ranks: Ranks) -> int:
+def token_shares(recipe: Recipe, ranks: Ranks) -> int:
     """Processes among which tokens are cut where attention, MLP and head are not at work."""
     return ranks.tensor.size if recipe.parallel.sequence else 1
-
-
-def learner(
-    placed: Placed,
-    recipe: Recipe,
-    device: torch.device,
-    micro: int,
-    *,
-    compiled: bool = False,
-    activations: Activations | None = None,
-) -> Compute:
-    """What learns: a placed model with its loss, under DDP where every data rank holds all that is trained."""
-    model, ranks = placed.subject.model, placed.parallel.ranks
-    offload = None
-    if "activations" in recipe.memory.offload:
-        folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
-        offload = activation_offload.offload_for(device, folder)
-    compute = Compute(
-        model,
-        model.compiled() if compiled else model,
-        device,
-        DTYPES[recipe.precision],
-        micro,
-        recipe.loss,
-        placed.subject.adapters,
-        activations,
-        placed.parallel,
-        offload=offload,
-        multiple=_token_shares(recipe, ranks),
-    )
-    if recipe.parallel.workers == "threads":
-        return ThreadedCompute(**vars(compute), replicas=Replicas(model, replica_devices(recipe, device)))
-    if ranks.data.alone or recipe.parallel.shard != "none":
-        return compute
-    wrapped = data.replicate(Losses(model, compute.own_losses), ranks, recipe.parallel)
-    data.settle(wrapped, compute.collate([]), compute.loss, 1.0)
-    return replace(compute, through=wrapped, parallel=data.replicated_step(placed.parallel, wrapped))
 
 
 def optimizer_of(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, device: torch.device) -> Optimizers:

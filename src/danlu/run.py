@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from danlu.atomic_write import write_atomically
-from danlu.classifying import Classifying
 from danlu.errors import CheckpointError, RecipeError, ResourceError, Stopped
-from danlu.language import Language, written_date
+from danlu.language.reader import written_date
 from danlu.memory_report import MemoryReport
 from danlu.numerics.deterministic import deterministic
 from danlu.numerics.loss_scaling import LossScaler
@@ -38,10 +37,12 @@ from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.process_group import untimed_barrier
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.watchdog import track_modules
+from danlu.parameter_count import parameters_of, trained_parameters_of
 from danlu.placing import optimizer_of
 from danlu.plan.precision import fastest, in_gflops, product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
-from danlu.tasks import Material, PlacedModel, Task
+from danlu.stage_protocols import Material, PlacedModel, Reader, Stage
+from danlu.stages import STAGES
 from danlu.train.checkpoints.folders import is_checkpoint_folder, is_complete, step_of
 from danlu.train.checkpoints.gathering import Gathering
 from danlu.train.checkpoints.loading import load_checkpoint, read_state
@@ -73,9 +74,7 @@ from danlu.train.summary import (
     clear_summary,
     few_steps,
     flat_loss,
-    parameters_of,
     seconds_in,
-    trained_parameters_of,
     write_summary,
 )
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
@@ -105,7 +104,13 @@ class Outcome:
 
 
 def train(
-    loaded: Loaded, *, resume: str = "auto", say: Say, stream: TextIO | None = None, dry_run: bool = False
+    loaded: Loaded,
+    *,
+    resume: str = "auto",
+    say: Say,
+    stream: TextIO | None = None,
+    dry_run: bool = False,
+    stage: Stage | None = None,
 ) -> Outcome:
     """Trains the recipe in its output folder, going on where an earlier run of it stopped.
 
@@ -114,10 +119,12 @@ def train(
     stream: where progress is shown; stderr by default.
     dry_run: do all up to the first step (rows, weights, optimizer, a checkpoint taken up), and then stop. The output
     folder is only looked at; tokens stay in their cache.
+    stage: what is trained, by default the row of `STAGES` that the recipe names.
     Raises DanluError of the kind that fits, and Stopped for a signal when there is nothing to be saved (or a second
     one); whatever was saved before stays.
     """
     recipe = loaded.recipe
+    stage = stage or STAGES[recipe.stage]
     folder = Path(recipe.output).expanduser()
     device = _device(recipe)
     ranks = ranks_of(layout_of(recipe.parallel, world_size()), device.type)
@@ -137,7 +144,7 @@ def train(
         stop_request = closing.enter_context(_stop_request(ranks))
         stop_request.at_once = True
         try:
-            return _train(loaded, folder, into, resume, stop_request, say, stream, device, ranks)
+            return _train(loaded, stage, folder, into, resume, stop_request, say, stream, device, ranks)
         except Stopped as stop:
             if dry_run:
                 raise
@@ -156,6 +163,7 @@ def _silence(line: str) -> None:
 
 def _train(
     loaded: Loaded,
+    stage: Stage,
     folder: Path,
     into: Path,
     resume: str,
@@ -183,20 +191,20 @@ def _train(
     if ranks.leads and (remark := slower(recipe.precision, product_speeds(device, also=recipe.precision))):
         say(remark)
     ranks.world.from_first(lambda: _describe(folder, into, recipe, device, start, say))
-    task = _task(recipe)
-    task.check(start)
-    material = ranks.world.from_first(lambda: task.read(stream), again=True, barrier=lambda: untimed_barrier("data"))
+    reader, builder = stage.reader(recipe), stage.builder(recipe, stage)
+    builder.check(start)
+    material = ranks.world.from_first(lambda: reader.read(stream), again=True, barrier=lambda: untimed_barrier("data"))
     program = resident_bytes(device)
     with ExitStack() as closing:
         closing.callback(material.close)
         for line in material.lines:
             say(line)
         memory_report = closing.enter_context(MemoryReport(recipe, device))
-        placed = task.place(ranks, device, start)
+        placed = builder.place(ranks, device, start, material)
         peak = placed.peak()
         for line in (*placed.notes, *([] if peak is None else [peak.line()])):
             say(line)
-        run = _build(recipe, task, material, placed, device, into, start, say)
+        run = _build(recipe, reader, material, placed, device, into, start, say)
         closing.callback(run.store.close)
         memory_report.began(run, placed)
         for line in memory_report.expected():
@@ -207,7 +215,7 @@ def _train(
                 closing.callback(run.metrics.close)
             return Outcome(folder, run.state.step, 0, (), rehearsed=True)
         if run.metrics is not None:
-            run.recorders = (run.metrics, *_shows(recipe, task, folder, run, stream))
+            run.recorders = (run.metrics, *_shows(recipe, reader, folder, run, stream))
         for recorder in run.recorders:
             closing.callback(recorder.close)
         stop_request.at_once = False
@@ -219,14 +227,14 @@ def _train(
         signalled = max(ranks.world.all_gather_objects(stop_request.exit_code))  # perhaps not every process was
         return Outcome(folder, run.state.step, signalled, ())
     memory = None
-    if run.compute.activations is not None and run.compute.activations.most:
+    if run.learner.activations is not None and run.learner.activations.most:
         memory = placed.memory(run)
         say(memory.line(program, peak_memory_bytes(device)))
     if run.metrics is not None and (flat := flat_loss(read_metrics(run.metrics.path))) is not None:
         say(flat)
     exported = _export(run, placed, recipe, folder, say)
     if ranks.leads:
-        write_summary(run, exported[0], memory, None if peak is None else peak.to_json())
+        write_summary(run, exported[0], *_parameter_counts(run), memory, None if peak is None else peak.to_json())
     return Outcome(folder, run.state.step, 0, exported)
 
 
@@ -260,11 +268,6 @@ def _with_date(recipe: Recipe, folder: Path, resume: str, say: Say) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"chat_template_date": date})})
 
 
-def _task(recipe: Recipe) -> Task:
-    """What the stage trains: the one place that asks."""
-    return Classifying(recipe) if recipe.stage == "classify" else Language(recipe)
-
-
 def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, start: Start | None, say: Say) -> None:
     """Writes what the run is and where it runs; says what of that could make a resumed run differ."""
     environment = describe_environment(device)
@@ -287,7 +290,7 @@ def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, st
 
 def _build(
     recipe: Recipe,
-    task: Task,
+    reader: Reader,
     material: Material,
     placed: PlacedModel,
     device: torch.device,
@@ -322,7 +325,7 @@ def _build(
     )
     metrics = MetricsLog(folder / METRICS) if ranks.leads else None
     run = Run(
-        compute=placed.learner(micro),
+        learner=placed.learner(micro, material.sources),
         optimizer=optimizer,
         schedule=recipe.schedule,
         clip=recipe.gradient_clipping,
@@ -333,7 +336,7 @@ def _build(
         metrics=metrics,
         recorders=() if metrics is None else (metrics,),
         stop_request=StopRequest(),
-        scaler=_scaler(task.targets(per_step)) if recipe.precision == "fp16" else None,
+        scaler=_scaler(reader.targets(per_step)) if recipe.precision == "fp16" else None,
         ema=None if recipe.ema is None else Ema(placed.parameters(), recipe.ema.decay),
         held_out=material.held_out,
         early_stop=recipe.evaluation.early_stop,
@@ -355,8 +358,8 @@ def _build(
     if metrics is not None:
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))
-    say(_summary(recipe, task, placed, run))
-    if (few := few_steps(run.cadence.total, task.amount(run.feed.per_step))) is not None:
+    say(_summary(recipe, reader, placed, run))
+    if (few := few_steps(run.cadence.total, reader.amount(run.feed.per_step))) is not None:
         say(few)
     return run
 
@@ -386,9 +389,9 @@ def _cadence(recipe: Recipe, total: int) -> Cadence:
     )
 
 
-def _shows(recipe: Recipe, task: Task, folder: Path, run: Run, stream: TextIO) -> list[Recorder]:
+def _shows(recipe: Recipe, reader: Reader, folder: Path, run: Run, stream: TextIO) -> list[Recorder]:
     """What tells people about the run, beside the metrics file."""
-    shows: list[Recorder] = [progress_on(stream, total=run.cadence.total, done=run.state.step, counted=task.counted)]
+    shows: list[Recorder] = [progress_on(stream, total=run.cadence.total, done=run.state.step, counted=reader.counted)]
     if recipe.log.tensorboard:
         shows.append(TensorBoard(folder / "tensorboard", after_step=run.state.step))
     if recipe.log.wandb is not None:
@@ -396,14 +399,20 @@ def _shows(recipe: Recipe, task: Task, folder: Path, run: Run, stream: TextIO) -
     return shows
 
 
-def _summary(recipe: Recipe, task: Task, placed: PlacedModel, run: Run) -> str:
-    parameters = parameters_of(run.compute.model, run.compute.parallel.local_parameters)
-    trained = trained_parameters_of(run.compute.model, run.compute.parallel.local_parameters)
-    packs = "" if run.feed.total is None else f", {run.feed.total:,} {task.items}"
+def _parameter_counts(run: Run) -> tuple[int, int]:
+    """(parameters, trained parameters) of the whole model, over all processes."""
+    model, local = run.learner.model, run.learner.parallel.local_parameters
+    return parameters_of(model, local), trained_parameters_of(model, local)
+
+
+def _summary(recipe: Recipe, reader: Reader, placed: PlacedModel, run: Run) -> str:
+    parameters, trained = _parameter_counts(run)
+    packs = "" if run.feed.total is None else f", {run.feed.total:,} {reader.items}"
     counted = parameters_and_trained(parameters, trained)
     return (
-        f"{placed.name} with {counted}, on {run.compute.device}, {recipe.precision}; "
-        f"{run.cadence.total:,} steps of {task.amount(run.feed.per_step)} (micro-batches of {run.compute.micro}){packs}"
+        f"{placed.name} with {counted}, on {run.learner.device}, {recipe.precision}; "
+        f"{run.cadence.total:,} steps of {reader.amount(run.feed.per_step)} "
+        f"(micro-batches of {run.learner.micro}){packs}"
     )
 
 
@@ -415,7 +424,7 @@ def _export(run: Run, placed: PlacedModel, recipe: Recipe, folder: Path, say: Sa
     best = run.store.best() if recipe.checkpoint.keep_best else None
     if best is not None and best.step != run.state.step:
         say(f"exporting step {best.step}, which had the lowest evaluation loss ({best.loss:.4f})")
-        into = {"model": run.compute.weights()}
+        into = {"model": run.learner.weights()}
         if run.ema is not None:
             into["ema"] = run.ema.state_tensors()
         load_checkpoint(best.path, into, shard_boxes(run, into), run.store.group)
@@ -430,7 +439,7 @@ def _export(run: Run, placed: PlacedModel, recipe: Recipe, folder: Path, say: Sa
 
 def _write(placed: PlacedModel, target: Path, run: Run | None = None) -> Path:
     """run: whose processes hold the parts of it; None where all of it is here."""
-    held = {} if run is None else run.compute.parallel.local_parameters
+    held = {} if run is None else run.learner.parallel.local_parameters
     with Gathering(ALONE if run is None else run.store.group) as gathering:
         value = partial(_whole, gathering, held) if held else None
         placed.write(target, value, writes=gathering.first)
@@ -479,7 +488,8 @@ def _export_checkpoint(path: Path, target: Path, average: bool) -> None:
     recipe = run_recipe(path.resolve().parent.parent)
     if average and recipe.ema is None:
         raise CheckpointError(f"{path}: the run keeps no averaged weights (its recipe has no `ema`)")
-    placed = _task(recipe).unplaced(path)
+    stage = STAGES[recipe.stage]
+    placed = stage.builder(recipe, stage).unplaced(path)
     group = "ema" if average else "model"
     weights = placed.weights()
     if average:

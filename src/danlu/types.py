@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -38,19 +38,28 @@ class Pack:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all samples."""
         return sum(len(sample.tokens) for sample in self.samples)
 
     @property
+    def targets(self) -> int:
+        """Tokens that carry weight."""
+        return sum(int(np.count_nonzero(sample.weights)) for sample in self.samples)
+
+    @property
+    def weight(self) -> float:
+        """The sum of the targets' weights."""
+        return float(sum(sample.weights.sum(dtype=np.float64) for sample in self.samples))
+
+    @property
     def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample."""
         return tuple(len(sample.tokens) for sample in self.samples)
 
     @property
     def rows(self) -> tuple[str, ...]:
+        """Where each sample came from, for messages."""
         return tuple(sample.row for sample in self.samples)
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(sample.source for sample in self.samples)
 
 
 class Item(Protocol):
@@ -60,36 +69,150 @@ class Item(Protocol):
     def tokens(self) -> int: ...  # an image counts as one
 
     @property
+    def targets(self) -> int: ...  # that carry weight
+
+    @property
+    def weight(self) -> float: ...  # the sum of their weights
+
+    @property
     def lengths(self) -> tuple[int, ...]: ...  # tokens of each document
 
     @property
-    def rows(self) -> tuple[str, ...]: ...  # where each came from, for messages
+    def rows(self) -> tuple[str, ...]: ...  # where each document came from, for messages
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a whole optimizer step consists of, over all its micro-batches and processes.
+
+    It follows from the step's items alone, so every process knows it before its first forward pass. The step divides
+    the loss's `total` once, by `weight`; an objective that has a term with another divisor d multiplies that term by
+    `weight / d`.
+    """
+
+    weight: float  # the sum over all targets
+    tokens: int
+    targets: int
+    document_lengths: tuple[int, ...]  # in tokens, in the order of the items
+
+    @classmethod
+    def of(cls, items: Iterable[Item]) -> Totals:
+        """The totals of a step that consists of `items`: of all processes, not of this one's alone."""
+        weight, tokens, targets, lengths = 0.0, 0, 0, list[int]()
+        for item in items:
+            weight += item.weight
+            tokens += item.tokens
+            targets += item.targets
+            lengths += item.lengths
+        return cls(weight, tokens, targets, tuple(lengths))
+
+
+@dataclass(frozen=True)
+class TargetSources:
+    """Which source of rows each target of a micro-batch is from, in a run that has several."""
+
+    names: tuple[str, ...]  # [K] of all sources of the run, whether or not the micro-batch has targets of them
+    indices: Tensor  # [N] int64, into `names`
+    weights: tuple[float, ...]  # [K] the weight that the micro-batch's targets of each source have in sum
 
 
 @dataclass(frozen=True)
 class Batch:
     """A micro-batch on the device: packed documents, and the targets that carry weight.
 
-    Target n is predicted from hidden state `sources[n]`, which is the token just before it in the same document.
+    Target n is predicted from hidden state `logits_indices[n]`, which is the token just before it in the same document.
     """
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64, restart at 0 in each document
     boundaries: tuple[int, ...]  # [documents + 1] offsets into T, from 0 to T
-    sources: Tensor  # [N] int64, rising
+    logits_indices: Tensor  # [N] int64, rising
     targets: Tensor  # [N] int64
     weights: Tensor  # [N] float32, all > 0 (see `data.batch.pad_to_bucket` for those that are not)
     weight: float  # sum of `weights`
     rows: tuple[str, ...]  # one per document, for messages
+    target_sources: TargetSources | None = None  # None where all rows of the run are from one source
+
+
+class MicroBatch(Protocol):
+    """What loop and objectives look at in a micro-batch, whatever it is made of."""
+
+    @property
+    def targets(self) -> Tensor: ...  # [N] int64
+
+    @property
+    def weights(self) -> Tensor: ...  # [N] float32
+
+    @property
+    def weight(self) -> float: ...  # the sum of `weights`, known without waiting for the device
+
+    @property
+    def target_sources(self) -> TargetSources | None: ...
+
+
+Role = Literal["policy", "reference", "reward", "teacher", "value"]
+"""What a model is in a stage; the policy is the one that is trained, and the result."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number to be shown: a sum, and the weight that it is divided by once both are summed over a step."""
+
+    sum: Tensor  # scalar, without gradient
+    weight: float
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A sum and the weight it is to be divided by, once per optimizer step; never a mean."""
+    """What an objective makes of a micro-batch: sums, never means."""
 
-    total: Tensor  # scalar float32, sum over targets of weight x loss
-    weight: float
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # sums, divided by `weight` when shown
+    total: Tensor  # scalar; carries the gradient, and is divided by `Totals.weight` once per optimizer step
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """The same names for every micro-batch on every process, for they are added up."""
+
+
+@dataclass(frozen=True)
+class TargetLosses:
+    """The cross-entropy of a micro-batch's targets; the scalars are sums over targets of weight x value."""
+
+    total: Tensor  # scalar: cross-entropy with label smoothing and z-loss; carries the gradient
+    nll: Tensor  # scalar: negative log-likelihood, without the two extras
+    correct: Tensor  # scalar: 1 for targets that are the argmax of their logits; of equal logits the first counts
+    by_target: Tensor  # [N] negative log-likelihood of each target, without its weight and without gradient
+
+
+class Outputs(Protocol):
+    """What one model says about a micro-batch, each computed when it is asked for; logits [N, V] are never held.
+
+    An objective's `needs` names the methods it calls.
+    """
+
+    def cross_entropy(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TargetLosses: ...
+
+    def logprobs(self, *, temperature: float = 1.0) -> TokenLogprobs: ...
+
+    def hidden(self) -> Tensor: ...  # [T, D] last hidden states
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The distribution at each target's place; both carry gradients where the model's do."""
+
+    logprobs: Tensor  # [N] float32, nats: of the target under softmax(logits / temperature)
+    entropy: Tensor  # [N] float32, nats: of the whole distribution
+
+
+class Objective(Protocol):
+    """A pure function from what the models of a stage say to a loss.
+
+    One that has parameters of its own (a value head, a projection) or running statistics is an `nn.Module`: its
+    parameters are trained beside the policy's, and with its buffers they have a place in every checkpoint.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]: ...  # names of the methods of `Outputs` that it calls
+
+    def __call__(self, outputs: Mapping[Role, Outputs], batch: Any, totals: Totals) -> Loss: ...
 
 
 @dataclass(frozen=True)

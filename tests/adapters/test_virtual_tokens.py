@@ -184,7 +184,7 @@ def packs() -> list[Pack]:
 def our_gradient(model: Decoder, adapters: AdapterSet) -> dict[str, Tensor]:
     batch = collate(packs(), virtual_token_ids=adapters.virtual_token_ids)
     hidden = model(batch.tokens, batch.positions, PackedAttention(batch.boundaries))
-    loss = torch.nn.functional.cross_entropy(model.logits(hidden[batch.sources]), batch.targets, reduction="sum")
+    loss = torch.nn.functional.cross_entropy(model.logits(hidden[batch.logits_indices]), batch.targets, reduction="sum")
     own = {name: parameter for name, parameter in adapters.tensors("one").items() if parameter.requires_grad}
     return dict(zip(own, torch.autograd.grad(loss, list(own.values())), strict=True))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from danlu import run
-from danlu.classifying import Classifying, PlacedClassifier
+from danlu.images.classifier import PlacedClassifier
 from danlu.optim.build import build
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import layout_of
@@ -21,6 +21,7 @@ from danlu.parallel.ranks import ranks_of
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe, load
 from danlu.shard_box import ShardBox
+from danlu.stages import STAGES
 from danlu.train.evaluation import evaluate
 from danlu.train.step import accumulate
 
@@ -62,10 +63,10 @@ def see(folder: str, shards: Sequence[str], fault: str | None = None) -> dict[st
 
 
 def _see(recipe: Recipe, fault: str | None) -> Seen:
-    task, device = Classifying(recipe), torch.device("cpu")
+    stage, device = STAGES["classify"], torch.device("cpu")
     ranks = ranks_of(layout_of(recipe.parallel, world_size()), "cpu")
-    material = task.read(io.StringIO())
-    placed = task.place(ranks, device, None)
+    material = stage.reader(recipe).read(io.StringIO())
+    placed = stage.builder(recipe, stage).place(ranks, device, None, material)
     learner = placed.learner(2)
     if fault == "no sum":
         micro_batch = learner.parallel.micro_batch
@@ -78,7 +79,7 @@ def _see(recipe: Recipe, fault: str | None) -> Seen:
         images = [material.source.at(taken + place) for place in range(count)]
         taken += count
         found = accumulate(learner, images, step=step, clip=None, holders=optimizer.gradient_holders())
-        assert found.tokens == count
+        assert found.totals.tokens == count
         seen.losses.append(found.loss)
         seen.norms.append(found.norm)
         seen.gradients.append(_held(placed, {name: one.grad for name, one in placed.parameters()}))

@@ -10,7 +10,7 @@ import torch
 
 from danlu import run
 from danlu.errors import DanluError, ModelError
-from danlu.language import PlacedDecoder
+from danlu.language.placed import PlacedDecoder
 from danlu.parallel.comm import world_size
 from danlu.recipe import load
 from danlu.train.state import Generate

@@ -35,7 +35,7 @@ def _said(file: str, world: int, *, last: bool) -> str:
     elif ranks.world.index == world - 1:
         weight.view(-1)[0] = torch.nan
     try:
-        accumulate(learning.compute, steps_of(1, 2)[0], step=3, clip=None)
+        accumulate(learning.learner, steps_of(1, 2)[0], step=3, clip=None)
     except TrainingError as error:
         return str(error)
     return "nothing"

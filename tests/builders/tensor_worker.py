@@ -28,7 +28,7 @@ from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build, meta_decoder
 from danlu.models.modules import Linear
 from danlu.numerics.relative_error import relative_error
-from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
+from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import ranks_of
@@ -36,6 +36,7 @@ from danlu.parallel.tensor import Cuts, cut
 from danlu.recipe import sections
 from danlu.rollout.generate import generate
 from danlu.rollout.request import SamplingOptions
+from danlu.types import TargetLosses
 
 CONFIG = {
     "model_type": "llama",
@@ -145,7 +146,7 @@ def run_pass(one: Side, case: Case) -> Pass:
     return Pass(hidden.detach()[sources], sums, gradients)
 
 
-def head_loss(model: Decoder, hidden: Tensor, targets: Tensor, case: Case) -> CrossEntropy:
+def head_loss(model: Decoder, hidden: Tensor, targets: Tensor, case: Case) -> TargetLosses:
     vocab_shard = model.vocab_shard
     return linear_cross_entropy(
         hidden,
@@ -398,7 +399,7 @@ class Deaf:
 @contextmanager
 def few_rows() -> Iterator[None]:
     """A frozen head goes by rows: several times, with a rest."""
-    from danlu.objectives import crossentropy
+    from danlu.objectives import linear_cross_entropy as crossentropy
 
     before = crossentropy.FEWEST_ROWS, crossentropy.KEPT_BYTES
     crossentropy.FEWEST_ROWS, crossentropy.KEPT_BYTES = 8, 1

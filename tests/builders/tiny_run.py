@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from danlu.language.learner import DecoderLearner
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
@@ -23,7 +24,6 @@ from danlu.train.metrics import MetricsLog
 from danlu.train.position import Feed
 from danlu.train.signals import StopRequest
 from danlu.train.state import Cadence, Run
-from danlu.train.step import Compute
 from danlu.train.watch import Watch
 from danlu.types import Pack, Sample
 
@@ -96,7 +96,7 @@ def tiny_run(
     forward = decoder.compiled() if compiled else decoder
     metrics = MetricsLog(folder / "metrics.jsonl")
     return Run(
-        compute=Compute(decoder, forward, torch.device(device), dtype, micro, sections.LossOptions()),
+        learner=DecoderLearner(decoder, forward, torch.device(device), dtype, micro),
         optimizer=build_optimizer(decoder.named_parameters(), sections.AdamW(learning_rate=1e-2)),
         schedule=sections.Schedule(warmup=2),
         clip=1.0,

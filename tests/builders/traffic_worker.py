@@ -23,7 +23,7 @@ from danlu.models.loading import build
 from danlu.models.modules import Linear, RMSNorm
 from danlu.models.presets import from_scratch
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.objectives.crossentropy import linear_cross_entropy
+from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.parallel import data
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.comm import Group

@@ -30,7 +30,9 @@ def slow_targets(packs: list[Pack]) -> list[tuple[int, int, float]]:
 
 
 def triples_of(batch: Batch) -> list[tuple[int, int, float]]:
-    return list(zip(batch.tokens[batch.sources].tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True))
+    return list(
+        zip(batch.tokens[batch.logits_indices].tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True)
+    )
 
 
 def test_batch_by_hand() -> None:
@@ -38,12 +40,12 @@ def test_batch_by_hand() -> None:
     assert batch.tokens.tolist() == [5, 6, 7, 8, 9, 10, 11, 12]
     assert batch.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     assert batch.boundaries == (0, 3, 4, 8)
-    assert batch.sources.tolist() == [0, 1, 6]
+    assert batch.logits_indices.tolist() == [0, 1, 6]
     assert batch.targets.tolist() == [6, 7, 12]
     assert batch.weights.tolist() == [1, 0.5, 2]
     assert batch.weight == 3.5
     assert batch.rows == ("a", "b", "c")
-    assert [t.dtype for t in (batch.tokens, batch.positions, batch.sources, batch.targets)] == [torch.int64] * 4
+    assert [t.dtype for t in (batch.tokens, batch.positions, batch.logits_indices, batch.targets)] == [torch.int64] * 4
     assert batch.weights.dtype == torch.float32
 
 
@@ -52,12 +54,12 @@ def test_tokens_before_every_document_by_hand() -> None:
     assert batch.tokens.tolist() == [90, 91, 5, 6, 7, 90, 91, 8, 90, 91, 9, 10, 11, 12]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert batch.boundaries == (0, 5, 8, 14)
-    assert batch.sources.tolist() == [2, 3, 12]
+    assert batch.logits_indices.tolist() == [2, 3, 12]
     plain = collate(PACKS)
     for same in ("targets", "weights"):
         assert torch.equal(getattr(batch, same), getattr(plain, same))
     assert (batch.weight, batch.rows) == (plain.weight, plain.rows)
-    assert [t.dtype for t in (batch.tokens, batch.positions, batch.sources, batch.targets)] == [torch.int64] * 4
+    assert [t.dtype for t in (batch.tokens, batch.positions, batch.logits_indices, batch.targets)] == [torch.int64] * 4
     with pytest.raises(ValueError, match="rows.jsonl:7: the first token of a sample carries weight"):
         collate([Pack((sample([3, 4], [1, 1], "rows.jsonl:7"),))], virtual_token_ids=(90, 91))
 
@@ -113,7 +115,7 @@ def test_one_copy_keeps_every_array() -> None:
 def test_a_batch_on_the_gpu_equals_the_one_on_the_cpu(seed: int) -> None:
     packs = random_packs(seed)
     here, there = collate(packs), collate(packs, "cuda")
-    for name in ("tokens", "positions", "sources", "targets", "weights"):
+    for name in ("tokens", "positions", "logits_indices", "targets", "weights"):
         assert torch.equal(getattr(here, name), getattr(there, name).cpu())
 
 
@@ -128,8 +130,8 @@ def test_filling_up_adds_a_document_and_targets_of_no_weight() -> None:
     batch = collate([Pack((sample([*range(199)], [0.0] + [1.0] * 198),))])
     filled = pad_to_bucket(batch)
     assert filled.boundaries == (0, 199, 200) and len(filled.tokens) == len(filled.positions) == 200
-    assert len(filled.sources) == len(filled.targets) == len(filled.weights) == 200
-    for name in ("tokens", "positions", "sources", "targets", "weights"):
+    assert len(filled.logits_indices) == len(filled.targets) == len(filled.weights) == 200
+    for name in ("tokens", "positions", "logits_indices", "targets", "weights"):
         column, before = getattr(filled, name), getattr(batch, name)
         assert torch.equal(column[: len(before)], before)
         assert not column[len(before) :].any()

@@ -11,12 +11,14 @@ import torch
 from builders.tiny_run import SyntheticPacks, tiny_model
 
 from danlu.assembly.frozen_base import adapters_of, quantize_weight
+from danlu.language.learner import DecoderLearner
 from danlu.memory import activation_offload
 from danlu.memory.paged_state import paged_state
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.optim.build import build
 from danlu.recipe import sections
-from danlu.train.step import Compute, accumulate
+from danlu.train.step import accumulate
+from danlu.types import Totals
 
 WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 KINDS: dict[str, tuple[Any, Any, Any]] = {  # adapter, quantization, optimizer
@@ -35,7 +37,7 @@ RECOMPUTE: dict[str, Any] = {
 }
 
 
-def learner(kind: str, device: torch.device, dtype: torch.dtype, plan: Any = (), away: Any = None) -> Compute:
+def learner(kind: str, device: torch.device, dtype: torch.dtype, plan: Any = (), away: Any = None) -> DecoderLearner:
     adapter, quantization, _ = KINDS[kind]
     model = tiny_model(**WIDTHS)
     adapters = None
@@ -52,10 +54,10 @@ def learner(kind: str, device: torch.device, dtype: torch.dtype, plan: Any = (),
         adapters.train_only("default")
     model.to(device)
     wrap(model, plan)
-    return Compute(model, model, device, dtype, 2, sections.LossOptions(), adapters, offload=away)
+    return DecoderLearner(model, model, device, dtype, 2, adapters=adapters, offload=away)
 
 
-def step(compute: Compute) -> tuple[float, dict[str, torch.Tensor]]:
+def step(compute: DecoderLearner) -> tuple[float, dict[str, torch.Tensor]]:
     packs = [SyntheticPacks().at(number) for number in range(4)]
     found = accumulate(compute, packs, step=1, clip=None)
     grads = {
@@ -138,14 +140,14 @@ def test_the_host_never_waits_within_a_micro_batch(device: torch.device, kind: s
         pytest.skip("only a GPU is waited for")
     compute = learner(kind, device, torch.bfloat16)
     packs = [SyntheticPacks().at(number) for number in range(2)]
+    totals = Totals.of(packs)
     for last in (False, True):  # the first makes whatever is kept from then on
         batch = compute.collate(packs)
-        compute.set_dropout(1, list(enumerate(packs)))
-        if not last:
-            compute.losses(batch, compute.loss).total.backward()
-        else:
+        with compute.dropout(1, list(enumerate(packs))):
+            if not last:
+                compute.losses(batch, totals).total.backward()
+                continue
             with syncs_are_errors(device):
-                compute.losses(batch, compute.loss).total.backward()
+                compute.losses(batch, totals).total.backward()
                 with pytest.raises(RuntimeError, match="synchroniz"):  # control
                     batch.tokens.sum().item()
-        compute.set_dropout(None)

@@ -10,7 +10,7 @@ from builders.tiny_run import SyntheticPacks, tiny_model, tiny_run
 
 from danlu.models.attend import PackedAttention, ReferenceAttention
 from danlu.numerics.loss_scaling import LossScaler
-from danlu.objectives.crossentropy import linear_cross_entropy
+from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.rollout.generate import generate
 from danlu.rollout.request import SamplingOptions
 from danlu.train.loop import fit, save, take_step
@@ -31,7 +31,7 @@ def trained(folder: Path, **options: object) -> Run:
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().cpu() for name, parameter in run.compute.model.named_parameters()}
+    return {name: parameter.detach().cpu() for name, parameter in run.learner.model.named_parameters()}
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

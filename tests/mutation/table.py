@@ -251,28 +251,28 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- objectives
     Mutation(
-        "objectives/crossentropy.py",
+        "objectives/linear_cross_entropy.py",
         "gradient.mul_(weights.unsqueeze(1) * options.gradient_scale)",
         "gradient.mul_(weights.unsqueeze(1))",
-        "objectives/test_crossentropy.py",
+        "objectives/test_linear_cross_entropy.py",
     ),
     Mutation(
-        "objectives/crossentropy.py",
-        "gradient.scatter_add_(1, part.place, weights.unsqueeze(1) * -options.gradient_scale)",
-        "gradient.scatter_add_(1, part.place, weights.unsqueeze(1) * -1)",
-        "objectives/test_crossentropy.py",
+        "objectives/linear_cross_entropy.py",
+        "gradient.scatter_add_(1, part.columns, weights.unsqueeze(1) * -options.gradient_scale)",
+        "gradient.scatter_add_(1, part.columns, weights.unsqueeze(1) * -1)",
+        "objectives/test_linear_cross_entropy.py",
     ),
     Mutation(
-        "objectives/crossentropy.py",
+        "objectives/linear_cross_entropy.py",
         "loss = loss + options.z_loss * rows.log_z.square()",
         "loss = loss + options.z_loss * rows.log_z",
-        "objectives/test_crossentropy.py",
+        "objectives/test_linear_cross_entropy.py",
     ),
     Mutation(
-        "objectives/crossentropy.py",
+        "objectives/linear_cross_entropy.py",
         "mass.mul_((highest - raised).exp_()).add_(",
         "mass.add_(",
-        "objectives/test_crossentropy.py",
+        "objectives/test_linear_cross_entropy.py",
     ),
     Mutation(
         "objectives/classification.py",
@@ -392,8 +392,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "parallel/test_hang_detection.py",
     ),
     Mutation(
-        "objectives/crossentropy.py",
-        "mass = mass * (here - highest).exp_()",
+        "objectives/linear_cross_entropy.py",
+        "mass = mass * (local - highest).exp_()",
         "mass = mass * 1",
         "parallel/test_tensor_loss.py",
     ),
@@ -439,14 +439,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "train/step.py",
-        "scale=1 / (weight * loss_scale),",
-        "scale=1 / weight,",
+        "scale = 1 / (totals.weight * loss_scale)",
+        "scale = 1 / totals.weight",
         "train/test_step.py",
     ),
     Mutation(
         "train/step.py",
-        "compute.set_dropout(step, group)",
-        "compute.set_dropout(step + 1, group)",
+        "learner.dropout(step, numbered)",
+        "learner.dropout(step + 1, numbered)",
         "train/test_step.py",
     ),
     Mutation(

@@ -32,13 +32,13 @@ each = pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.
 
 def run_with(folder: Path, section: Optimizer, **options: Any) -> Run:
     run = tiny_run(folder, **{"steps": 8, **options})
-    run.optimizer = build(run.compute.model.named_parameters(), section, paged_state=paged_state)
-    run.compute.model.embed_tokens.sparse_gradient = True
+    run.optimizer = build(run.learner.model.named_parameters(), section, paged_state=paged_state)
+    run.learner.model.embed_tokens.sparse_gradient = True
     return run
 
 
 def everything(run: Run) -> dict[str, Tensor]:
-    weights = {name: parameter.detach() for name, parameter in run.compute.model.named_parameters()}
+    weights = {name: parameter.detach() for name, parameter in run.learner.model.named_parameters()}
     average = {} if run.ema is None else run.ema.state_tensors()
     groups = {"weight": weights, "average": average, "state": run.optimizer.state_tensors()}
     return {f"{group} {name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
@@ -83,7 +83,7 @@ def test_it_learns(tmp_path: Path, section: Optimizer) -> None:
 def test_an_overflow_is_left_out_and_a_resumed_run_is_the_same(tmp_path: Path, section: Optimizer) -> None:
     def run_over(folder: Path, overflow_after: int) -> Run:
         run = run_with(folder, section, scaler=LossScaler(initial=64.0), dtype=torch.float16)
-        for matrix in (run.compute.model.layers["1"].mlp.down_proj, run.compute.model.embed_tokens):
+        for matrix in (run.learner.model.layers["1"].mlp.down_proj, run.learner.model.embed_tokens):
             matrix.weight.register_hook(lambda grad: grad * (math.inf if run.state.step == overflow_after else 1.0))
         return run
 
@@ -130,7 +130,7 @@ def test_a_gradient_that_is_not_finite_is_named_though_it_is_projected(tmp_path:
     run = run_with(tmp_path, SECTIONS[2])
     take_step(run)
     before = {name: tensor.clone() for name, tensor in everything(run).items()}
-    run.compute.model.layers["1"].mlp.down_proj.weight.register_hook(lambda gradient: gradient * math.inf)
+    run.learner.model.layers["1"].mlp.down_proj.weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(TrainingError, match=r"gradient is not, in layers\.1\.mlp\.down_proj\.weight"):
         take_step(run)
     assert equal(everything(run), before)

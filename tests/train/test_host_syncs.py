@@ -12,10 +12,12 @@ import torch
 from builders.tiny_run import SyntheticPacks, tiny_config
 
 from danlu.assembly.frozen_base import adapters_of
+from danlu.language.learner import DecoderLearner
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.models.loading import meta_decoder
+from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.recipe import sections
-from danlu.train.step import Compute
+from danlu.types import Totals
 
 META = torch.device("meta")
 ADAPTERS: dict[str, Any] = {
@@ -29,7 +31,7 @@ ADAPTERS: dict[str, Any] = {
 """Not prefixes and prompts: they look for their virtual tokens among the others, once in a micro-batch."""
 
 
-def compute_on_meta(kind: str, recompute: Any = None, **model: Any) -> Compute:
+def compute_on_meta(kind: str, recompute: Any = None, **model: Any) -> DecoderLearner:
     decoder, adapters = meta_decoder(tiny_config(**model)), None
     if ADAPTERS[kind] is not None:
         adapters = adapters_of(decoder, device=META)
@@ -37,20 +39,19 @@ def compute_on_meta(kind: str, recompute: Any = None, **model: Any) -> Compute:
         adapters.train_only("default")
     if recompute is not None:
         wrap(decoder, [LayerPlan(layer, recompute) for layer in range(2)])
-    return Compute(decoder, decoder, META, torch.bfloat16, 2, sections.LossOptions(z_loss=1e-4), adapters)
+    return DecoderLearner(decoder, decoder, META, torch.bfloat16, 2, CrossEntropy(z_loss=1e-4), adapters=adapters)
 
 
-def micro_batch(compute: Compute) -> torch.Tensor:
+def micro_batch(compute: DecoderLearner) -> torch.Tensor:
     packs = [SyntheticPacks().at(number) for number in range(2)]
     batch = compute.collate(packs)
-    compute.set_dropout(1, list(enumerate(packs)))
-    total = compute.losses(batch, compute.loss).total
-    total.backward()
-    compute.set_dropout(None)
+    with compute.dropout(1, list(enumerate(packs))):
+        total = compute.losses(batch, Totals.of(packs)).total
+        total.backward()
     return total
 
 
-def without_gradient(compute: Compute) -> list[str]:
+def without_gradient(compute: DecoderLearner) -> list[str]:
     """Trained parameters that a backward pass did not come to."""
     return [
         name

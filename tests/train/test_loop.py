@@ -25,7 +25,7 @@ from danlu.types import Pack, Sample
 
 
 def everything(run: Run) -> dict[str, Any]:
-    tensors = {f"model.{name}": p.detach() for name, p in run.compute.model.named_parameters()}
+    tensors = {f"model.{name}": p.detach() for name, p in run.learner.model.named_parameters()}
     tensors |= {f"optimizer.{name}": t for name, t in run.optimizer.state_tensors().items()}
     if run.ema is not None:
         tensors |= {f"ema.{name}": t for name, t in run.ema.state_tensors().items()}
@@ -232,7 +232,7 @@ def test_an_fp16_overflow_is_survived_and_told(tmp_path: Path, monkeypatch: pyte
     def overflow_in_step_3(*arguments: Any, step: int, **options: Any) -> Any:
         gradients = real(*arguments, step=step, **options)
         if step == 3:
-            run.compute.model.norm.weight.grad[0] = math.inf  # type: ignore[index]
+            run.learner.model.norm.weight.grad[0] = math.inf  # type: ignore[index]
             return type(gradients)(**{**gradients.__dict__, "norm": math.inf})
         return gradients
 
@@ -241,18 +241,18 @@ def test_an_fp16_overflow_is_survived_and_told(tmp_path: Path, monkeypatch: pyte
     assert run.state.step == 6 and run.scaler is not None and run.scaler.scale == 32.0
     events = [line for line in lines(tmp_path) if line.get("event") == "overflow"]
     assert events == [{"step": 3, "event": "overflow", "before": 64.0, "after": 32.0}]
-    assert all(p.isfinite().all() for p in run.compute.model.parameters())
+    assert all(p.isfinite().all() for p in run.learner.model.parameters())
 
 
 def test_a_non_finite_loss_stops_and_the_last_good_state_is_saved(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, steps=10, checkpoint=100)
     for _ in range(3):
         take_step(run)
-    good = {name: p.detach().clone() for name, p in run.compute.model.named_parameters()}
-    real = run.compute.model.norm.weight
+    good = {name: p.detach().clone() for name, p in run.learner.model.named_parameters()}
+    real = run.learner.model.norm.weight
     with torch.no_grad():
         held = real[0].item()
-        run.compute.model.norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
+        run.learner.model.norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
     with pytest.raises(TrainingError, match=r"step 4: the loss is not finite, first in the output of norm"):
         fit(run)
     assert real[0].item() == held
@@ -261,7 +261,7 @@ def test_a_non_finite_loss_stops_and_the_last_good_state_is_saved(tmp_path: Path
     again = tiny_run(tmp_path / "again", steps=10)
     restore(again, latest.path)
     assert again.feed.next == 9  # the step that failed starts with the same rows
-    for name, parameter in again.compute.model.named_parameters():
+    for name, parameter in again.learner.model.named_parameters():
         assert torch.equal(parameter, good[name])
 
 
@@ -354,14 +354,14 @@ def test_a_step_without_targets_is_left_out_and_told(tmp_path: Path, dtype: torc
     take_step(run)
     assert run.state.step == 4
     assert all(torch.equal(tensor, before[name]) for name, tensor in everything(run).items())
-    assert all(parameter.grad is None for parameter in run.compute.model.parameters())
+    assert all(parameter.grad is None for parameter in run.learner.model.parameters())
     fit(run)
     assert run.state.step == 6
     told = [line for line in lines(tmp_path / "whole") if "event" in line]
     assert [(line["step"], line["event"]) for line in told] == [(4, "no_targets")]
     assert "made.jsonl:9.0" in told[0]["rows"]
     assert [line["step"] for line in lines(tmp_path / "whole") if "loss" in line] == [1, 2, 3, 5, 6]
-    assert all(p.isfinite().all() for p in run.compute.model.parameters())
+    assert all(p.isfinite().all() for p in run.learner.model.parameters())
 
     again = new("again", range(9, 12))  # from the checkpoint just before it
     restore(again, tmp_path / "whole" / "checkpoints" / "step-00000003")

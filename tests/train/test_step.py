@@ -13,23 +13,23 @@ from torch import Tensor
 
 from danlu.data.batch import pad_to_bucket
 from danlu.errors import TrainingError
+from danlu.language.learner import DecoderLearner
 from danlu.memory.recompute import Kind, LayerPlan, wrap
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.recipe.sections import LossOptions
-from danlu.train.step import Compute, Gradients, accumulate
+from danlu.train.step import StepGradients, accumulate
 from danlu.types import Batch, Pack
 
 PACKS = [SyntheticPacks().at(n) for n in range(5)]
 
 
-def compute(model: Decoder, micro: int, dtype: torch.dtype = torch.float32) -> Compute:
-    return Compute(model, model, torch.device("cpu"), dtype, micro, LossOptions())
+def compute(model: Decoder, micro: int, dtype: torch.dtype = torch.float32) -> DecoderLearner:
+    return DecoderLearner(model, model, torch.device("cpu"), dtype, micro)
 
 
 def gradients_of(
     micro: int, packs: list[Pack] = PACKS, clip: float | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[Gradients, dict[str, Tensor]]:
+) -> tuple[StepGradients, dict[str, Tensor]]:
     model = tiny_model()
     result = accumulate(compute(model, micro, dtype), packs, step=1, clip=clip)
     return result, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -40,7 +40,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(micro: int) -> None:
     want, want_gradients = gradients_of(1)
     got, got_gradients = gradients_of(micro)
     assert got.loss == pytest.approx(want.loss, rel=1e-6)
-    assert (got.tokens, got.trained_tokens, got.lengths) == (want.tokens, want.trained_tokens, want.lengths)
+    assert got.totals == want.totals
     for name, gradient in want_gradients.items():
         torch.testing.assert_close(got_gradients[name], gradient, rtol=2e-5, atol=1e-7)
 
@@ -57,11 +57,11 @@ def test_packed_equals_one_document_at_a_time() -> None:
 def test_filling_up_to_few_sizes_changes_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     packs = [SyntheticPacks().at(n) for n in range(40)]
     got, got_gradients = gradients_of(100, packs)
-    monkeypatch.setattr("danlu.train.step.pad_to_bucket", lambda batch, multiple: batch)
+    monkeypatch.setattr("danlu.language.learner.pad_to_bucket", lambda batch, multiple: batch)
     want, want_gradients = gradients_of(100, packs)
-    assert got.tokens % 16  # there was something to fill up
-    assert (got.tokens, got.trained_tokens, got.lengths) == (want.tokens, want.trained_tokens, want.lengths)
-    assert (got.loss, got.accuracy) == pytest.approx((want.loss, want.accuracy), rel=1e-6)
+    assert got.totals.tokens % 16  # there was something to fill up
+    assert got.totals == want.totals
+    assert (got.loss, got.metrics) == (pytest.approx(want.loss, rel=1e-6), pytest.approx(want.metrics, rel=1e-6))
     for name, gradient in want_gradients.items():
         torch.testing.assert_close(got_gradients[name], gradient, rtol=2e-5, atol=1e-7)
 
@@ -69,7 +69,7 @@ def test_filling_up_to_few_sizes_changes_neither_loss_nor_gradient(monkeypatch: 
         filled = pad_to_bucket(batch, multiple)
         return replace(filled, weights=filled.weights + 1e-3)
 
-    monkeypatch.setattr("danlu.train.step.pad_to_bucket", with_weight)
+    monkeypatch.setattr("danlu.language.learner.pad_to_bucket", with_weight)
     assert gradients_of(100, packs)[0].loss != pytest.approx(want.loss, rel=1e-6)
 
 
@@ -106,7 +106,7 @@ def test_dropout_is_told_the_step_and_the_packs_of_each_micro_batch(monkeypatch:
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
 def test_a_loss_scale_is_taken_out_of_gradients_and_norm(clip: float | None) -> None:
-    def step(scale: float) -> tuple[Gradients, dict[str, Tensor]]:
+    def step(scale: float) -> tuple[StepGradients, dict[str, Tensor]]:
         model = tiny_model()
         found = accumulate(compute(model, 2), PACKS, step=1, clip=clip, loss_scale=scale)
         return found, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -120,7 +120,7 @@ def test_a_loss_scale_is_taken_out_of_gradients_and_norm(clip: float | None) -> 
 def test_attention_that_crosses_documents_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     want, want_gradients = gradients_of(100)
     monkeypatch.setattr(
-        "danlu.train.step.PackedAttention", lambda boundaries: PackedAttention((0, boundaries[-1]))
+        "danlu.models.attend.PackedAttention", lambda boundaries: PackedAttention((0, boundaries[-1]))
     )  # negative control: one document over the whole pack
     got, got_gradients = gradients_of(100)
     assert got.loss != pytest.approx(want.loss, rel=1e-4)

@@ -18,10 +18,17 @@ from torch import nn
 
 from danlu.errors import ResourceError
 from danlu.models.loading import load
+from danlu.parameter_count import parameters_of, trained_parameters_of
 from danlu.train import loop
-from danlu.train.summary import few_steps, flat_loss, parameters_of, seconds_in, write_summary
+from danlu.train.state import Run
+from danlu.train.summary import few_steps, flat_loss, seconds_in, write_summary
 
 EVALUATED = {"data": {"eval": 10}, "evaluation": {"every": 4}}
+
+
+def summed_up(run: Run, result: Path) -> Path:
+    model = run.learner.model
+    return write_summary(run, result, parameters_of(model), trained_parameters_of(model))
 
 
 def losses(*values: float) -> list[dict[str, Any]]:
@@ -152,7 +159,7 @@ def test_seconds() -> None:
 def test_frozen_and_packed_weights(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, steps=2)
     loop.fit(run)
-    model = run.compute.model
+    model = run.learner.model
     every = sum(parameter.numel() for parameter in model.parameters())
     model.embed_tokens.weight.requires_grad_(False)
     linear = model.layers["0"].mlp.up_proj
@@ -166,7 +173,7 @@ def test_frozen_and_packed_weights(tmp_path: Path) -> None:
     (result / "one.safetensors").write_bytes(b"12345")
     (result / "two.safetensors").write_bytes(b"678")
     (result / "config.json").write_bytes(b"not a weight")
-    told = json.loads(write_summary(run, result).read_text())
+    told = json.loads(summed_up(run, result).read_text())
     assert told["parameters"] == every
     packed = linear.shape[0] * linear.shape[1]
     assert told["trained_parameters"] == every - model.embed_tokens.weight.numel() - packed
@@ -177,20 +184,20 @@ def test_without_metrics_and_without_a_place(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, steps=2)
     loop.fit(run)
     run.metrics.truncate(0)
-    told = json.loads(write_summary(run, tmp_path).read_text())
+    told = json.loads(summed_up(run, tmp_path).read_text())
     assert (told["loss"], told["tokens_per_second"], told["evaluation"], told["seconds"]) == (None, None, None, 0)
     assert told["steps"] == 2 and told["tokens"] == run.state.tokens > 0
     run.metrics.evaluation(2, {"loss": float("nan"), "s": 1.0})
-    assert json.loads(write_summary(run, tmp_path).read_text())["evaluation"] == {"last": "nan", "best": "nan"}
+    assert json.loads(summed_up(run, tmp_path).read_text())["evaluation"] == {"last": "nan", "best": "nan"}
     run.metrics.evaluation(2, {"loss": 3.0, "s": 1.0})
-    assert json.loads(write_summary(run, tmp_path).read_text())["evaluation"] == {"last": 3.0, "best": 3.0}
+    assert json.loads(summed_up(run, tmp_path).read_text())["evaluation"] == {"last": 3.0, "best": 3.0}
     (tmp_path / "summary.json").unlink()
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(ResourceError, match=r"summary.json: cannot be written: Is a directory"):
-        write_summary(run, tmp_path)
+        summed_up(run, tmp_path)
 
 
 def test_a_tied_matrix_counts_once(tmp_path: Path) -> None:
-    tied = tiny_run(tmp_path / "tied", tie_word_embeddings=True).compute.model
-    apart = tiny_run(tmp_path / "apart").compute.model
+    tied = tiny_run(tmp_path / "tied", tie_word_embeddings=True).learner.model
+    apart = tiny_run(tmp_path / "apart").learner.model
     assert parameters_of(apart) - parameters_of(tied) == torch.numel(apart.embed_tokens.weight)

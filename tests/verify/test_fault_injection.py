@@ -17,13 +17,13 @@ from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import load
-from danlu.train import step
+from danlu.train import loop, step
 from danlu.verify import trace
 from danlu.verify.fault_injection import FAULTS
 
 TOUCHED = [
     (step, "clip_grad_norm"),
-    (trace, "accumulate"),
+    (loop, "accumulate"),
     (trace, "clip_grad_norm"),
     (StepParallel, "reduce_gradients"),
     (StepParallel, "local_range"),

@@ -172,15 +172,14 @@ def perplexity(
     resolved: ResolvedModel, packs: list[Pack], section: QuantizationSection | None, precision: Precision, device: str
 ) -> float:
     """exp of the mean negative log-probability of a token, with the linear layers as a section says."""
-    from danlu.recipe.sections import LossOptions
+    from danlu.language.learner import DecoderLearner
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
     from danlu.train.evaluation import evaluate
-    from danlu.train.step import Compute
 
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder)
     opened = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
     place = opened.model.embed_tokens.weight.device
-    scores = evaluate(Compute(opened.model, opened.model, place, opened.dtype, 1, LossOptions()), packs)
+    scores = evaluate(DecoderLearner(opened.model, opened.model, place, opened.dtype, 1), packs)
     assert scores is not None, "pieces have tokens to score"
     return scores.perplexity
 

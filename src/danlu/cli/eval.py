@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,13 +28,11 @@ from danlu.recipe.rules import language_stage
 from danlu.terminal import echo, print_status, print_status_early
 
 if TYPE_CHECKING:
-    from danlu.data.packed_dataset import PackedDataset
     from danlu.data.prepare import PreparedData
     from danlu.data.samples import Selection
     from danlu.recipe import Recipe
     from danlu.rollout.load_model import LoadedModel
     from danlu.train.evaluation import Scores
-    from danlu.types import Pack
 
 LONGEST = 2048  # of a piece, where neither the user nor the model's context asks for less
 MICRO_BATCH_TOKENS = 4096  # what goes through the model at once
@@ -184,22 +181,24 @@ def samples_of(prepared: PreparedData) -> Selection:
 def score(opened: LoadedModel, prepared: PreparedData, recipe: Recipe) -> Scores:
     """Scores over every sample, once."""
     from danlu.data.packed_dataset import PackedDataset
-    from danlu.recipe.sections import LossOptions
+    from danlu.language.learner import DecoderLearner
     from danlu.train.evaluation import evaluate
-    from danlu.train.step import Compute
+    from danlu.train.progress import RowProgress
 
     length = recipe.data.max_length
     packs = PackedDataset(samples_of(prepared), recipe.data.packing, length, seed=0, shuffle=False)
-    compute = Compute(
+    learner = DecoderLearner(
         model=opened.model,
         forward=opened.model,
         device=opened.model.embed_tokens.weight.device,
         dtype=opened.dtype,
         micro=max(1, MICRO_BATCH_TOKENS // length),
-        loss=LossOptions(),
         adapters=None if opened.stacks is None else opened.stacks.adapters,
     )
-    scores = evaluate(compute, watched(packs))
+    with closing(RowProgress(sys.stderr, doing="scoring", units="packed sequences")) as progress:
+        scores = evaluate(
+            learner, packs.epoch(), progress=progress if sys.stderr.isatty() else lambda done, count: None
+        )
     assert scores is not None, "prepare refuses data without a token to score"
     if math.isnan(scores.loss):
         raise ModelError(
@@ -207,17 +206,6 @@ def score(opened: LoadedModel, prepared: PreparedData, recipe: Recipe) -> Scores
             f"{str(opened.dtype).removeprefix('torch.')}; try --dtype fp32"
         )
     return scores
-
-
-def watched(packs: PackedDataset) -> Iterator[Pack]:
-    """Every pack, with what is done so far on a terminal."""
-    from danlu.train.progress import RowProgress
-
-    with closing(RowProgress(sys.stderr, doing="scoring", units="packed sequences")) as progress:
-        for number in range(packs.packs_per_epoch):
-            yield packs.at(number)
-            if sys.stderr.isatty():
-                progress(number + 1, packs.packs_per_epoch)
 
 
 def bits_per_byte(scores: Scores, samples: Selection, opened: LoadedModel) -> float | None:

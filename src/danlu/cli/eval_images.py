@@ -6,14 +6,13 @@ import json
 
 import torch
 
-from danlu.classifying import MOST_IMAGES, Classifier
 from danlu.data.images import read_images
 from danlu.errors import ModelError, RecipeError, ResourceError
+from danlu.images.classifier import MAX_IMAGES_PER_MICRO_BATCH, ClassifierLearner
 from danlu.models import lenet
 from danlu.models.hf_folder import resolve_folder
-from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.precision import DTYPES
-from danlu.recipe.sections import LossOptions, Source
+from danlu.recipe.sections import Source
 from danlu.terminal import echo
 from danlu.train.evaluation import evaluate
 
@@ -31,15 +30,13 @@ def evaluate_images(model: str, data: str, useless: list[str], *, as_json: bool,
     place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     folder = resolve_folder(model)
     pictures = read_images([Source(path=data, split="test")], side=lenet.SIDE, classes=lenet.CLASSES)
-    classifier = Classifier(
+    learner = ClassifierLearner(
         lenet.load(folder, device=place),
         place,
         DTYPES["fp32" if precision == "auto" else precision],
-        MOST_IMAGES,
-        LossOptions(),
-        StepParallel(),
+        MAX_IMAGES_PER_MICRO_BATCH,
     )
-    scores = evaluate(classifier, (pictures.image(number) for number in range(len(pictures))))
+    scores = evaluate(learner, [pictures.image(number) for number in range(len(pictures))])
     if scores is None or scores.loss != scores.loss:
         raise ModelError(f"{folder}: no image of {data} has a loss that is a number; try --dtype fp32")
     wrong = round((1 - scores.accuracy) * scores.tokens)

@@ -9,19 +9,28 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from danlu.types import Batch, Pack, Sample
+from danlu.types import Batch, Pack, Sample, TargetSources
 
 # T packed tokens · N trained targets
 
 
-def collate(packs: Sequence[Pack], device: torch.device | str = "cpu", virtual_token_ids: Sequence[int] = ()) -> Batch:
+def collate(
+    packs: Sequence[Pack],
+    device: torch.device | str = "cpu",
+    *,
+    virtual_token_ids: Sequence[int] = (),
+    source_names: Sequence[str] = (),
+) -> Batch:
     """Lay the samples of `packs` end to end and pick out the targets that carry weight.
 
     A target is predicted from the token before it in the same sample; the first token of a sample has none, so it is
     never a target. All arrays travel to the device in one copy, from page-locked memory where the device is a GPU.
 
-    virtual_token_ids: tokens that every document begins with, counted by positions and never targets: those of soft
-    prompts and prefixes.
+    Args:
+        virtual_token_ids: tokens that every document begins with, counted by positions and never targets: those of soft
+            prompts and prefixes.
+        source_names: of all files or mixture parts of the run; with two or more of them the batch says which one each
+            target is from.
     """
     samples = [sample for pack in packs for sample in pack.samples]
     if not samples:
@@ -32,8 +41,9 @@ def collate(packs: Sequence[Pack], device: torch.device | str = "cpu", virtual_t
     tokens = np.concatenate([ids for ids, _ in pieces]).astype(np.int64, copy=False)  # [T]
     weights = np.concatenate([own for _, own in pieces])  # [T]
     first = boundaries[:-1]
-    if weights[first + len(virtual_token_ids)].any():
-        row = samples[int(np.flatnonzero(weights[first + len(virtual_token_ids)])[0])].row
+    of_first = weights[first + len(virtual_token_ids)]
+    if of_first.any():
+        row = samples[int(np.flatnonzero(of_first)[0])].row
         raise ValueError(f"{row}: the first token of a sample carries weight, but nothing predicts it")
     if weights.min() < 0:
         row = next(sample.row for sample in samples if (sample.weights < 0).any())
@@ -41,18 +51,28 @@ def collate(packs: Sequence[Pack], device: torch.device | str = "cpu", virtual_t
     positions = np.arange(len(tokens)) - np.repeat(first, np.diff(boundaries))
     trained = np.flatnonzero(weights)  # [N]
     trained_weights = weights[trained].astype(np.float32, copy=False)
-    tokens_, positions_, sources, targets, weights_ = _transfer(
-        [tokens, positions, trained - 1, tokens[trained], trained_weights], torch.device(device)
-    )
+    arrays = [tokens, positions, trained - 1, tokens[trained], trained_weights]
+    source_weights: tuple[float, ...] = ()
+    if len(source_names) > 1:
+        numbers = {name: number for number, name in enumerate(source_names)}
+        of_samples = np.array([numbers.get(sample.source, 0) for sample in samples])
+        of_targets = np.repeat(of_samples, np.diff(boundaries))[trained]  # [N]
+        arrays.append(of_targets)
+        sums = np.bincount(of_targets, weights=trained_weights, minlength=len(source_names))
+        source_weights = tuple(sums.tolist())
+    tokens_, positions_, logits_indices, targets, weights_, *source_indices = _transfer(arrays, torch.device(device))
     return Batch(
         tokens=tokens_,
         positions=positions_,
         boundaries=tuple(boundaries.tolist()),
-        sources=sources,
+        logits_indices=logits_indices,
         targets=targets,
         weights=weights_,
         weight=float(trained_weights.sum(dtype=np.float64)),
         rows=tuple(sample.row for sample in samples),
+        target_sources=TargetSources(tuple(source_names), source_indices[0], source_weights)
+        if source_indices
+        else None,
     )
 
 
@@ -72,15 +92,15 @@ def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
     more_tokens += -(len(batch.tokens) + more_tokens) % multiple
     boundaries = batch.boundaries + ((len(batch.tokens) + more_tokens,) if more_tokens else ())
     tokens, positions = (F.pad(column, (0, more_tokens)) for column in (batch.tokens, batch.positions))
-    sources, targets, weights = (
-        F.pad(column, (0, more_targets)) for column in (batch.sources, batch.targets, batch.weights)
+    logits_indices, targets, weights = (
+        F.pad(column, (0, more_targets)) for column in (batch.logits_indices, batch.targets, batch.weights)
     )
     return replace(
         batch,
         tokens=tokens,
         positions=positions,
         boundaries=boundaries,
-        sources=sources,
+        logits_indices=logits_indices,
         targets=targets,
         weights=weights,
     )

@@ -22,6 +22,7 @@ from danlu.data.permutation import Permutation
 from danlu.data.sources import source_names
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Source
+from danlu.types import TargetSources
 
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 # The test files of MNIST and of sets made like it are called t10k.
@@ -41,6 +42,16 @@ class Image:
     @property
     def tokens(self) -> int:
         return 1
+
+    @property
+    def targets(self) -> int:
+        """Its label."""
+        return 1
+
+    @property
+    def weight(self) -> float:
+        """Every image counts alike."""
+        return 1.0
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -64,6 +75,7 @@ class ImageBatch:
     weights: Tensor  # [N] float32
     weight: float  # sum of `weights`
     rows: tuple[str, ...]  # [N]
+    target_sources: TargetSources | None = None  # images of several folders are not told apart
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
 
@@ -52,6 +54,10 @@ class PackedDataset:
             place = Permutation.of(self.packs_per_epoch, self._seed, "packs", epoch)[place]
         return Pack(tuple(self._piece(*piece) for piece in self._layout.pack(place)))
 
+    def epoch(self, number: int = 0) -> Sequence[Pack]:
+        """The packs of one epoch in its order, each made when it is asked for."""
+        return _Epoch(self, number * self.packs_per_epoch)
+
     def state(self, number: int | None = None) -> dict[str, Any]:
         """What a checkpoint keeps, whichever pack comes next: a digest by which `restore` knows the samples again."""
         return {"samples": self._digest}
@@ -72,6 +78,25 @@ class PackedDataset:
     def _piece(self, place: int, start: int, stop: int) -> Sample:
         sample = self._samples.sample(int(self._order[place]))
         return sample if (start, stop) == (0, len(sample.tokens)) else cut(sample, start, stop)
+
+
+@dataclass(frozen=True)
+class _Epoch(Sequence[Pack]):
+    dataset: PackedDataset
+    first: int
+
+    def __len__(self) -> int:
+        return self.dataset.packs_per_epoch
+
+    @overload
+    def __getitem__(self, index: int) -> Pack: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Pack]: ...
+    def __getitem__(self, index: int | slice) -> Pack | Sequence[Pack]:
+        numbers = range(self.first, self.first + len(self))[index]
+        if isinstance(numbers, range):
+            return [self.dataset.at(number) for number in numbers]
+        return self.dataset.at(numbers)
 
 
 def cut(sample: Sample, start: int, stop: int) -> Sample:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.models.attention_kernels import Kernels, documents_mask, kernels_of, sent
+from danlu.types import Batch
 
 BLOCK_ROWS = 256
 # Blocks of query rows are filled up to a multiple of this: see `attention_kernels.DOCUMENT_MULTIPLE`.
@@ -77,6 +78,11 @@ class PackedAttention:
         if window not in self._masks:
             self._masks[window] = documents_mask(self.boundaries, window, device)
         return self._masks[window]
+
+
+def attend_for(batch: Batch) -> PackedAttention:
+    """The attention that models are given for a packed batch, in training, evaluation and measuring alike."""
+    return PackedAttention(batch.boundaries)
 
 
 def _whole_document(q: Tensor, k: Tensor, v: Tensor, scale: float, kernels: Kernels) -> Tensor:

@@ -7,33 +7,27 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from danlu.objectives.crossentropy import CrossEntropy
+from danlu.types import TargetLosses
 
 
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    gradient_scale: float = 1.0,
-) -> CrossEntropy:
+def logits_cross_entropy(
+    logits: Tensor, labels: Tensor, weights: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> TargetLosses:
     """Sums over examples of weight x loss, never means: the same terms as those of a language model.
 
-    Args: logits [N, C] float32; labels [N] int64; weights [N] float32. `label_smoothing`: share of the probability that
-    is spread over all classes; `z_loss`: weight of log(Z)^2. `gradient_scale` multiplies the gradient, and not the
-    value, so that fp16 does not lose it.
+    Args:
+        logits: [N, C] float32.   labels: [N] int64.   weights: [N] float32.
+        label_smoothing: share of the probability that is spread over all classes.   z_loss: weight of log(Z)^2.
     """
-    if gradient_scale != 1 and logits.requires_grad:
-        logits = logits * 1  # a tensor of our own to hang the hook on
-        logits.register_hook(lambda gradient: gradient * gradient_scale)
     log_z = logits.logsumexp(-1)  # [N]
     nll = log_z - logits.gather(-1, labels[:, None]).squeeze(-1)
     loss = nll if label_smoothing == 0 else (1 - label_smoothing) * nll + label_smoothing * (log_z - logits.mean(-1))
     if z_loss != 0:
         loss = loss + z_loss * log_z.square()
     correct = (logits.detach().argmax(-1) == labels).float()
-    return CrossEntropy(
-        total=(weights * loss).sum(), nll=(weights * nll.detach()).sum(), correct=(weights * correct).sum()
+    return TargetLosses(
+        total=(weights * loss).sum(),
+        nll=(weights * nll.detach()).sum(),
+        correct=(weights * correct).sum(),
+        by_target=nll.detach(),
     )

@@ -45,6 +45,13 @@ def local_parameters_of(model: nn.Module, ranks: Ranks, cut: Mapping[str, ShardB
     return {name: _held(name, parameter, ranks, cut) for name, parameter in model.named_parameters()}
 
 
+def replicated_parameter(name: str, tensor: Tensor, ranks: Ranks) -> LocalParameter:
+    """A parameter or buffer that every process has whole, and the first one saves; a buffer by its memory."""
+    box = ShardBox.full(tensor.shape, replicas=ranks.world.size, is_writer=ranks.world.index == 0)
+    parameter = tensor if isinstance(tensor, Parameter) else Parameter(tensor, requires_grad=False)
+    return LocalParameter(name, parameter, parameter, box)
+
+
 def _held(name: str, parameter: Parameter, ranks: Ranks, cut: Mapping[str, ShardBox]) -> LocalParameter:
     tensor = ranks.tensor
     box = cut.get(name) or ShardBox.full(parameter.shape, replicas=tensor.size, is_writer=tensor.index == 0)

@@ -1,65 +1,67 @@
-"""Loss, perplexity and token accuracy over held-out packs: the same forward as training, without gradients."""
+"""Loss and metrics of the objective over held-out items: the same forward pass as training, without gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from danlu.recipe.sections import LossOptions
-from danlu.train.step import Learner
-from danlu.types import Item
+from danlu.train.step import AnyLearner, StepSums, micro_batch_ranges
+from danlu.types import Item, Totals
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Means over trained weight; perplexity is exp(loss). Label smoothing and z-loss take no part."""
+    """Means over what was held out: the loss over trained weight, each metric over its own."""
 
     loss: float
-    accuracy: float
-    tokens: int
-    trained_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    trained_tokens: int = 0
+
+    @property
+    def accuracy(self) -> float:
+        """The share of targets that are the likeliest; KeyError for an objective that does not report it."""
+        return self.metrics["accuracy"]
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        """exp of the negative log-likelihood; KeyError for an objective that does not report it."""
+        nll = self.metrics["nll"]
+        return math.exp(nll) if nll < 700 else math.inf
 
     def values(self) -> dict[str, float]:
-        return {"loss": self.loss, "perplexity": self.perplexity, "accuracy": self.accuracy, "tokens": self.tokens}
+        """The evaluation's line in metrics.jsonl."""
+        likelihood = {"perplexity": self.perplexity} if "nll" in self.metrics else {}
+        others = {name: value for name, value in self.metrics.items() if name != "nll"}
+        return {"loss": self.loss, **likelihood, **others, "tokens": self.tokens}
 
 
 @torch.no_grad()
-def evaluate(compute: Learner, packs: Iterable[Item], *, stop: Callable[[], bool] = lambda: False) -> Scores | None:
-    """Scores over all `packs`; None when there is no trained token, or when `stop` turned true on the way.
+def evaluate(
+    learner: AnyLearner,
+    items: Sequence[Item],
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda done, count: None,
+) -> Scores | None:
+    """Scores over all `items`; None when they have no trained weight, or when `stop` turned true on the way.
 
-    Of many processes each takes its share; all of them ask `stop` equally often.
+    Each process takes its share; all of them ask `stop` equally often. `progress` is told (items done, items) here.
     """
-    sums = torch.zeros(5, dtype=torch.float64)  # nll, correct, weight, tokens, trained
-    for group in _groups(packs, compute.micro) if compute.parallel.alone else _own_groups(compute, list(packs)):
+    totals = Totals.of(items)
+    if not totals.weight:
+        return None
+    sums, done = StepSums(), 0
+    for numbers in micro_batch_ranges(items, learner.parallel, learner.micro):
         if stop():
             return None
-        batch = compute.collate(group)
-        entropy = compute.losses(batch, LossOptions())
-        counts = torch.tensor([batch.weight, sum(pack.tokens for pack in group), len(batch.targets)])
-        sums += torch.cat((torch.stack((entropy.nll, entropy.correct)).double().cpu(), counts.double()))
-    nll, correct, weight, tokens, trained = compute.parallel.all_reduce_data(sums).tolist()
-    compute.parallel.reshard()
-    if not weight:
-        return None
-    return Scores(loss=nll / weight, accuracy=correct / weight, tokens=int(tokens), trained_tokens=int(trained))
-
-
-def _groups(packs: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    packs = iter(packs)
-    while group := list(islice(packs, size)):
-        yield group
-
-
-def _own_groups(compute: Learner, packs: list[Item]) -> Iterator[list[Item]]:
-    """As many on each process; where others have packs left, one has none."""
-    own, size = compute.parallel.local_range(packs), compute.micro
-    for number in range(compute.parallel.num_micro_batches(len(packs), size)):
-        yield [packs[place] for place in own[number * size : (number + 1) * size]]
+        sums.add(learner.assess(learner.collate([items[number] for number in numbers]), totals))
+        sums.fold()
+        done += len(numbers)
+        progress(done, len(items))
+    loss, metrics = sums.means(totals.weight, learner.parallel)
+    learner.parallel.reshard()
+    return Scores(loss, metrics, totals.tokens, totals.targets)

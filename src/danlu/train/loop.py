@@ -14,8 +14,8 @@ from danlu.train.evaluation import Scores, evaluate
 from danlu.train.metrics import Value, peak_memory_bytes
 from danlu.train.out_of_memory import OutOfMemory, in_short, is_out_of_memory
 from danlu.train.state import Run, restore, shard_boxes, snapshot
-from danlu.train.step import Gradients, accumulate
-from danlu.types import Item, StepMetrics
+from danlu.train.step import StepGradients, StepObserver, accumulate
+from danlu.types import Item, StepMetrics, Totals
 
 
 def fit(run: Run) -> None:
@@ -40,7 +40,7 @@ def fit(run: Run) -> None:
             take_step(run)
     except DanluError as error:
         # Saving is done together: of several processes all have a TrainingError, of another kind perhaps one alone.
-        if run.compute.parallel.alone or isinstance(error, TrainingError):
+        if run.learner.parallel.alone or isinstance(error, TrainingError):
             save_before(run, error)
         raise
     if run.state.step > run.state.saved_step:
@@ -56,7 +56,7 @@ def take_step(run: Run) -> None:
     """
     before = run.state.step
     try:
-        _step(run)
+        train_step(run)
     except DanluError:
         _put_back(run, before)
         raise
@@ -77,57 +77,71 @@ def _put_back(run: Run, before: int) -> None:
     run.state.step = before
 
 
-def _step(run: Run) -> None:
+def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients | None:
+    """Forward and backward passes, clipping and the update of one step; None where it had no trained token.
+
+    A step without trained weight, as long context without targets can fill one, is passed over and told: nothing is
+    updated. `observer` looks at the gradients on the way (`danlu verify` proves this very function by it).
+    Raises TrainingError for numbers that are not finite.
+    """
     started = time.perf_counter()
-    step = run.state.step + 1
-    packs = run.feed.take()
+    step, items = run.state.step + 1, run.feed.take()
+    totals = Totals.of(items)
+    if not totals.weight:
+        _pass_over(run, items, totals)
+        return None
     scale = 1.0 if run.scaler is None else run.scaler.scale
-    holders = run.optimizer.gradient_holders()
-    gradients = accumulate(run.compute, packs, step=step, clip=run.clip, loss_scale=scale, holders=holders)
-    if not gradients.trained_tokens:
-        _pass_over(run, packs, step)
-        return
+    gradients = accumulate(
+        run.learner,
+        items,
+        step=step,
+        clip=run.clip,
+        totals=totals,
+        loss_scale=scale,
+        holders=run.optimizer.gradient_holders(),
+        observer=observer,
+    )
     finite = math.isfinite(gradients.norm)
     if not finite and run.scaler is None:
-        error = run.agreed(explain_gradient(run.optimizer.named_gradients(), packs, step))
+        error = run.agreed(explain_gradient(run.optimizer.named_gradients(), items, step))
         assert error is not None, "each process has one"
         raise error
     run.optimizer.set_learning_rate(multiplier(step, run.cadence.total, run.schedule))
     run.state.step = step
-    wanted = finite and not _spiked(run, gradients)
+    updates = finite and not _spiked(run, gradients)
     if run.state.rewind_wanted:
         rewind(run)
-        return
+        return gradients
     if run.scaler is not None and (change := run.scaler.update(step, finite)) is not None:
-        run.tell("overflow" if change.overflow else "loss_scale", before=change.before, after=change.after)
-    if wanted:
+        run.record("overflow" if change.overflow else "loss_scale", before=change.before, after=change.after)
+    if updates:
         PHASE.begin("optimizer")
         run.optimizer.step(free_gradients=True)
         if run.ema is not None:
             run.ema.update()
-        run.compute.parallel.release_pages()
+        run.learner.parallel.release_pages()
     run.optimizer.zero_grad()
-    run.state.tokens += gradients.tokens
+    run.state.tokens += totals.tokens
     if run.due(run.cadence.log, since=step - 1):
         _log(run, gradients, time.perf_counter() - started)
+    return gradients
 
 
-def _pass_over(run: Run, packs: Sequence[Item], step: int) -> None:
-    """Ends a step in which no token is trained, as long context without targets can fill one: nothing is updated."""
+def _pass_over(run: Run, items: Sequence[Item], totals: Totals) -> None:
+    """Ends a step in which no token is trained."""
     run.optimizer.zero_grad()
-    run.state.step = step
-    tokens = sum(pack.tokens for pack in packs)
-    run.state.tokens += tokens
-    run.tell("no_targets", tokens=tokens, rows=some([row for pack in packs for row in pack.rows]))
+    run.state.step += 1
+    run.state.tokens += totals.tokens
+    run.record("no_targets", tokens=totals.tokens, rows=some([row for item in items for row in item.rows]))
 
 
-def _spiked(run: Run, gradients: Gradients) -> bool:
+def _spiked(run: Run, gradients: StepGradients) -> bool:
     """Whether the watch's policy keeps this update from being made; tells of a spike in any case."""
     verdict = run.watch.judge(run.state.step, gradients.loss, gradients.norm)
     if not verdict.spike:
         return False
     policy = run.watch.section.policy
-    run.tell("spike", policy=policy, reason=verdict.reason)
+    run.record("spike", policy=policy, reason=verdict.reason)
     run.state.rewind_wanted = policy == "rewind"
     return policy != "warn"
 
@@ -154,7 +168,7 @@ def rewind(run: Run) -> None:
     checkpoint = (ordinary or complete)[-1]
     excluded = run.feed.excluded | set(rows)
     # Told before going back, while the step is still the one that spiked.
-    run.tell("rewind", back_to=checkpoint.step, packs_left_out=len(excluded))
+    run.record("rewind", back_to=checkpoint.step, packs_left_out=len(excluded))
     restore(run, checkpoint.path)
     run.feed.excluded = excluded
     run.state.rewinds = rewinds
@@ -173,20 +187,20 @@ def assess(run: Run) -> Scores | None:
     problem: DanluError | None = None
     with run.averaged():
         try:
-            scores = evaluate(run.compute, run.held_out, stop=run.stopping) if run.held_out else None
+            scores = evaluate(run.learner, run.held_out, stop=run.stopping) if run.held_out else None
             if run.stopping():
                 return None
             texts = run.generate(run.sample_prompts) if run.generate is not None and run.sample_prompts else []
         except DanluError as error:
             problem = error
-        run.compute.parallel.reshard()
+        run.learner.parallel.reshard()
     if (agreed := run.agreed(problem)) is not None:
         told = type(agreed)(f"step {run.state.step}, while evaluating: {agreed}")
         save_before(run, told)
         raise told from problem
     run.state.assessed_step = run.state.step
     for prompt, text in zip(run.sample_prompts, texts, strict=False):
-        run.tell("sample", prompt=prompt, text=text)
+        run.record("sample", prompt=prompt, text=text)
     if scores is None:
         return None
     values: Mapping[str, Value] = {**scores.values(), "s": time.perf_counter() - started}
@@ -200,7 +214,7 @@ def assess(run: Run) -> Scores | None:
         run.state.evaluations_without_gain += 1
         if patience is not None and run.state.evaluations_without_gain >= patience.patience:
             run.state.ended_early = True
-            run.tell("early_stop", best_loss=run.state.best_loss, evaluations=run.state.evaluations_without_gain)
+            run.record("early_stop", best_loss=run.state.best_loss, evaluations=run.state.evaluations_without_gain)
     return scores
 
 
@@ -226,7 +240,7 @@ def save(run: Run, scores: Scores | None = None) -> None:
     groups, state = snapshot(run)
     loss = None if scores is None else scores.loss
     run.store.save(run.state.step, groups, state, loss=loss, boxes=shard_boxes(run, groups))
-    run.compute.parallel.release_pages()
+    run.learner.parallel.release_pages()
 
 
 def save_before(run: Run, error: DanluError) -> None:
@@ -245,26 +259,25 @@ def save_before(run: Run, error: DanluError) -> None:
 
 def broken_weights(run: Run) -> TrainingError | None:
     """Which weights are not finite, on whichever process they are."""
-    return run.agreed(explain_weights(run.compute.weights(), run.state.step))
+    return run.agreed(explain_weights(run.learner.weights(), run.state.step))
 
 
-def _log(run: Run, gradients: Gradients, seconds: float) -> None:
-    extra: dict[str, float] = {"accuracy": gradients.accuracy, "elapsed_s": time.perf_counter() - run.started}
-    if run.compute.loss != type(run.compute.loss)():
-        extra["nll"] = gradients.nll
+def _log(run: Run, gradients: StepGradients, seconds: float) -> None:
+    totals = gradients.totals
+    extra: dict[str, float] = {**gradients.metrics, "elapsed_s": time.perf_counter() - run.started}
     if run.scaler is not None:
         extra["loss_scale"] = run.scaler.scale
     if run.least_seconds is not None:
-        extra["mfu"] = run.least_seconds(gradients.lengths, gradients.trained_tokens) / seconds
+        extra["mfu"] = run.least_seconds(totals.document_lengths, totals.targets) / seconds
     metrics = StepMetrics(
         step=run.state.step,
         loss=gradients.loss,
         grad_norm=gradients.norm,
         learning_rate=run.optimizer.learning_rate,
-        tokens=gradients.tokens,
-        trained_tokens=gradients.trained_tokens,
-        tokens_per_second=gradients.tokens / seconds,
-        memory_bytes=peak_memory_bytes(run.compute.device),
+        tokens=totals.tokens,
+        trained_tokens=totals.targets,
+        tokens_per_second=totals.tokens / seconds,
+        memory_bytes=peak_memory_bytes(run.learner.device),
         extra=extra,
     )
     for recorder in run.recorders:

@@ -23,7 +23,7 @@ from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.metrics import MetricsLog, Recorder, Value
 from danlu.train.position import Feed
 from danlu.train.signals import StopRequest
-from danlu.train.step import Learner
+from danlu.train.step import AnyLearner
 from danlu.train.watch import Watch
 from danlu.types import Item
 
@@ -65,7 +65,7 @@ class Cadence:
 class Run:
     """Everything a run is made of. `fit` works on it; `state` is what a checkpoint brings back."""
 
-    compute: Learner
+    learner: AnyLearner
     optimizer: Optimizers
     schedule: Schedule
     clip: float | None
@@ -97,14 +97,14 @@ class Run:
 
     def stopping(self) -> bool:
         """Whether a signal asks to stop, on any process; all of them ask at the same places."""
-        return self.compute.parallel.any_rank(self.stop_request.requested)
+        return self.learner.parallel.any_rank(self.stop_request.requested)
 
     def agreed(self, error: E | None) -> E | None:
         """The error of the first process that has one; all of them ask."""
-        errors = self.compute.parallel.ranks.world.all_gather_objects(error)
+        errors = self.learner.parallel.ranks.world.all_gather_objects(error)
         return next((error for error in errors if error is not None), None)
 
-    def tell(self, event: str, **values: Value) -> None:
+    def record(self, event: str, **values: Value) -> None:
         for recorder in self.recorders:
             recorder.event(self.state.step, event, **values)
 
@@ -116,7 +116,7 @@ class Run:
 def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
     """Tensors by group, live, and the rest as JSON: everything the next step depends on."""
     groups: dict[str, Mapping[str, Tensor]] = {
-        "model": run.compute.weights(),
+        "model": run.learner.weights(),
         "optimizer": run.optimizer.state_tensors(),
     }
     state: dict[str, Any] = {
@@ -125,7 +125,7 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
         "optimizer": run.optimizer.state_scalars(),
         "watch": run.watch.state(),
         # The size of micro-batches decides how sums are rounded; a resumed run must not choose anew.
-        "micro": run.compute.micro,
+        "micro": run.learner.micro,
         "total_steps": run.cadence.total,
         "finished": run.finished,
         "metrics_lines": 0 if run.metrics is None else run.metrics.lines,
@@ -142,16 +142,16 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
 
 def shard_boxes(run: Run, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, ShardBox]] | None:
     """Which box of a whole tensor each tensor of `snapshot` is; None where every tensor is whole."""
-    held = run.compute.parallel.local_parameters
-    if not held:
+    local = run.learner.parallel.local_parameters
+    if not local:
         return None
-    found: dict[str, dict[str, ShardBox]] = {}
+    boxes: dict[str, dict[str, ShardBox]] = {}
     for group, tensors in groups.items():
-        found[group] = {}
+        boxes[group] = {}
         for name, tensor in tensors.items():
-            parameter = held[name.partition(".")[2] if group == "optimizer" else name].box
-            found[group][name] = state_box(tensor, parameter) if group == "optimizer" else parameter
-    return found
+            box = local[name.partition(".")[2] if group == "optimizer" else name].box
+            boxes[group][name] = state_box(tensor, box) if group == "optimizer" else box
+    return boxes
 
 
 def restore(run: Run, path: Path) -> dict[str, Any]:
@@ -159,9 +159,9 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
 
     Raises CheckpointError if the checkpoint is damaged or of another run.
     """
-    model = run.compute.weights()
+    model = run.learner.weights()
     into = {"model": model} if run.ema is None else {"model": model, "ema": run.ema.state_tensors()}
-    together = run.compute.parallel.ranks.world
+    together = run.learner.parallel.ranks.world
     state = load_checkpoint(path, into, shard_boxes(run, into), together)
     wanted = (
         {"run", "feed", "optimizer", "watch"} | ({"scaler"} if run.scaler else set()) | ({"ema"} if run.ema else set())
@@ -175,7 +175,7 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
         run.scaler.load(state["scaler"])
     if run.ema is not None:
         run.ema.updates = int(state["ema"]["updates"])
-    run.compute.parallel.reshard()
+    run.learner.parallel.reshard()
     run.watch.load(state["watch"])
     run.feed.restore(state["feed"])
     known = {field.name for field in fields(RunState)}

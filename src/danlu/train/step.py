@@ -1,328 +1,167 @@
-"""One optimizer step: forward and backward over micro-batches, one division by the global weight, clipping.
-
-T packed tokens · N trained targets · D model width
-"""
+"""Forward and backward passes of one optimizer step over its micro-batches, one division by its weight, clipping."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from danlu.adapters.adapter_set import AdapterSet
-from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
-from danlu.memory.activation_offload import ActivationOffload
-from danlu.models.attend import PackedAttention
-from danlu.models.decoder import Decoder
-from danlu.objectives.crossentropy import CrossEntropy, linear_cross_entropy
-from danlu.optim.clip import HasGradient, clip_grad_norm, non_finite
+from danlu.optim.clip import HasGradient, clip_grad_norm
 from danlu.optim.sparse import coalesce_gradients
 from danlu.parallel.step_parallel import StepParallel
-from danlu.parallel.threads import Replicas, shares_of
 from danlu.parallel.watchdog import PHASE
-from danlu.recipe.sections import LossOptions
-from danlu.train.diagnosis import explain_non_finite
-from danlu.train.memory_parts import Activations
-from danlu.types import Batch, Item, Pack
+from danlu.train.learner import Learner
+from danlu.types import Item, Loss, Metric, Totals
 
-Forward = Callable[..., Tensor]
-
-
-class MicroBatch(Protocol):
-    """What of a micro-batch the loop looks at, whatever it is made of."""
-
-    @property
-    def weight(self) -> float: ...  # sum over its targets
-
-    @property
-    def targets(self) -> Tensor: ...  # [N]
-
-
-class Learner(Protocol):
-    """What is trained, and how its loss is made: all that a language model and a classifier of images differ in."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def micro(self) -> int: ...  # packs in a micro-batch
-
-    @property
-    def loss(self) -> LossOptions: ...
-
-    @property
-    def activations(self) -> Activations | None: ...
-
-    @property
-    def parallel(self) -> StepParallel: ...
-
-    def weights(self) -> dict[str, Tensor]: ...  # what training changes, by name, live: as much as this process holds
-
-    # Of what its own data is made of: packs, images. A MicroBatch on the device; of nothing, one that is nothing.
-    def collate(self, packs: Sequence[Any]) -> Any: ...
-
-    def set_dropout(
-        self, step: int | None, packs: Sequence[tuple[int, Any]] = ()
-    ) -> None: ...  # dropout; None: no more
-
-    def losses(self, batch: Any, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy: ...
-
-    def explain(self, batch: Any, step: int) -> Exception: ...  # why a loss is not finite
+AnyLearner = Learner[Any, Any]
 
 
 @dataclass(frozen=True)
-class Compute:
-    """A decoder as it learns: where, in which type, through which (perhaps compiled) forward, how much at a time."""
+class StepObserver:
+    """Looks into a step while it is taken, as `danlu verify` does; each hook is called on every process."""
 
-    model: Decoder
-    forward: Forward  # the model itself, or its compiled form
-    device: torch.device
-    dtype: torch.dtype  # of activations; parameters are float32
-    micro: int  # packs in a micro-batch
-    loss: LossOptions
-    adapters: AdapterSet | None = None  # with one, the model itself is frozen
-    activations: Activations | None = None  # counts what autograd keeps; None where the forward is compiled
-    parallel: StepParallel = field(default_factory=StepParallel)
-    through: Callable[..., CrossEntropy] | None = None  # DDP around `Losses`
-    offload: ActivationOffload | None = None  # where activations wait for the backward pass, if not on the device
-    multiple: int = 1  # of which the number of tokens is one, where ranks cut them
-
-    def weights(self) -> dict[str, Tensor]:
-        """What training changes, by name, live: all of the model, or the adapter that is trained."""
-        named = trained_weights(self.model, self.adapters)
-        held = self.parallel.local_parameters
-        return {name: held[name].local.detach() for name in named} if held else named
-
-    def collate(self, packs: Sequence[Pack]) -> Batch:
-        """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""
-        virtual = () if self.adapters is None else self.adapters.virtual_token_ids
-        return collate(packs or [EMPTY_PACK], self.device, virtual_token_ids=virtual)
-
-    def set_dropout(self, step: int | None, packs: Sequence[tuple[int, Pack]] = ()) -> None:
-        """Dropout of adapters for packs of a step, each with its number in the step; None: no more of it."""
-        if self.adapters is not None:
-            dropout_state, virtual = self.adapters.build_context.dropout_state, len(self.adapters.virtual_token_ids)
-            if step is None:
-                dropout_state.end()
-            else:
-                told = packs or [(0, EMPTY_PACK)]
-                dropout_state.begin(
-                    step, [(number, pack.tokens + virtual * len(pack.samples)) for number, pack in told]
-                )
-
-    def losses(self, batch: Batch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
-        """The weighted sum of losses of a micro-batch."""
-        if not torch.is_grad_enabled():
-            return self.own_losses(batch, loss, gradient_scale)
-        with nullcontext() if self.offload is None else self.offload.active():
-            return (self.through or self.own_losses)(batch, loss, gradient_scale)
-
-    def own_losses(self, batch: Batch, loss: LossOptions, gradient_scale: float) -> CrossEntropy:
-        """The same, without what is around it."""
-        return cross_entropy(self, batch, loss, gradient_scale)
-
-    def explain(self, batch: Batch, step: int) -> Exception:
-        """Why the loss of `batch` is not finite."""
-        # Each process has its part of the parameters.
-        by_rank = self.parallel.ranks.world.all_gather_objects(non_finite(self.model.named_parameters()))
-        names = list(dict.fromkeys(name for names in by_rank for name in names))
-        return explain_non_finite(self.model, batch, self.dtype, step, names, multiple=self.multiple)
+    before_clipping: Callable[[float], None] = lambda scale: None
+    """Gradients are sums over all processes; times `scale` they are the gradient of the mean loss."""
+    after_clipping: Callable[[], None] = lambda: None
+    """Gradients are what the optimizer is about to use."""
 
 
 @dataclass(frozen=True)
-class Split:
-    """A micro-batch dealt out to the replicas of one process."""
+class StepGradients:
+    """What `accumulate` returns beside the gradients it leaves: means over the step, and the gradient's norm."""
 
-    parts: tuple[Batch, ...]
-
-    @property
-    def weight(self) -> float:
-        return sum(part.weight for part in self.parts)
-
-    @property
-    def targets(self) -> Tensor:
-        """[N], on the first device."""
-        return torch.cat([part.targets.to(self.parts[0].targets.device) for part in self.parts])
-
-
-@dataclass(frozen=True)
-class ThreadedCompute(Compute):
-    """The same over replicas in one process: see `parallel.threads`."""
-
-    replicas: Replicas | None = None
-
-    def collate(self, packs: Sequence[Pack]) -> Any:
-        """Each replica's part of a micro-batch, on its device."""
-        assert self.replicas is not None, "threads run replicas"
-        devices = self.replicas.devices
-        parts = zip(shares_of(packs, len(devices)), devices, strict=True)
-        return Split(tuple(collate(part or [EMPTY_PACK], device) for part, device in parts))
-
-    def losses(self, batch: Any, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
-        """The sum of all replicas' losses, on the first device."""
-        assert self.replicas is not None, "threads run replicas"
-
-        def work(model: Any, part: Batch) -> CrossEntropy:
-            own = replace(self, model=model, forward=model, device=part.tokens.device)
-            return cross_entropy(own, part, loss, gradient_scale)
-
-        found = self.replicas.run(work, batch.parts)
-        total, nll, correct = (
-            torch.stack([getattr(one, name).to(self.device) for one in found]).sum()
-            for name in ("total", "nll", "correct")
-        )
-        return CrossEntropy(total, nll, correct)
-
-    def explain(self, batch: Any, step: int) -> Exception:
-        """Why a loss is not finite, for the first part of which it is not."""
-        names = non_finite(self.model.named_parameters())
-        return explain_non_finite(self.model, batch.parts[0], self.dtype, step, names)
-
-
-class Losses(nn.Module):
-    """A model with its loss as one module, which is what DDP wants to be put around."""
-
-    def __init__(self, model: nn.Module, of: Callable[..., CrossEntropy]) -> None:
-        super().__init__()
-        self.model = model
-        self._of = of
-
-    def forward(self, batch: Any, loss: LossOptions, gradient_scale: float) -> CrossEntropy:
-        return self._of(batch, loss, gradient_scale)
-
-
-def trained_weights(model: Decoder, adapters: AdapterSet | None) -> dict[str, Tensor]:
-    """What training changes, by name, live: all of a model, or the adapter on top, its frozen parts included."""
-    named = model.named_parameters() if adapters is None else adapters.tensors(adapters.active[-1]).items()
-    return {name: parameter.detach() for name, parameter in named}
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What `accumulate` leaves beside the gradients: sums over the step, and how large the whole gradient was.
-
-    Of a step without a trained target loss, nll and accuracy are NaN, and the norm is 0.
-    """
-
-    loss: float  # mean over trained weight, with label smoothing and z-loss
-    nll: float  # mean without them
-    accuracy: float
+    loss: float  # the objective's total over `totals.weight`
+    metrics: Mapping[str, float]  # each over its own weight; those that nothing in the step has weight for are absent
     norm: float  # global 2-norm of the mean loss's gradient, before clipping; not finite after an fp16 overflow
-    tokens: int
-    trained_tokens: int
-    lengths: tuple[int, ...]  # of documents, on all processes, for counting operations
+    totals: Totals
 
 
-def cross_entropy(compute: Compute, batch: Batch, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
-    """The weighted sum of losses of a micro-batch; the head runs on its N trained positions only."""
-    batch = pad_to_bucket(batch, compute.multiple)
-    hidden = compute.forward(batch.tokens, batch.positions, PackedAttention(batch.boundaries), compute.dtype)  # [T, D]
-    model, vocab_shard = compute.model, compute.model.vocab_shard
-    return linear_cross_entropy(
-        hidden.index_select(0, batch.sources),  # [N, D]
-        model.head_weight,
-        batch.targets,
-        batch.weights,
-        softcap=model.config.final_softcap,
-        tensor_group=None if vocab_shard is None else vocab_shard.group,
-        vocab_start=0 if vocab_shard is None else vocab_shard.start,
-        vocab_size=model.config.vocab_size,
-        label_smoothing=loss.label_smoothing,
-        z_loss=loss.z_loss,
-        gradient_scale=gradient_scale,
-    )
+def micro_batch_ranges(items: Sequence[Item], parallel: StepParallel, micro: int) -> list[range]:
+    """The numbers of the items in each micro-batch of this process, `micro` in each.
 
-
-def micro_batches(packs: Sequence[Pack], size: int) -> list[Sequence[Pack]]:
-    return [packs[start : start + size] for start in range(0, len(packs), size)]
+    There are as many on every process, for each makes the same collectives; the last ones may be empty.
+    """
+    local = parallel.local_range(items)
+    count = parallel.num_micro_batches(len(items), micro)
+    return [local[start : start + micro] for start in range(0, count * micro, micro)]
 
 
 def accumulate(
-    compute: Learner,
-    packs: Sequence[Item],
+    learner: AnyLearner,
+    items: Sequence[Item],
     *,
     step: int,
     clip: float | None,
+    totals: Totals | None = None,
     loss_scale: float = 1.0,
     holders: Iterable[HasGradient] | None = None,
-) -> Gradients:
-    """Leaves in `.grad` the clipped gradient of the mean loss over `packs`, however they are cut into micro-batches.
+    observer: StepObserver | None = None,
+) -> StepGradients:
+    """Leaves in `.grad` the clipped gradient of the mean loss over `items`, however they are cut into micro-batches.
 
     Each micro-batch adds the gradient of a sum; the division by the step's whole weight happens once, with clipping.
-    Of many processes each takes its share of the packs. With an fp16 `loss_scale`, a gradient that overflowed is left
-    alone and its norm returned as it is. `holders` are what the optimizer takes gradients from
-    (`Optimizers.gradient_holders`), by default the model's parameters. Packs without a trained target on any process
-    have no mean loss: `trained_tokens` is then 0, and there is no gradient to update by.
+    Every process takes its share of the items. With an fp16 `loss_scale`, a gradient that overflowed is left alone and
+    its norm returned as it is.
+
+    Args:
+        items: those of all processes.
+        clip: the largest global norm; None to only measure it.
+        totals: of `items`, where the caller has them already. Their weight must not be 0.
+        holders: what the optimizer takes gradients from (`Optimizers.gradient_holders`); by default the parameters.
 
     Raises TrainingError, which names step, rows and tensor, when a loss is not finite.
     """
-    parallel = compute.parallel
-    own = [(number, packs[number]) for number in parallel.local_range(packs)]
-    rounds = parallel.num_micro_batches(len(packs), compute.micro)
-    groups = [own[start : start + compute.micro] for start in range(0, rounds * compute.micro, compute.micro)]
-    sums: list[Tensor] = []
-    weight = 0.0
-    trained = 0
-    for number, group in enumerate(groups, 1):
-        batch = compute.collate([pack for _, pack in group])
-        compute.set_dropout(step, group)
+    totals = totals or Totals.of(items)
+    assert totals.weight, "a step without trained weight has no mean loss: see loop.train_step"
+    parallel, observer = learner.parallel, observer or StepObserver()
+    ranges = micro_batch_ranges(items, parallel, learner.micro)
+    sums = StepSums()
+    for numbers in ranges:
+        batch = learner.collate([items[number] for number in numbers])
+        numbered = [(number, items[number]) for number in numbers]
         PHASE.begin("forward", step)
-        with parallel.micro_batch(number == rounds):
-            with nullcontext() if compute.activations is None else compute.activations.counted(len(batch.targets)):
-                entropy = compute.losses(batch, compute.loss, loss_scale)
+        with learner.dropout(step, numbered), parallel.micro_batch(numbers is ranges[-1]):
+            with nullcontext() if learner.activations is None else learner.activations.counted(len(batch.targets)):
+                loss = learner.losses(batch, totals, loss_scale)
             PHASE.begin("backward")
-            entropy.total.backward()
-        compute.set_dropout(None)
+            loss.total.backward()
         if parallel.alone:
-            coalesce_gradients(compute.model.parameters())
-        sums.append(torch.stack((entropy.total.detach(), entropy.nll, entropy.correct)))
-        weight += batch.weight
-        trained += len(batch.targets)
+            coalesce_gradients(learner.model.parameters())
+        sums.add(loss)
     PHASE.begin("sum of gradients")
     parallel.reduce_gradients()
-    by_micro = torch.stack(sums).double().cpu()  # one wait for the device, after all the work has been handed to it
-    counts = torch.tensor([weight, trained], dtype=torch.float64)
-    total, nll, correct, weight, every_trained = parallel.all_reduce_data(torch.cat((by_micro.sum(0), counts))).tolist()
-    if not math.isfinite(total):
-        raise _explained(compute, by_micro, groups, step)
-    tokens = sum(pack.tokens for pack in packs)
-    lengths = tuple(length for pack in packs for length in pack.lengths)
-    if not every_trained:
-        return Gradients(math.nan, math.nan, math.nan, norm=0.0, tokens=tokens, trained_tokens=0, lengths=lengths)
+    mean_loss, metrics = sums.means(totals.weight, parallel)
+    if not math.isfinite(mean_loss):
+        cause = sums.first_non_finite()
+        raise _explained(learner, [items[number] for number in ranges[cause or 0]], cause is not None, step)
+    scale = 1 / (totals.weight * loss_scale)
+    observer.before_clipping(scale)
     norm = clip_grad_norm(
-        compute.model.parameters() if holders is None else holders,
+        learner.model.parameters() if holders is None else holders,
         clip,
-        scale=1 / (weight * loss_scale),
+        scale=scale,
         group=None if parallel.alone else parallel.ranks.world,
         shares=None if parallel.alone else parallel.norm_weights(),
-        device=compute.device,
+        device=learner.device,
     )
-    return Gradients(
-        loss=total / weight,
-        nll=nll / weight,
-        accuracy=correct / weight,
-        norm=norm,
-        tokens=tokens,
-        trained_tokens=int(every_trained),
-        lengths=lengths,
-    )
+    observer.after_clipping()
+    return StepGradients(mean_loss, metrics, norm, totals)
 
 
-def _explained(
-    compute: Learner, by_micro: Tensor, groups: Sequence[Sequence[tuple[int, Item]]], step: int
-) -> Exception:
-    """The explanation of the first process whose loss is not finite; all look, for looking takes collectives."""
-    culprits = (~by_micro[:, 0].isfinite()).nonzero()
-    mine = compute.explain(
-        compute.collate([pack for _, pack in groups[int(culprits[0]) if len(culprits) else 0]]), step
-    )
-    found = compute.parallel.ranks.world.all_gather_objects((len(culprits) > 0, mine))
-    return next(error for bad, error in found if bad)
+@dataclass
+class StepSums:
+    """The losses of a process's micro-batches, kept on the device until all work has been enqueued there."""
+
+    _rows: list[Tensor] = field(default_factory=list)  # of each micro-batch [1 + metrics]: the total, then the sums
+    _weights: dict[str, float] = field(default_factory=dict)  # of each metric
+
+    def add(self, loss: Loss) -> None:
+        """Takes up the loss of one more micro-batch."""
+        self._rows.append(torch.stack((loss.total.detach(), *(metric.sum for metric in loss.metrics.values()))))
+        for name, metric in loss.metrics.items():
+            self._weights[name] = self._weights.get(name, 0.0) + metric.weight
+
+    def fold(self) -> None:
+        """Adds up what is there in float64 on the host, for sums over any number of micro-batches."""
+        self._rows = [reduce(torch.add, (row.double().cpu() for row in self._rows))]
+
+    def means(self, weight: float, parallel: StepParallel) -> tuple[float, dict[str, float]]:
+        """(loss, metrics) over all processes: the total over `weight`, each metric over its own."""
+        rows = torch.stack(self._rows).double().cpu()  # the one wait for the device in a step
+        self._rows = list(rows)
+        weights = torch.tensor(list(self._weights.values()), dtype=torch.float64)
+        total, *sums = parallel.all_reduce_data(torch.cat((rows.sum(0), weights))).tolist()
+        count = len(self._weights)
+        of_metrics = zip(self._weights, sums[:count], sums[count:], strict=True)
+        return total / weight, {name: metric / divisor for name, metric, divisor in of_metrics if divisor}
+
+    def first_non_finite(self) -> int | None:
+        """The number of the first micro-batch of this process whose total is not finite; after `means`."""
+        return next((number for number, row in enumerate(self._rows) if not row[0].isfinite()), None)
+
+
+def sum_losses(losses: Sequence[Loss], device: torch.device) -> Loss:
+    """The loss of a micro-batch whose parts were computed apart, on devices of their own."""
+
+    def summed(values: Iterator[Tensor]) -> Tensor:
+        return torch.stack([value.to(device) for value in values]).sum()
+
+    by_name = {name: [loss.metrics[name] for loss in losses] for name in losses[0].metrics}
+    metrics = {
+        name: Metric(summed(part.sum for part in parts), sum(part.weight for part in parts))
+        for name, parts in by_name.items()
+    }
+    return Loss(summed(loss.total for loss in losses), metrics)
+
+
+def _explained(learner: AnyLearner, items: Sequence[Item], is_cause: bool, step: int) -> Exception:
+    """The explanation by the first process whose loss is not finite; all look, for looking takes collectives."""
+    explanation = learner.explain(learner.collate(items), step)
+    everyones = learner.parallel.ranks.world.all_gather_objects((is_cause, explanation))
+    return next(error for caused, error in everyones if caused)

@@ -18,19 +18,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 from typing import Any
-
-from torch import nn
 
 from danlu.atomic_write import write_atomically
 from danlu.errors import ResourceError
-from danlu.models.decoder import Decoder
-from danlu.models.loading import meta_decoder
-from danlu.parallel.local_parameter import LocalParameter
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.metrics import peak_memory_bytes, read_metrics
 from danlu.train.state import Run
@@ -41,11 +34,17 @@ Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
 def write_summary(
-    run: Run, result: Path, memory: MemoryParts | None = None, peak: Mapping[str, Any] | None = None
+    run: Run,
+    result: Path,
+    parameters: int,
+    trained_parameters: int,
+    memory: MemoryParts | None = None,
+    peak: Mapping[str, Any] | None = None,
 ) -> Path:
     """Sums up a run that has ended in the folder of its metrics file; `result` is the folder in it with the weights.
 
-    peak: what `mfu` in its lines was measured against.
+    parameters, trained_parameters: of the whole model, over all processes.   peak: what `mfu` in its lines was measured
+    against.
 
     Numbers that only metrics.jsonl had are null where that file was lost. Raises ResourceError.
     """
@@ -60,9 +59,9 @@ def write_summary(
         "seconds": seconds_in(lines),
         "tokens_per_second": median(line["tokens_per_second"] for line in steps) if steps else None,
         # A part of the run that another process trained may have needed more than this one.
-        "peak_memory_bytes": max([peak_memory_bytes(run.compute.device), *(line["memory_bytes"] for line in steps)]),
-        "parameters": parameters_of(run.compute.model, run.compute.parallel.local_parameters),
-        "trained_parameters": trained_parameters_of(run.compute.model, run.compute.parallel.local_parameters),
+        "peak_memory_bytes": max([peak_memory_bytes(run.learner.device), *(line["memory_bytes"] for line in steps)]),
+        "parameters": parameters,
+        "trained_parameters": trained_parameters,
         "loss": steps[-1]["loss"] if steps else None,
         "evaluation": {"last": _number(losses[-1]), "best": _number(_lowest(losses))} if losses else None,
         "result": {
@@ -133,31 +132,6 @@ def seconds_in(lines: Lines) -> float:
         else:
             seconds += line.get("eval_s", 0.0)
     return seconds
-
-
-def parameters_of(model: nn.Module, held: Mapping[str, LocalParameter] = MappingProxyType({})) -> int:
-    """All numbers of the whole model and its adapters, those held in few bits included; a tied matrix counts once.
-
-    held: what this process has of each parameter, where several share them.
-    """
-    found = _numbers(model, held)
-    if isinstance(model, Decoder):  # a packed or cut matrix does not say how large it was
-        found |= {name: one.numel() for name, one in meta_decoder(model.config).named_parameters()}
-    return sum(found.values())
-
-
-def trained_parameters_of(model: nn.Module, held: Mapping[str, LocalParameter] = MappingProxyType({})) -> int:
-    """Of `parameters_of`, those that training changes."""
-    return sum(_numbers(model, held, trained=True).values())
-
-
-def _numbers(model: nn.Module, held: Mapping[str, LocalParameter], *, trained: bool = False) -> dict[str, int]:
-    """Of each whole parameter, by name; codes are no parameters."""
-    return {
-        name: prod(held[name].box.global_shape) if name in held else one.numel()
-        for name, one in model.named_parameters()
-        if one.is_floating_point() and (one.requires_grad or not trained)
-    }
 
 
 def _lowest(losses: Sequence[float]) -> float:

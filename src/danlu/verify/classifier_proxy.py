@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from danlu.classifying import Classifying, PlacedClassifier
 from danlu.data.images import Image, ImageSampler, read_images
 from danlu.errors import DataError
+from danlu.images.classifier import ClassifierBuilder, PlacedClassifier
 from danlu.models import lenet
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
+from danlu.stages import STAGES
 from danlu.train.run_folder import Start
 from danlu.verify.collective_traffic import sent_over_data
 from danlu.verify.proxy import Groups, PlacedProxy, Prepared
@@ -30,7 +31,8 @@ class ClassifierProxy:
     norms: bool = False
 
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedClassifier:
-        return Classifying(recipe).place(ranks, device, None if resumed is None else Start(resumed, ()))
+        start = None if resumed is None else Start(resumed, ())
+        return ClassifierBuilder(recipe, STAGES["classify"]).place(ranks, device, start)
 
     def sent(self, learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
         return sent_over_data(learning, groups, gathered=torch.float32)

@@ -16,7 +16,8 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.mora import Mora
 from danlu.adapters.slot import Slot
 from danlu.data.batch import EMPTY_PACK, pad_to_bucket
-from danlu.language import PlacedDecoder
+from danlu.language.learner import DecoderLearner
+from danlu.language.placed import PlacedDecoder
 from danlu.memory.recompute import Plan
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import Linear
@@ -25,8 +26,8 @@ from danlu.parallel.tensor import LINEAR_AXES
 from danlu.parallel.traffic_counter import TrafficCounter
 from danlu.plan.traffic import TensorStep, Weight, data_traffic, decoder_regions, tensor_traffic
 from danlu.recipe.sections import Bottleneck
-from danlu.train.step import Compute
-from danlu.types import Item
+from danlu.train.step import micro_batch_ranges
+from danlu.types import Item, Totals
 from danlu.verify.proxy import Groups, PlacedProxy
 from danlu.verify.trace import ProxyTraining
 
@@ -50,26 +51,21 @@ def measure_step_traffic(learning: ProxyTraining, packs: Sequence[Item]) -> Step
     return StepTraffic(traffic.counted(), learning.proxy.sent(learning, list(_groups(learning, packs))))
 
 
-def _forward_and_backward(learning: ProxyTraining, packs: Sequence[Item]) -> None:
-    compute = learning.compute
-    parallel = compute.parallel
-    groups = list(_groups(learning, packs))
-    for number, group in enumerate(groups, 1):
-        batch = compute.collate([pack for _, pack in group])
-        compute.set_dropout(1, group)
-        with parallel.micro_batch(number == len(groups)):
-            compute.losses(batch, compute.loss, 1.0).total.backward()
-        compute.set_dropout(None)
-    parallel.reduce_gradients()
+def _forward_and_backward(learning: ProxyTraining, items: Sequence[Item]) -> None:
+    learner, totals = learning.learner, Totals.of(items)
+    groups = list(_groups(learning, items))
+    for group in groups:
+        batch = learner.collate([item for _, item in group])
+        with learner.dropout(1, group), learner.parallel.micro_batch(group is groups[-1]):
+            learner.losses(batch, totals).total.backward()
+    learner.parallel.reduce_gradients()
     for _, parameter in learning.placed.parameters():
         parameter.grad = None
 
 
 def _groups(learning: ProxyTraining, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
-    parallel, micro = learning.compute.parallel, learning.compute.micro
-    own = [(number, items[number]) for number in parallel.local_range(items)]
-    for number in range(parallel.num_micro_batches(len(items), micro)):
-        yield own[number * micro : (number + 1) * micro]
+    for numbers in micro_batch_ranges(items, learning.learner.parallel, learning.learner.micro):
+        yield [(number, items[number]) for number in numbers]
 
 
 def sent_over_data(learning: PlacedProxy, groups: Groups, *, gathered: torch.dtype) -> list[CollectiveTraffic]:
@@ -84,7 +80,7 @@ def sent_over_data(learning: PlacedProxy, groups: Groups, *, gathered: torch.dty
             # The root's own are gathered once a micro-batch: the backward pass begins with them.
             gathers=2 if name.startswith("layers.") else 1,
         )
-        for name, parameter in learning.compute.model.named_parameters()
+        for name, parameter in learning.learner.model.named_parameters()
     ]
     return list(data_traffic(weights, layout, section, micro_batches=len(groups)))
 
@@ -101,13 +97,13 @@ def sent_by_decoder(learning: PlacedProxy, groups: Groups) -> list[CollectiveTra
 
 
 def _tensor_step(learning: PlacedProxy, groups: Groups) -> TensorStep:
-    compute, placed = learning.compute, learning.placed
-    assert isinstance(compute, Compute) and isinstance(placed, PlacedDecoder), "those of a decoder"
+    compute, placed = learning.learner, learning.placed
+    assert isinstance(compute, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
     config = compute.model.config
     tokens = targets = 0
     for group in groups:
         batch = compute.collate([pack for _, pack in group] or [EMPTY_PACK])
-        batch = pad_to_bucket(batch, compute.multiple)
+        batch = pad_to_bucket(batch, compute.token_multiple)
         tokens += len(batch.tokens)
         targets += len(batch.targets)
     partial: Counter[int] = Counter()
@@ -178,7 +174,7 @@ def _row_norms(model: Decoder, plan: Plan) -> int:
 
 def _first_with_gradient(learning: PlacedProxy, layers: int) -> tuple[int, bool]:
     """`first_with_gradient` and `trained_between` of `plan.traffic.decoder_regions`."""
-    trained = [name for name, one in learning.compute.model.named_parameters() if one.requires_grad]
+    trained = [name for name, one in learning.learner.model.named_parameters() if one.requires_grad]
 
     def any_in(place: str) -> bool:
         return any(name.startswith(place) for name in trained)

@@ -9,7 +9,8 @@ import torch
 
 from danlu.assembly.recipe_adapters import check_adapters
 from danlu.errors import RecipeError
-from danlu.language import PlacedDecoder
+from danlu.language.builder import placed_decoder
+from danlu.language.placed import PlacedDecoder
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.presets import from_scratch
@@ -18,6 +19,7 @@ from danlu.parallel.layout import Layout, Sizes, problems
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, saved_adapter, subject_of
 from danlu.recipe import Recipe
+from danlu.stages import STAGES
 from danlu.verify.collective_traffic import sent_by_decoder
 from danlu.verify.data import fed, mapped
 from danlu.verify.proxy import Groups, PlacedProxy, Prepared
@@ -49,7 +51,8 @@ class DecoderProxy:
             encode=lambda text: self._encoded(text, recipe),
             ranks=ranks,
         )
-        return PlacedDecoder(recipe, place(subject, recipe, ranks, device, resumed=resumed is not None), device)
+        placed = place(subject, recipe, ranks, device, resumed=resumed is not None)
+        return placed_decoder(recipe, STAGES[recipe.stage], placed, self.config, device)
 
     def sent(self, learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
         return sent_by_decoder(learning, groups)

@@ -17,17 +17,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from danlu.adapters import dropout
 from danlu.models.decoder import Decoder
-from danlu.objectives.crossentropy import CrossEntropy
 from danlu.optim.build import Optimizers
 from danlu.optim.clip import clip_grad_norm
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
-from danlu.recipe.sections import LossOptions
+from danlu.train import loop
 from danlu.train import step as training
-from danlu.train.step import Learner
-from danlu.types import Item
+from danlu.train.step import AnyLearner
+from danlu.types import Item, Loss, Totals
 from danlu.verify import trace
 from danlu.verify.proxy import Proxy
 
@@ -54,22 +53,22 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-Factor = Callable[[Learner, Sequence[Item], Any], float]
+Factor = Callable[[AnyLearner, Sequence[Item], Any], float]
 """(learner, the items of the step, a micro-batch) -> by what its gradient is multiplied."""
 
 
 class _Scaled:
     """A learner whose micro-batches' gradients are multiplied by factors; all else is its own."""
 
-    def __init__(self, learner: Learner, items: Sequence[Item], factor: Factor) -> None:
+    def __init__(self, learner: AnyLearner, items: Sequence[Item], factor: Factor) -> None:
         self._learner, self._items, self._factor = learner, items, factor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._learner, name)
 
-    def losses(self, batch: Any, loss: LossOptions, gradient_scale: float = 1.0) -> CrossEntropy:
+    def losses(self, batch: Any, totals: Totals, gradient_scale: float = 1.0) -> Loss:
         factor = self._factor(self._learner, self._items, batch)
-        return self._learner.losses(batch, loss, gradient_scale * factor)
+        return self._learner.losses(batch, totals, gradient_scale * factor)
 
 
 @contextmanager
@@ -79,23 +78,23 @@ def _scaled(factor: Factor) -> Iterator[None]:
     def accumulate(learner: Any, items: Sequence[Item], **options: Any) -> Any:
         return training.accumulate(_Scaled(learner, items, factor), items, **options)
 
-    with _replaced(trace, "accumulate", accumulate):
+    with _replaced(loop, "accumulate", accumulate):
         yield
 
 
-def _weight(learner: Learner, items: Sequence[Item]) -> float:
+def _weight(learner: AnyLearner, items: Sequence[Item]) -> float:
     """What items weigh in a mean: the sum of their targets' weights."""
     weight: float = learner.collate(items).weight
     return weight
 
 
-def _own_weight(learner: Learner, items: Sequence[Item]) -> float:
+def _own_weight(learner: AnyLearner, items: Sequence[Item]) -> float:
     return _weight(learner, [items[number] for number in learner.parallel.local_range(items)])
 
 
 @contextmanager
 def _mean_of_means(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    def factor(learner: Learner, items: Sequence[Item], batch: Any) -> float:
+    def factor(learner: AnyLearner, items: Sequence[Item], batch: Any) -> float:
         own = _own_weight(learner, items)
         return _weight(learner, items) / (ranks.data.size * own) if own else 1.0
 
@@ -105,7 +104,7 @@ def _mean_of_means(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    def factor(learner: Learner, items: Sequence[Item], batch: Any) -> float:
+    def factor(learner: AnyLearner, items: Sequence[Item], batch: Any) -> float:
         rounds = -(-len(learner.parallel.local_range(items)) // learner.micro)
         return _own_weight(learner, items) / (rounds * batch.weight) if batch.weight else 1.0
 
@@ -220,13 +219,13 @@ def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _never_filled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    def accumulate(learner: Learner, items: Sequence[Item], *, step: int, **options: Any) -> Any:
+    def accumulate(learner: AnyLearner, items: Sequence[Item], *, step: int, **options: Any) -> Any:
         if step == 2 and ranks.world.index == ranks.world.size - 1:
             trained = (one.local for one in learner.parallel.local_parameters.values() if one.local.requires_grad)
             next(one for one in trained if one.numel()).detach().fill_(math.nan)
         return training.accumulate(learner, items, step=step, **options)
 
-    with _replaced(trace, "accumulate", accumulate):
+    with _replaced(loop, "accumulate", accumulate):
         yield
 
 

@@ -15,8 +15,8 @@ import torch
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.tasks import PlacedModel
-from danlu.train.step import Learner
+from danlu.stage_protocols import PlacedModel
+from danlu.train.step import AnyLearner
 from danlu.types import Item
 
 Groups = Sequence[Sequence[tuple[int, Any]]]
@@ -28,7 +28,7 @@ class PlacedProxy:
     """A recipe's model on the processes of a layout."""
 
     placed: PlacedModel
-    compute: Learner
+    learner: AnyLearner
     recipe: Recipe
     ranks: Ranks
 

@@ -5,6 +5,7 @@ Everything is taken from the same calls that `danlu train` makes; only the gradi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from danlu.errors import TrainingError
+from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.clip import clip_grad_norm
 from danlu.optim.ema import Ema
-from danlu.optim.schedules import multiplier
 from danlu.parallel.comm import ALONE, new_group
 from danlu.parallel.ranks import Ranks
 from danlu.placing import optimizer_of
@@ -24,16 +25,16 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import Schedule
 from danlu.recipe.sections import Watch as WatchSection
 from danlu.shard_box import ShardBox
-from danlu.tasks import PlacedModel
+from danlu.stage_protocols import PlacedModel
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.evaluation import evaluate
-from danlu.train.loop import save
+from danlu.train.loop import save, train_step
 from danlu.train.position import Feed
 from danlu.train.signals import StopRequest
 from danlu.train.state import Cadence, Run, restore
-from danlu.train.step import accumulate
+from danlu.train.step import StepObserver
 from danlu.train.watch import Watch
-from danlu.types import Item
+from danlu.types import Item, Totals
 from danlu.verify.data import Listed
 from danlu.verify.proxy import PlacedProxy, Proxy
 
@@ -111,8 +112,8 @@ class ProxyTraining(PlacedProxy):
             else new_group("checkpoint", self.ranks.world.ranks, backend="gloo")
         )
         return Run(
-            compute=self.compute,
-            optimizer=optimizer_of(parameters, self.recipe, self.compute.device),
+            learner=self.learner,
+            optimizer=optimizer_of(parameters, self.recipe, self.learner.device),
             schedule=_STEADY,
             clip=self.recipe.gradient_clipping,
             feed=Feed(Listed([item for step in steps for item in step]), per_step=len(steps[0]), total=None),
@@ -122,6 +123,7 @@ class ProxyTraining(PlacedProxy):
             metrics=None,
             recorders=(),
             stop_request=StopRequest(),
+            scaler=LossScaler(_FP16_SCALE) if self.recipe.precision == "fp16" else None,
             ema=None if self.recipe.ema is None else Ema(parameters, self.recipe.ema.decay),
         )
 
@@ -141,8 +143,8 @@ def observe(
             seen.steps.append(take_step(learning, run))
         if held_out:
             with run.averaged():
-                scores = evaluate(run.compute, list(held_out))
-                run.compute.parallel.reshard()
+                scores = evaluate(run.learner, list(held_out))
+                run.learner.parallel.reshard()
             seen.evaluation = None if scores is None else scores.loss
     return seen
 
@@ -159,24 +161,27 @@ def _as_far_as_finite(learning: ProxyTraining, seen: Trace) -> Iterator[None]:
 
 
 def take_step(learning: ProxyTraining, run: Run) -> StepTrace:
-    """One step as `train.loop` takes it."""
-    placed, parallel, optimizer = learning.placed, run.compute.parallel, run.optimizer
-    number, items = run.state.step + 1, run.feed.take()
-    holders = optimizer.gradient_holders()
-    scale = _FP16_SCALE if learning.recipe.precision == "fp16" else 1.0
-    found = accumulate(run.compute, items, step=number, clip=None, loss_scale=scale, holders=holders)
-    gradients = parts_of(placed, weights=False)
-    group = None if parallel.alone else parallel.ranks.world
-    shares = None if parallel.alone else parallel.norm_weights()
-    clip_grad_norm(holders, run.clip, group=group, shares=shares)
-    clipped = clip_grad_norm(holders, None, group=group, shares=shares)
-    optimizer.set_learning_rate(multiplier(number, run.cadence.total, run.schedule))
-    optimizer.step(free_gradients=True)
-    if run.ema is not None:
-        run.ema.update()
-    optimizer.zero_grad()
-    run.state.step = number
-    return StepTrace(found.loss, found.norm, clipped, found.trained_tokens, gradients, parts_of(placed, weights=True))
+    """One step by `train.loop.train_step` itself, whose gradients are looked at before and after they are clipped."""
+    placed, parallel = learning.placed, run.learner.parallel
+    gradients: Parts = {}
+    clipped = math.nan
+
+    def before_clipping(scale: float) -> None:
+        nonlocal gradients
+        gradients = parts_of(placed, weights=False, scale=scale)
+
+    def after_clipping() -> None:
+        nonlocal clipped
+        clipped = clip_grad_norm(
+            run.optimizer.gradient_holders(),
+            None,
+            group=None if parallel.alone else parallel.ranks.world,
+            shares=None if parallel.alone else parallel.norm_weights(),
+        )
+
+    step = train_step(run, StepObserver(before_clipping, after_clipping))
+    assert step is not None, "the items of a verification have targets"
+    return StepTrace(step.loss, step.norm, clipped, step.totals.targets, gradients, parts_of(placed, weights=True))
 
 
 def save_checkpoint(run: Run) -> Path:
@@ -191,7 +196,7 @@ def save_checkpoint(run: Run) -> Path:
 def go_on(learning: ProxyTraining, run: Run, checkpoint: Path, seen: Trace) -> None:
     """Takes up what another layout has saved, and takes the next step from there."""
     restore(run, checkpoint)
-    run.compute.parallel.reshard()
+    run.learner.parallel.reshard()
     seen.loaded = parts_of(learning.placed, weights=True)
     try:
         seen.resumed = take_step(learning, run)
@@ -201,32 +206,29 @@ def go_on(learning: ProxyTraining, run: Run, checkpoint: Path, seen: Trace) -> N
 
 def gradients_by_item(learning: ProxyTraining, items: Sequence[Item]) -> list[ItemGradient]:
     """In one process: what each item of the first step adds to the gradient of the step's mean loss."""
-    compute = learning.compute
-    found: list[ItemGradient] = []
-    batches = [compute.collate([item]) for item in items]
-    weight = sum(batch.weight for batch in batches)
-    for number, (item, batch) in enumerate(zip(items, batches, strict=True)):
-        compute.set_dropout(1, [(number, item)])
-        compute.losses(batch, compute.loss, 1 / weight).total.backward()
-        compute.set_dropout(None)
-        found.append(ItemGradient(batch.weight, parts_of(learning.placed, weights=False)))
-        for parameter in compute.model.parameters():
+    learner, totals = learning.learner, Totals.of(items)
+    gradients: list[ItemGradient] = []
+    for number, item in enumerate(items):
+        with learner.dropout(1, [(number, item)]):
+            learner.losses(learner.collate([item]), totals, 1 / totals.weight).total.backward()
+        gradients.append(ItemGradient(item.weight, parts_of(learning.placed, weights=False)))
+        for parameter in learner.model.parameters():
             parameter.grad = None
-    return found
+    return gradients
 
 
 @torch.no_grad()
 def perturb(learning: ProxyTraining, share: float, seed: int) -> None:
     """Changes every number of a model by up to this share of itself: about what rounding does to its products."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in learning.compute.model.parameters():
+    for parameter in learning.learner.model.parameters():
         if parameter.is_floating_point():
             noise = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).mul_(share).add_(1)
             parameter.mul_(noise.to(parameter.device))
 
 
-def parts_of(placed: PlacedModel, *, weights: bool) -> dict[str, tuple[ShardBox, Tensor]]:
-    """What is here of each weight that is trained, or of its gradient, copied to the host."""
+def parts_of(placed: PlacedModel, *, weights: bool, scale: float = 1.0) -> dict[str, tuple[ShardBox, Tensor]]:
+    """What is here of each weight that is trained, or of its gradient, times `scale`, copied to the host."""
     parts = {}
     for name, parameter in placed.parameters():
         value = parameter.detach() if weights else parameter.grad
@@ -234,7 +236,7 @@ def parts_of(placed: PlacedModel, *, weights: bool) -> dict[str, tuple[ShardBox,
             held = placed.parallel.local_parameters.get(name)
             box = ShardBox.full(parameter.shape) if held is None else held.box
             value = value.to_dense() if value.is_sparse else value
-            parts[name] = box, value.to(device="cpu", copy=True)
+            parts[name] = box, value.to(device="cpu", copy=True).mul_(scale)
     return parts
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.objectives import crossentropy
-from danlu.objectives.crossentropy import linear_cross_entropy
+from danlu.objectives import linear_cross_entropy as crossentropy
+from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 
 N, D, V = 37, 16, 101
 

@@ -1,0 +1,195 @@
+"""Builds the decoders of a stage, the trained one and the frozen ones, and places them on the processes of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from danlu.assembly.frozen_base import check_frozen
+from danlu.assembly.recipe_adapters import base_changes, base_identity, check_adapters
+from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
+from danlu.errors import CheckpointError, RecipeError
+from danlu.language.learner import objective_parameters, objective_tensors
+from danlu.language.outputs import OFFERED
+from danlu.language.placed import PlacedDecoder
+from danlu.language.reader import tokenizer_of
+from danlu.language.samples import sample_prompts
+from danlu.memory_estimate import check_size
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
+from danlu.models.hf_validation import check_headers
+from danlu.models.presets import from_scratch
+from danlu.parallel.comm import world_size
+from danlu.parallel.layout import Sizes, problems
+from danlu.parallel.local_parameter import replicated_parameter
+from danlu.parallel.ranks import Ranks
+from danlu.parallel.step_parallel import StepParallel
+from danlu.placing import Placed, check_placing, place, subject_of
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Recompute
+from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.stage_protocols import Material, ModelSpec, Stage
+from danlu.train.checkpoints.loading import read_group, read_state
+from danlu.train.run_folder import Start
+from danlu.types import Objective, Role
+
+
+class DecoderBuilder:
+    """A `ModelBuilder`: decoders, or adapters on the one that is trained."""
+
+    def __init__(self, recipe: Recipe, stage: Stage) -> None:
+        self.recipe, self.stage = recipe, stage
+
+    def check(self, start: Start | None) -> None:
+        """Raises a DanluError for models, adapters, layouts, sizes and prompts that cannot be, before rows are read."""
+        recipe = self.recipe
+        check_adapters(recipe.model, recipe.adapter)
+        if start is not None:
+            self._check_base(start.path)
+        if recipe.model.path is not None:
+            folder, where = resolve_folder(recipe.model.path), recipe.model.path
+            config = read_config(folder)
+            self._check_layout(config)
+            if recipe.adapter is not None:
+                check_frozen(folder, recipe.quantization)
+            elif start is None:  # weights of a checkpoint will take the place of these
+                check_headers(folder, config, packed=False)
+        else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
+            config, where = from_scratch(recipe.model, 1), recipe.model.preset or "model.config"
+        check_size(recipe, config, where, world_size())
+        if recipe.evaluation.samples is not None:
+            tokenizer = tokenizer_of(recipe)
+            sample_prompts(recipe, ChatTokenizer(tokenizer), self._config(tokenizer_info(tokenizer)))
+
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
+        """The trained decoder and the frozen ones on the processes of a layout."""
+        recipe, config = self.recipe, self._config(material.tokenizer)
+        self._check_layout(config)
+        check_placing(recipe, ranks, device)
+        saved = None if start is None or recipe.adapter is None else read_group(start.path, "model")
+        subject = subject_of(
+            recipe,
+            config,
+            device,
+            saved=saved,
+            resumed=start is not None,
+            encode=self._encode,
+            ranks=ranks,
+        )
+        placed = place(subject, recipe, ranks, device, resumed=start is not None)
+        # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
+        # Processes sum whole gradients.
+        placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile and ranks.alone
+        return placed_decoder(recipe, self.stage, placed, config, device)
+
+    def unplaced(self, checkpoint: Path) -> PlacedDecoder:
+        """The trained decoder on the CPU with memory for the weights of `checkpoint`."""
+        self._check_base(checkpoint)
+        device = torch.device("cpu")
+        saved = None if self.recipe.adapter is None else read_group(checkpoint, "model")
+        subject = subject_of(self.recipe, self._config(None), device, saved=saved, resumed=True, encode=self._encode)
+        objective = _objective(self.recipe, self.stage, device)
+        return PlacedDecoder(self.recipe, Placed(subject, StepParallel()), device, objective, objective)
+
+    def _encode(self, text: str) -> list[int]:
+        return ChatTokenizer(tokenizer_of(self.recipe)).encode_prompt(text)
+
+    def _check_layout(self, config: ModelConfig) -> None:
+        sizes = Sizes(config.heads, config.kv_heads, config.intermediate_size, config.vocab_size)
+        if wrong := list(problems(self.recipe.parallel, sizes)):
+            raise RecipeError(wrong)
+
+    def _check_base(self, checkpoint: Path) -> None:
+        """Raises CheckpointError if an adapter would go on upon another base than the one under its checkpoint."""
+        saved = None if self.recipe.adapter is None else read_state(checkpoint).get("base")
+        if saved is None:  # all weights are the checkpoint's, or it was written by a danlu that kept no fingerprint
+            return
+        if changes := base_changes(saved, base_identity(self.recipe.model)):
+            raise CheckpointError(
+                f"{checkpoint}: its adapter was trained on another base than the one that is there now (there -> "
+                "here):\n  "
+                + "\n  ".join(changes)
+                + "\nPut back what was there; or, to train upon the new base, start "
+                "anew in another `output`."
+            )
+
+    def _config(self, tokenizer: TokenizerInfo | None) -> ModelConfig:
+        model, facts = self.recipe.model, tokenizer or tokenizer_info(tokenizer_of(self.recipe))
+        if model.path is None:
+            config = from_scratch(model, facts.vocab_size, facts.bos_id, facts.eos_id)
+        else:
+            config = read_config(resolve_folder(model.path))
+        check_vocabulary(config, facts.vocab_size)
+        return config
+
+
+def placed_decoder(
+    recipe: Recipe, stage: Stage, placed: Placed, config: ModelConfig, device: torch.device
+) -> PlacedDecoder:
+    """A placed policy with the objective and the frozen models of its stage beside it.
+
+    Raises RecipeError if the objective asks for what a decoder does not say.
+    """
+    ranks = placed.parallel.ranks
+    objective = _objective(recipe, stage, device)
+    evaluation = stage.evaluation(recipe, objective)
+    if lacking := sorted((objective.needs | evaluation.needs) - OFFERED):
+        raise RecipeError(
+            f"stage {recipe.stage}: its objective needs {', '.join(lacking)}, which a decoder does not say; it says "
+            f"{', '.join(sorted(OFFERED))}"
+        )
+    frozen: dict[Role, Decoder] = {
+        role: _frozen_decoder(recipe, spec, config, ranks, device)
+        for role, spec in stage.models.items()
+        if role != "policy"
+    }
+    parallel = _with_objective(placed.parallel, objective, recipe)
+    return PlacedDecoder(recipe, replace(placed, parallel=parallel), device, objective, evaluation, frozen)
+
+
+def _objective(recipe: Recipe, stage: Stage, device: torch.device) -> Objective:
+    """The stage's objective; first values of its own parameters follow from the seed, so they are alike everywhere."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        objective = stage.objective(recipe)
+    return objective.to(device) if isinstance(objective, nn.Module) else objective
+
+
+def _frozen_decoder(
+    recipe: Recipe, spec: ModelSpec, config: ModelConfig, ranks: Ranks, device: torch.device
+) -> Decoder:
+    """A decoder that is only asked: cut and sharded like the policy, without gradients or a place in checkpoints.
+
+    config: the policy's, which a model from scratch shares.
+    """
+    section = spec.section(recipe)
+    memory = recipe.memory.model_copy(update={"recompute": Recompute(), "offload": []})
+    alike = recipe.model_copy(update={"model": section, "adapter": None, "quantization": None, "memory": memory})
+    own_config = config if section.path is None else read_config(resolve_folder(section.path))
+    subject = subject_of(alike, own_config, device, ranks=ranks)
+    model = place(subject, alike, ranks, device).subject.model
+    return model.requires_grad_(False)
+
+
+def _with_objective(parallel: StepParallel, objective: Objective, recipe: Recipe) -> StepParallel:
+    """The same step with the objective's own tensors beside the model's: whole on every process.
+
+    Their gradients are summed over data ranks; DDP does so itself. Tensor ranks have the same hidden states, and so the
+    same gradients, of which nothing is summed.
+    """
+    ranks, tensors = parallel.ranks, objective_tensors(objective)
+    if ranks.alone or not tensors:
+        return parallel
+    parameters = objective_parameters(objective)
+    local = {name: replicated_parameter(name, parameters.get(name, tensor), ranks) for name, tensor in tensors.items()}
+    sharded = recipe.parallel.shard != "none" and ranks.data.size > 1
+    sums = [(ranks.data, name) for name in parameters] if sharded else []
+    return replace(
+        parallel,
+        local_parameters={**parallel.local_parameters, **local},
+        partial_gradients=(*parallel.partial_gradients, *sums),
+    )

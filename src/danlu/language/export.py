@@ -1,0 +1,75 @@
+"""The result of a run as a Hugging Face folder or a PEFT folder, with its tokenizer and chat template."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from danlu.assembly.adapter_training import write_result
+from danlu.data.tokenizer_export import exported_tokenizer
+from danlu.data.tokenizer_folder import fast_tokenizer_folder
+from danlu.errors import DanluError
+from danlu.language.reader import tokenizer_path
+from danlu.models.saving import save
+from danlu.placing import Subject
+from danlu.recipe import Recipe, sections
+
+log = logging.getLogger(__name__)
+
+
+def write(
+    subject: Subject, recipe: Recipe, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool
+) -> None:
+    """Writes a model (bfloat16 where it was trained in it, else float32), or the adapter that was trained on one.
+
+    value, writes: as in `models.saving.save`.
+    """
+    template = recipe.model.chat_template
+    tokenizer_folder = _exported_tokenizer(subject, recipe) if writes else fast_tokenizer_folder(tokenizer_path(recipe))
+    template_text = None if template is None else Path(template).expanduser().read_text(encoding="utf-8")
+    if subject.adapters is not None and subject.base is not None:
+        write_result(
+            subject.adapters,
+            subject.base,
+            target,
+            started_from=recipe.model.adapters,
+            quantization=recipe.quantization,
+            continued=isinstance(recipe.adapter, sections.Continue),
+            tokenizer_from=tokenizer_folder,
+            chat_template=template_text,
+            value=value,
+            writes=writes,
+        )
+        return
+    save(
+        subject.model,
+        target,
+        dtype=torch.bfloat16 if recipe.precision == "bf16" else torch.float32,
+        tokenizer_from=tokenizer_folder,
+        chat_template=template_text,
+        value=value,
+        writes=writes,
+    )
+
+
+def _exported_tokenizer(subject: Subject, recipe: Recipe) -> Path:
+    """The folder of the tokenizer's files for the result, which is read by the type that its config.json says."""
+    family = None if subject.adapters is not None and subject.base is not None else subject.model.config.family
+    path = tokenizer_path(recipe)
+    try:
+        export = exported_tokenizer(path, family)
+    except DanluError as error:  # nothing that has been trained may be lost for it
+        log.warning("%s: whether the result's tokenizer is read as the one trained with is not known: %s", path, error)
+        return fast_tokenizer_folder(path)
+    if not export.faithful:
+        log.warning(
+            "%s: beside a config.json of model_type %s, transformers (and danlu by it) reads another tokenizer from "
+            "these files than the one that was trained with. Use the model with the tokenizer's own folder",
+            path,
+            family,
+        )
+    return export.folder

@@ -1,0 +1,225 @@
+"""A decoder as it learns: micro-batches of packs, its outputs, and the objective over them, in every layout.
+
+T packed tokens · N trained targets
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
+from danlu.language.diagnosis import explain_non_finite
+from danlu.language.outputs import DecoderOutputs
+from danlu.memory.activation_offload import ActivationOffload
+from danlu.models.attend import attend_for
+from danlu.models.decoder import Decoder
+from danlu.objectives.cross_entropy import CrossEntropy
+from danlu.objectives.gradient_scale import scale_gradient
+from danlu.optim.clip import non_finite
+from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.threads import Replicas, shares_of
+from danlu.train.memory_parts import Activations
+from danlu.train.step import sum_losses
+from danlu.types import Attend, Batch, Loss, Objective, Outputs, Pack, Role, TargetSources, Totals
+
+Forward = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class DecoderLearner:
+    """The `Learner` of a language model: where, in which type, through which (perhaps compiled) forward it learns."""
+
+    model: Decoder
+    forward: Forward  # the model itself, or its compiled form
+    device: torch.device
+    dtype: torch.dtype  # of activations; trained parameters are float32
+    micro: int  # packs in a micro-batch
+    objective: Objective = field(default_factory=CrossEntropy)
+    evaluation: Objective = field(default_factory=lambda: CrossEntropy(reports_nll=True))  # what `assess` reports
+    adapters: AdapterSet | None = None  # with some, the model itself is frozen
+    frozen: Mapping[Role, Decoder] = field(default_factory=dict)  # models of other roles, which have no gradient
+    activations: Activations | None = None  # None where the forward is compiled
+    parallel: StepParallel = field(default_factory=StepParallel)
+    replicated: Callable[..., Loss] | None = None  # DDP around `LossModule`
+    offload: ActivationOffload | None = None  # where activations wait for the backward pass, if not on the device
+    token_multiple: int = 1  # the number of tokens is a multiple of it, where ranks cut them among each other
+    source_names: tuple[str, ...] = ()  # of the rows, for the loss by source
+
+    def weights(self) -> dict[str, Tensor]:
+        """What training changes, by name, live: the decoder or the adapter on it, then what is the objective's own."""
+        named = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
+        local = self.parallel.local_parameters
+        return {name: local[name].local.detach() for name in named} if local else named
+
+    def collate(self, items: Sequence[Pack]) -> Batch:
+        """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""
+        virtual_token_ids = () if self.adapters is None else self.adapters.virtual_token_ids
+        return collate(
+            items or [EMPTY_PACK], self.device, virtual_token_ids=virtual_token_ids, source_names=self.source_names
+        )
+
+    @contextmanager
+    def dropout(self, step: int, items: Sequence[tuple[int, Pack]]) -> Iterator[None]:
+        """Dropout of adapters for the packs of a micro-batch, each with its number in the step."""
+        if self.adapters is None:
+            yield
+            return
+        dropout_state, virtual = self.adapters.build_context.dropout_state, len(self.adapters.virtual_token_ids)
+        lengths = [(number, pack.tokens + virtual * len(pack.samples)) for number, pack in items or [(0, EMPTY_PACK)]]
+        dropout_state.begin(step, lengths)
+        try:
+            yield
+        finally:
+            dropout_state.end()
+
+    def attend_for(self, batch: Batch) -> Attend:
+        """The attention that this learner's models are given for a batch."""
+        return attend_for(batch)
+
+    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0) -> Loss:
+        """The objective's loss of a micro-batch; under DDP its backward pass sums gradients over data ranks."""
+        with nullcontext() if self.offload is None else self.offload.active():
+            return (self.replicated or self.compute_loss)(batch, totals, gradient_scale)
+
+    def compute_loss(self, batch: Batch, totals: Totals, gradient_scale: float) -> Loss:
+        """`losses` without DDP and offloading around it."""
+        loss = self.objective(self.outputs(batch, gradient_scale), batch, totals)
+        return replace(loss, total=scale_gradient(loss.total, gradient_scale))
+
+    def assess(self, batch: Batch, totals: Totals) -> Loss:
+        """The evaluation's loss of a micro-batch, without gradients."""
+        with torch.no_grad():
+            return self.evaluation(self.outputs(batch, 1.0), batch, totals)
+
+    def outputs(self, batch: Batch, gradient_scale: float) -> dict[Role, Outputs]:
+        """What every model of the stage says about `batch`; only the policy's outputs carry gradients."""
+        filled = pad_to_bucket(batch, self.token_multiple)
+        attend = self.attend_for(filled)
+
+        def of(model: Decoder, forward: Forward) -> DecoderOutputs:
+            hidden = forward(filled.tokens, filled.positions, attend, self.dtype)  # [T', D]
+            return DecoderOutputs(model, hidden, filled, len(batch.tokens), len(batch.targets), gradient_scale)
+
+        by_role: dict[Role, Outputs] = {}
+        with torch.no_grad():
+            for role, model in self.frozen.items():
+                by_role[role] = of(model, model)
+        return {**by_role, "policy": of(self.model, self.forward)}
+
+    def explain(self, batch: Batch, step: int) -> Exception:
+        """Why the loss of `batch` is not finite: a weight that is not, or the first module to make it so."""
+        everyones = self.parallel.ranks.world.all_gather_objects(non_finite(self.model.named_parameters()))
+        names = list(dict.fromkeys(name for names in everyones for name in names))
+        return self._explained(batch, step, names)
+
+    def _explained(self, batch: Batch, step: int, names: Sequence[str]) -> Exception:
+        filled = pad_to_bucket(batch, self.token_multiple)
+        return explain_non_finite(self.model, batch, filled, self.attend_for(filled), self.dtype, step, names)
+
+
+@dataclass(frozen=True)
+class ReplicaBatches:
+    """A micro-batch dealt out to the replicas of one process."""
+
+    parts: tuple[Batch, ...]
+
+    @property
+    def weight(self) -> float:
+        """The sum over all targets."""
+        return sum(part.weight for part in self.parts)
+
+    @property
+    def targets(self) -> Tensor:
+        """[N], on the first device."""
+        return self._together([part.targets for part in self.parts])
+
+    @property
+    def weights(self) -> Tensor:
+        """[N], on the first device."""
+        return self._together([part.weights for part in self.parts])
+
+    @property
+    def target_sources(self) -> TargetSources | None:
+        """Each part tells its own; their losses are added up by name."""
+        return None
+
+    def _together(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.to(tensors[0].device) for tensor in tensors])
+
+
+@dataclass(frozen=True)
+class ThreadedLearner(DecoderLearner):
+    """The same over replicas in one process: see `parallel.threads`."""
+
+    replicas: Replicas | None = None
+
+    def collate(self, items: Sequence[Pack]) -> Any:
+        """Each replica's part of a micro-batch, on its device."""
+        assert self.replicas is not None, "threads run replicas"
+        devices = self.replicas.devices
+        parts = zip(shares_of(items, len(devices)), devices, strict=True)
+        return ReplicaBatches(
+            tuple(collate(part or [EMPTY_PACK], device, source_names=self.source_names) for part, device in parts)
+        )
+
+    def losses(self, batch: Any, totals: Totals, gradient_scale: float = 1.0) -> Loss:
+        """The sum of all replicas' losses, on the first device."""
+        return self._on_replicas(batch, lambda learner, part: learner.compute_loss(part, totals, gradient_scale))
+
+    def assess(self, batch: Any, totals: Totals) -> Loss:
+        """The sum of all replicas' losses as evaluation reports them."""
+        return self._on_replicas(batch, lambda learner, part: DecoderLearner.assess(learner, part, totals))
+
+    def _on_replicas(self, batch: ReplicaBatches, loss_of: Callable[[DecoderLearner, Batch], Loss]) -> Loss:
+        assert self.replicas is not None, "threads run replicas"
+
+        def work(model: Any, part: Batch) -> Loss:
+            return loss_of(replace(self, model=model, forward=model, device=part.tokens.device), part)
+
+        return sum_losses(self.replicas.run(work, batch.parts), self.device)
+
+    def explain(self, batch: Any, step: int) -> Exception:
+        """Why a loss is not finite, for the first part of which it is not."""
+        return self._explained(batch.parts[0], step, non_finite(self.model.named_parameters()))
+
+
+class LossModule(nn.Module):
+    """A model and its objective as one module whose forward is the loss, which is what DDP is put around."""
+
+    def __init__(self, model: nn.Module, objective: Objective, compute_loss: Callable[..., Loss]) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective if isinstance(objective, nn.Module) else None
+        self._compute_loss = compute_loss
+
+    def forward(self, batch: Any, totals: Totals, gradient_scale: float) -> Loss:
+        """The loss of a micro-batch, as `Learner.losses` has it."""
+        return self._compute_loss(batch, totals, gradient_scale)
+
+
+def trained_weights(model: Decoder, adapters: AdapterSet | None) -> dict[str, Tensor]:
+    """What training changes of a decoder, by name, live: all of it, or the adapter on top with its frozen parts."""
+    named = model.named_parameters() if adapters is None else adapters.tensors(adapters.active[-1]).items()
+    return {name: parameter.detach() for name, parameter in named}
+
+
+def objective_parameters(objective: Objective) -> dict[str, nn.Parameter]:
+    """The parameters of an objective that has some, by the names they have in optimizer and checkpoints."""
+    named = objective.named_parameters() if isinstance(objective, nn.Module) else ()
+    return {f"objective.{name}": parameter for name, parameter in named}
+
+
+def objective_tensors(objective: Objective) -> dict[str, Tensor]:
+    """Parameters and running statistics (buffers) of an objective by name, live and without autograd."""
+    buffers = objective.named_buffers() if isinstance(objective, nn.Module) else ()
+    return {
+        **{name: parameter.detach() for name, parameter in objective_parameters(objective).items()},
+        **{f"objective.{name}": buffer for name, buffer in buffers},
+    }

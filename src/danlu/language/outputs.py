@@ -1,0 +1,99 @@
+"""What a decoder says about the targets of a micro-batch, each computed when an objective asks for it.
+
+T packed tokens · N trained targets · D model width · V vocabulary
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danlu.models.decoder import Decoder
+from danlu.objectives.gradient_scale import unscale_gradient
+from danlu.objectives.linear_cross_entropy import linear_cross_entropy
+from danlu.objectives.token_logprobs import token_logprobs
+from danlu.types import Batch, TargetLosses, TokenLogprobs
+
+OFFERED = frozenset({"cross_entropy", "logprobs", "hidden"})
+
+
+@dataclass(frozen=True)
+class DecoderOutputs:
+    """The `Outputs` of a decoder: its last hidden states, and the head applied to what an objective needs of them."""
+
+    model: Decoder
+    last_hidden: Tensor  # [T', D]: T tokens, then those that fill the batch up to its size
+    batch: Batch  # filled up: T' tokens, N' targets of which the last ones have weight 0
+    tokens: int  # T
+    targets: int  # N
+    gradient_scale: float = 1.0
+    """What gradients are multiplied by before they are rounded to the type of activations: see `scale_gradient`."""
+
+    def cross_entropy(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TargetLosses:
+        """The fused head and cross-entropy; `by_target` has the N' targets of the filled-up batch."""
+        losses = linear_cross_entropy(
+            self._hidden_of_targets(),
+            self.model.head_weight,
+            self.batch.targets,
+            self.batch.weights,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            gradient_scale=self.gradient_scale,
+            **self._head_options(),
+        )
+        # The fused operation has the scale in its gradient already.
+        total = unscale_gradient(losses.total, self.gradient_scale)
+        return TargetLosses(total, losses.nll, losses.correct, losses.by_target)
+
+    def logprobs(self, *, temperature: float = 1.0) -> TokenLogprobs:
+        """Log-probability [N] of each target, and the entropy [N] at its place, under softmax(logits / temperature)."""
+        everything = token_logprobs(
+            self._hidden_of_targets(),
+            self.model.head_weight,
+            self.batch.targets,
+            temperature=temperature,
+            **self._head_options(),
+        )
+        return TokenLogprobs(everything.logprobs[: self.targets], everything.entropy[: self.targets])
+
+    def hidden(self) -> Tensor:
+        """The last hidden states [T, D], in the type of activations, the same on every tensor rank.
+
+        What an objective computes from them is computed on each tensor rank, while the decoder expects of each rank a
+        term of the gradient; so only the first rank's gradient goes back.
+        """
+        shard = self.model.vocab_shard
+        hidden = self.last_hidden[: self.tokens]
+        if shard is None:
+            return hidden
+        replicated: Tensor = _GradientOfOneRank.apply(hidden, shard.start == 0)
+        return replicated
+
+    def _hidden_of_targets(self) -> Tensor:
+        return self.last_hidden.index_select(0, self.batch.logits_indices)  # [N', D]
+
+    def _head_options(self) -> dict[str, Any]:
+        """What is particular about this model's head, in the words of both operations."""
+        config, shard = self.model.config, self.model.vocab_shard
+        return {
+            "softcap": config.final_softcap,
+            "tensor_group": None if shard is None else shard.group,
+            "vocab_start": 0 if shard is None else shard.start,
+            "vocab_size": config.vocab_size,
+        }
+
+
+class _GradientOfOneRank(torch.autograd.Function):
+    """The identity, whose gradient counts on one rank and is 0 on the others, where a sum over the ranks follows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: bool) -> Tensor:
+        ctx.counts = counts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient if ctx.counts else torch.zeros_like(gradient), None

@@ -1,0 +1,257 @@
+"""Decoders on the processes of a run: what the run asks of them before training, and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.slot import leave_slots_uncompiled
+from danlu.assembly.frozen_base import model_bytes
+from danlu.assembly.recipe_adapters import base_identity, doubts
+from danlu.errors import RecipeError
+from danlu.language.export import write
+from danlu.language.learner import (
+    DecoderLearner,
+    LossModule,
+    ThreadedLearner,
+    objective_parameters,
+    objective_tensors,
+    trained_weights,
+)
+from danlu.language.samples import sampler
+from danlu.memory import activation_offload
+from danlu.memory_estimate import MemoryEstimate, estimate_of, find_micro_batch, gathered_parameters
+from danlu.models.decoder import Decoder
+from danlu.numerics.four_bit_weight import unpack_kernels
+from danlu.numerics.quantized_weight import QuantizedWeightModule, dense_workspace_bytes, leave_products_uncompiled
+from danlu.objectives.linear_cross_entropy import workspace_bytes
+from danlu.optim.build import Optimizers
+from danlu.parallel import data
+from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.threads import Replicas
+from danlu.placing import Placed, replica_devices, shards_on_host, token_shares
+from danlu.plan.flops import shape_of, training_flops
+from danlu.plan.gemm import Peak, peak_of
+from danlu.plan.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.stage_protocols import LeastSeconds
+from danlu.train.memory_parts import Activations, MemoryParts
+from danlu.train.state import Generate, Run
+from danlu.types import Objective, Role, Totals
+
+
+@dataclass(frozen=True)
+class PlacedDecoder:
+    """A `PlacedModel`: a decoder, or adapters on one, with the frozen decoders that its objective asks."""
+
+    recipe: Recipe
+    placed: Placed
+    device: torch.device
+    objective: Objective
+    evaluation: Objective
+    frozen: Mapping[Role, Decoder] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Decoder:
+        """The policy."""
+        return self.placed.subject.model
+
+    @property
+    def adapters(self) -> AdapterSet | None:
+        """What is trained in place of the policy's own parameters, if anything."""
+        return self.placed.subject.adapters
+
+    @property
+    def parallel(self) -> StepParallel:
+        """The part of this process in each step."""
+        return self.placed.parallel
+
+    @property
+    def name(self) -> str:
+        """The policy's family, for the console."""
+        return self.model.config.family
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is worth knowing of how the models were placed, for the console."""
+        unpacked = (kernel.note for kernel in unpack_kernels(self.model, self.dtype))
+        return (*doubts(self.recipe.model), *self.placed.notes, *unpacked)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of activations."""
+        return DTYPES[self.recipe.precision]
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        """What optimizers and averages work on, by name: as much of each parameter as this process has."""
+        local = self.parallel.local_parameters
+        own = objective_parameters(self.objective)
+        return self.placed.parameters() if local else [*self.placed.parameters(), *own.items()]
+
+    def base(self) -> dict[str, Any] | None:
+        """What tells the frozen base of a trained adapter from another; None where the model itself is trained."""
+        return None if self.recipe.adapter is None else base_identity(self.recipe.model)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a checkpoint has of a model that is whole on one process, by name, live."""
+        return {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
+
+    def _local_weights(self) -> dict[str, Tensor]:
+        """`weights`, as much of each as this process has."""
+        local = self.parallel.local_parameters
+        return {name: local[name].local.detach() if local else weight for name, weight in self.weights().items()}
+
+    def micro(self, optimizer: Optimizers, most: int) -> int:
+        """PackedDataset in a micro-batch, at most so many, by what the recipe says and what fits."""
+        smallest = self.estimate(optimizer, 1)
+        resident = smallest.parts.weights + smallest.parts.adapter
+        return find_micro_batch(smallest, most, resident_bytes=resident)
+
+    def estimate(self, optimizer: Optimizers, micro: int) -> MemoryEstimate:
+        """What a step of this process is expected to hold: counted, but for activations and logits."""
+        recipe, model, ranks = self.recipe, self.model, self.parallel.ranks
+        average = sum(parameter.nbytes for parameter in optimizer.parameters.values()) if recipe.ema is not None else 0
+        resident = self._resident(self._local_weights(), optimizer, average)
+        elsewhere = optimizer.state_bytes() - optimizer.resident_state_bytes()
+        if ranks.data.size > 1 and shards_on_host(recipe, self.device):
+            elsewhere += resident.total
+            resident = replace(resident, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
+        gathered, gradients = gathered_parameters(model, recipe)
+        packed = (module.shape for module in model.modules() if isinstance(module, QuantizedWeightModule))
+        fixed = replace(
+            resident,
+            gradients=resident.gradients + gradients,
+            packed=max((rows * columns for rows, columns in packed), default=0) * self.dtype.itemsize,
+            gathered=gathered,
+        )
+        return estimate_of(
+            recipe,
+            model.config,
+            fixed,
+            plan=self.placed.plan,
+            micro=micro,
+            device_type=self.device.type,
+            offloaded_bytes=elsewhere,
+            processes=ranks.world.size,
+        )
+
+    def learner(self, micro: int, sources: tuple[str, ...] = ()) -> DecoderLearner:
+        """The placed models with the objective, under DDP where every data rank has all that is trained."""
+        model, compiled = self.model, self.recipe.compile
+        if compiled and any(isinstance(module, QuantizedWeightModule) for module in model.modules()):
+            leave_products_uncompiled()
+            leave_slots_uncompiled()
+        if compiled and torch.__version__ < "2.12":  # which has wrong gradients of adapters: see `models.ops._SwiGLU`
+            leave_slots_uncompiled()
+        weights = (tensor for module in self._modules() for tensor in (*module.parameters(), *module.buffers()))
+        learner = DecoderLearner(
+            model,
+            model.compiled() if compiled else model,
+            self.device,
+            self.dtype,
+            micro,
+            self.objective,
+            self.evaluation,
+            self.adapters,
+            self.frozen,
+            None if compiled else Activations.beside(weights),
+            self.parallel,
+            offload=self._activation_offload(),
+            token_multiple=token_shares(self.recipe, self.parallel.ranks),
+            source_names=sources,
+        )
+        if self.recipe.parallel.workers == "threads":
+            if isinstance(self.objective, nn.Module):
+                raise RecipeError("parallel.workers: threads copies the model, not an objective with parameters")
+            return ThreadedLearner(**vars(learner), replicas=Replicas(model, replica_devices(self.recipe, self.device)))
+        if self.parallel.ranks.data.alone or self.recipe.parallel.shard != "none":
+            return learner
+        module = LossModule(model, self.objective, learner.compute_loss)
+        replicated = data.replicate(module, self.parallel.ranks, self.recipe.parallel)
+        data.settle(replicated, learner.collate([]), Totals(1.0, 0, 0, ()), 1.0)
+        parallel = data.replicated_step(self.parallel, replicated)
+        return replace(learner, replicated=replicated, parallel=parallel)
+
+    def generate(self) -> Generate | None:
+        """Writes texts with the policy, where the recipe asks for samples."""
+        return sampler(self.recipe, self.placed.subject, self.dtype)
+
+    def peak(self) -> Peak:
+        """The matrix-product speed of all devices, which utilisation is measured against."""
+        return peak_of(self.dtype, self.device, self.parallel.ranks.world.size)
+
+    def least_seconds(self) -> LeastSeconds:
+        """The time of a step at `peak`, by its floating-point operations."""
+        shape, peak, frozen = shape_of(self.model.config), self.peak().divisor, self.adapters is not None
+        return lambda lengths, targets: training_flops(shape, lengths, targets, frozen=frozen) / peak
+
+    def expected(self, run: Run) -> MemoryEstimate:
+        """What a step of `run` will hold in memory."""
+        return self.estimate(run.optimizer, run.learner.micro)
+
+    def memory(self, run: Run) -> MemoryParts:
+        """The parts of the run's memory, as they were counted in training."""
+        counted, model = run.learner.activations, self.model
+        assert counted is not None, "there is nothing to tell where activations were not counted"
+        average = 0 if run.ema is None else sum(tensor.nbytes for tensor in run.ema.state_tensors().values())
+        return replace(
+            self._resident(run.learner.weights(), run.optimizer, average),
+            activations=counted.most,
+            logits=workspace_bytes(
+                counted.targets,
+                model.config.hidden_size,
+                model.config.vocab_size,
+                element_bytes=self.dtype.itemsize,
+                device_type=self.device.type,
+                frozen=not model.head_weight.requires_grad,
+            ),
+            packed=dense_workspace_bytes(),
+        )
+
+    def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
+        """A model in the type of activations that it was trained with (fp16: float32), or an adapter."""
+        write(self.placed.subject, self.recipe, target, value, writes=writes)
+
+    def _modules(self) -> list[nn.Module]:
+        own = [self.objective] if isinstance(self.objective, nn.Module) else []
+        return [self.model, *self.frozen.values(), *own]
+
+    def _activation_offload(self) -> activation_offload.ActivationOffload | None:
+        memory = self.recipe.memory
+        if "activations" not in memory.offload:
+            return None
+        return activation_offload.offload_for(
+            self.device, None if memory.folder is None else Path(memory.folder).expanduser()
+        )
+
+    def _resident(self, weights: Mapping[str, Tensor], optimizer: Optimizers, average: int) -> MemoryParts:
+        """What is there in every step, whatever goes through the model.
+
+        weights: what is trained, as much of each as this process has. average: bytes of the moving average.
+        """
+        adapters = self.adapters
+        adapter = 0 if adapters is None else sum(weight.nbytes for weight in weights.values())
+        models = sum(model_bytes(module) for module in self._modules() if isinstance(module, Decoder))
+        own = sum(tensor.nbytes for tensor in objective_tensors(self.objective).values())
+        return MemoryParts(
+            weights=models + own + _replaced_bytes(adapters) - adapter,
+            adapter=adapter,
+            gradients=optimizer.gradient_bytes(),
+            optimizer=optimizer.resident_state_bytes(),
+            average=average,
+            activations=0,
+            logits=0,
+        )
+
+
+def _replaced_bytes(adapters: AdapterSet | None) -> int:
+    """Bytes of parameters that have been replaced by trained copies of theirs, and wait beside the model."""
+    added = () if adapters is None else adapters.added.values()
+    return sum(copy.original.nbytes for adapter in added for copy in adapter.copies)

@@ -1,0 +1,166 @@
+"""Rows of text as the items of a run: packs of tokens, stored or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TextIO
+
+import numpy as np
+
+from danlu.assembly.context_length import max_sample_length
+from danlu.data.packed_dataset import PackedDataset
+from danlu.data.prepare import DatasetSpec, PreparedData, prepare
+from danlu.data.sources import source_names
+from danlu.data.statistics import Statistics, beyond_positions
+from danlu.data.stream import StreamingDataset
+from danlu.data.tokenizer import Tokenizer, load_tokenizer
+from danlu.data.tokenizer_folder import template_date
+from danlu.errors import DataError
+from danlu.models.hf_folder import resolve_folder
+from danlu.recipe import Recipe
+from danlu.recipe.rules import language_stage
+from danlu.stage_protocols import Material
+from danlu.train.progress import RowProgress
+from danlu.types import Pack
+
+
+class PackReader:
+    """A `Reader`: tokenised rows, packed."""
+
+    items = "packed sequences"
+    counted = "tokens"
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def read(self, stream: TextIO) -> Material:
+        """Of several processes the first tokenises; the others find it in the cache."""
+        recipe, prepared = self.recipe, self._prepared(stream)
+        lines = data_lines(prepared) + self._beyond_positions(prepared)
+        held_out = _held_out(recipe, prepared)
+        sources = tuple(source_names(recipe.data.train))
+        if prepared.train is not None:
+            packs = PackedDataset(prepared.train, recipe.data.packing, recipe.data.max_length, recipe.seed)
+            _check_targets(map(packs.at, range(packs.packs_per_epoch)), "data.train", "train on")
+            return Material(
+                packs, packs.packs_per_epoch, held_out, lines, tokenizer=prepared.tokenizer, sources=sources
+            )
+        stream_ = StreamingDataset(_dataset_spec(recipe))
+        name = "data, as far as it was read"
+        return Material(
+            stream_,
+            None,
+            held_out,
+            lines,
+            lambda: row_lines(name, stream_.statistics),
+            stream_.close,
+            tokenizer=prepared.tokenizer,
+            sources=sources,
+        )
+
+    def amount(self, items: int) -> str:
+        """So many packs in words."""
+        data = self.recipe.data
+        return f"{items} x {data.max_length} tokens" if data.packing.kind != "none" else f"{items} rows"
+
+    def targets(self, items: int) -> int:
+        """The most targets that so many packs have."""
+        return items * self.recipe.data.max_length
+
+    def _beyond_positions(self, prepared: PreparedData) -> list[str]:
+        recipe, sides = self.recipe, [side for side in (prepared.train, prepared.eval) if side is not None]
+        lengths = None if prepared.train is None else np.concatenate([side.lengths for side in sides])
+        return beyond_positions(max_sample_length(recipe.model, recipe.adapter), recipe.data.max_length, lengths)
+
+    def _prepared(self, stream: TextIO) -> PreparedData:
+        recipe, progress = self.recipe, RowProgress(stream)
+        try:
+            return prepare(_dataset_spec(recipe), progress=progress)
+        finally:
+            progress.close()
+
+
+def _dataset_spec(recipe: Recipe) -> DatasetSpec:
+    return DatasetSpec(
+        recipe.data,
+        language_stage(recipe, "tokenising"),
+        tokenizer_path(recipe),
+        recipe.model.chat_template,
+        recipe.seed,
+        recipe.model.chat_template_date,
+    )
+
+
+def tokenizer_path(recipe: Recipe) -> str:
+    """Where the recipe's tokenizer is: its own folder, or the model's."""
+    named = recipe.model.tokenizer
+    if named is not None:
+        return named
+    assert recipe.model.path is not None, "the recipe's rules ask for a tokenizer when the model is from scratch"
+    return str(resolve_folder(recipe.model.path))
+
+
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """The recipe's tokenizer with its chat template. Raises DataError if it cannot be read."""
+    model = recipe.model
+    return load_tokenizer(tokenizer_path(recipe), model.chat_template, model.chat_template_date)
+
+
+def written_date(recipe: Recipe) -> str | None:
+    """The day that the chat template writes in this run: the recipe's, else today's; None where it writes none."""
+    if recipe.stage != "sft":
+        return None
+    return template_date(tokenizer_path(recipe), recipe.model.chat_template, recipe.model.chat_template_date)
+
+
+def _held_out(recipe: Recipe, prepared: PreparedData) -> list[Pack] | None:
+    if prepared.eval is None:
+        return None
+    packs = PackedDataset(prepared.eval, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
+    held_out = [packs.at(number) for number in range(packs.packs_per_epoch)]
+    _check_targets(held_out, "data.eval", "evaluate on")
+    return held_out
+
+
+def _check_targets(packs: Iterable[Pack], key: str, use: str) -> None:
+    """Refuse packs that all lack a target: the first token of a pack never is one, whatever its weight.
+
+    Raises DataError.
+    """
+    if not any(sample.weights.any() for pack in packs for sample in pack.samples):
+        raise DataError(
+            f"{key}: cut into packed sequences, its rows have no trained token to {use}. Raise data.max_length, or "
+            "look at the rows' own labels and weights with `danlu preview`"
+        )
+
+
+def data_lines(prepared: PreparedData) -> list[str]:
+    """What became of the rows, for the console: nothing is cut, dropped or skipped without being told."""
+    lines = row_lines("data", prepared.statistics)
+    if prepared.eval_statistics is not None:
+        lines += row_lines("evaluation data", prepared.eval_statistics)
+    elif prepared.train is not None and prepared.eval is not None:
+        lines.append(f"evaluation data: {len(prepared.eval):,} samples of these rows are held out")
+    if prepared.tokenizer is not None and prepared.tokenizer.warning:
+        lines.append(prepared.tokenizer.warning)
+    return lines
+
+
+def row_lines(name: str, statistics: Statistics) -> list[str]:
+    """What became of the rows of one side of the data, for the console; nothing of a stream that was not read yet."""
+    if not statistics.rows:
+        return []
+    rows, tokens, share = statistics.rows, statistics.tokens, statistics.trained_share
+    lines = [f"{name}: {rows:,} rows, {tokens:,} tokens, {share:.0%} of them trained"]
+    if statistics.shortened:
+        what = ", ".join(f"{count:,} {done}" for done, count in statistics.shortened.items())
+        lost = f"{statistics.lost_tokens:,} tokens are left out"
+        total = statistics.shortened.total()
+        lines.append(f"{name}: {total:,} rows are longer than data.max_length: {what}; {lost}")
+    lines += [f"{name}: {count:,} rows dropped: {reason}" for reason, count in statistics.dropped.items()]
+    more = (*statistics.cut_lines(), *statistics.template_lines(), *statistics.unread_lines())
+    lines += [f"{name}: {line}" for line in more]
+    if statistics.bad_rows:
+        plural = "row" if statistics.bad_rows == 1 else "rows"
+        lines.append(f"{name}: {statistics.bad_rows:,} bad {plural} skipped, the first: {statistics.bad_examples[0]}")
+    return lines

@@ -1,0 +1,36 @@
+"""The objective of pretraining, supervised fine-tuning and classification: the likelihood of the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from danlu.objectives.by_source import losses_by_source
+from danlu.types import Loss, Metric, MicroBatch, Outputs, Role, Totals
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Sum over targets of weight x cross-entropy, with the extras that a recipe's `loss` section asks for.
+
+    The metrics are `accuracy` (the share of targets that are the likeliest token), `nll` (the loss without the extras)
+    where it is asked for, and `loss/NAME` for each source where the rows come from several.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"cross_entropy"})
+
+    label_smoothing: float = 0.0
+    """Share of the target's probability that is spread over the vocabulary (arXiv:1512.00567, section 7)."""
+    z_loss: float = 0.0
+    """Weight of log(Z)^2 (PaLM, arXiv:2204.02311, section 5)."""
+    reports_nll: bool = False
+    """Report the negative log-likelihood beside the loss, as an evaluation and a loss with extras do."""
+
+    def __call__(self, outputs: Mapping[Role, Outputs], batch: MicroBatch, totals: Totals) -> Loss:
+        """The loss of the policy's outputs for `batch`; `totals` are not needed, for every target is a term."""
+        losses = outputs["policy"].cross_entropy(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        metrics = {"accuracy": Metric(losses.correct, batch.weight)}
+        if self.reports_nll:
+            metrics["nll"] = Metric(losses.nll, batch.weight)
+        return Loss(losses.total, {**metrics, **losses_by_source(losses.by_target, batch)})

@@ -1,0 +1,142 @@
+"""What a run asks of the parts of a stage: a reader of its rows, and a builder of the models it trains.
+
+`stages.py` has a row for each stage; `run.py` looks the recipe's up and knows no more of it than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from danlu.data.tokenizing import TokenizerInfo
+from danlu.memory_estimate import MemoryEstimate
+from danlu.optim.build import Optimizers
+from danlu.parallel.ranks import Ranks
+from danlu.parallel.step_parallel import StepParallel
+from danlu.plan.gemm import Peak
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Model
+from danlu.train.memory_parts import MemoryParts
+from danlu.train.position import PackSource
+from danlu.train.run_folder import Start
+from danlu.train.state import Generate, Run
+from danlu.train.step import AnyLearner
+from danlu.types import Item, Objective, Role
+
+LeastSeconds = Callable[[Sequence[int], int], float]
+"""(document lengths, targets) of a step -> the seconds it would take at the matrix-product speed of all its devices."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is trained on."""
+
+    source: PackSource
+    per_epoch: int | None  # items; None for a stream
+    held_out: Sequence[Item] | None
+    lines: Sequence[str]  # what became of the rows, for the console
+    late_lines: Callable[[], Sequence[str]] = tuple  # the same, of what is known only when all was read
+    close: Callable[[], None] = lambda: None
+    tokenizer: TokenizerInfo | None = None  # of rows of text, unless they are streamed
+    sources: tuple[str, ...] = ()  # names of the files or mixture parts that rows are from
+
+
+class Reader(Protocol):
+    """Reads the rows of a recipe; made of the recipe."""
+
+    @property
+    def items(self) -> str: ...  # what a batch is counted in: "packed sequences", "images"
+
+    @property
+    def counted(self) -> str: ...  # what a model reads, and its speed is told in: "tokens", "images"
+
+    def read(self, stream: TextIO) -> Material: ...  # showing its progress on `stream`
+
+    def amount(self, items: int) -> str: ...  # in words: "4 x 64 tokens", "128 images"
+
+    def targets(self, items: int) -> int: ...  # at most, of so many
+
+
+class PlacedModel(Protocol):
+    """The models of a stage on the processes of a run: all that is asked of them before training, and after."""
+
+    @property
+    def model(self) -> nn.Module: ...  # the policy
+
+    @property
+    def parallel(self) -> StepParallel: ...
+
+    @property
+    def name(self) -> str: ...  # for the console: "llama"
+
+    @property
+    def notes(self) -> Sequence[str]: ...  # for the console: what is worth knowing of how it was placed
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        """What optimizer and average work on, by name: as much of each parameter as this process has."""
+        ...
+
+    def base(self) -> Mapping[str, Any] | None: ...  # what tells the base of a trained adapter from another; JSON
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a checkpoint has of a model that is whole on one process, by name, live."""
+        ...
+
+    def micro(self, optimizer: Optimizers, most: int) -> int: ...  # items in a micro-batch, at most so many
+
+    def learner(self, micro: int, sources: tuple[str, ...] = ()) -> AnyLearner: ...
+
+    def generate(self) -> Generate | None: ...  # texts, where the recipe asks for samples
+
+    def peak(self) -> Peak | None: ...  # what utilisation is measured against; None where that says nothing
+
+    def least_seconds(self) -> LeastSeconds | None: ...
+
+    def expected(self, run: Run) -> MemoryEstimate | None: ...  # what a step will hold in memory
+
+    def memory(self, run: Run) -> MemoryParts: ...  # of a run that has counted its activations
+
+    def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
+        """Writes the result; `value` and `writes` as in `models.saving.save`."""
+        ...
+
+
+class ModelBuilder(Protocol):
+    """Builds and places the models of a stage; made of the recipe and the stage."""
+
+    def check(self, start: Start | None) -> None:
+        """Raises a DanluError for what can be wrong before any data is read; start: as in `place`."""
+        ...
+
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedModel:
+        """The models on the processes of a layout; `start` is the checkpoint that will be loaded into them."""
+        ...
+
+    def unplaced(self, checkpoint: Path) -> PlacedModel: ...  # on the CPU, to load a checkpoint into and write it
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model of a stage: whether it is trained, and the section of the recipe that says where it is from."""
+
+    trained: bool = True
+    section: Callable[[Recipe], Model] = attrgetter("model")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A kind of training: what reads its rows, the models it has by role, and the objective over their outputs."""
+
+    reader: Callable[[Recipe], Reader]
+    builder: Callable[[Recipe, Stage], ModelBuilder]  # of the kind of model that the stage trains
+    objective: Callable[[Recipe], Objective]
+    models: Mapping[Role, ModelSpec]
+    evaluation: Callable[[Recipe, Objective], Objective] = lambda recipe, objective: objective
+    """What held-out items are judged by, made of the recipe and the objective that is trained with."""

@@ -1,0 +1,34 @@
+"""One row for each stage of training: the table to add a new one to."""
+
+from __future__ import annotations
+
+from danlu.images.classifier import ClassifierBuilder
+from danlu.images.reader import ImageReader
+from danlu.language.builder import DecoderBuilder
+from danlu.language.reader import PackReader
+from danlu.objectives.cross_entropy import CrossEntropy
+from danlu.recipe import Recipe
+from danlu.recipe.sections import LossOptions
+from danlu.stage_protocols import ModelSpec, Stage
+from danlu.types import Objective, Role
+
+
+def likelihood(recipe: Recipe) -> CrossEntropy:
+    """The cross-entropy with the extras of the recipe's `loss`, beside which the plain likelihood is reported then."""
+    loss = recipe.loss
+    return CrossEntropy(loss.label_smoothing, loss.z_loss, reports_nll=loss != LossOptions())
+
+
+def plain_likelihood(recipe: Recipe, objective: Objective) -> CrossEntropy:
+    """The cross-entropy of held-out rows: label smoothing and z-loss take no part."""
+    return CrossEntropy(reports_nll=True)
+
+
+POLICY_ALONE: dict[Role, ModelSpec] = {"policy": ModelSpec()}
+
+STAGES: dict[str, Stage] = {
+    "classify": Stage(ImageReader, ClassifierBuilder, likelihood, POLICY_ALONE, plain_likelihood),
+    "pretrain": Stage(PackReader, DecoderBuilder, likelihood, POLICY_ALONE, plain_likelihood),
+    "sft": Stage(PackReader, DecoderBuilder, likelihood, POLICY_ALONE, plain_likelihood),
+}
+"""By the name in a recipe's `stage`; sorted. The two stages of language differ in how `data/` renders their rows."""
