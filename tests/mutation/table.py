@@ -421,8 +421,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("train/watch.py", "_DEVIATIONS_PER_MAD = 1.4826", "_DEVIATIONS_PER_MAD = 1.0", "train/test_watch.py"),
     Mutation(
         "train/watch.py",
-        "if self._spikes_in_a_row >= self._enough:",
-        "if self._spikes_in_a_row > self._enough:",
+        "if self._spikes_in_a_row >= self._half_window:",
+        "if self._spikes_in_a_row > self._half_window:",
         "train/test_watch.py",
     ),
     Mutation(

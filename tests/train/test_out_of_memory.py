@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from danlu.train.out_of_memory import OutOfMemory, in_short, is_out_of_memory, wanted_bytes
+from danlu.train.out_of_memory import OutOfMemory, in_short, is_out_of_memory, requested_bytes
 
 
 def test_the_allocator_of_this_machine() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
-    assert wanted_bytes(caught.value) == 2**50
+    assert requested_bytes(caught.value) == 2**50
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_the_allocator_of_this_machine() -> None:
 )
 def test_allocators_of_others(error: BaseException, wanted: int | None) -> None:
     assert is_out_of_memory(error)
-    assert wanted_bytes(error) == wanted
+    assert requested_bytes(error) == wanted
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ _VARIABLES = (
     "PYTORCH_ALLOC_CONF",
 )
 
-_DECIDES_NUMBERS = ("packages.torch", "cpu.capability", "cpu.threads", "device.name", "device.cuda")
-"""Where a change can alter the last bits of a sum, and with them the rest of a run."""
+_KEYS_THAT_DECIDE_BITS = ("packages.torch", "cpu.capability", "cpu.threads", "device.name", "device.cuda")
+"""Dotted keys of environment.json; where one changes, the last bits of a sum can, and with them the rest of a run."""
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Versions, processor, threads, memory and device of this process, ready for JSON.
+    """Versions, processor, threads, memory and device of this process, ready for JSON; sizes in bytes.
 
     Call it after the number of threads is set.
     """
@@ -57,12 +57,12 @@ def write_environment(path: Path, environment: Mapping[str, Any]) -> None:
     write_atomically(path, (json.dumps(environment, indent=2) + "\n").encode())
 
 
-def changes_that_matter(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes_that_matter(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """What differs between two environments so that a resumed run may differ in its last bits; one line each."""
     return [
         f"{key}: {old!r} before, {new!r} now"
-        for key in _DECIDES_NUMBERS
-        if (old := _at(before, key)) != (new := _at(now, key))
+        for key in _KEYS_THAT_DECIDE_BITS
+        if (old := _value_at(saved, key)) != (new := _value_at(current, key))
     ]
 
 
@@ -96,7 +96,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _at(environment: Mapping[str, Any], key: str) -> object:
+def _value_at(environment: Mapping[str, Any], key: str) -> object:
     value: Any = environment
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

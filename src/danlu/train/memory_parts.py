@@ -27,7 +27,7 @@ _MICRO_BATCHES = 8
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Bytes of tensors at the peak of a training step."""
+    """Bytes of tensors at the peak of a training step; the field names are those of summary.json."""
 
     weights: int
     adapter: int
@@ -36,8 +36,8 @@ class MemoryParts:
     average: int
     activations: int
     logits: int
-    packed: int = 0  # one matrix of a packed base at a time, made dense
-    gathered: int = 0  # parameters that are whole for a while, of shards
+    packed: int = 0  # the dense copy of one matrix at a time of a quantized base
+    gathered: int = 0  # parameters that are all-gathered for a while, of shards
 
     @property
     def total(self) -> int:
@@ -46,55 +46,59 @@ class MemoryParts:
     def line(self, program: int, measured: int) -> str:
         """`memory: weights 111 MiB + adapter 2.38 MiB + ... = 299 MiB in tensors; at most 829 MiB were held, ...`.
 
-        program: resident before there was a model, 0 on CUDA. measured: the most that was held.
+        Args:
+            program   bytes resident before there was a model, 0 on CUDA
+            measured  peak bytes of the process, or of the device
         """
         parts = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(self).items() if value)
-        held = f"at most {format_bytes(measured)} were held"
+        peak = f"at most {format_bytes(measured)} were held"
         if program:
             rest = format_bytes(max(0, measured - program - self.total))
-            held += f" (program {format_bytes(program)}, kernels and freed memory {rest})"
-        return f"memory: {parts} = {format_bytes(self.total)} in tensors; {held}"
+            peak += f" (program {format_bytes(program)}, kernels and freed memory {rest})"
+        return f"memory: {parts} = {format_bytes(self.total)} in tensors; {peak}"
 
 
 @dataclass
 class Activations:
-    """The most bytes that autograd kept between forward and backward of a micro-batch, itself apart from weights."""
+    """Counts the bytes that autograd saves between forward and backward of a micro-batch, weights left out."""
 
-    weights: frozenset[int]  # storages that are no activations
-    most: int = 0
-    targets: int = 0
-    """The most targets of such a micro-batch."""
-    micro_batches: int = 0
-    _now: dict[int, int] = field(default_factory=dict)
+    weights: frozenset[int]  # data pointers of storages that are no activations
+    most: int = 0  # bytes, of the micro-batch that had the most
+    targets: int = 0  # of the micro-batch that had the most
+    micro_batches: int = 0  # counted so far
+    _saved_bytes: dict[int, int] = field(default_factory=dict)  # of the present micro-batch, by data pointer of storage
 
     @classmethod
     def beside(cls, tensors: Iterable[Tensor]) -> Activations:
-        local = (one.to_local() if isinstance(one, DTensor) else one for one in tensors)
+        """A counter that leaves out `tensors`: parameters and buffers, which autograd saves without a copy."""
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
         return cls(frozenset(tensor.untyped_storage().data_ptr() for tensor in local))
 
     @contextmanager
     def counted(self, targets: int) -> Iterator[None]:
-        """Counts what is kept within it, for the first micro-batches; `targets` are trained in this one."""
+        """A context in which saved tensors are counted, for the first micro-batches; `targets`: of this one."""
         if self.micro_batches >= _MICRO_BATCHES:
             yield
             return
-        self._now = {}
+        self._saved_bytes = {}
         with torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor):
             yield
-        self.most = max(self.most, sum(self._now.values()))
+        self.most = max(self.most, sum(self._saved_bytes.values()))
         self.targets = max(self.targets, targets)
         self.micro_batches += 1
 
     def _count(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        gathered = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)  # whole for a while, by FSDP2
+        gathered = isinstance(tensor, Parameter) or isinstance(
+            tensor._base, Parameter
+        )  # all-gathered by FSDP2 for a while
         if storage.data_ptr() not in self.weights and not gathered:
-            self._now[storage.data_ptr()] = storage.nbytes()
+            self._saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # itself would hold the graph that holds it
 
 
 def resident_bytes(device: torch.device) -> int:
-    """What the process holds now; 0 on CUDA. Where the system does not tell, the most it ever held."""
+    """Resident bytes of the process at present; 0 on CUDA. Where the system does not say, the peak so far."""
     if device.type == "cuda":
         return 0
     statm = Path("/proc/self/statm")

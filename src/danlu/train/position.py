@@ -8,15 +8,17 @@ from danlu.types import Item
 
 
 class PackSource(Protocol):
-    """The n-th pack of a run, a pure function of (seed, n); a stream gives them in order only."""
+    """The data of a run: pack n is a pure function of (seed, n). A stream gives packs in order only."""
 
     def at(self, number: int) -> Item: ...
 
     def state(self, number: int) -> dict[str, Any]:
-        """What brings the source to where pack `number` is next."""
+        """What a checkpoint keeps of the source, as JSON, so that pack `number` comes next after `restore`."""
         ...
 
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from what `state` returned."""
+        ...
 
 
 class Feed:
@@ -38,6 +40,7 @@ class Feed:
 
     @property
     def exhausted(self) -> bool:
+        """Whether no pack is left for another step."""
         return self.total is not None and not any(n not in self.excluded for n in range(self.next, self.total))
 
     def take(self) -> list[Item]:
@@ -53,14 +56,16 @@ class Feed:
         return packs
 
     def give_back(self) -> None:
-        """The step did not happen: the next one starts where it did."""
+        """Takes back the last `take`, whose step did not happen: the next one starts where it did."""
         if self.last_taken:
             self.next = self.last_taken[0]
 
     def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
         return {"next": self.next, "excluded": sorted(self.excluded), "source": self.source.state(self.next)}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Continues from `state()`."""
         self.next = int(state["next"])
         self.excluded = set(state["excluded"])
         self.source.restore(state["source"])

@@ -23,15 +23,18 @@ _HORIZON_STEPS = 20  # of the average that the remaining time is reckoned from
 
 
 def progress_on(stream: TextIO, *, total: int, done: int = 0, counted: str = TOKENS) -> Recorder:
-    """A bar when `stream` is a terminal, else plain lines. `done` steps of `total` are behind already.
+    """A bar when `stream` is a terminal, else plain lines.
 
-    counted: what a model reads: tokens, images.
+    Args:
+        total    steps of the whole run
+        done     steps that an earlier process made
+        counted  what throughput is counted in: tokens, images
     """
     return (BarProgress if stream.isatty() else LineProgress)(stream, total=total, done=done, counted=counted)
 
 
 class Eta:
-    """Seconds left, from a moving average of the time between steps (evaluations and saves included)."""
+    """Estimates the seconds left, from a moving average of the time between steps (evaluations and saves included)."""
 
     def __init__(self, total: int, done: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -54,7 +57,7 @@ class Eta:
 
 
 class _StepProgress:
-    """What lines and the bar have in common: the numbers of a step, and when they are shown again."""
+    """The common part of lines and bar: the numbers of a step, and whether they are due to be shown again."""
 
     _interval_s: float
 
@@ -75,7 +78,7 @@ class _StepProgress:
         self._shown_at = -math.inf
 
     def _numbers(self, metrics: StepMetrics) -> str:
-        """Once for each step: the remaining time goes by the time between calls."""
+        """The numbers with the remaining time. Call it once for each step: it measures the time between calls."""
         return f"{numbers(metrics, self._counted)} eta {format_duration(self._eta.after(metrics.step))}"
 
     def _due(self, step: int) -> bool:
@@ -172,7 +175,7 @@ def numbers(metrics: StepMetrics, counted: str = TOKENS) -> str:
 def evaluation_line(step: int, values: Mapping[str, Value], counted: str = TOKENS) -> str:
     """`step 50 evaluation: loss 3.142, perplexity 23.1, accuracy 31.2%, 1,712 tokens in 0.1 s`."""
     rest = dict(values)
-    shown = [_WORDS[name].format(rest.pop(name)) for name in _WORDS if name in rest]
+    shown = [_EVALUATION_FORMATS[name].format(rest.pop(name)) for name in _EVALUATION_FORMATS if name in rest]
     if "tokens" in rest:
         seconds = rest.pop("s", None)
         shown.append(f"{rest.pop('tokens'):,} {counted}" + (f" in {seconds:.1f} s" if seconds is not None else ""))
@@ -183,13 +186,13 @@ def event_line(step: int, event: str, values: Mapping[str, Value]) -> str:
     """`step 12: fp16 overflow, ...`; a sample shows its text on lines of its own."""
     if event == "sample":
         return f"step {step} sample: {_indented(values['prompt'])}\n  -> {_indented(values['text'])}"
-    if event in _EVENTS:
-        return f"step {step}: {_EVENTS[event].format(**values)}"
+    if event in _EVENT_FORMATS:
+        return f"step {step}: {_EVENT_FORMATS[event].format(**values)}"
     return f"step {step} {event}" + (f": {', '.join(_spell(values))}" if values else "")
 
 
-_WORDS = {"loss": "loss {:.3f}", "perplexity": "perplexity {:.4g}", "accuracy": "accuracy {:.1%}"}
-_EVENTS = {
+_EVALUATION_FORMATS = {"loss": "loss {:.3f}", "perplexity": "perplexity {:.4g}", "accuracy": "accuracy {:.1%}"}
+_EVENT_FORMATS = {
     "early_stop": "early stop: {evaluations} evaluations in a row were no better than {best_loss:.4f}",
     "loss_scale": "no fp16 overflow for a while, loss scale {before:,g} -> {after:,g}",
     "no_targets": "no update: none of the {tokens:,} tokens of this step is trained, in {rows}",
@@ -211,7 +214,8 @@ def _indented(text: Value) -> str:
 class RowProgress:
     """Rows done while data is tokenised: one rewritten line on a terminal, a line every few seconds elsewhere.
 
-    doing, units: what is done to what, where it is something else.
+    Called with the rows done and, where it is known, how many there are. `doing` and `units` say what is done to what,
+    where it is not tokenising rows.
     """
 
     def __init__(
@@ -232,9 +236,9 @@ class RowProgress:
         if now - self._shown_at < (_REFRESH_INTERVAL_S if self._stream.isatty() else _ROWS_INTERVAL_S):
             return
         self._shown_at = now
-        of = "" if total is None else f" of {total:,}"
+        of_total = "" if total is None else f" of {total:,}"
         speed = f"{done / (now - self._started):,.0f} {self._units}/s"
-        text = f"{self._doing}: {done:,}{of} {self._units}, {speed}"
+        text = f"{self._doing}: {done:,}{of_total} {self._units}, {speed}"
         self._stream.write(f"\r\x1b[K{text}" if self._stream.isatty() else f"{text}\n")
         self._stream.flush()
 

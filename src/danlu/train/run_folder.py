@@ -1,4 +1,4 @@
-"""The run folder: what belongs into it, whose it is, and where in it a run begins or goes on."""
+"""The run folder: which files belong into it, whose it is, and from which checkpoint in it a run goes on."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ def refuse_strangers(folder: Path) -> None:
 
 def require_writable(folder: Path) -> None:
     """Raises ResourceError where a run could not write its folder, or make it; nothing is written."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "Permission denied" if there.is_dir() else "Not a directory"
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "Permission denied" if existing.is_dir() else "Not a directory"
         raise ResourceError(f"{folder}: the run folder cannot be written: {why}. Choose another `output`.")
 
 
@@ -149,10 +149,10 @@ def _harmless_changes(run: Path, recipe: Recipe) -> list[Change]:
 
     Raises CheckpointError if something differs that matters, or the run's recipe cannot be read.
     """
-    found = changes(run_recipe(run), recipe)
-    different = [change for change in found if change.matters]
+    all_changes = changes(run_recipe(run), recipe)
+    different = [change for change in all_changes if change.matters]
     if not different:
-        return [change for change in found if change.key != "output"]
+        return [change for change in all_changes if change.key != "output"]
     lines = "\n  ".join(str(change) for change in different)
     advice = "To start anew, choose another `output`; to go on, undo the change."
     if any(change.key in ("steps", "epochs") for change in different):
@@ -161,16 +161,16 @@ def _harmless_changes(run: Path, recipe: Recipe) -> list[Change]:
 
 
 def result_names(recipe: Recipe) -> tuple[str, str]:
-    """The folders of the result and of its average."""
+    """Names in the run folder of the result and of its moving average: of models, or of adapters."""
     return (MODEL, MODEL_EMA) if recipe.adapter is None else (ADAPTER, ADAPTER_EMA)
 
 
 def finished(start: Path, recipe: Recipe, folder: Path) -> tuple[Path, ...]:
     """The model folders of a run that has nothing left to do; none where training or the export is not through."""
     own, averaged = (folder / name for name in result_names(recipe))
-    wanted = (own,) if recipe.ema is None else (own, averaged)
+    results = (own,) if recipe.ema is None else (own, averaged)
     if not read_state(start)["finished"]:
         return ()
     saved = (start / MARK).stat().st_mtime  # an export that is older is that of an earlier pass over these steps
-    made = (*wanted, folder / SUMMARY)
-    return wanted if all(one.exists() and one.stat().st_mtime >= saved for one in made) else ()
+    files = (*results, folder / SUMMARY)
+    return results if all(path.exists() and path.stat().st_mtime >= saved for path in files) else ()

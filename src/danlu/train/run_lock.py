@@ -12,12 +12,14 @@ LOCK_FILE = ".lock"
 
 
 class RunLock:
-    """Holds a run folder for this process; a context manager.
+    """The lock of a run folder, which one process holds at a time; a context manager.
 
-    Whoever ends lets go of it, however it ends, so there is no stale lock to delete; data workers do not hold it. Only
-    on a disk without locks (`danlu.file_lock`) may what a process of another machine left have to be deleted by hand.
+    The system releases it when the process ends, however it does, so there is no stale lock to delete; data workers do
+    not inherit it. Only on a disk without locks (`danlu.file_lock`) may what a process of another machine left have to
+    be deleted by hand.
 
-    Raises ResourceError, naming the process that holds the folder, or why the folder cannot be written.
+    Entering (and `acquire`) raises ResourceError, naming the process that holds the folder, or why the folder cannot be
+    written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,23 +34,24 @@ class RunLock:
         self.release()
 
     def acquire(self) -> None:
+        """Make the folder if needed, and take its lock. Raises ResourceError, as entering does."""
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except AlreadyLocked as taken:
-            held = f"{folder}: another danlu process ({taken.holder}) is using this run folder. "
+            in_use = f"{folder}: another danlu process ({taken.holder}) is using this run folder. "
             if taken.holder.file is not None:
                 raise ResourceError(
-                    f"{held}This disk has no locks (flock), so from here nobody can tell whether it still runs. Wait "
+                    f"{in_use}This disk has no locks (flock), so from here nobody can tell whether it still runs. Wait "
                     f"for it, or choose another `output`; if it is gone, delete {taken.holder.file}"
                 ) from None
-            raise ResourceError(f"{held}Wait for it, stop it, or choose another `output`.") from None
+            raise ResourceError(f"{in_use}Wait for it, stop it, or choose another `output`.") from None
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             advice = "Free some space, or choose another `output`." if full else "Choose another `output`."
             raise ResourceError(f"{folder}: the run folder cannot be written: {error.strerror}. {advice}") from error
 
     def release(self) -> None:
-        """Let others in."""
+        """Release the lock; another process may take it from now on."""
         self._lock.release()

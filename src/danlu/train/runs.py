@@ -1,4 +1,4 @@
-"""The runs below a folder, told from what is on disk: which go on, which are through, how far they came. No torch."""
+"""The runs below a folder, from what is on disk: which are running, finished or stopped, and how far. No torch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ RECIPE, ENVIRONMENT, METRICS, CHECKPOINTS, SUMMARY = (
     "summary.json",
 )
 
-DEEPEST = 4  # levels of folders that are looked through
+MAX_DEPTH = 4  # levels of folders that are searched
 _BLOCK_BYTES = 1 << 16
-_MAX_BYTES = 16 << 20  # of a metrics file, from its end: an evaluation that is longer ago is not told
+_MAX_BYTES = 16 << 20  # of a metrics file, from its end: an evaluation that is longer ago is not shown
 
 State = Literal["running", "finished", "stopped"]
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """One run. Numbers that its files do not tell are None."""
+    """One run. Numbers that its files do not have are None."""
 
     folder: Path
     state: State
@@ -49,8 +49,8 @@ class RunInfo:
 
 def find_runs(folder: Path) -> list[RunInfo]:
     """The run in `folder`, or those below it, by the time of the last change; links to folders are not followed."""
-    found = [read_run(run) for run in _run_folders(folder)]
-    return sorted(found, key=lambda info: (info.changed, str(info.folder)))
+    runs = [read_run(run) for run in _run_folders(folder)]
+    return sorted(runs, key=lambda info: (info.changed, str(info.folder)))
 
 
 def is_run(folder: Path) -> bool:
@@ -63,7 +63,7 @@ def read_run(folder: Path) -> RunInfo:
     summary = {} if holder is not None else _json(folder / SUMMARY)
     last, evaluation = _last_lines(folder / METRICS)
     complete = [info for info in list_checkpoints(folder / CHECKPOINTS) if info.complete]
-    kept = _json(complete[-1].path / STATE) if complete else {}
+    state_json = _json(complete[-1].path / STATE) if complete else {}
     saved = complete[-1].step if complete else 0
     judged = [info.loss for info in complete if info.loss is not None]
     evaluations = summary.get("evaluation") or {}
@@ -73,7 +73,7 @@ def read_run(folder: Path) -> RunInfo:
         state=state,
         pid=None if holder is None else holder.pid,
         step=int(_number(last.get("step")) or saved) if state == "running" else int(summary.get("steps", saved)),
-        steps=_whole(kept.get("total_steps")),
+        steps=_whole(state_json.get("total_steps")),
         loss=_number(summary.get("loss", last.get("loss"))),
         evaluation_loss=_number(evaluations.get("last", evaluation.get("eval_loss"))),
         best_evaluation_loss=_number(evaluations.get("best", min(judged, default=None))),
@@ -86,47 +86,47 @@ def _run_folders(folder: Path) -> Iterator[Path]:
     if is_run(folder):
         yield folder
         return
-    for place, folders, _ in os.walk(folder):
-        here = Path(place)
-        runs = [name for name in folders if is_run(here / name)]
-        yield from (here / name for name in runs)
-        deep = len(here.relative_to(folder).parts) + 1 >= DEEPEST
-        folders[:] = [] if deep else [name for name in folders if name not in runs and not name.startswith(".")]
+    for path, folders, _ in os.walk(folder):
+        parent = Path(path)
+        runs = [name for name in folders if is_run(parent / name)]
+        yield from (parent / name for name in runs)
+        at_max_depth = len(parent.relative_to(folder).parts) + 1 >= MAX_DEPTH
+        folders[:] = [] if at_max_depth else [name for name in folders if name not in runs and not name.startswith(".")]
 
 
 def _last_lines(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The last step and the last evaluation of a metrics.jsonl, which may be written to meanwhile; {} for neither."""
     step: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
-    for line in _from_the_end(file):
+    for line in _lines_backwards(file):
         try:
-            told = json.loads(line)
+            fields = json.loads(line)
         except ValueError:
             continue
-        if not isinstance(told, dict):
+        if not isinstance(fields, dict):
             continue
-        if not evaluation and "eval_loss" in told:
-            evaluation = told
-        if not step and "loss" in told:
-            step = told
+        if not evaluation and "eval_loss" in fields:
+            evaluation = fields
+        if not step and "loss" in fields:
+            step = fields
         if step and evaluation:
             break
     return step, evaluation
 
 
-def _from_the_end(file: Path) -> Iterator[bytes]:
-    """Whole lines, the last one first."""
+def _lines_backwards(file: Path) -> Iterator[bytes]:
+    """The lines of a file, the last one first, read block by block; those of its last `_MAX_BYTES` only."""
     try:
         with file.open("rb") as handle:
             end = handle.seek(0, os.SEEK_END)
-            least, rest = max(0, end - _MAX_BYTES), b""
-            while end > least:
-                start = max(least, end - _BLOCK_BYTES)
+            lowest, rest = max(0, end - _MAX_BYTES), b""
+            while end > lowest:
+                start = max(lowest, end - _BLOCK_BYTES)
                 handle.seek(start)
                 rest, *lines = (handle.read(end - start) + rest).split(b"\n")
                 yield from reversed(lines)
                 end = start
-            if not least:
+            if not lowest:  # what is left is the first line, and whole
                 yield rest
     except OSError:
         return
@@ -134,14 +134,14 @@ def _from_the_end(file: Path) -> Iterator[bytes]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        told = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _number(value: Any) -> float | None:
-    """Of JSON, where "nan" and "inf" stand for numbers that it does not have."""
+    """A number out of JSON, in which "nan" and "inf" stand for those that it does not have; None for anything else."""
     try:
         return None if value is None or isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -149,8 +149,8 @@ def _number(value: Any) -> float | None:
 
 
 def _whole(value: Any) -> int | None:
-    found = _number(value)
-    return None if found is None or not math.isfinite(found) else int(found)
+    number = _number(value)
+    return None if number is None or not math.isfinite(number) else int(number)
 
 
 def _changed(file: Path) -> float:

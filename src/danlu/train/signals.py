@@ -12,12 +12,12 @@ from typing import Any
 from danlu.errors import Stopped
 
 TOGETHER_S = 1.0
-"""For processes that a launcher has started, see StopRequest."""
+"""`together_s` of a StopRequest in processes that a launcher has started."""
 
-_WATCHED = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def tell_stderr(text: str) -> None:
+def write_to_stderr(text: str) -> None:
     """Write one line to stderr by write(2): inside a signal handler, print may find its own buffer half-written."""
     os.write(2, f"\n{text}\n".encode())
 
@@ -30,14 +30,16 @@ class StopRequest:
     can handle signals: entering anywhere else raises RuntimeError.
 
     Args:
+        announce    is called with one line of text when the first signal comes, inside the signal handler
         together_s  signals that come so soon after the first are the same request: a scheduler signals the launcher
                     and all of its processes, and the launcher hands its own on to them
 
     Attributes:
+        signal   the last one received; None before the first
         at_once  the first signal raises Stopped too: there is nothing to be saved yet, or any more
     """
 
-    def __init__(self, announce: Callable[[str], None] = tell_stderr, *, together_s: float = 0.0) -> None:
+    def __init__(self, announce: Callable[[str], None] = write_to_stderr, *, together_s: float = 0.0) -> None:
         self._announce = announce
         self._together_s = together_s
         self._first_at = 0.0
@@ -47,6 +49,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
+        """Whether a signal has come."""
         return self.signal is not None
 
     @property
@@ -56,7 +59,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         try:
-            for number in _WATCHED:
+            for number in _SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
         except ValueError as error:
             raise RuntimeError("StopRequest works only in the main thread, where Python runs handlers") from error

@@ -82,7 +82,7 @@ def write_summary(
 
 
 def clear_summary(folder: Path) -> None:
-    """Takes away the summary of an earlier pass over steps that are now trained again."""
+    """Deletes the summary of an earlier pass over steps that are now trained again."""
     (folder / SUMMARY).unlink(missing_ok=True)
 
 
@@ -135,10 +135,10 @@ def seconds_in(lines: Lines) -> float:
 
 
 def _lowest(losses: Sequence[float]) -> float:
-    """Not NaN, unless there is nothing else."""
+    """The lowest loss; NaN only where there is nothing else."""
     return min(losses, key=lambda loss: (math.isnan(loss), loss))
 
 
 def _number(value: float) -> float | str:
-    """As metrics.jsonl has it: JSON has no NaN and no infinity."""
+    """The number as metrics.jsonl writes it: JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else str(value)

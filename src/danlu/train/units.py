@@ -1,4 +1,4 @@
-"""Bytes, counts and seconds as people read them, for messages and progress lines."""
+"""Formats bytes, counts and seconds for messages and progress lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recognises a step that looks wrong. It only judges; the loop warns, skips or rewinds."""
+"""Spike detection: whether a step's loss or gradient norm looks wrong. It only judges; the loop acts on it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from danlu.recipe import sections
 # A normal distribution's standard deviation is 1.4826 times its median absolute deviation.
 _DEVIATIONS_PER_MAD = 1.4826
 # Losses that hardly vary would make every wiggle a spike: a standard deviation is at least this share of the median.
-_SMALLEST_SHARE = 0.005
+_MIN_DEVIATION_SHARE = 0.005
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reason` is empty when the step is fine, else says what is wrong with it, in one line."""
+    """What `Watch` thinks of a step: `reason` is empty when it is fine, else says in one line what is wrong with it."""
 
     step: int
     reason: str = ""
@@ -49,13 +49,13 @@ class Watch:
         Non-finite numbers are not for this to judge: they stop the run.
         """
         assert math.isfinite(loss) and math.isfinite(grad_norm), "a non-finite step stops the run before it is judged"
-        verdict = Verdict(step, self._too_steep(grad_norm) or self._too_high(loss))
+        verdict = Verdict(step, self._gradient_problem(grad_norm) or self._loss_problem(loss))
         if not verdict.spike:
             self._losses.append(loss)
             self._spikes_in_a_row = 0
             return verdict
         self._spikes_in_a_row += 1
-        if self._spikes_in_a_row >= self._enough:
+        if self._spikes_in_a_row >= self._half_window:
             self._losses.clear()
             self._spikes_in_a_row = 0
         return verdict
@@ -72,24 +72,24 @@ class Watch:
         self._spikes_in_a_row = int(state["spikes_in_a_row"])
 
     @property
-    def _enough(self) -> int:
+    def _half_window(self) -> int:
         return max(1, self.section.window // 2)
 
-    def _too_steep(self, grad_norm: float) -> str:
+    def _gradient_problem(self, grad_norm: float) -> str:
         limit = self.section.gradient_norm
         if limit is None or grad_norm <= limit:
             return ""
         return f"gradient norm {grad_norm:.4g} is above watch.gradient_norm {limit:g}"
 
-    def _too_high(self, loss: float) -> str:
-        if self.section.loss_spike is None or len(self._losses) < self._enough:
+    def _loss_problem(self, loss: float) -> str:
+        if self.section.loss_spike is None or len(self._losses) < self._half_window:
             return ""
         middle = median(self._losses)
-        spread = _DEVIATIONS_PER_MAD * median(abs(seen - middle) for seen in self._losses)
-        spread = max(spread, _SMALLEST_SHARE * abs(middle), 1e-12)
-        if loss <= middle + self.section.loss_spike * spread:
+        deviation = _DEVIATIONS_PER_MAD * median(abs(seen - middle) for seen in self._losses)
+        deviation = max(deviation, _MIN_DEVIATION_SHARE * abs(middle), 1e-12)
+        if loss <= middle + self.section.loss_spike * deviation:
             return ""
         return (
-            f"loss {loss:.4f} is {(loss - middle) / spread:.1f} robust standard deviations above the median "
+            f"loss {loss:.4f} is {(loss - middle) / deviation:.1f} robust standard deviations above the median "
             f"{middle:.4f} of the last {len(self._losses)} good steps (watch.loss_spike {self.section.loss_spike:g})"
         )
