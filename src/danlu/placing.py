@@ -234,7 +234,7 @@ def place(
     in_file = None
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
         folder.mkdir(parents=True, exist_ok=True)
-        in_file = offload_parameters(model, folder, ahead=section.prefetch)
+        in_file = offload_parameters(model, folder, prefetch_layers=section.prefetch)
         held = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)
     sums: list[tuple[Group, str]] = []
     if parts.sharder is not None:
@@ -242,7 +242,7 @@ def place(
     sums += [(group, name) for name, group in cuts.partial.items()]
     parallel = StepParallel(ranks, held, tuple(sums))
     if in_file is not None:
-        parallel = replace(parallel, release_pages=in_file.let_go)
+        parallel = replace(parallel, release_pages=in_file.release)
     if parts.sharder is not None:
         parallel = data.sharded_step(parallel, model, section)
     return Placed(subject, parallel, tuple(notes), plan)

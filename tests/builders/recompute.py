@@ -153,12 +153,12 @@ def same(one: Step, other: Step) -> bool:
 def made_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The places whose frames run once more within it, in order."""
     places: list[str] = []
-    remake = recomputed_function._Frame._remake
+    remake = recomputed_function._Frame._recompute
 
     def counted(frame: recomputed_function._Frame) -> None:
         places.append(frame._where)
         remake(frame)
 
     with monkeypatch.context() as patch:
-        patch.setattr(recomputed_function._Frame, "_remake", counted)
+        patch.setattr(recomputed_function._Frame, "_recompute", counted)
         yield places

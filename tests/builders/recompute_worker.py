@@ -47,7 +47,7 @@ def sharded_in_files(folder: str, intermediate_size: int, *, filled_up_too: bool
     filled_up_too: with a mistake: shares that FSDP2 fills up go to the file. For a process that ends with it.
     """
     if filled_up_too:
-        parameter_offload._goes = lambda tensor, held: held.nbytes > parameter_offload._SMALL
+        parameter_offload._can_move = lambda tensor, local: local.nbytes > parameter_offload._MIN_BYTES
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def weights(place: Path | None, seed: int = 0) -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ def sharded_in_files(folder: str, intermediate_size: int, *, filled_up_too: bool
                 assert isinstance(gradient, DTensor)
                 shares[name].sub_(gradient.to_local(), alpha=1e-3)
         if offloaded is not None:
-            offloaded.let_go()
+            offloaded.release()
         resident = resident_bytes(folder)
         local = {name: share.clone() for name, share in shares.items()}
         return local, resident, resident_bytes(folder), 0 if offloaded is None else offloaded.bytes

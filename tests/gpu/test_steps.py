@@ -100,10 +100,10 @@ def test_what_is_recomputed_is_the_same(device: torch.device, kind: str, recompu
 def test_offloaded_activations_come_back_the_same(device: torch.device, recompute: str, tmp_path: Any) -> None:
     loss, grads = step(learner("full", device, torch.float32))
     folder = tmp_path if device.type == "cpu" else None
-    away = activation_offload.offload_for(device, folder, small=0)
+    away = activation_offload.offload_for(device, folder, min_bytes=0)
     assert away is not None
     again, found = step(learner("full", device, torch.float32, RECOMPUTE[recompute], away))
-    assert away.sent_bytes > 0
+    assert away.offloaded_bytes > 0
     assert again == pytest.approx(loss, rel=1e-6)
     assert worst(found, grads) < 1e-4
 

@@ -36,7 +36,7 @@ def offloaded_step(made: RecomputeCase, away: ActivationOffload, dtype: torch.dt
 
 
 def to_files(folder: Path) -> ActivationOffload:
-    found = offload_for(CPU, folder, small=0)
+    found = offload_for(CPU, folder, min_bytes=0)
     assert found is not None
     return found
 
@@ -54,7 +54,7 @@ def test_the_bits_are_those_of_activations_that_stay(tmp_path: Path, base: str, 
     found = offloaded_step(made, away)
     assert same(found, expected[0])
     # All that was kept went, each storage once, and not the weights.
-    assert away.sent_bytes == kept and found.kept_bytes == 0
+    assert away.offloaded_bytes == kept and found.kept_bytes == 0
     assert same(offloaded_step(made, away, torch.bfloat16), expected[1])
     assert list(tmp_path.iterdir()) == [] and str(tmp_path) not in Path("/proc/self/maps").read_text()
 
@@ -63,12 +63,12 @@ def test_what_went_is_what_comes_back(tmp_path: Path, monkeypatch: pytest.Monkey
     """Negative control: numbers that are changed in the file change the gradients."""
     made = full()
     expected = step(made)
-    send = activation_offload._InFile.__init__
+    send = activation_offload._MappedCopy.__init__
 
-    def changed(self: activation_offload._InFile, tensor: Tensor, folder: Path) -> None:
+    def changed(self: activation_offload._MappedCopy, tensor: Tensor, folder: Path) -> None:
         send(self, tensor * 2 if tensor.is_floating_point() else tensor, folder)
 
-    monkeypatch.setattr(activation_offload._InFile, "__init__", changed)
+    monkeypatch.setattr(activation_offload._MappedCopy, "__init__", changed)
     assert not same(offloaded_step(made, to_files(tmp_path)), expected)
 
 
@@ -79,7 +79,7 @@ def test_nothing_is_in_memory_between_forward_and_backward(tmp_path: Path) -> No
         y = x * 1.0
         for _ in range(6):
             y = y.exp().tanh()
-    assert away.sent_bytes == 12 * x.nbytes
+    assert away.offloaded_bytes == 12 * x.nbytes
     assert resident_bytes(tmp_path) == 0
     seen: list[int] = []
     node = y.grad_fn
@@ -99,13 +99,13 @@ def test_small_tensors_and_weights_stay(tmp_path: Path) -> None:
     assert away is not None
     before = step(made)
     found = offloaded_step(made, away)
-    assert same(found, before) and away.sent_bytes == 0 and found.kept_bytes == 0
+    assert same(found, before) and away.offloaded_bytes == 0 and found.kept_bytes == 0
     weight = torch.nn.Parameter(torch.randn(8, 8))
     x = torch.randn(4, 8, requires_grad=True)
     away = to_files(tmp_path)
     with away.active():
         torch.nn.functional.linear(x, weight)
-    assert away.sent_bytes == x.nbytes
+    assert away.offloaded_bytes == x.nbytes
 
 
 def test_views_of_one_storage_go_once_and_changed_ones_twice(tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_views_of_one_storage_go_once_and_changed_ones_twice(tmp_path: Path) -> 
 
     away = to_files(tmp_path)
     assert torch.equal(products(away), products(None))
-    assert away.sent_bytes == base.nbytes + 5 * 8 * 4
+    assert away.offloaded_bytes == base.nbytes + 5 * 8 * 4
     with away.active():
         x = base.clone()
         y = x[1:] @ weight + x[:5] @ weight  # two views
         x.mul_(2)
         y = y + x[1:] @ weight
-    assert away.sent_bytes == 2 * base.nbytes
+    assert away.offloaded_bytes == 2 * base.nbytes
     expected = (base[1:] + base[:5] + 2 * base[1:]).t() @ torch.ones(5, 8)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), weight)[0], expected)
 
@@ -155,8 +155,8 @@ def test_on_a_gpu_the_bits_are_those_of_activations_that_stay(kind: Kind | None)
     if kind is not None:
         wrap(model, [LayerPlan(layer, kind) for layer in range(LAYERS)])
     expected = step(made)
-    away = offload_for(CUDA, None, small=0)
+    away = offload_for(CUDA, None, min_bytes=0)
     assert away is not None
     for _ in range(20):  # a race would not show each time
         assert same(offloaded_step(made, away), expected)
-    assert away.sent_bytes == expected.kept_bytes
+    assert away.offloaded_bytes == expected.kept_bytes

@@ -33,17 +33,17 @@ def test_tensors_come_back_from_the_file_as_they_went(tmp_path: Path) -> None:
         "c": torch.randint(0, 255, (5000,), dtype=torch.uint8, generator=generator),
     }
     mapped = MappedTensors(tensors, tmp_path, what="numbers")
-    there = {name: mapped.moved(name, tensor) for name, tensor in tensors.items()}
+    there = {name: mapped.move(name, tensor) for name, tensor in tensors.items()}
     assert list(tmp_path.iterdir()) == []
     assert resident_bytes(tmp_path) == 0
-    mapped.ahead(tensors)
+    mapped.prefetch(tensors)
     mapped.fetch(["a"])
     assert tensors["a"].nbytes <= resident_bytes(tmp_path) < tensors["large"].nbytes // 2
     assert all(
         torch.equal(there[name], tensor) and there[name].dtype == tensor.dtype for name, tensor in tensors.items()
     )
     there["a"].add_(1.0)
-    mapped.done(tensors)
+    mapped.release(tensors)
     assert resident_bytes(tmp_path) == 0
     assert torch.equal(there["a"], tensors["a"] + 1.0) and not torch.equal(there["a"], tensors["a"])
 
@@ -70,7 +70,7 @@ def test_the_bits_are_those_of_weights_in_memory(tmp_path: Path, base: str, reco
 
     expected = trained(fresh())
     made = fresh()
-    offloaded = offload_parameters(made.model, tmp_path, ahead=2)
+    offloaded = offload_parameters(made.model, tmp_path, prefetch_layers=2)
     if recomputed != "nothing":
         wrap(made.model, [LayerPlan(n, "full", n // 2 if recomputed == "segments" else None) for n in range(LAYERS)])
     assert offloaded.bytes > 0
@@ -81,7 +81,7 @@ def test_the_bits_are_those_of_weights_in_memory(tmp_path: Path, base: str, reco
 
 def test_only_layers_in_use_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = full(**WIDE)
-    offloaded = offload_parameters(made.model, tmp_path, ahead=1)
+    offloaded = offload_parameters(made.model, tmp_path, prefetch_layers=1)
     each = offloaded.bytes // LAYERS
     assert resident_bytes(tmp_path) == 0
     seen: list[tuple[str, int]] = []
@@ -101,7 +101,7 @@ def test_only_layers_in_use_are_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
     for one in made.model.layers.parameters():
         one.sum()
     assert resident_bytes(tmp_path) > 0.9 * offloaded.bytes  # negative control: all of it, if nobody lets go
-    offloaded.let_go()
+    offloaded.release()
     assert resident_bytes(tmp_path) == 0
 
 

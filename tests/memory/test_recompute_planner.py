@@ -116,13 +116,13 @@ def test_measured_bytes_add_up_to_those_of_a_step(adapter: str | None) -> None:
 
 def test_layers_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    measured = recompute_planner._measured
+    measured = recompute_planner._measure_layer
 
     def counted(*arguments: object) -> LayerCosts:
         calls.append(arguments)
         return measured(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(recompute_planner, "_measured", counted)
+    monkeypatch.setattr(recompute_planner, "_measure_layer", counted)
     costs = costs_of(full("gemma2"))  # every other layer has a window
     assert len(calls) == 2 and [one.layer for one in costs] == list(range(LAYERS))
     assert costs[0].options is costs[2].options is costs[4].options and costs[1].options is costs[3].options

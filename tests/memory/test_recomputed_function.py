@@ -137,10 +137,10 @@ def test_memory_that_another_tensor_gets_is_not_taken_for_an_output(monkeypatch:
 
     def mistaken() -> bool:
         whole = OutputDroppingFunction(lambda x: x)
-        whole.outputs = outputs = recomputed_function._Outputs()
+        whole.outputs = outputs = recomputed_function._FrameOutputs()
         RecomputedFunction(torch.exp, "once", whole)(x)
         others = [torch.exp(x.detach()) for _ in range(100)]
-        return any(isinstance(outputs.pack(other), recomputed_function._PartOf) for other in others)
+        return any(isinstance(outputs.pack(other), recomputed_function._View) for other in others)
 
     assert not mistaken()
     # Negative control: by address alone.

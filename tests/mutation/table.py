@@ -400,7 +400,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- memory
     Mutation(
         "memory/recompute_planner.py",
-        "if partial.kept_bytes + one.whole_bytes <= budget_bytes",
+        "if partial.kept_bytes + layer_costs.whole_bytes <= budget_bytes",
         "if partial.kept_bytes <= budget_bytes",
         "memory/test_recompute_planner.py",
     ),

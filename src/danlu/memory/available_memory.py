@@ -22,24 +22,25 @@ def available_bytes(device: torch.device) -> int | None:
         free: int = torch.cuda.mem_get_info(device)[0]
         # What torch keeps of freed memory is free for tensors too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    known = [found for found in (_of_the_host(_MEMINFO), _of_the_group(_CGROUPS)) if found is not None]
-    return min(known) if known else None
+    limits = [limit for limit in (_host_available(_MEMINFO), _cgroup_available(_CGROUPS)) if limit is not None]
+    return min(limits, default=None)
 
 
 def host_memory_bytes(meminfo: Path = _MEMINFO) -> int | None:
-    """All memory and swap space of this machine, whoever holds it; None where nothing tells."""
-    found = {"MemTotal:": 0, "SwapTotal:": 0}
+    """Bytes of all memory and swap space of this machine, used or not; None where nothing tells."""
+    totals = {"MemTotal:": 0, "SwapTotal:": 0}
     try:
         for line in meminfo.read_text().splitlines():
             name, _, rest = line.partition(" ")
-            if name in found:
-                found[name] = int(rest.split()[0]) * 1024
+            if name in totals:
+                totals[name] = int(rest.split()[0]) * 1024
     except (OSError, ValueError, IndexError):
         return None
-    return sum(found.values()) if found["MemTotal:"] else None
+    return sum(totals.values()) if totals["MemTotal:"] else None
 
 
-def _of_the_host(meminfo: Path) -> int | None:
+def _host_available(meminfo: Path) -> int | None:
+    """MemAvailable of /proc/meminfo (proc(5)), else free memory as sysconf(3) tells it."""
     try:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -52,17 +53,20 @@ def _of_the_host(meminfo: Path) -> int | None:
         return None
 
 
-def _of_the_group(root: Path) -> int | None:
-    """What this process's control group (version 2, as containers see it, or version 1) may still take."""
+def _cgroup_available(root: Path) -> int | None:
+    """What this process's control group (version 2, as containers see it, or version 1) may still take.
+
+    Of what it uses, inactive file cache does not count: the kernel drops it before it kills.
+    """
     for limit, used, files, cached in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
         try:
-            most, held = (root / limit).read_text().strip(), int((root / used).read_text())
+            limit_text, used_bytes = (root / limit).read_text().strip(), int((root / used).read_text())
             stat = dict(line.split() for line in (root / files).read_text().splitlines())
         except (OSError, ValueError):
             continue
-        if most.isdigit():
-            return max(0, int(most) - held + int(stat.get(cached, "0")))
+        if limit_text.isdigit():  # "max" where there is no limit
+            return max(0, int(limit_text) - used_bytes + int(stat.get(cached, "0")))
     return None

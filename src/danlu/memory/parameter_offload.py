@@ -1,12 +1,13 @@
 """Weights of the layers in a file on a local disk, of which a few layers at a time are in memory.
 
-A layer's weights are read ahead while the layers before it are at work, forward and backward, and let go of behind it.
-The file is scratch: a run that is killed leaves nothing of it, and goes on from its checkpoint, which is the truth.
+The NVMe offload of parameters of ZeRO-Infinity (arXiv:2104.07857), by a mapped file. A layer's weights are prefetched
+while the layers before it compute, forward and backward, and released behind it. The file is scratch: a run that is
+killed leaves nothing of it, and goes on from its checkpoint.
 
-The system keeps what a process lets go of in its cache while there is room, so a model that fits into memory is not
-slowed by the disk; what is gained is that memory can be taken away. On a CPU, alone or sharded by FSDP: what lies in
-the file is the share that this process holds between uses. Where rows are not dealt out evenly, the smaller shares stay
-in memory.
+The system keeps released pages in its cache while there is room, so a model that fits into memory is not slowed by the
+disk; what is gained is that memory can be taken away. It works on a CPU, alone or sharded by FSDP2: what lies in the
+file is the shard that this process keeps between uses. Where rows are not dealt out evenly, the smaller shards stay in
+memory.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from danlu.errors import RecipeError
 from danlu.memory.page_file import PageFile, aligned, whole_pages
 from danlu.models.decoder import Decoder
 
-_SMALL = 4096
-"""Bytes up to which a tensor stays where it is: a page would be as large."""
+_MIN_BYTES = 4096
+"""Tensors of no more bytes stay where they are: a page would be as large."""
 
 
 @dataclass(frozen=True)
 class _Extent:
+    """Where a tensor lies in the file, in bytes."""
+
     start: int
     bytes: int
 
@@ -38,8 +41,8 @@ class MappedTensors:
     """Tensors of one kind by name, each in pages of its own of one file.
 
     Args:
-        tensors: their shapes and types are taken, not yet their values.
-        what: for messages.
+        tensors: by name; their shapes and types are taken, not yet their values (see `move`).
+        what: what they are, for messages.
     Raises ResourceError when the file cannot be made there.
     """
 
@@ -52,95 +55,99 @@ class MappedTensors:
         self.bytes = end
         self._file = PageFile(end, folder, what=what, field="memory.folder")
 
-    def moved(self, name: str, tensor: Tensor) -> Tensor:
-        """The same values, of the same shape and type, in the file; row-major."""
-        there = self._file.tensor(self._extents[name].start, tensor.shape, tensor.dtype)
-        there.copy_(tensor)
-        self.done([name])
-        return there
+    def move(self, name: str, tensor: Tensor) -> Tensor:
+        """Copies a tensor to its place in the file; returns the mapped one, row-major."""
+        mapped = self._file.tensor(self._extents[name].start, tensor.shape, tensor.dtype)
+        mapped.copy_(tensor)
+        self.release([name])
+        return mapped
 
     def fetch(self, names: Iterable[str]) -> None:
-        """These are in memory when it returns."""
-        for extent in self._places(names):
+        """Brings tensors into memory; they are there when it returns."""
+        for extent in self._extents_of(names):
             self._file.fetch(extent.start, extent.bytes, to_write=False)
 
-    def ahead(self, names: Iterable[str]) -> None:
-        """These are read from the disk meanwhile."""
-        for extent in self._places(names):
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Begins to read tensors from the disk, without waiting."""
+        for extent in self._extents_of(names):
             self._file.prefetch(extent.start, extent.bytes)
 
-    def done(self, names: Iterable[str]) -> None:
-        """Lets go of these; whoever touches one of them gets it back, a page at a time."""
-        for extent in self._places(names):
+    def release(self, names: Iterable[str]) -> None:
+        """Takes tensors from memory; whoever touches one of them gets it back, a page at a time."""
+        for extent in self._extents_of(names):
             self._file.release(extent.start, extent.bytes)
 
-    def _places(self, names: Iterable[str]) -> Iterator[_Extent]:
+    def _extents_of(self, names: Iterable[str]) -> Iterator[_Extent]:
         yield from (self._extents[name] for name in names)
 
 
 class OffloadedLayers:
-    """The weights of a decoder's layers in a file, by layer."""
+    """The weights of a decoder's layers in a mapped file, fetched and released by hooks on the layers.
 
-    def __init__(self, mapped: MappedTensors, names: list[list[str]], ahead: int) -> None:
+    names: of the mapped tensors, by layer. prefetch_layers: how many are read before they are needed.
+    """
+
+    def __init__(self, mapped: MappedTensors, names: list[list[str]], prefetch_layers: int) -> None:
         self.mapped = mapped
         self._names = names
-        self._ahead = ahead
+        self._prefetch_layers = prefetch_layers
 
     @property
     def bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return self.mapped.bytes
 
-    def let_go(self) -> None:
-        """Nothing of it is in use: after the optimizer's step, which touches all, and after a checkpoint."""
+    def release(self) -> None:
+        """Releases all layers: after the optimizer's step, which touches all, and after a checkpoint."""
         for names in self._names:
-            self.mapped.done(names)
+            self.mapped.release(names)
 
-    def watch(self, place: int, layer: nn.Module) -> None:
-        """From here on the layer's passes fetch and let go. Outside of other hooks, as FSDP's, that use the weights."""
-        layer.register_forward_pre_hook(lambda layer, args: self._begin(place, 1), prepend=True)
-        layer.register_forward_hook(lambda layer, args, y: self._forward_done(place, args[0], y))
+    def install_hooks(self, index: int, layer: nn.Module) -> None:
+        """From here on the layer's passes fetch and release, outside of other hooks that use the weights (FSDP2's)."""
+        layer.register_forward_pre_hook(lambda layer, args: self._begin(index, 1), prepend=True)
+        layer.register_forward_hook(lambda layer, args, y: self._end_forward(index, args[0], y))
 
-    def _begin(self, place: int, direction: int) -> None:
-        self.mapped.fetch(self._names[place])
-        for next_place in range(place + direction, place + direction * (self._ahead + 1), direction):
-            if 0 <= next_place < len(self._names):
-                self.mapped.ahead(self._names[next_place])
+    def _begin(self, index: int, direction: int) -> None:
+        """Fetches a layer, and prefetches those that follow: direction 1 in the forward pass, -1 in the backward."""
+        self.mapped.fetch(self._names[index])
+        for following in range(index + direction, index + direction * (self._prefetch_layers + 1), direction):
+            if 0 <= following < len(self._names):
+                self.mapped.prefetch(self._names[following])
 
-    def _forward_done(self, place: int, x: Tensor, y: Tensor) -> None:
-        self.mapped.done(self._names[place])
+    def _end_forward(self, index: int, x: Tensor, y: Tensor) -> None:
+        self.mapped.release(self._names[index])
         if torch.is_grad_enabled() and y.requires_grad:
-            y.register_hook(lambda grad: self._begin(place, -1))
+            # The gradient of the output comes before the layer's backward pass, that of its input behind it.
+            y.register_hook(lambda grad: self._begin(index, -1))
             if x.requires_grad:
-                x.register_hook(lambda grad: self.mapped.done(self._names[place]))
+                x.register_hook(lambda grad: self.mapped.release(self._names[index]))
 
 
-def offload_parameters(model: Decoder, folder: Path, *, ahead: int = 1) -> OffloadedLayers:
+def offload_parameters(model: Decoder, folder: Path, *, prefetch_layers: int = 1) -> OffloadedLayers:
     """Moves the weights of the layers, frozen and packed ones too, into a file in `folder`.
 
-    They stay what they were: the same parameters with the same values, which an optimizer changes in place. The model
-    has its weights and adapters, and is sharded, if it will be; it has not run yet.
+    They stay the same parameters with the same values, which an optimizer changes in place. The model has its weights
+    and adapters, and is sharded, if it will be; it has not run yet.
 
-    ahead: layers that are read before they are needed.
+    prefetch_layers: how many layers are read before they are needed.
     Raises ResourceError when the folder cannot hold them, RecipeError when the layers are not on a CPU: there a GPU's
     memory is not what they take.
     """
-    found = {name: held for name, tensor in _tensors(model.layers) if _goes(tensor, held := _local(tensor))}
-    elsewhere = sorted({held.device.type for held in found.values()} - {"cpu"})
-    if elsewhere:
+    tensors = {name: local for name, tensor in _tensors(model.layers) if _can_move(tensor, local := _local(tensor))}
+    if devices := sorted({local.device.type for local in tensors.values()} - {"cpu"}):
         raise RecipeError(
-            f"memory.folder: the weights of the layers are on {elsewhere[0]}, and only those in the host's memory can "
+            f"memory.folder: the weights of the layers are on {devices[0]}, and only those in the host's memory can "
             "lie in a file. Use `memory: {offload: [parameters]}` with `parallel: {shard: zero3}`"
         )
-    mapped = MappedTensors(found, folder, what="weights")
+    mapped = MappedTensors(tensors, folder, what="weights")
     with torch.no_grad():
         for name, tensor in _tensors(model.layers):
-            if name in found:
-                _put(tensor, mapped.moved(name, found[name]))
-    names = [[name for name in found if name.startswith(f"{layer}.")] for layer in model.layers]
-    offloaded = OffloadedLayers(mapped, names, ahead)
-    for place, layer in enumerate(model.layers.values()):
-        offloaded.watch(place, layer)
+            if name in tensors:
+                _replace_local(tensor, mapped.move(name, tensors[name]))
+    names = [[name for name in tensors if name.startswith(f"{layer}.")] for layer in model.layers]
+    offloaded = OffloadedLayers(mapped, names, prefetch_layers)
+    for index, layer in enumerate(model.layers.values()):
+        offloaded.install_hooks(index, layer)
     return offloaded
 
 
@@ -151,22 +158,24 @@ def _tensors(layers: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of it."""
-    held: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return held.detach()  # type: ignore[no-any-return]
+    """This process's shard of a DTensor, or the tensor itself; detached."""
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach()  # type: ignore[no-any-return]
 
 
-def _goes(tensor: Tensor, held: Tensor) -> bool:
-    """Whether it is worth it, and can be: a share with fewer rows than others lies in a larger tensor of FSDP's, which
-    fills it up. In the file it would be a copy that FSDP does not know, and that an optimizer would change for nothing.
+def _can_move(tensor: Tensor, local: Tensor) -> bool:
+    """Whether a tensor is worth a page and can be moved.
+
+    A shard with fewer rows than others lies in a padded tensor of FSDP2's. In the file it would be a copy that FSDP2
+    does not know, and that an optimizer would change for nothing.
     """
-    filled_up = isinstance(tensor, DTensor) and held.untyped_storage().nbytes() > held.nbytes
-    return held.nbytes > _SMALL and not filled_up
+    is_padded = isinstance(tensor, DTensor) and local.untyped_storage().nbytes() > local.nbytes
+    return local.nbytes > _MIN_BYTES and not is_padded
 
 
-def _put(tensor: Tensor, there: Tensor) -> None:
+def _replace_local(tensor: Tensor, mapped: Tensor) -> None:
     if isinstance(tensor, DTensor):
-        # FSDP takes the local tensor up before its first forward pass (`reset_sharded_param`).
-        tensor._local_tensor = there
+        # FSDP2 takes up the local tensor before its first forward pass (`reset_sharded_param`).
+        tensor._local_tensor = mapped
     else:
-        tensor.data = there
+        tensor.data = mapped

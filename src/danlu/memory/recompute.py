@@ -1,10 +1,10 @@
-"""Which layers drop what in the forward pass, as data; and decoder layers that do so.
+"""Activation recomputation: which layers drop what in the forward pass, as data; and decoder layers that do so.
 
 Kept per token and layer, in numbers (D model width · Q all query heads · K all key/value heads · F inner width), with
-full fine-tuning; norms keep one more number each, attention its own statistics where it is not made again:
+full fine-tuning; norms keep one more number each, attention its own statistics where it is not recomputed:
 
     none          4 D + 2 Q + 2 K + 3 F
-    elementwise   2 D + 2 Q + 2 K + 2 F    norms' outputs and the gated product are made again
+    elementwise   2 D + 2 Q + 2 K + 2 F    norms' outputs and the gated product are recomputed
     selective     2 D +   Q + 2 K + 2 F    rotation and attention too: only inputs of products that nothing else gives
     full              D                    the layer's input
 
@@ -41,20 +41,21 @@ KINDS: tuple[Kind, ...] = ("none", "elementwise", "selective", "full")
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer makes again in the backward pass."""
+    """What one layer recomputes in the backward pass."""
 
     layer: int
     kind: Kind
-    segment: int | None = None  # the number of the segment that keeps nothing but its input
+    segment: int | None = None  # number of the segment, of several layers, of which only the first input is kept
 
 
 Plan = Sequence[LayerPlan]
 
 
 def plan_of(section: Recompute, model: Decoder, planned: Callable[[], Plan] | None = None) -> list[LayerPlan]:
-    """One entry for each layer that `model` has.
+    """The plan of a recipe's section, one entry for each layer that `model` has.
 
-    planned: the plan of kind `planned`, whose measurements only the caller can make (see `memory.recompute_planner`).
+    planned: makes the plan of kind `planned`, from measurements that only the caller can take
+        (`memory.recompute_planner`).
     """
     layers = [int(name) for name in model.layers]
     match section.kind:
@@ -69,19 +70,20 @@ def plan_of(section: Recompute, model: Decoder, planned: Callable[[], Plan] | No
 
 
 def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:
-    """Makes the layers drop and remake what the plan says.
+    """Makes the layers drop and recompute what the plan says.
 
-    gathered: tokens are gathered at the entrances of attention and MLP, which is done again instead of keeping them.
+    gathered: tokens are gathered at the entrances of attention and MLP (sequence parallelism), and gathered again in
+        the backward pass instead of being kept.
 
     It goes by instance attributes (`layer.forward`), so hooks that are installed on the modules later, as FSDP's, stay
-    outside of what is made again; the layers of a segment are called as modules once more, with their hooks.
-    Raises nothing; a model is wrapped once.
+    outside of what is recomputed; the layers of a segment are called as modules once more, with their hooks.
+    A model is wrapped once.
     """
-    for one in plan:
-        wrap_layer(model.layers[str(one.layer)], one.kind, f"layers.{one.layer}", gathered=gathered)
+    for entry in plan:
+        wrap_layer(model.layers[str(entry.layer)], entry.kind, f"layers.{entry.layer}", gathered=gathered)
     parts: list[Callable[..., Tensor]] = []
-    for segment, group in groupby(plan, key=lambda one: one.segment):
-        layers = [model.layers[str(one.layer)] for one in group]
+    for segment, entries in groupby(plan, key=lambda entry: entry.segment):
+        layers = [model.layers[str(entry.layer)] for entry in entries]
         if segment is None or len(layers) == 1:
             parts += layers
         else:
@@ -90,7 +92,7 @@ def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:
 
 
 class _Segment:
-    """Layers one after the other."""
+    """Layers that are called one after the other, as one function."""
 
     def __init__(self, layers: Sequence[Callable[..., Tensor]]) -> None:
         self.layers = layers
@@ -102,7 +104,7 @@ class _Segment:
 
 
 def wrap_layer(layer: Any, kind: Kind, where: str = "layer", *, gathered: bool = False) -> None:
-    """One layer. It is not wrapped yet, or was unwrapped."""
+    """Makes one layer, which is not wrapped yet, drop and recompute what `kind` says. where: its name, for messages."""
     assert isinstance(layer, Layer) and "forward" not in vars(layer), "a layer is wrapped once"
     if kind == "full":
         layer.forward = RecomputedFunction(layer.forward, where)  # type: ignore[assignment,method-assign]
@@ -116,7 +118,7 @@ def wrap_layer(layer: Any, kind: Kind, where: str = "layer", *, gathered: bool =
 
 
 def unwrap_layer(layer: Layer) -> None:
-    """The layer as it was."""
+    """Undoes `wrap_layer`."""
     for owner, name in [
         (layer, "forward"),
         *((owner, name) for kind in KINDS for owner, name, _ in _recompute_points(layer, kind)),
@@ -139,16 +141,18 @@ def _recompute_points(layer: Layer, kind: Kind) -> Iterator[tuple[Any, str, str]
 
 def describe(plan: Plan) -> str:
     """`recompute: full in layers 0-3 and 6, selective in layers 4-5`, for the console."""
-    if any(one.segment is not None for one in plan):
-        segments = [[one.layer for one in group] for _, group in groupby(plan, key=lambda one: one.segment)]
-        return f"recompute: all but the inputs of layers {', '.join(str(layers[0]) for layers in segments)}"
-    by_kind = {kind: [one.layer for one in plan if one.kind == kind] for kind in KINDS}
-    said = [f"{kind} in layers {_spans(layers)}" for kind, layers in by_kind.items() if layers]
-    return f"recompute: {', '.join(said)}"
+    if any(entry.segment is not None for entry in plan):
+        firsts = [next(entries).layer for _, entries in groupby(plan, key=lambda entry: entry.segment)]
+        return f"recompute: all but the inputs of layers {', '.join(map(str, firsts))}"
+    by_kind = {kind: [entry.layer for entry in plan if entry.kind == kind] for kind in KINDS}
+    kinds = [f"{kind} in layers {_spans(layers)}" for kind, layers in by_kind.items() if layers]
+    return f"recompute: {', '.join(kinds)}"
 
 
 def _spans(layers: Sequence[int]) -> str:
     """0, 1, 2, 5 -> `0-2 and 5`."""
-    runs = [[layer for _, layer in group] for _, group in groupby(enumerate(layers), key=lambda one: one[1] - one[0])]
+    # Layers of one run differ from their index by the same number.
+    groups = groupby(enumerate(layers), key=lambda indexed: indexed[1] - indexed[0])
+    runs = [[layer for _, layer in group] for _, group in groups]
     spans = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return spans[0] if len(spans) == 1 else f"{', '.join(spans[:-1])} and {spans[-1]}"

@@ -1,8 +1,9 @@
-"""Which layers make what again for the least time under a budget of bytes: a knapsack over layers, solved exactly.
+"""Which layers recompute what for the least time under a budget of bytes: a knapsack over layers, solved exactly.
 
-Backward goes from the last layer to the first, and what a layer kept is gone when it is done. So while layer l is in
-its backward pass there is at most what the layers before it keep and all that layer l makes: at no l may that be more
-than the budget. Sizes and times are measured on the layers themselves, on tokens of a real micro-batch.
+The backward pass goes from the last layer to the first, and what a layer kept is freed when it is done. So while layer
+l is in its backward pass, memory holds at most what the layers before it keep and all activations of layer l: at no l
+may that be more than the budget. Sizes and times are measured on the layers themselves, on tokens of a real
+micro-batch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,15 +24,15 @@ from danlu.models.decoder import Decoder, Layer
 from danlu.models.rope import rotary_tables
 from danlu.types import Attend
 
-_ROUNDS = 3
+_ROUNDS = 3  # of measurement, of which the median counts
 _FRONTIER = 4096
-"""Partial plans that are followed at a time. Layers of one kind make far fewer; past it the fastest of each 4096th part
-of the budget is kept, so a plan always fits, and is the best but for that grain."""
+"""Partial plans that are extended at a time. Where all layers are alike there are far fewer; with more, the fastest of
+each 4096th part of the budget is kept, so that a plan always fits, and is the best but for that grain."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a layer."""
+    """One way to run a layer, with what it costs."""
 
     kind: Kind
     kept_bytes: int  # between forward and backward
@@ -40,35 +41,37 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerCosts:
+    """What a layer can be run as."""
+
     layer: int
-    whole_bytes: int  # all that the layer makes for its backward pass
+    whole_bytes: int  # all activations that its backward pass needs, kept or recomputed
     options: tuple[Option, ...]
 
 
 @dataclass(frozen=True)
 class _Partial:
-    """What is chosen for the first layers."""
+    """Options chosen for the first layers, as a linked list."""
 
     kept_bytes: int
     time_s: float
     last: Option | None = None
-    before: _Partial | None = None
+    rest: _Partial | None = None
 
 
 def fastest_plan(costs: Sequence[LayerCosts], budget_bytes: int) -> list[LayerPlan]:
-    """The plan that takes least time, of those that never hold more than `budget_bytes`.
+    """The plan that takes least time, of those whose peak is at most `budget_bytes`.
 
-    Raises RecipeError when no plan does, with the least that any needs.
+    Raises RecipeError when there is none, with the smallest peak of any plan.
     """
     frontier = [_Partial(0, 0.0)]
-    for one in costs:
-        grown = [
+    for layer_costs in costs:
+        extended = [
             _Partial(partial.kept_bytes + option.kept_bytes, partial.time_s + option.time_s, option, partial)
             for partial in frontier
-            if partial.kept_bytes + one.whole_bytes <= budget_bytes
-            for option in one.options
+            if partial.kept_bytes + layer_costs.whole_bytes <= budget_bytes
+            for option in layer_costs.options
         ]
-        frontier = _best(grown, budget_bytes)
+        frontier = _pareto_frontier(extended, budget_bytes)
         if not frontier:
             raise RecipeError(
                 f"memory.recompute.budget: {_gib(budget_bytes)} GiB is less than the activations of a micro-batch need "
@@ -76,41 +79,42 @@ def fastest_plan(costs: Sequence[LayerCosts], budget_bytes: int) -> list[LayerPl
                 "data.max_length"
             )
     kinds: list[Kind] = []
-    partial: _Partial | None = min(frontier, key=lambda one: one.time_s)
+    partial: _Partial | None = min(frontier, key=lambda partial: partial.time_s)
     while partial is not None and partial.last is not None:
         kinds.append(partial.last.kind)
-        partial = partial.before
-    return [LayerPlan(one.layer, kind) for one, kind in zip(costs, reversed(kinds), strict=True)]
+        partial = partial.rest
+    return [LayerPlan(each.layer, kind) for each, kind in zip(costs, reversed(kinds), strict=True)]
 
 
-def _best(partials: list[_Partial], budget_bytes: int) -> list[_Partial]:
+def _pareto_frontier(partials: list[_Partial], budget_bytes: int) -> list[_Partial]:
     """Those that no other beats in both bytes and time, by rising bytes."""
     best: list[_Partial] = []
-    for one in sorted(partials, key=lambda one: (one.kept_bytes, one.time_s)):
-        if not best or one.time_s < best[-1].time_s:
-            best.append(one)
+    for partial in sorted(partials, key=lambda partial: (partial.kept_bytes, partial.time_s)):
+        if not best or partial.time_s < best[-1].time_s:
+            best.append(partial)
     if len(best) <= _FRONTIER:
         return best
-    by_grain = {one.kept_bytes * _FRONTIER // max(1, budget_bytes): one for one in best}  # the last is the fastest
-    return [best[0], *(one for one in by_grain.values() if one is not best[0])]
+    # Of each grain the last, which is the fastest, and the smallest of all, so that a plan still fits.
+    by_grain = {partial.kept_bytes * _FRONTIER // max(1, budget_bytes): partial for partial in best}
+    return [best[0], *(partial for partial in by_grain.values() if partial is not best[0])]
 
 
 def least_peak_bytes(costs: Sequence[LayerCosts]) -> int:
-    """The smallest budget for which there is a plan: each layer keeps as little as it can."""
-    kept = most = 0
-    for one in costs:
-        most = max(most, kept + one.whole_bytes)
-        kept += min(option.kept_bytes for option in one.options)
-    return most
+    """The smallest peak of any plan, in bytes: each layer keeps as little as it can."""
+    kept = peak = 0
+    for each in costs:
+        peak = max(peak, kept + each.whole_bytes)
+        kept += min(option.kept_bytes for option in each.options)
+    return peak
 
 
 def peak_bytes(costs: Sequence[LayerCosts], plan: Sequence[LayerPlan]) -> int:
-    """The most that a plan holds at a time."""
-    kept = most = 0
-    for one, chosen in zip(costs, plan, strict=True):
-        most = max(most, kept + one.whole_bytes)
-        kept += next(option.kept_bytes for option in one.options if option.kind == chosen.kind)
-    return most
+    """The most bytes of activations that a plan holds at a time."""
+    kept = peak = 0
+    for each, chosen in zip(costs, plan, strict=True):
+        peak = max(peak, kept + each.whole_bytes)
+        kept += next(option.kept_bytes for option in each.options if option.kind == chosen.kind)
+    return peak
 
 
 def measure_layers(
@@ -124,76 +128,81 @@ def measure_layers(
 ) -> list[LayerCosts]:
     """Bytes and seconds of every layer in every kind, forward and backward over a micro-batch like this one.
 
-    gathered: as `recompute.wrap` has it.
     Layers that are alike are measured once. The model has its weights and adapters, is not wrapped yet and is not
     sharded by layers; gradients are left alone. Times differ from process to process: where there are several, one
     makes the plan for all.
+
+    Args:
+        tokens, positions: [T] int64, with `attend` for their documents.
+        dtype:    of activations.
+        gathered: as `recompute.wrap` has it.
     """
     cos, sin = (table.to(dtype) for table in rotary_tables(model.config, positions))
     x = model.embed_tokens(tokens, dtype)  # also tells prefixes where their tokens are
-    held = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers(), cos, sin)}
-    known: dict[Any, LayerCosts] = {}
+    weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), cos, sin)}
+    measured: dict[Any, LayerCosts] = {}
     costs = []
     for name, layer in model.layers.items():
         assert isinstance(layer, Layer)
-        likeness = _likeness(layer, x.requires_grad)
-        if likeness not in known:
+        key = _cost_key(layer, x.requires_grad)
+        if key not in measured:
             inputs = x.detach().requires_grad_(x.requires_grad), cos, sin, attend
-            known[likeness] = _measured(layer, inputs, held, gathered)
-        found = known[likeness]
-        costs.append(LayerCosts(int(name), found.whole_bytes, found.options))
-        x = x.detach().requires_grad_(x.requires_grad or any(one.requires_grad for one in layer.parameters()))
+            measured[key] = _measure_layer(layer, inputs, weights, gathered)
+        costs.append(replace(measured[key], layer=int(name)))
+        x = x.detach().requires_grad_(x.requires_grad or any(each.requires_grad for each in layer.parameters()))
     return costs
 
 
-def _likeness(layer: Layer, from_below: bool) -> Any:
-    """The same for layers whose bytes and times are the same."""
-    parameters = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters())
-    return repr(layer), parameters, from_below
+def _cost_key(layer: Layer, input_requires_grad: bool) -> Any:
+    """Equal for layers whose bytes and times are the same."""
+    parameters = tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in layer.named_parameters())
+    return repr(layer), parameters, input_requires_grad
 
 
-def _measured(layer: Layer, inputs: tuple[Any, ...], held: set[int], gathered: bool) -> LayerCosts:
+def _measure_layer(layer: Layer, inputs: tuple[Any, ...], weights: set[int], gathered: bool) -> LayerCosts:
+    """The costs of a layer in every kind. weights: addresses of storages that are no activations."""
     times: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     kept: dict[Kind, int] = {}
-    for measured in range(1 + _ROUNDS):  # the first warms up
+    for round_number in range(1 + _ROUNDS):  # the first warms up
         for kind in KINDS:  # side by side, so that whatever else the machine does slows all of them
             wrap_layer(layer, kind, gathered=gathered)
             try:
-                kept[kind], seconds = _once(layer, inputs, held)
+                kept[kind], seconds = _run_once(layer, inputs, weights)
             finally:
                 unwrap_layer(layer)
-            if measured:
+            if round_number:
                 times[kind].append(seconds)
-    median = {kind: statistics.median(found) for kind, found in times.items()}
+    median = {kind: statistics.median(seconds) for kind, seconds in times.items()}
     options = tuple(Option(kind, kept[kind], max(0.0, median[kind] - median["none"])) for kind in KINDS)
     x, cos = inputs[:2]
-    again = len(cos) * x.shape[1] * x.element_size() if gathered else 0  # all tokens, at one entrance after the other
-    return LayerCosts(0, kept["none"] + again, options)
+    # With sequence parallelism all tokens are gathered again, at one entrance after the other.
+    gathered_again = len(cos) * x.shape[1] * x.element_size() if gathered else 0
+    return LayerCosts(0, kept["none"] + gathered_again, options)
 
 
-def _once(layer: Layer, inputs: tuple[Any, ...], held: set[int]) -> tuple[int, float]:
-    """Bytes kept, and seconds of one forward and one backward pass."""
+def _run_once(layer: Layer, inputs: tuple[Any, ...], weights: set[int]) -> tuple[int, float]:
+    """Bytes that autograd keeps, and seconds of one forward and one backward pass."""
     kept: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in held:
+        if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()
 
     x = inputs[0]
-    wanted = [one for one in (x, *layer.parameters()) if one.requires_grad]
-    _wait(x.device)
+    wanted = [each for each in (x, *layer.parameters()) if each.requires_grad]
+    _synchronize(x.device)
     start = time.perf_counter()
     with saved_tensors_hooks(count, lambda tensor: tensor):
         y = layer(*inputs)
     if wanted:
         torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
-    _wait(x.device)
+    _synchronize(x.device)
     return sum(kept.values()), time.perf_counter() - start
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

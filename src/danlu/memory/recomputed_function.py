@@ -1,17 +1,18 @@
-"""Functions whose tensors are dropped after the forward pass and made again, once, in the backward pass.
+"""Activation checkpointing of functions: what they save is dropped after the forward pass, and recomputed.
 
-A *frame* is one call of a function on its inputs. Autograd keeps the inputs; whatever the function saves inside, and
-its output where a later operation saves that, are numbers and places to autograd, for which the frame runs the function
-again when the first of them is asked for. Each tensor is let go of as soon as its operation has had it.
+A *frame* is one call of a function on its inputs, as in torch.utils.checkpoint. Autograd keeps the inputs; of what the
+function saves inside, and of its output where a later operation saves that, it keeps handles alone. When the first of
+them is unpacked in the backward pass, the frame runs the function again, once. Each tensor is freed as soon as its
+operation has had it.
 
 torch.utils.checkpoint does the first half of this. What it lacks is the second: without outputs that are dropped too, a
-norm or an attention alone could not be made again for less than it saves, since the product behind it saves its output.
+norm or an attention alone could not be recomputed for less than it saves, since the product behind it saves its output.
 Its selective form, which watches every operator, refuses results that are changed in place, as those of adapters'
 products are, and its watching takes six times as long as ours (torch 2.13, a step of five layers of width 32).
 
 The same numbers come back only if the function is deterministic: no random numbers of torch's (danlu's dropout is
-counted, not drawn), no state that changes between forward and backward. torch.compile cannot follow frames: a model is
-one or the other.
+counted, not drawn), no state that changes between forward and backward. torch.compile cannot trace frames: a model is
+either compiled or recomputed.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from danlu.errors import TrainingError
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""Pack and unpack of saved_tensors_hooks."""
+"""The pack and unpack functions of torch.autograd.graph.saved_tensors_hooks."""
 
 
 class RecomputedFunction:
-    """A function [tensors and whatever else] -> one tensor, each call of which is a frame.
+    """A function (tensors and other arguments) -> one tensor, each call of which is a frame.
 
     A class and no closure, so that a copy of a model has frames of its own.
 
-    where: what it is part of, for messages. within: the layer in which outputs are dropped too.
+    Args:
+        where:  the module it is part of, for messages.
+        within: the layer in which operations behind it need not save its output either.
     """
 
     def __init__(
@@ -53,47 +56,48 @@ class RecomputedFunction:
         frame = _Frame(self.function, self.where, args)
         with saved_tensors_hooks(frame.pack, _unpack):
             y = self.function(*args)
-        offered = self.within is not None and self.within.outputs is not None and self.within.outputs.offer(frame, y)
-        frame.close(offered)
+        outputs = None if self.within is None else self.within.outputs
+        is_registered = outputs is not None and outputs.register(frame, y)
+        frame.close(output_may_be_saved=is_registered)
         return y
 
 
 class OutputDroppingFunction:
-    """A function in which operations that save the output of a frame keep the frame instead."""
+    """A function in which an operation that would save the output of a frame keeps a handle to recompute it instead."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
-        self.outputs: _Outputs | None = None
+        self.outputs: _FrameOutputs | None = None
 
     def __call__(self, *args: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return self.function(*args)
-        before, self.outputs = self.outputs, _Outputs()
+        outer_call, self.outputs = self.outputs, _FrameOutputs()  # a call within a call: segments run layers again
         try:
             with saved_tensors_hooks(self.outputs.pack, _unpack):
                 return self.function(*args)
         finally:
             self.outputs.close()
-            self.outputs = before
+            self.outputs = outer_call
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies in the storage of another."""
+class _ViewOf(NamedTuple):
+    """A view as arguments of as_strided, its offset counted from that of the tensor it is a view of."""
 
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     @staticmethod
-    def of(tensor: Tensor, base: int = 0) -> _Place:
-        return _Place(tensor.size(), tensor.stride(), int(tensor.storage_offset()) - base)
+    def of(tensor: Tensor, base: int = 0) -> _ViewOf:
+        return _ViewOf(tensor.size(), tensor.stride(), int(tensor.storage_offset()) - base)
 
-    def within(self, tensor: Tensor) -> Tensor:
+    def applied(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
 class _Handle:
-    """What autograd keeps for a tensor that a frame makes again; when it goes, so does the tensor."""
+    """What autograd keeps for a tensor that a frame recomputes. Once it is freed, the frame frees the tensor."""
 
     __slots__ = ("__weakref__", "frame")
 
@@ -101,23 +105,25 @@ class _Handle:
         self.frame = frame
 
     def tensor(self) -> Tensor:
-        return self.frame.remade(self)
+        return self.frame.recomputed(self)
 
 
 @dataclass(frozen=True)
-class _PartOf:
-    """A tensor that lies within the output of a frame, or within one of its inputs."""
+class _View:
+    """A saved tensor that is a view of the output of a frame, or of one of its inputs."""
 
-    whole: _Handle | _Input
-    place: _Place | None  # None: it is the whole
+    base: _Handle | _Input
+    view: _ViewOf | None  # None: it is the base itself
 
     def tensor(self) -> Tensor:
-        whole = self.whole.tensor()
-        return whole if self.place is None else self.place.within(whole)
+        base = self.base.tensor()
+        return base if self.view is None else self.view.applied(base)
 
 
 @dataclass(frozen=True)
 class _Input:
+    """A tensor argument of a frame, by its number among them."""
+
     frame: _Frame
     number: int
 
@@ -126,8 +132,8 @@ class _Input:
 
 
 @dataclass(frozen=True)
-class _PassedOn:
-    """A tensor that is kept as it would be without us: by the hooks around, or as it is."""
+class _SavedAsUsual:
+    """A tensor that is saved as it would be without frames: by the hooks outside of them, or as it is."""
 
     kept: Any
     unpack: Callable[[Any], Tensor] | None
@@ -141,25 +147,27 @@ class _PassedOn:
         return cast(Tensor, self.kept)
 
 
-def _unpack(handle: _Handle | _PartOf | _PassedOn) -> Tensor:
+def _unpack(handle: _Handle | _View | _SavedAsUsual) -> Tensor:
     return handle.tensor()
 
 
-class _Enough(Exception):
-    """All that is still wanted has been made again."""
+class _AllRecomputed(Exception):
+    """Ends a recomputation early: all that is still wanted is there."""
 
 
 class _Frame:
+    """One call of a function: its inputs, and handles for the tensors that autograd saved inside and of its output."""
+
     def __init__(self, function: Callable[..., Tensor], where: str, args: tuple[Any, ...]) -> None:
         self._function = function
         self._where = where
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        self._gradients = [tensor.requires_grad for tensor in tensors]
+        self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self._args = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
-        self._places = [index for index, arg in enumerate(args) if isinstance(arg, Tensor)]
-        self._around = hooks_around()
-        self._kept: list[_PassedOn] | None = None  # the inputs, once there is something to be made of them
-        # During the forward pass, inputs by their storage: what is saved of them needs not be made again.
+        self._tensor_indices = [index for index, arg in enumerate(args) if isinstance(arg, Tensor)]
+        self._outer_hooks = hooks_in_force()
+        self._kept: list[_SavedAsUsual] | None = None  # the inputs, once something is to be recomputed from them
+        # During the forward pass, inputs by their storage: views of them that are saved need not be recomputed.
         self._input_at: dict[int, tuple[int, Tensor]] = {
             tensor.untyped_storage()._cdata: (number, tensor) for number, tensor in enumerate(tensors)
         }
@@ -167,59 +175,66 @@ class _Frame:
         self._handles: list[weakref.ref[_Handle] | None] = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._output: weakref.ref[_Handle] | None = None
-        self._output_place: _Place | None = None
+        self._output_view: _ViewOf | None = None
         self._tensors: weakref.WeakKeyDictionary[_Handle, Tensor] = weakref.WeakKeyDictionary()
 
     # ── forward ──
 
-    def pack(self, tensor: Tensor) -> _Handle | _PartOf:
+    def pack(self, tensor: Tensor) -> _Handle | _View:
+        """What autograd keeps of a tensor that the function saves."""
         self.keep_inputs()
         self._shapes.append((tensor.shape, tensor.dtype))
-        found = self._input_at.get(tensor.untyped_storage()._cdata)
-        part = None if found is None else _part_of_input(tensor, *found)
-        if part is not None:
+        numbered_input = self._input_at.get(tensor.untyped_storage()._cdata)
+        view = None if numbered_input is None else _view_of_input(tensor, numbered_input[1])
+        if numbered_input is not None and view is not None:
             self._handles.append(None)
-            number, place = part
-            return _PartOf(_Input(self, number), place)
+            number, whole = numbered_input
+            return _View(_Input(self, number), None if view == _ViewOf.of(whole, int(whole.storage_offset())) else view)
         handle = _Handle(self)
         self._handles.append(weakref.ref(handle))
         return handle
 
-    def shares(self, y: Tensor) -> bool:
-        """Whether the output lies in one of the inputs, which are kept anyway."""
+    def is_view_of_input(self, y: Tensor) -> bool:
+        """Whether the output lies in the storage of one of the inputs, which are kept anyway."""
         return y.untyped_storage()._cdata in self._input_at
 
-    def output(self, y: Tensor) -> _Handle:
+    def output_handle(self, y: Tensor) -> _Handle:
+        """A handle for the function's output, from which it is recomputed."""
         handle = _Handle(self)
-        self._output, self._output_place = weakref.ref(handle), _Place.of(y)
+        self._output, self._output_view = weakref.ref(handle), _ViewOf.of(y)
         return handle
 
-    def close(self, offered: bool) -> None:
-        """The function has run; with its output on offer, the inputs are held until it is known who saves it."""
+    def close(self, *, output_may_be_saved: bool) -> None:
+        """The function has run; inputs stay until it is known whether a later operation saves its output."""
         self._input_at = {}
-        if not offered:
-            self.let_go()
+        if not output_may_be_saved:
+            self.release_inputs()
 
-    def let_go(self) -> None:
-        self._tensors_in, self._around = [], None
+    def release_inputs(self) -> None:
+        """Nothing more will be saved: inputs that nothing is recomputed from are freed."""
+        self._tensors_in, self._outer_hooks = [], None
 
     def keep_inputs(self) -> None:
+        """Saves the inputs for the backward pass, through the hooks outside of the frame (as for offload)."""
         if self._kept is None:
-            self._kept = [_passed_on(tensor, self._around) for tensor in self._tensors_in]
+            self._kept = [_saved_as_usual(tensor, self._outer_hooks) for tensor in self._tensors_in]
 
     # ── backward ──
 
     def input(self, number: int) -> Tensor:
+        """A tensor argument of the call, detached."""
         assert self._kept is not None, "what is asked for was packed"
         return self._kept[number].tensor().detach()
 
-    def remade(self, handle: _Handle) -> Tensor:
+    def recomputed(self, handle: _Handle) -> Tensor:
+        """The tensor of a handle; the function runs again if it is the first that is asked for."""
         if handle not in self._tensors:
-            self._remake()
+            self._recompute()
         return self._tensors[handle]
 
-    def _remake(self) -> None:
-        wanted = [None if ref is None else ref() for ref in self._handles]  # holds them until all are made
+    def _recompute(self) -> None:
+        # Handles that autograd still keeps; strong references, so that none is freed before all are recomputed.
+        wanted = [None if ref is None else ref() for ref in self._handles]
         output = None if self._output is None else self._output()
         last = max((number for number, handle in enumerate(wanted) if handle is not None), default=-1)
         count = 0
@@ -228,95 +243,98 @@ class _Frame:
             nonlocal count
             number, count = count, count + 1
             if number >= len(wanted) or (tensor.shape, tensor.dtype) != self._shapes[number]:
-                raise self._another()
+                raise self._differs()
             if (handle := wanted[number]) is not None:
                 self._tensors[handle] = tensor.detach()
             if number == last and output is None:
-                raise _Enough
+                raise _AllRecomputed
 
-        with torch.enable_grad(), saved_tensors_hooks(record, _never):
+        # With gradients on the function saves the same tensors in the same order; no backward pass runs on them.
+        with torch.enable_grad(), saved_tensors_hooks(record, _never_unpacked):
             try:
                 y = self._function(*self._arguments())
-            except _Enough:
+            except _AllRecomputed:
                 return
         if count != len(wanted):
-            raise self._another()
+            raise self._differs()
         if output is not None:
-            if _Place.of(y) != self._output_place:
-                raise self._another()
+            if _ViewOf.of(y) != self._output_view:
+                raise self._differs()
             self._tensors[output] = y.detach()
 
     def _arguments(self) -> Iterator[Any]:
         args = list(self._args)
-        for number, (place, gradient) in enumerate(zip(self._places, self._gradients, strict=True)):
-            args[place] = self.input(number).requires_grad_(gradient)
+        for number, (index, requires_grad) in enumerate(zip(self._tensor_indices, self._requires_grad, strict=True)):
+            args[index] = self.input(number).requires_grad_(requires_grad)
         return iter(args)
 
-    def _another(self) -> TrainingError:
+    def _differs(self) -> TrainingError:
         return TrainingError(
             f"{self._where}: recomputed in the backward pass, it did not do what it did in the forward pass. Something "
             "in it depends on what has changed since; train with `memory: {recompute: none}`, and please report this"
         )
 
 
-def _never(_: Any) -> Tensor:
+def _never_unpacked(_: Any) -> Tensor:
     raise AssertionError("what is recomputed for a backward pass has none of its own")
 
 
-def _part_of_input(tensor: Tensor, number: int, whole: Tensor) -> tuple[int, _Place | None] | None:
-    """Which input a saved tensor is part of, and where; None when it reaches beyond."""
+def _view_of_input(tensor: Tensor, whole: Tensor) -> _ViewOf | None:
+    """A saved tensor as a view of an input in the same storage; None where it reaches beyond the input."""
     if tensor.dtype != whole.dtype:
         return None
     base = int(whole.storage_offset())
-    place = _Place.of(tensor, base)
-    if place == _Place.of(whole, base):
-        return number, None
-    reach = sum((size - 1) * stride for size, stride in zip(place.size, place.stride, strict=True))
-    inside = tensor.numel() == 0 or (place.offset >= 0 and place.offset + reach < whole.numel())
-    return (number, place) if inside and whole.is_contiguous() else None
+    view = _ViewOf.of(tensor, base)
+    if view == _ViewOf.of(whole, base):
+        return view
+    reach = sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
+    is_inside = tensor.numel() == 0 or (view.offset >= 0 and view.offset + reach < whole.numel())
+    return view if is_inside and whole.is_contiguous() else None
 
 
-class _Outputs:
+class _FrameOutputs:
     """The outputs of frames in one call of a layer, by their storages."""
 
     def __init__(self) -> None:
-        self._around = hooks_around()
-        # The weak reference keeps the address from being given to another storage, though not the memory itself.
-        self._found: dict[int, tuple[StorageWeakRef, int, int, _Handle]] = {}
+        self._outer_hooks = hooks_in_force()
+        # Address of a storage -> (weak reference, version, offset, handle). The weak reference keeps the address from
+        # being given to another storage, though not the memory itself.
+        self._by_storage: dict[int, tuple[StorageWeakRef, int, int, _Handle]] = {}
 
-    def offer(self, frame: _Frame, y: Tensor) -> bool:
-        """What saves y from here on keeps the frame."""
-        if not y.requires_grad or frame.shares(y):
+    def register(self, frame: _Frame, y: Tensor) -> bool:
+        """Whether an operation that saves y from here on keeps a handle of the frame instead."""
+        if not y.requires_grad or frame.is_view_of_input(y):
             return False
         storage = y.untyped_storage()
-        found = StorageWeakRef(storage), y._version, int(y.storage_offset()), frame.output(y)
-        self._found[storage._cdata] = found
+        entry = StorageWeakRef(storage), y._version, int(y.storage_offset()), frame.output_handle(y)
+        self._by_storage[storage._cdata] = entry
         return True
 
     def close(self) -> None:
         """The layer has run."""
-        for *_, handle in self._found.values():
-            handle.frame.let_go()
-        self._found, self._around = {}, None
+        for *_, handle in self._by_storage.values():
+            handle.frame.release_inputs()
+        self._by_storage, self._outer_hooks = {}, None
 
-    def pack(self, tensor: Tensor) -> _PartOf | _PassedOn:
-        found = self._found.get(tensor.untyped_storage()._cdata)
-        if found is not None:
-            _, version, base, handle = found
-            if tensor._version == version:  # else it has been changed in place since
+    def pack(self, tensor: Tensor) -> _View | _SavedAsUsual:
+        """What autograd keeps of a tensor that the layer saves outside of frames."""
+        entry = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if entry is not None:
+            _, version, base, handle = entry
+            if tensor._version == version:  # else it has been changed in place since, and is another tensor
                 handle.frame.keep_inputs()
-                return _PartOf(handle, _Place.of(tensor, base))
-        return _passed_on(tensor, self._around)
+                return _View(handle, _ViewOf.of(tensor, base))
+        return _saved_as_usual(tensor, self._outer_hooks)
 
 
-def hooks_around() -> Hooks | None:
+def hooks_in_force() -> Hooks | None:
     """The innermost pair of saved_tensors_hooks that is in force; torch has no public name for it (2.8 to 2.13)."""
     return cast("Hooks | None", torch._C._autograd._top_saved_tensors_default_hooks(False))
 
 
-def _passed_on(tensor: Tensor, around: Hooks | None) -> _PassedOn:
-    if around is None:
+def _saved_as_usual(tensor: Tensor, outer_hooks: Hooks | None) -> _SavedAsUsual:
+    if outer_hooks is None:
         # Not the tensor itself: saved by the operation that made it, it would hold the graph that holds it.
-        return _PassedOn(tensor.detach(), None, tensor._version)
-    pack, unpack = around
-    return _PassedOn(pack(tensor), unpack)
+        return _SavedAsUsual(tensor.detach(), None, tensor._version)
+    pack, unpack = outer_hooks
+    return _SavedAsUsual(pack(tensor), unpack)
