@@ -27,7 +27,7 @@ from danlu.report.study_results import known_runs, read_study
 from danlu.study import Plan, PlannedRun, plan
 
 
-class Heard:
+class RecordingObserver:
     """What became of the runs, by name."""
 
     def __init__(self) -> None:
@@ -36,19 +36,19 @@ class Heard:
         self.failures: dict[str, str] = {}
         self.said = ""
 
-    def skipped(self, run: PlannedRun) -> None:
-        self.skips.append(run.run.name)
+    def run_skipped(self, run: PlannedRun) -> None:
+        self.skips.append(run.name)
 
-    def began(self, run: PlannedRun) -> None:
-        self.begins.append(run.run.name)
+    def run_started(self, run: PlannedRun) -> None:
+        self.begins.append(run.name)
 
-    def wrote(self, text: str) -> None:
+    def run_printed(self, text: str) -> None:
         assert text.endswith("\n")
         self.said += text
 
-    def ended(self, run: PlannedRun, failure: str | None) -> None:
+    def run_ended(self, run: PlannedRun, failure: str | None) -> None:
         if failure is not None:
-            self.failures[run.run.name] = failure
+            self.failures[run.name] = failure
 
 
 class Forked:
@@ -103,7 +103,7 @@ def planned(recipe: Path, *vary: str, seeds: str | None = None, overrides: tuple
 
 
 def names(of: Plan) -> list[str]:
-    return [one.run.name for one in of.runs]
+    return [one.name for one in of.runs]
 
 
 # -- planning ---------------------------------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ def test_each_run_has_the_recipe_with_its_values(tiny_world: World, tmp_path: Pa
     folder = tmp_path / "study"
     recipe = tiny_world.recipe(folder)
     wanted = planned(recipe, "optimizer.learning_rate=1e-3,1e-2", "batch.micro=1", seeds="0,7", overrides=("steps=3",))
-    assert (wanted.folder, wanted.others) == (folder, ())
+    assert (wanted.folder, wanted.other_runs) == (folder, ())
     assert wanted.keys == ("optimizer.learning_rate", "batch.micro", "seed")
-    study.run(wanted, Heard())
+    study.run(wanted, RecordingObserver())
     for one, (rate, seed) in zip(wanted.runs, [(1e-3, 0), (1e-3, 7), (1e-2, 0), (1e-2, 7)], strict=True):
         own = recipes.load(one.recipe_file).recipe
         assert own == one.recipe
         assert (own.optimizer.learning_rate, own.seed, own.batch.micro, own.steps) == (rate, seed, 1, 3)
-        assert Path(own.output) == one.folder == folder / one.run.name
+        assert Path(own.output) == one.folder == folder / one.name
 
 
 @pytest.mark.parametrize(
@@ -193,15 +193,15 @@ def test_seeds_that_draw_their_own_held_out_rows_are_noted(tiny_world: World, tm
 
 def test_a_study_is_extended(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     recipe = tiny_world.recipe(tmp_path / "study")
-    heard = Heard()
-    study.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), heard)
+    observer = RecordingObserver()
+    study.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), observer)
     # Other values of the key,
-    study.run(planned(recipe, "optimizer.learning_rate=0.02,5e-2"), heard)
-    assert heard.begins == ["learning_rate-1e-2", "learning_rate-2e-2", "learning_rate-5e-2"]
-    assert heard.skips == ["learning_rate-2e-2"]
+    study.run(planned(recipe, "optimizer.learning_rate=0.02,5e-2"), observer)
+    assert observer.begins == ["learning_rate-1e-2", "learning_rate-2e-2", "learning_rate-5e-2"]
+    assert observer.skips == ["learning_rate-2e-2"]
     # and seeds: the runs that are there had the recipe's own, 0.
-    study.run(planned(recipe, "optimizer.learning_rate=1e-2", seeds="0,1"), heard)
-    assert heard.skips[1:] == ["learning_rate-1e-2"] and heard.begins[3:] == ["learning_rate-1e-2_seed-1"]
+    study.run(planned(recipe, "optimizer.learning_rate=1e-2", seeds="0,1"), observer)
+    assert observer.skips[1:] == ["learning_rate-1e-2"] and observer.begins[3:] == ["learning_rate-1e-2_seed-1"]
     found = read_study(tmp_path / "study")
     assert found.keys == ("optimizer.learning_rate", "seed")
     assert [tuple(one.values.values()) for one in found.results] == [
@@ -211,31 +211,31 @@ def test_a_study_is_extended(tiny_world: World, tmp_path: Path, pretended: None)
 
 
 def test_what_does_not_matter_may_change(tiny_world: World, tmp_path: Path, pretended: None) -> None:
-    folder, heard = tmp_path / "study", Heard()
-    study.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0,0.1"), heard)
-    study.run(planned(tiny_world.recipe(folder, checkpoint={"every": 5}), "optimizer.weight_decay=0"), heard)
-    assert heard.skips == ["weight_decay-0"]
+    folder, observer = tmp_path / "study", RecordingObserver()
+    study.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0,0.1"), observer)
+    study.run(planned(tiny_world.recipe(folder, checkpoint={"every": 5}), "optimizer.weight_decay=0"), observer)
+    assert observer.skips == ["weight_decay-0"]
     # But a run that is compared for its batch.micro is one of its own.
-    study.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0", "batch.micro=4,2"), heard)
-    assert heard.begins[2:] == ["weight_decay-0_micro-4"] and heard.skips[1:] == ["weight_decay-0"]
+    study.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0", "batch.micro=4,2"), observer)
+    assert observer.begins[2:] == ["weight_decay-0_micro-4"] and observer.skips[1:] == ["weight_decay-0"]
 
 
 def test_a_name_is_given_once(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     folder = tmp_path / "study"
     auto, one = (tiny_world.recipe(folder, tmp_path / f"{micro}.yaml", batch={"micro": micro}) for micro in ("auto", 1))
-    study.run(planned(auto, "seed=0"), Heard())
-    study.run(planned(auto, "seed=0", "batch.micro=2"), Heard())
+    study.run(planned(auto, "seed=0"), RecordingObserver())
+    study.run(planned(auto, "seed=0", "batch.micro=2"), RecordingObserver())
     # Now that batch.micro varies, a recipe with another one is another run, whose name is taken.
     for _ in range(2):
         wanted = planned(one, "seed=0")
-        assert names(wanted) == ["seed-0-2"] and wanted.runs[0].run.values == {"seed": "0", "batch.micro": "1"}
-        study.run(wanted, Heard())
+        assert names(wanted) == ["seed-0-2"] and wanted.runs[0].combination.values == {"seed": "0", "batch.micro": "1"}
+        study.run(wanted, RecordingObserver())
     assert [run.name for run in known_runs(folder)[1]] == ["seed-0", "seed-0_micro-2", "seed-0-2"]
 
 
 def test_another_recipe_is_refused(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     folder = tmp_path / "study"
-    study.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0,0.1"), Heard())
+    study.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0,0.1"), RecordingObserver())
     before = sorted(folder.iterdir())
     with pytest.raises(CheckpointError) as caught:
         planned(tiny_world.recipe(folder, steps=13), "optimizer.weight_decay=0.2")
@@ -247,15 +247,17 @@ def test_another_recipe_is_refused(tiny_world: World, tmp_path: Path, pretended:
     # As it says: with that key among those that vary, the study goes on.
     wanted = planned(tiny_world.recipe(folder), "optimizer.weight_decay=0", "steps=12,13")
     assert names(wanted) == ["weight_decay-0", "weight_decay-0_steps-13"]
-    assert [one.name for one in wanted.others] == ["weight_decay-0.1"]
+    assert [one.name for one in wanted.other_runs] == ["weight_decay-0.1"]
 
 
 def test_a_whole_section_may_vary(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     folder = tmp_path / "study"
     recipe = tiny_world.recipe(folder)
-    study.run(planned(recipe, "optimizer.kind=adamw,lion"), Heard())
+    study.run(planned(recipe, "optimizer.kind=adamw,lion"), RecordingObserver())
     assert names(planned(recipe, "optimizer.kind=muon")) == ["kind-muon"]
-    study.run(planned(recipe, "optimizer={kind: sgd, momentum: 0},{kind: adamw, learning_rate: 0.01}"), Heard())
+    study.run(
+        planned(recipe, "optimizer={kind: sgd, momentum: 0},{kind: adamw, learning_rate: 0.01}"), RecordingObserver()
+    )
     _, runs = known_runs(folder)
     assert [dict(run.values) for run in runs] == [
         {"optimizer.kind": "lion", "optimizer": "lion"},
@@ -277,7 +279,7 @@ def test_a_folder_of_something_else_is_refused(tiny_world: World, tmp_path: Path
 def test_a_run_whose_recipe_is_gone(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     folder = tmp_path / "study"
     recipe = tiny_world.recipe(folder)
-    study.run(planned(recipe, seeds="0"), Heard())
+    study.run(planned(recipe, seeds="0"), RecordingObserver())
     (folder / "seed-0.yaml").unlink()
     with pytest.raises(
         CheckpointError, match="the recipe of a run of this study does not hold any more:\n.*no such file"
@@ -290,7 +292,7 @@ def test_one_study_at_a_time(tiny_world: World, tmp_path: Path, pretended: None)
     from danlu.train.run_lock import RunLock
 
     with RunLock(wanted.folder), pytest.raises(ResourceError, match="another danlu process"):
-        study.run(wanted, Heard())
+        study.run(wanted, RecordingObserver())
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_one_study_at_a_time(tiny_world: World, tmp_path: Path, pretended: None)
      ("data.train.0.rows", "null"), ("data.train.3.rows", "null"), ("optimizer.momentum", "null")],
 )  # fmt: skip
 def test_values_of_runs_that_did_not_vary_the_key(tiny_world: World, tmp_path: Path, key: str, value: str) -> None:
-    assert study.shown(recipes.load(tiny_world.recipe(tmp_path / "run")).recipe, key) == value
+    assert study.value_text(recipes.load(tiny_world.recipe(tmp_path / "run")).recipe, key) == value
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -322,10 +324,10 @@ def test_the_command(tiny_world: World, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_real_process(tiny_world: World, tmp_path: Path) -> None:
-    wanted, heard = planned(tiny_world.recipe(tmp_path / "study", steps=2), seeds="0"), Heard()
-    outcome = study.run(wanted, heard)
-    assert (outcome.finished, heard.failures) == (1, {})
-    assert heard.said == wanted.runs[0].log.read_text() and "finished after step 2" in heard.said
+    wanted, observer = planned(tiny_world.recipe(tmp_path / "study", steps=2), seeds="0"), RecordingObserver()
+    outcome = study.run(wanted, observer)
+    assert (outcome.finished, observer.failures) == (1, {})
+    assert observer.said == wanted.runs[0].log.read_text() and "finished after step 2" in observer.said
     assert read_study(tmp_path / "study").finished[0].losses
 
 
@@ -338,13 +340,13 @@ def test_a_run_that_fails_does_not_stop_the_others(
     wanted.folder.mkdir()
     wanted.runs[0].log.write_text("error: of another time\n")
     monkeypatch.setattr(study, "launch", forked())
-    heard = Heard()
-    outcome = study.run(wanted, heard)
-    assert (outcome.finished, outcome.of, outcome.failed, outcome.stopped) == (1, 2, (first,), False)
-    assert list(heard.failures) == [first] and heard.begins == [first, second]
-    assert heard.failures[first].startswith("error: batch.memory: 1e-06 GiB do not hold one packed sequence")
-    assert "finished after step 2" in heard.said and "of another time" not in heard.said
-    again = Heard()
+    observer = RecordingObserver()
+    outcome = study.run(wanted, observer)
+    assert (outcome.finished, outcome.total, outcome.failed, outcome.stopped) == (1, 2, (first,), False)
+    assert list(observer.failures) == [first] and observer.begins == [first, second]
+    assert observer.failures[first].startswith("error: batch.memory: 1e-06 GiB do not hold one packed sequence")
+    assert "finished after step 2" in observer.said and "of another time" not in observer.said
+    again = RecordingObserver()
     assert study.run(planned(recipe, "batch.memory=1e-6,8"), again).failed == (first,)
     assert (again.skips, again.begins) == ([second], [first])
 
@@ -408,22 +410,22 @@ def test_interrupted_and_killed_it_goes_on_to_the_same_bits(
     wanted = planned(recipe, "optimizer.learning_rate=1e-2,2e-2")
     first, second = names(wanted)
     monkeypatch.setattr(study, "launch", forked(partial(interrupt, os.getpid(), 6)))
-    heard = Heard()
-    outcome = study.run(wanted, heard)
+    observer = RecordingObserver()
+    outcome = study.run(wanted, observer)
     assert (outcome.signal, outcome.stopped, outcome.stopped_in, outcome.finished) == (signal.SIGINT, True, first, 0)
-    assert heard.begins == [first] and not heard.failures
-    assert "stopped after step 6, saved in" in heard.said
+    assert observer.begins == [first] and not observer.failures
+    assert "stopped after step 6, saved in" in observer.said
     assert "the run under way saves and stops; once more to stop it at once" in capfd.readouterr().err
     assert last_state(wanted.runs[0].folder)[0].name == "step-00000006"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(study, "launch", forked(partial(kill_me_at, 7)))
-    heard = Heard()
-    outcome = study.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), heard)
+    observer = RecordingObserver()
+    outcome = study.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), observer)
     assert outcome.failed == (first, second) and not outcome.stopped
-    assert all(told.endswith("ended by SIGKILL (out of memory?)") for told in heard.failures.values())
+    assert all(told.endswith("ended by SIGKILL (out of memory?)") for told in observer.failures.values())
     assert [line["step"] for line in metrics(wanted.runs[1].folder)] == [1, 2, 3, 4, 5, 6]
     monkeypatch.setattr(study, "launch", forked())
-    outcome = study.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), Heard())
+    outcome = study.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), RecordingObserver())
     assert (outcome.finished, outcome.failed, outcome.signal) == (2, (), None)
     for one, rate in zip(wanted.runs, (1e-2, 2e-2), strict=True):
         whole = tmp_path / f"whole-{rate}"
@@ -451,7 +453,7 @@ def test_a_signal_that_comes_while_a_run_is_started_reaches_it(
         return Told()
 
     monkeypatch.setattr(study, "launch", launch)
-    outcome = study.run(planned(tiny_world.recipe(tmp_path / "study"), seeds="0,1"), Heard())
+    outcome = study.run(planned(tiny_world.recipe(tmp_path / "study"), seeds="0,1"), RecordingObserver())
     assert told == [signal.SIGTERM]  # a closed terminal is nothing that a run would save for
     assert (outcome.signal, outcome.stopped_in) == (signal.SIGTERM, "seed-0")
 
@@ -464,10 +466,10 @@ def ignored() -> Iterator[None]:
 
 
 def test_what_nohup_ignores_stays_ignored(ignored: None) -> None:
-    with study.SignalForwarder() as relay:
+    with study.SignalForwarder() as forwarder:
         signal.raise_signal(signal.SIGHUP)
-        assert not relay.stopping()
+        assert not forwarder.stopping()
         signal.raise_signal(signal.SIGTERM)
-        assert relay.stopping()
+        assert forwarder.stopping()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -28,17 +28,21 @@ from danlu.recipe.sections import Section
 from danlu.report.study_results import STUDY, is_finished, known_runs, study_json
 from danlu.train.run_lock import LOCK_FILE, RunLock
 
-POLL_S = 0.2  # how often the console is told what a run has written
-MAX_LINES = 12  # of a failed run's log
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+POLL_S = 0.2  # between looks at the log of the run under way
+MAX_LOG_LINES = 12  # of a failed run's log, in the message about it
+_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class PlannedRun:
     """A run with its recipe, whose `output` is the run's own folder."""
 
-    run: Combination
+    combination: Combination
     recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        return self.combination.name
 
     @property
     def folder(self) -> Path:
@@ -55,16 +59,16 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study folder is to hold: the runs asked for, and those that it knows beside them."""
+    """What a study folder is to hold: the runs asked for, and the other runs that it lists already."""
 
     folder: Path
     keys: tuple[str, ...]
     runs: tuple[PlannedRun, ...]
-    others: tuple[Combination, ...]
+    other_runs: tuple[Combination, ...]
 
 
-class Child(Protocol):
-    """A process under way, as `subprocess.Popen` has it."""
+class Process(Protocol):
+    """A process that runs: what is used of `subprocess.Popen`."""
 
     def wait(self, timeout: float | None = None) -> int: ...
 
@@ -72,18 +76,18 @@ class Child(Protocol):
 
 
 class StudyObserver(Protocol):
-    """Told what becomes of the runs."""
+    """Is called as runs are skipped, started, print something and end."""
 
-    def skipped(self, run: PlannedRun) -> None: ...
+    def run_skipped(self, run: PlannedRun) -> None: ...
 
-    def began(self, run: PlannedRun) -> None: ...
+    def run_started(self, run: PlannedRun) -> None: ...
 
-    def wrote(self, text: str) -> None:
-        """What the run under way has told its console since the last time, in whole lines."""
+    def run_printed(self, text: str) -> None:
+        """`text`: the whole lines that the run under way has written to its log since the last call."""
         ...
 
-    def ended(self, run: PlannedRun, failure: str | None) -> None:
-        """failure: why, for one that failed."""
+    def run_ended(self, run: PlannedRun, failure: str | None) -> None:
+        """`failure`: why the run failed; None for one that finished."""
         ...
 
 
@@ -91,15 +95,15 @@ class StudyObserver(Protocol):
 class Outcome:
     """How a study ended."""
 
-    finished: int
-    of: int
-    failed: tuple[str, ...]
-    signal: int | None  # what it was told to stop by
-    stopped_in: str | None  # the run that this stopped
+    finished: int  # runs
+    total: int  # runs
+    failed: tuple[str, ...]  # names of runs
+    signal: int | None  # the number of the signal that stopped the study
+    stopped_in: str | None  # the name of the run that was under way then
 
     @property
     def stopped(self) -> bool:
-        return self.signal is not None and self.finished < self.of
+        return self.signal is not None and self.finished < self.total
 
 
 # -- what is to be run ------------------------------------------------------------------------------------------------
@@ -113,83 +117,87 @@ def plan(path: Path, varied: Sequence[VariedKey], overrides: Sequence[str]) -> P
     CheckpointError for one that holds a study of another recipe.
     """
     combinations = parameter_grid(varied)
-    recipes_of = _load(path, varied, combinations, overrides)
-    folder = Path(recipes_of[0].output).expanduser()
-    _refuse_strangers(folder)
+    grid_recipes = _load(path, varied, combinations, overrides)
+    folder = Path(grid_recipes[0].output).expanduser()
+    _refuse_foreign_folder(folder)
     keys, known = _known(folder)
-    keys = tuple(dict.fromkeys((*keys, *(one.key for one in varied))))
+    keys = tuple(dict.fromkeys((*keys, *(entry.key for entry in varied))))
     if known:
-        _refuse_another(folder, known[0], recipes_of[0], keys)
+        _refuse_other_recipe(folder, known[0], grid_recipes[0], keys)
     planned: list[PlannedRun] = []
-    for combination, recipe in zip(combinations, recipes_of, strict=True):
-        here = [one for one in planned if _same(one.recipe, recipe, keys)]
-        if here:
-            raise RecipeError(f"{_told(here[0].run)} and {_told(combination)} are the same run: leave one out")
-        there = [one.run.name for one in known if _same(one.recipe, recipe, keys)]
-        name = there[0] if there else _free(combination.name, {one.run.name for one in (*known, *planned)})
-        run = _filled(Combination(name, combination.values), recipe, keys)
-        planned.append(PlannedRun(run, recipe.model_copy(update={"output": str(folder / name)})))
-    names = {one.run.name for one in planned}
-    others = tuple(_filled(one.run, one.recipe, keys) for one in known if one.run.name not in names)
-    return Plan(folder, keys, tuple(planned), others)
+    for combination, recipe in zip(combinations, grid_recipes, strict=True):
+        if (duplicate := _same_run(recipe, planned, keys)) is not None:
+            first, second = _overrides_text(duplicate.combination), _overrides_text(combination)
+            raise RecipeError(f"{first} and {second} are the same run: leave one out")
+        listed = _same_run(recipe, known, keys)
+        name = listed.name if listed else _unused(combination.name, {run.name for run in (*known, *planned)})
+        complete = _with_all_keys(Combination(name, combination.values), recipe, keys)
+        planned.append(PlannedRun(complete, recipe.model_copy(update={"output": str(folder / name)})))
+    names = {run.name for run in planned}
+    other_runs = tuple(_with_all_keys(run.combination, run.recipe, keys) for run in known if run.name not in names)
+    return Plan(folder, keys, tuple(planned), other_runs)
 
 
 def notes(plan: Plan) -> list[str]:
     """Remarks on a study that may run but may not say what it seems to; for the console, once."""
-    drawn = plan.runs[0].recipe.data.eval
-    if SEED in plan.keys and isinstance(drawn, int | float):
+    held_out = plan.runs[0].recipe.data.eval
+    if SEED in plan.keys and isinstance(held_out, int | float):
         return [
-            f"data.eval: {drawn} is drawn by the seed, so runs of another seed are judged by other rows, and the "
+            f"data.eval: {held_out} is drawn by the seed, so runs of another seed are judged by other rows, and the "
             "spread of their losses is that of the rows too; name a file to judge all by the same"
         ]
     return []
 
 
-def _filled(run: Combination, recipe: Recipe, keys: Sequence[str]) -> Combination:
-    """With a value for every key: what was written, or what the recipe has."""
-    return Combination(run.name, {key: run.values.get(key) or shown(recipe, key) for key in keys})
+def _with_all_keys(run: Combination, recipe: Recipe, keys: Sequence[str]) -> Combination:
+    """The run with a value for every key that varies in its folder: as it was written, or as the recipe has it."""
+    return Combination(run.name, {key: run.values.get(key) or value_text(recipe, key) for key in keys})
 
 
 def _load(
     path: Path, varied: Sequence[VariedKey], combinations: Sequence[Combination], overrides: Sequence[str]
 ) -> list[Recipe]:
-    """The recipe of each combination. Raises RecipeError with every problem once, told of the argument it is of."""
+    """The recipe of each combination.
+
+    Raises RecipeError with every problem once; one of a varied value names the command-line argument it came from.
+    """
     set_twice = [
-        f"override {text!r}: {one.argument} gives this key its values. Leave one of them out"
+        f"override {text!r}: {entry.argument} gives this key its values. Leave one of them out"
         for text in overrides
-        for one in varied
-        if text.partition("=")[0].strip() == one.key
+        for entry in varied
+        if text.partition("=")[0].strip() == entry.key
     ]
     if set_twice:
         raise RecipeError(set_twice)
-    arguments = {f"override {f'{one.key}={value}'!r}": one.argument for one in varied for value in one.values}
-    found: list[Recipe] = []
-    where: dict[str, list[Combination]] = {}
+    arguments = {f"override {f'{entry.key}={value}'!r}": entry.argument for entry in varied for value in entry.values}
+    loaded: list[Recipe] = []
+    problems: dict[str, list[Combination]] = {}  # the combinations that each message is of
     for combination in combinations:
         try:
-            found.append(recipes.load(path, [*overrides, *combination.overrides]).recipe)
+            loaded.append(recipes.load(path, [*overrides, *combination.overrides]).recipe)
         except RecipeError as error:
             for line in error.problems:
                 place = next((place for place in arguments if line.startswith(place)), None)
-                told = line if place is None else arguments[place] + line.removeprefix(place)
-                where.setdefault(told, []).append(combination)
-    if where:
-        raise RecipeError([_placed(line, of, combinations) for line, of in where.items()])
-    return found
+                message = line if place is None else arguments[place] + line.removeprefix(place)
+                problems.setdefault(message, []).append(combination)
+    if problems:
+        raise RecipeError([_with_first(line, of, combinations) for line, of in problems.items()])
+    return loaded
 
 
-def _placed(line: str, of: Sequence[Combination], combinations: Sequence[Combination]) -> str:
-    """A problem of the file that only some combinations have says which is the first."""
+def _with_first(line: str, of: Sequence[Combination], combinations: Sequence[Combination]) -> str:
+    """A problem of the file that only some combinations have names the first of them."""
     if line.startswith("--") or len(of) == len(combinations):
         return line
-    return f"{line} (with {_told(of[0])})"
+    return f"{line} (with {_overrides_text(of[0])})"
 
 
-def _told(combination: Combination) -> str:
+def _overrides_text(combination: Combination) -> str:
+    """`adapter.rank=8 seed=1`."""
     return " ".join(combination.overrides)
 
 
-def shown(recipe: Recipe, key: str) -> str:
+def value_text(recipe: Recipe, key: str) -> str:
     """A value of a recipe as a table shows it: a section by what stands for it alone, its kind or its path."""
     value = value_at(recipe, key)
     if isinstance(value, Section) and value.short is not None:
@@ -202,7 +210,7 @@ def shown(recipe: Recipe, key: str) -> str:
 # -- the folder -------------------------------------------------------------------------------------------------------
 
 
-def _refuse_strangers(folder: Path) -> None:
+def _refuse_foreign_folder(folder: Path) -> None:
     """Raises ResourceError for a folder that holds other things than a study."""
     if not folder.is_dir() or (folder / STUDY).is_file():
         return
@@ -215,7 +223,10 @@ def _refuse_strangers(folder: Path) -> None:
 
 
 def _known(folder: Path) -> tuple[tuple[str, ...], list[PlannedRun]]:
-    """Keys and runs of the study in a folder, with their recipes as they were written there."""
+    """The keys and runs that study.json of a folder lists, with the recipes that were written there.
+
+    Raises CheckpointError for a recipe that cannot be read any more.
+    """
     keys, runs = known_runs(folder)
     known = []
     for run in runs:
@@ -231,46 +242,48 @@ def _known(folder: Path) -> tuple[tuple[str, ...], list[PlannedRun]]:
     return keys, known
 
 
-def _refuse_another(folder: Path, known: PlannedRun, recipe: Recipe, keys: Sequence[str]) -> None:
+def _refuse_other_recipe(folder: Path, known: PlannedRun, recipe: Recipe, keys: Sequence[str]) -> None:
     """Raises CheckpointError if the recipes differ in more than the keys that vary."""
-    found = [one for one in changes(known.recipe, recipe) if one.matters and not _is_varied(one.key, keys)]
-    if found:
-        lines = "\n  ".join(str(one) for one in found)
+    differences = [each for each in changes(known.recipe, recipe) if each.matters and not _is_varied(each.key, keys)]
+    if differences:
+        lines = "\n  ".join(map(str, differences))
         raise CheckpointError(
             f"{folder} holds a study of another recipe; what differs (there -> here):\n  {lines}\n"
             "To start anew, choose another `output`; to extend the study, undo the change or vary that key as well."
         )
 
 
-def _same(one: Recipe, other: Recipe, keys: Sequence[str]) -> bool:
-    """Whether two recipes are one run of the study: alike in what varies, and in what matters to the result."""
-    return not any(
-        change.key != "output" and (change.matters or _is_varied(change.key, keys)) for change in changes(one, other)
-    )
+def _same_run(recipe: Recipe, runs: Sequence[PlannedRun], keys: Sequence[str]) -> PlannedRun | None:
+    """The run whose recipe is alike in the keys that vary and in all that matters to the result; None without one."""
+
+    def differs(run: PlannedRun) -> bool:
+        differences = [change for change in changes(run.recipe, recipe) if change.key != "output"]
+        return any(change.matters or _is_varied(change.key, keys) for change in differences)
+
+    return next((run for run in runs if not differs(run)), None)
 
 
 def _is_varied(changed: str, keys: Sequence[str]) -> bool:
     """Whether a key lies at, below or above one that varies; a `kind` brings a whole section with it."""
-    tops = [key.removesuffix(".kind") for key in keys]
-    return any(changed == top or changed.startswith(f"{top}.") or top.startswith(f"{changed}.") for top in tops)
+    roots = [key.removesuffix(".kind") for key in keys]
+    return any(changed == root or changed.startswith(f"{root}.") or root.startswith(f"{changed}.") for root in roots)
 
 
-def _free(name: str, taken: set[str]) -> str:
-    """The name, or one with a number behind it where another run has it."""
-    number = 2
-    free = name
-    while free in taken:
-        free, number = f"{name}-{number}", number + 1
-    return free
+def _unused(name: str, taken: set[str]) -> str:
+    """The name, with a number appended where another run has it already."""
+    candidate, number = name, 2
+    while candidate in taken:
+        candidate, number = f"{name}-{number}", number + 1
+    return candidate
 
 
 def _write(plan: Plan) -> None:
-    """study.json, and the recipes of runs that are not finished."""
+    """Writes study.json and the recipes of runs that are not finished. Raises ResourceError if it cannot."""
     try:
-        for one in plan.runs:
-            if not is_finished(one.folder):
-                write_atomically(one.recipe_file, resolved_yaml(one.recipe).encode())
-        runs = (*plan.others, *(one.run for one in plan.runs))
+        for run in plan.runs:
+            if not is_finished(run.folder):
+                write_atomically(run.recipe_file, resolved_yaml(run.recipe).encode())
+        runs = (*plan.other_runs, *(run.combination for run in plan.runs))
         write_atomically(plan.folder / STUDY, study_json(plan.keys, runs).encode())
     except OSError as error:
         raise ResourceError(
@@ -282,10 +295,10 @@ def _write(plan: Plan) -> None:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def launch(run: PlannedRun) -> Child:
-    """`danlu train` of the run's recipe; what it tells its console goes to the end of its log.
+def launch(run: PlannedRun) -> Process:
+    """Starts `danlu train` of the run's recipe; what it prints is appended to its log.
 
-    In a process group of its own, so that Ctrl-C reaches it once: through `SignalForwarder`.
+    The process has a group of its own, so that Ctrl-C reaches it once: through `SignalForwarder`.
     """
     # -P: a file of the working directory that is named like a package (datasets.py) must not take its place.
     command = [sys.executable, "-P", "-m", "danlu", "train", str(run.recipe_file)]
@@ -296,18 +309,18 @@ def launch(run: PlannedRun) -> Child:
 
 
 class SignalForwarder:
-    """While entered, SIGINT, SIGTERM and SIGHUP are passed on to the run under way, which saves and stops.
+    """While entered, SIGINT, SIGTERM and SIGHUP are forwarded to the run under way, which saves and stops.
 
     A signal that was ignored before (`nohup`) stays so.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._child: Child | None = None
+        self._child: Process | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
-        for number in _PASSED_ON:
+        for number in _FORWARDED_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -319,69 +332,69 @@ class SignalForwarder:
     def stopping(self) -> bool:
         return self.received is not None
 
-    def to(self, child: Child | None) -> None:
-        """Pass signals on to this process from now on; also the one that came while it was being started."""
+    def forward_to(self, child: Process | None) -> None:
+        """Forwards signals to this process from now on, and at once the one that came while it was being started."""
         self._child = child
         if child is not None and self.received is not None:
             child.send_signal(self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        told = b"stops at once" if self.stopping() else b"saves and stops; once more to stop it at once"
+        effect = b"stops at once" if self.stopping() else b"saves and stops; once more to stop it at once"
         # A run knows what to do about these two; the terminal that was closed is the study's, not its own.
         self.received = signal.SIGTERM if number == signal.SIGHUP else number
         if self._child is not None:
-            os.write(2, b"\nthe run under way " + told + b"\n")  # print may find its own buffer half-written
+            os.write(2, b"\nthe run under way " + effect + b"\n")  # print may find its own buffer half-written
             self._child.send_signal(self.received)
 
 
-def run(plan: Plan, shows: StudyObserver) -> Outcome:
+def run(plan: Plan, observer: StudyObserver) -> Outcome:
     """Trains what is not finished, in order. Another `danlu study` of the folder is kept out meanwhile.
 
-    A run that fails is told of, and the next one begins. After a signal the run under way saves and stops, and no other
-    begins. Raises ResourceError for a folder that cannot be written or is in use.
+    A run that fails is reported, and the next one begins. After a signal the run under way saves and stops, and no
+    other begins. Raises ResourceError for a folder that cannot be written or is in use.
     """
     failed: list[str] = []
     stopped_in = None
-    with RunLock(plan.folder), SignalForwarder() as relay:
+    with RunLock(plan.folder), SignalForwarder() as forwarder:
         _write(plan)
-        for one in plan.runs:
-            if relay.stopping():
+        for planned in plan.runs:
+            if forwarder.stopping():
                 break
-            if is_finished(one.folder):
-                shows.skipped(one)
+            if is_finished(planned.folder):
+                observer.run_skipped(planned)
                 continue
-            shows.began(one)
-            start = one.log.stat().st_size if one.log.is_file() else 0
+            observer.run_started(planned)
+            start = planned.log.stat().st_size if planned.log.is_file() else 0
             try:
-                child = launch(one)
+                child = launch(planned)
             except OSError as error:
-                raise ResourceError(f"{one.run.name}: its process cannot be started: {error}") from error
-            relay.to(child)
-            code = _follow(child, one.log, start, shows)
-            relay.to(None)
-            if code and relay.stopping():
-                stopped_in = one.run.name
+                raise ResourceError(f"{planned.name}: its process cannot be started: {error}") from error
+            forwarder.forward_to(child)
+            code = _follow(child, planned.log, start, observer)
+            forwarder.forward_to(None)
+            if code and forwarder.stopping():
+                stopped_in = planned.name
                 break
-            failure = _failure(code, one.log, start) if code else None
-            shows.ended(one, failure)
-            failed += [one.run.name] if failure is not None else []
-    done = sum(is_finished(one.folder) for one in plan.runs)
-    return Outcome(done, len(plan.runs), tuple(failed), relay.received, stopped_in)
+            failure = _failure(code, planned.log, start) if code else None
+            observer.run_ended(planned, failure)
+            failed += [planned.name] if failure is not None else []
+    finished = sum(is_finished(planned.folder) for planned in plan.runs)
+    return Outcome(finished, len(plan.runs), tuple(failed), forwarder.received, stopped_in)
 
 
-def _follow(child: Child, log: Path, start: int, shows: StudyObserver) -> int:
-    """Waits for the end of a process, telling meanwhile what it writes; its exit code."""
-    with log.open("rb") as told:
-        told.seek(start)
+def _follow(child: Process, log: Path, start: int, observer: StudyObserver) -> int:
+    """Waits for the end of a process and reports what it writes to its log from byte `start` on; its exit code."""
+    with log.open("rb") as output:
+        output.seek(start)
         rest = b""
         while True:
             try:
                 code: int | None = child.wait(timeout=POLL_S)
             except subprocess.TimeoutExpired:
                 code = None
-            whole, newline, rest = (rest + told.read()).rpartition(b"\n")
+            whole, newline, rest = (rest + output.read()).rpartition(b"\n")
             if newline:
-                shows.wrote((whole + newline).decode(errors="replace"))
+                observer.run_printed((whole + newline).decode(errors="replace"))
             if code is not None:
                 return code
 
@@ -390,8 +403,8 @@ def _failure(code: int, log: Path, start: int) -> str:
     """Why a run failed: its error message, or the end of what it wrote."""
     lines = [line for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
     first = next((number for number, line in enumerate(lines) if line.startswith("error: ")), None)
-    told = lines[-MAX_LINES:] if first is None else lines[first : first + MAX_LINES]
+    shown = lines[-MAX_LOG_LINES:] if first is None else lines[first : first + MAX_LOG_LINES]
     if code < 0:
         name = signal.Signals(-code).name
-        told.append(f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else ""))
-    return "\n".join(told) or f"ended with exit code {code}"
+        shown.append(f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else ""))
+    return "\n".join(shown) or f"ended with exit code {code}"

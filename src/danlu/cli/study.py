@@ -48,46 +48,47 @@ def study(
     from danlu.report.study_results import read_study
 
     plan = studies.plan(recipe, parse_vary_options(vary or [], seeds), overrides or [])
-    several = "runs" if len(plan.runs) > 1 else "run"
-    print_status(f"{len(plan.runs)} {several} in {plan.folder}")
+    noun = "runs" if len(plan.runs) > 1 else "run"
+    print_status(f"{len(plan.runs)} {noun} in {plan.folder}")
     for note in studies.notes(plan):
         print_status(note)
-    with _screen(plan, verbose) as screen:
-        outcome = studies.run(plan, screen)
+    with _console(plan, verbose) as console:
+        outcome = studies.run(plan, console)
     if outcome.stopped:
-        _say_how_to_go_on(outcome)
+        _print_stopped(outcome)
         assert outcome.signal is not None
         raise typer.Exit(128 + outcome.signal)
-    found = read_study(plan.folder)
-    if found.finished:
-        _report(found, plan.folder)
+    results = read_study(plan.folder)
+    if results.finished:
+        _report(results, plan.folder)
     if outcome.failed:
         print_status(f"failed: {', '.join(outcome.failed)}; the same command tries again")
         raise typer.Exit(DanluError.exit_code)
 
 
-def _say_how_to_go_on(outcome: Outcome) -> None:
+def _print_stopped(outcome: Outcome) -> None:
+    """Says in which run the study was stopped, and that the same command goes on."""
     where = f" in {outcome.stopped_in}" if outcome.stopped_in is not None else ""
-    finished = f"{outcome.finished} of {outcome.of} are finished"
+    finished = f"{outcome.finished} of {outcome.total} are finished"
     print_status(f"stopped{where}; {finished}, and the same command goes on from there")
 
 
-def _report(found: Study, folder: Path) -> None:
-    """The table on stdout; the same, every number and the pictures as files."""
+def _report(results: Study, folder: Path) -> None:
+    """Prints the table, and writes it, every number and the plots to the study's folder."""
     # matplotlib takes a second, for which nobody should wait before a mistake in the recipe is told.
     from danlu.atomic_write import write_atomically
     from danlu.report.study_plots import draw
     from danlu.report.study_table import aligned, as_csv, markdown, remarks, table
 
-    echo(aligned(table(found)), end="")
-    for remark in remarks(found):
+    echo(aligned(table(results)), end="")
+    for remark in remarks(results):
         echo(remark)
     sys.stdout.flush()
     try:
-        pictures = draw(found, folder)
+        pictures = draw(results, folder)
         drawn = [path.name for path in pictures if path.suffix == ".png"]
-        write_atomically(folder / "study.csv", as_csv(found).encode())
-        write_atomically(folder / "study.md", markdown(found, folder.resolve().name, drawn).encode())
+        write_atomically(folder / "study.csv", as_csv(results).encode())
+        write_atomically(folder / "study.md", markdown(results, folder.resolve().name, drawn).encode())
     except OSError as error:
         raise ResourceError(
             f"{folder}: the table and the plots cannot be written: {error.strerror}. Free some space; the same command "
@@ -97,59 +98,59 @@ def _report(found: Study, folder: Path) -> None:
 
 
 @contextmanager
-def _screen(plan: Plan, verbose: bool) -> Iterator[Screen]:
-    """What becomes of the runs, on stderr: with a line that changes at a terminal."""
+def _console(plan: Plan, verbose: bool) -> Iterator[StudyConsole]:
+    """Shows on stderr what becomes of the runs, at a terminal with a line that changes."""
     if verbose or not sys.stderr.isatty():
-        yield Screen(plan, verbose)
+        yield StudyConsole(plan, verbose)
         return
     from rich.console import Console
     from rich.live import Live
 
     with Live(console=Console(file=sys.stderr), auto_refresh=False, transient=True) as live:
-        yield Screen(plan, verbose, live)
+        yield StudyConsole(plan, verbose, live)
 
 
-class Screen:
-    """One line a run; at a terminal, below it, what the run under way said last."""
+class StudyConsole:
+    """Prints a line for each run; at a terminal also, below them, the last line that the run under way printed."""
 
     def __init__(self, plan: Plan, verbose: bool, live: Live | None = None) -> None:
         self._plan = plan
         self._verbose = verbose
         self._live = live
-        self._now = ""
+        self._current = ""
         self._last_failure = ""
 
-    def skipped(self, run: PlannedRun) -> None:
-        self._line(f"{self._name(run)}: finished before{_facts(run)}")
+    def run_skipped(self, run: PlannedRun) -> None:
+        self._line(f"{self._name(run)}: finished before{_summary(run)}")
 
-    def began(self, run: PlannedRun) -> None:
-        self._now = self._name(run)
+    def run_started(self, run: PlannedRun) -> None:
+        self._current = self._name(run)
         if self._live is None:
-            self._line(f"{self._now}: training")
+            self._line(f"{self._current}: training")
         else:
-            self._below("")
+            self._update_live_line("")
 
-    def wrote(self, text: str) -> None:
+    def run_printed(self, text: str) -> None:
         if self._verbose:
             print_status(text, end="")
         else:
-            self._below(text.rstrip().rpartition("\n")[2])
+            self._update_live_line(text.rstrip().rpartition("\n")[2])
 
-    def ended(self, run: PlannedRun, failure: str | None) -> None:
-        self._below("")
+    def run_ended(self, run: PlannedRun, failure: str | None) -> None:
+        self._update_live_line("")
         if failure is None:
-            self._line(f"{self._name(run)}: finished{_facts(run)}", "green")
+            self._line(f"{self._name(run)}: finished{_summary(run)}", "green")
             return
         if failure == self._last_failure:
             self._line(f"{self._name(run)}: failed in the same way ({run.log})", "red")
             return
         self._last_failure = failure
         again = shlex.join(["danlu", "train", str(run.recipe_file)])
-        told = "".join(f"\n  {line}" for line in failure.splitlines())
-        self._line(f"{self._name(run)}: failed{told}\n  all that it said: {run.log}; alone: {again}", "red")
+        indented = "".join(f"\n  {line}" for line in failure.splitlines())
+        self._line(f"{self._name(run)}: failed{indented}\n  all that it said: {run.log}; alone: {again}", "red")
 
     def _name(self, run: PlannedRun) -> str:
-        return f"[{self._plan.runs.index(run) + 1}/{len(self._plan.runs)}] {run.run.name}"
+        return f"[{self._plan.runs.index(run) + 1}/{len(self._plan.runs)}] {run.name}"
 
     def _line(self, text: str, colour: str = "") -> None:
         if self._live is None:
@@ -157,15 +158,17 @@ class Screen:
         else:
             self._live.console.print(printable(text), style=colour, markup=False, highlight=False, soft_wrap=True)
 
-    def _below(self, text: str) -> None:
+    def _update_live_line(self, text: str) -> None:
         if self._live is not None:
             from rich.text import Text
 
-            self._live.update(Text(printable(f"{self._now}  {text}"), no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(
+                Text(printable(f"{self._current}  {text}"), no_wrap=True, overflow="ellipsis"), refresh=True
+            )
 
 
-def _facts(run: PlannedRun) -> str:
-    """`, evaluation loss 2.0312, 0:01:12`."""
+def _summary(run: PlannedRun) -> str:
+    """The end of a finished run's line: `, evaluation loss 2.0312, 0:01:12`."""
     from danlu.report.study_results import read_summary
     from danlu.train.units import format_duration
 
