@@ -25,11 +25,12 @@ class Spec:
 
     @property
     def bytes(self) -> int:
+        """Bytes of such a tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 class Moments(Protocol):
-    """A way of keeping them. The state of a parameter is a dictionary of tensors; zeros are the beginning of all."""
+    """A way of keeping the two moments. The state of a parameter is a dictionary of tensors, all zeros at first."""
 
     def specs(self, shape: torch.Size) -> Specs:
         """What is kept for a parameter of this shape."""

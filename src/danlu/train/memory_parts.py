@@ -41,6 +41,7 @@ class MemoryParts:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts together."""
         return sum(vars(self).values())
 
     def line(self, program: int, measured: int) -> str:

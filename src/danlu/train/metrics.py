@@ -39,18 +39,22 @@ _TAIL_BYTES = 1 << 16
 
 
 class Recorder(Protocol):
-    """Something that is told what happens in a run: the metrics file, the console, TensorBoard, W&B.
+    """Records what happens in a run: the metrics file, the console, TensorBoard, W&B.
 
     A generated sample is the event "sample" with `prompt` and `text`.
     """
 
-    def step(self, metrics: StepMetrics) -> None: ...
+    def step(self, metrics: StepMetrics) -> None:
+        """An optimizer step is done."""
 
-    def evaluation(self, step: int, values: Mapping[str, Value]) -> None: ...
+    def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
+        """An evaluation after `step` is done; `values` are its metrics by name."""
 
-    def event(self, step: int, event: str, **values: Value) -> None: ...
+    def event(self, step: int, event: str, **values: Value) -> None:
+        """Something else happened in `step`: "overflow", "spike", "rewind", "sample", ..."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run ends: write what is not written yet, and let go of files."""
 
 
 class MetricsLog:
@@ -110,6 +114,7 @@ class MetricsLog:
             raise ResourceError(f"{self.path}: cannot be written: {error.strerror}.") from error
 
     def close(self) -> None:
+        """Close the file; a second time does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -10,7 +10,9 @@ from danlu.types import Item
 class PackSource(Protocol):
     """The data of a run: pack n is a pure function of (seed, n). A stream gives packs in order only."""
 
-    def at(self, number: int) -> Item: ...
+    def at(self, number: int) -> Item:
+        """Pack `number` of the run, counted from 0."""
+        ...
 
     def state(self, number: int) -> dict[str, Any]:
         """What a checkpoint keeps of the source, as JSON, so that pack `number` comes next after `restore`."""

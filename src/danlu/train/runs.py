@@ -54,6 +54,7 @@ def find_runs(folder: Path) -> list[RunInfo]:
 
 
 def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's, by the files that every run begins with."""
     return (folder / RECIPE).is_file() and (folder / ENVIRONMENT).is_file()
 
 

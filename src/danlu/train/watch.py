@@ -27,6 +27,7 @@ class Verdict:
 
     @property
     def spike(self) -> bool:
+        """Whether something is wrong with the step."""
         return bool(self.reason)
 
 

@@ -1,4 +1,4 @@
-"""Tensors to safetensors shards and boxes of them back, without a second copy of the data in the process.
+"""Writing tensors to safetensors shards and reading boxes of them, without a second copy of the data in the process.
 
 A shard's layout is known from shapes and dtypes alone, so it is planned first and each tensor then goes straight from
 its memory to its place by pwrite(2), while the same thread hashes it. Tensors are independent of each other: several
@@ -98,10 +98,10 @@ def write_shard(folder: Path, plan: ShardPlan, tensors: Mapping[str, Tensor], th
 
 
 def read_box(fd: int, entry: TensorEntry, box: ShardBox, into: Tensor) -> None:
-    """Fill `into` with a box of what `entry` holds, of the same shape and dtype, from an open shard.
+    """Fill `into` with a box of the tensor that `entry` describes, of the same shape and dtype, from an open shard.
 
-    Only the bytes of the box are read, stretch by stretch; into its memory where that is flat, else through a buffer.
-    Raises EOFError when the file ends early.
+    Only the bytes of the box are read, range by range: straight into `into` where that is contiguous memory of the
+    CPU, else through a buffer of some rows. Raises EOFError when the file ends early.
     """
     target = into.detach()
     if target.device.type == "cpu" and target.is_contiguous():
@@ -119,18 +119,20 @@ def read_box(fd: int, entry: TensorEntry, box: ShardBox, into: Tensor) -> None:
 
 
 def _read_ranges(fd: int, entry: TensorEntry, box: ShardBox, target: Tensor) -> None:
-    room = raw_bytes(target)
+    """Reads the ranges of a box one after the other into the memory of `target`, which is contiguous."""
+    unfilled = raw_bytes(target)
     width = target.element_size()
     for offset, count in box.contiguous_ranges():
-        _pread_all(fd, room[: count * width], entry.offset + offset * width)
-        room = room[count * width :]
+        _pread_all(fd, unfilled[: count * width], entry.offset + offset * width)
+        unfilled = unfilled[count * width :]
 
 
 def _box_fields(box: ShardBox | None, tensor: Tensor) -> dict[str, Any]:
+    """The fields of a TensorEntry that say which box of a larger tensor it is; none for a whole one."""
     if box is None:
         return {}
-    own = {"size": box.sizes} if cannot_be_cut(box, tensor) else {}
-    return {"whole": box.global_shape, "start": box.offsets, **own}
+    sizes = {"size": box.sizes} if cannot_be_cut(box, tensor) else {}
+    return {"whole": box.global_shape, "start": box.offsets, **sizes}
 
 
 def _plan_shard(file: str, group: str, tensors: Mapping[str, Tensor], parts: Mapping[str, ShardBox]) -> ShardPlan:
@@ -141,6 +143,7 @@ def _plan_shard(file: str, group: str, tensors: Mapping[str, Tensor], parts: Map
 
 
 def _write_tensor(fd: int, tensor: Tensor, offset: int) -> str:
+    """Writes a tensor's bytes from `offset` on; returns their SHA-256."""
     digest = hashlib.sha256()
     for chunk in _host_chunks(tensor):
         digest.update(chunk)

@@ -162,6 +162,7 @@ class CheckpointStore:
             raise failure
 
     def close(self) -> None:
+        """Wait for a save under way. Raises what went wrong with it."""
         self.wait()
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -215,6 +216,11 @@ class CheckpointStore:
         written: list[Shard] | Exception,
         loss: float | None,
     ) -> None:
+        """Flush what each process has written; then the first one gives the folder its name and its mark.
+
+        written: the shard files of this process, or the error that it stopped with, which is raised on all.
+        """
+
         def flush() -> list[Shard]:
             if isinstance(written, Exception):
                 raise written
@@ -235,7 +241,12 @@ class CheckpointStore:
             raise
 
     def _finish(self, step: int, temporary: Path, draft: _Draft, shards: tuple[Shard, ...], loss: float | None) -> None:
-        """On the first process, once all tensors are on the disk: the rest of the folder, its place, its mark."""
+        """On the first process, once all tensors are on the disk: the rest of the folder, its place, its mark.
+
+        The order is what makes a kill harmless. Before the renaming there is only a temporary folder; between renaming
+        and mark, an unmarked one, beside the earlier checkpoint of that step under its `aside` name; and only after the
+        mark is anything older deleted.
+        """
         groups = tuple(dict.fromkeys([*draft.tensors, *(shard.group for shard in shards)]))
         if problems := [problem for group in groups for problem in coverage_problems(group, shards)]:
             raise CheckpointError(
@@ -249,7 +260,7 @@ class CheckpointStore:
             sync_file(temporary / name)
         sync_folder(temporary)
         target, aside = self.folder / step_folder_name(step), self.folder / aside_folder_name(step)
-        if target.exists():
+        if target.exists():  # the step is saved again: a folder cannot be replaced by one renaming
             target.rename(aside)
         temporary.rename(target)
         sync_folder(self.folder)
@@ -264,7 +275,7 @@ class CheckpointStore:
             remove_checkpoint(info.path)
 
     def _clear_leftovers(self) -> None:
-        """Clear away what killed runs left; bring back a checkpoint that was set aside for one that never came."""
+        """Delete what killed runs left; bring back a checkpoint that was set aside for one that was never marked."""
         for entry in sorted(entry for entry in self.folder.iterdir() if entry.is_dir()):
             if match := TEMPORARY_FOLDER.fullmatch(entry.name):
                 if int(match[1]) == os.getpid() or not pid_is_alive(int(match[1])):
@@ -322,7 +333,7 @@ class CheckpointStore:
 
 @dataclass
 class _Draft:
-    """What one process brings to a checkpoint."""
+    """What one process writes of a checkpoint: the tensors whose boxes are its own, laid out in shard files."""
 
     tensors: Groups
     state: dict[str, Any]
@@ -332,7 +343,10 @@ class _Draft:
     state_json: bytes = b""
 
     def plan(self) -> int:
-        """Lays the tensors that this process writes out in files; returns an upper estimate of the bytes."""
+        """Plan the shard files of this process. Returns an upper estimate of the bytes it will write.
+
+        Raises TypeError for state that JSON would change, ValueError for a group that cannot name a file.
+        """
         _require_json(self.state, "state")
         for group in self.tensors:
             if not _GROUP_NAME.fullmatch(group):
@@ -348,6 +362,7 @@ class _Draft:
         return needed_bytes + (len(self.state_json) + (1 << 16) if self.group.index == 0 else 0)
 
     def write(self, folder: Path) -> list[Shard]:
+        """Write the planned files into `folder`, not yet flushed. Raises ResourceError where it cannot be seen."""
         if not self.group.alone and not folder.is_dir():
             raise ResourceError(
                 f"{folder}: not seen by rank {self.group.ranks[self.group.index]}, though rank {self.group.ranks[0]} "
@@ -357,6 +372,7 @@ class _Draft:
         return [write_shard(folder, plan, self.tensors[plan.group], threads) for plan in self.plans]
 
     def _writes(self, tensor: Tensor, box: ShardBox | None) -> bool:
+        """Whether this process saves a tensor: the first one saves what all have, the writer of a box the box."""
         if box is None or not math.prod(box.global_shape):
             return self.group.index == 0
         return box.is_writer and (box.is_full or tensor.numel() > 0)
