@@ -1,10 +1,11 @@
-"""LoRA and DoRA in PEFT's words: the values of adapter_config.json and the tensors, there and back.
+"""LoRA and DoRA in PEFT's format: to the values of adapter_config.json and the tensors, and back.
 
-Two things need translating. PEFT sits on modules as Hugging Face folders have them, where q, k and v (or gate and up)
-may be one: adapters of its parts are written as one of the sum of their ranks, block by block, and one of the whole is
-read as one for each part. And an initialisation that took its start (A0, B0) out of the base is written as an ordinary
-LoRA of twice the rank on the original base: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]. One that PEFT wrote is read
-the same way: as PEFT loads it, its `init_lora_weights` may take a start out of the base again.
+Two things need translating. PEFT adapts modules as Hugging Face folders have them, where q, k and v (or gate and up)
+may be one: adapters of its parts are written as one whose rank is the sum of theirs, with B block by block, and one of
+the whole is read as one for each part. And where an initialisation subtracted its factors A0, B0 from the base, the
+adapter is written as an ordinary LoRA of twice the rank on the original base: W - s B0 A0 + s B A =
+W + s [B, -B0] [A; A0]. One that PEFT wrote is read the same way: when PEFT loads it, its `init_lora_weights` may
+subtract such factors from the base again.
 
 O, I outputs and inputs of a layer · r rank
 """
@@ -30,7 +31,7 @@ from danlu.errors import ModelError
 from danlu.recipe import sections
 from danlu.types import Site
 
-_FACTORS = {"lora_A.weight": "lora_A", "lora_B.weight": "lora_B"}
+_FACTORS = ("lora_A.weight", "lora_B.weight")
 _MAGNITUDE = "lora_magnitude_vector"
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 # What PEFT's LoraConfig may say beyond what danlu computes: (key, values that change nothing).
@@ -69,38 +70,40 @@ class Factors:
 def to_peft(
     section: sections.LowRank, modules: Mapping[str, nn.Module], sites: Sequence[Site]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config values and tensors of an adapter: `modules` by site name, `sites` all of the model's."""
+    """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
     layers = hf_layers(sites)
     chosen = [layer for layer in layers if any(site.name in modules for site in layer.parts)]
-    written = {layer.name: _joined(layer, modules) for layer in chosen}
-    values, tensors = described(written, rslora=section.scaling == "rslora")
+    by_module = {layer.name: _layer_factors(layer, modules) for layer in chosen}
+    values, tensors = peft_of_factors(by_module, rslora=section.scaling == "rslora")
     values |= {
         "lora_dropout": section.dropout,
-        "target_modules": target_modules(list(written), [layer.name for layer in layers]),
+        "target_modules": target_modules(list(by_module), [layer.name for layer in layers]),
         "bias": {"none": "none", "all": "all", "adapted": "lora_only"}[section.bias],
         "use_dora": section.kind == "dora",
     }
     return values, tensors
 
 
-def described(written: Mapping[str, Factors], *, rslora: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config values and tensors of factors by module name on disk; `target_modules` are their whole names."""
+def peft_of_factors(
+    by_module: Mapping[str, Factors], *, rslora: bool = False
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Values of adapter_config.json, and tensors by name, of factors by the module's name in Hugging Face folders.
+
+    `target_modules` are the whole names of the modules.
+    """
     power = 0.5 if rslora else 1.0
-    ranks = {name: one.rank for name, one in written.items()}
-    alphas = {name: _round(one.scale * one.rank**power) for name, one in written.items()}
+    ranks = {name: factors.rank for name, factors in by_module.items()}
+    alphas = {name: _round(factors.scale * factors.rank**power) for name, factors in by_module.items()}
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     tensors: dict[str, Tensor] = {}
-    for name, one in written.items():
-        keys = _EMBEDDING if one.embedding else tuple(_FACTORS)
-        tensors |= {f"{PREFIX}{name}.{key}": value for key, value in zip(keys, (one.a, one.b), strict=True)}
-        if one.magnitude is not None:
-            tensors[f"{PREFIX}{name}.{_MAGNITUDE}"] = one.magnitude
+    for name, factors in by_module.items():
+        tensors |= {f"{PREFIX}{name}.{key}": tensor for key, tensor in _named_tensors(factors).items()}
     values = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(written),
+        "target_modules": list(by_module),
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
         "bias": "none",
@@ -115,7 +118,7 @@ def described(written: Mapping[str, Factors], *, rslora: bool = False) -> tuple[
 def read_factors(
     values: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
 ) -> tuple[dict[str, Factors], set[str]]:
-    """What `described` wrote, with no model to compare it with; and the keys of `tensors` that it was.
+    """Reads what `peft_of_factors` wrote, without a model: factors by module, and the keys of `tensors` they came from.
 
     Raises ModelError for settings that danlu does not compute, and for tensors that are missing.
     """
@@ -124,10 +127,9 @@ def read_factors(
     alpha, power = finite_number(values, "lora_alpha", 8.0, where), 0.5 if values.get("use_rslora") else 1.0
     factors: dict[str, Factors] = {}
     used: set[str] = set()
-    for name, (keys, one) in _read(tensors, None, where).items():
-        _check_rank(name, values, one.rank, where)
-        scale = _alpha(name, values, alpha) / one.rank**power
-        factors[name] = replace(one, scale=scale)
+    for name, (keys, unscaled) in _read(tensors, None, where).items():
+        _check_rank(name, values, unscaled.rank, where)
+        factors[name] = replace(unscaled, scale=_alpha(name, values, alpha) / unscaled.rank**power)
         used |= keys
     return factors, used
 
@@ -136,14 +138,14 @@ def read_factors(
 def for_original_base(
     values: Mapping[str, Any], tensors: Mapping[str, Tensor], weight: Callable[[str], Tensor | None], where: str
 ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-    """Config values and tensors of an adapter as they are for the base as it is stored.
+    """Config values and tensors of an adapter, converted to the base as it is stored.
 
-    An adapter whose start PEFT takes out of the base when it loads it becomes an ordinary LoRA of twice the rank; any
-    other is given back as it is. An embedding keeps its rank: PEFT takes nothing out of it.
+    Where PEFT subtracts initial factors from the base as it loads the adapter, it becomes an ordinary LoRA of twice the
+    rank; any other adapter is returned unchanged. An embedding keeps its rank: PEFT subtracts nothing from it.
 
-    weight: a module's weight [O, I] by its name on disk, in float32 or wider, or None where the model has no such
-    layer; of a weight on the meta device only the shape is asked. Raises ModelError as `init_taken_from_base` does, and
-    for factors that do not have the weight's shape.
+    weight: from a module's name in Hugging Face folders to its weight [O, I], in float32 or wider, or None where the
+    model has no such layer; of a weight on the meta device only the shape is used. Raises ModelError as
+    `init_taken_from_base` does, and for factors that do not have the weight's shape.
     """
     init = init_taken_from_base(values, where)
     if init is None:
@@ -151,39 +153,40 @@ def for_original_base(
     _check_types(values, where)
     alpha, power = finite_number(values, "lora_alpha", 8.0, where), 0.5 if values.get("use_rslora") else 1.0
     rest = dict(tensors)
-    written: dict[str, Factors] = {}
-    for name, (keys, one) in _read(tensors, None, where).items():
+    by_module: dict[str, Factors] = {}
+    for name, (keys, factors) in _read(tensors, None, where).items():
         for key in keys:
             del rest[key]
         # A rank above the smaller side is cut to it by PEFT, which goes on to scale by the rank that was asked for.
         scale = _alpha(name, values, alpha) / _rank(name, values) ** power
-        base = None if one.embedding else weight(name)
+        base = None if factors.embedding else weight(name)
         if base is None:
-            written[name] = replace(one, scale=scale)
+            by_module[name] = replace(factors, scale=scale)
             continue
-        if (one.b.shape[0], one.a.shape[1]) != base.shape:
+        if (factors.b.shape[0], factors.a.shape[1]) != base.shape:
             raise ModelError(
-                f"{where}: the factors of {name} make a [{one.b.shape[0]}, {one.a.shape[1]}] matrix, this model has "
-                f"{list(base.shape)}: the adapter is of another base"
+                f"{where}: the factors of {name} make a [{factors.b.shape[0]}, {factors.a.shape[1]}] matrix, this model "
+                f"has {list(base.shape)}: the adapter is of another base"
             )
-        a, b = _start(init, base, one.rank, scale)
+        a, b = _initial_factors(init, base, factors.rank, scale)
         if (stored := rest.get(f"{PREFIX}{name}{_BASE_LAYER}")) is not None and not base.is_meta:
             rest[f"{PREFIX}{name}{_BASE_LAYER}"] = stored.float().addmm(b, a, alpha=scale)
-        written[name] = replace(one, a=torch.cat([one.a, a]), b=torch.cat([one.b, -b], dim=1), scale=scale)
-    changed, made = described(written, rslora=bool(values.get("use_rslora")))
+        a, b = torch.cat([factors.a, a]), torch.cat([factors.b, -b], dim=1)
+        by_module[name] = replace(factors, a=a, b=b, scale=scale)
+    new_values, new_tensors = peft_of_factors(by_module, rslora=bool(values.get("use_rslora")))
     kept = ("lora_dropout", "target_modules", "bias", "use_dora")
-    return {**values, **{key: value for key, value in changed.items() if key not in kept}}, rest | made
+    return {**values, **{key: value for key, value in new_values.items() if key not in kept}}, rest | new_tensors
 
 
-def _start(init: str, weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """A0 [r, I] and B0 [O, r], float32 on the CPU, as PEFT takes them out of a weight."""
+def _initial_factors(init: str, weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """A0 [r, I] and B0 [O, r], float32 on the CPU, as PEFT computes them from a weight [O, I]."""
     if weight.is_meta:
         return torch.zeros(rank, weight.shape[1]), torch.zeros(weight.shape[0], rank)
     if init == "pissa":
-        start = low_rank_init.pissa(weight, rank, scale, iterations=None, generator=torch.Generator())
+        initial = low_rank_init.pissa(weight, rank, scale, iterations=None, generator=torch.Generator())
     else:
-        start = low_rank_init.olora(weight, rank, scale)
-    return start.a.to("cpu", torch.float32), start.b.to("cpu", torch.float32)
+        initial = low_rank_init.olora(weight, rank, scale)
+    return initial.a.to("cpu", torch.float32), initial.b.to("cpu", torch.float32)
 
 
 def from_peft(
@@ -196,28 +199,28 @@ def from_peft(
     check_supported(values, _HARMLESS, where)
     _check_types(values, where)
     layers = hf_layers(sites)
-    found = _read(tensors, {layer.name for layer in layers}, where)
+    by_module = _read(tensors, {layer.name for layer in layers}, where)
     by_site: dict[str, dict[str, Tensor]] = {}
     used: set[str] = set()
     ranks: dict[str, int] = {}
     for layer in layers:
-        if layer.name not in found:
+        if layer.name not in by_module:
             continue
-        keys, one = found[layer.name]
+        keys, factors = by_module[layer.name]
         used |= keys
-        _check_shapes(layer, one, where)
-        if not one.embedding and (one.magnitude is None) == bool(values.get("use_dora")):
-            what = "is missing" if one.magnitude is None else "is there, though use_dora is not set"
+        _check_shapes(layer, factors, where)
+        if not factors.embedding and (factors.magnitude is None) == bool(values.get("use_dora")):
+            what = "is missing" if factors.magnitude is None else "is there, though use_dora is not set"
             raise ModelError(f"{where}: {PREFIX}{layer.name}.{_MAGNITUDE} {what}: the two files are not of one adapter")
-        _check_rank(layer.name, values, one.rank, where)
+        _check_rank(layer.name, values, factors.rank, where)
         for site, rows in layer.rows():
-            ranks[site.name] = one.rank
-            if one.embedding:
-                by_site[site.name] = {"lora_embedding_A": one.a, "lora_embedding_B": one.b}
+            ranks[site.name] = factors.rank
+            if factors.embedding:
+                by_site[site.name] = {"lora_embedding_A": factors.a, "lora_embedding_B": factors.b}
                 continue
-            by_site[site.name] = {"lora_A": one.a, "lora_B": one.b[rows]}
-            if one.magnitude is not None:
-                by_site[site.name][_MAGNITUDE] = one.magnitude[rows]
+            by_site[site.name] = {"lora_A": factors.a, "lora_B": factors.b[rows]}
+            if factors.magnitude is not None:
+                by_site[site.name][_MAGNITUDE] = factors.magnitude[rows]
     rank, alpha = int(values.get("r", 8)), finite_number(values, "lora_alpha", 8.0, where)
     alphas = {site.name: _alpha(site.hf_name, values, alpha) for site in sites if site.name in by_site}
     common: dict[str, Any] = {
@@ -232,39 +235,41 @@ def from_peft(
     return (sections.Dora if values.get("use_dora") else sections.Lora)(**common), by_site, used
 
 
-def target_modules(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
-    """Ends of names that mean exactly the chosen modules, as PEFT matches them: `q_proj`, or whole names."""
-    ends = sorted({name.rpartition(".")[2] for name in chosen})
-    meant = [name for name in every if name.rpartition(".")[2] in ends]
-    return ends if set(meant) == set(chosen) else list(chosen)
+def target_modules(targets: Sequence[str], all_modules: Sequence[str]) -> list[str]:
+    """PEFT's `target_modules` for these modules: the ends of their names (`q_proj`) where no other module has one of
+    them, else their whole names."""
+    ends = sorted({name.rpartition(".")[2] for name in targets})
+    matched = {name for name in all_modules if name.rpartition(".")[2] in ends}
+    return ends if matched == set(targets) else list(targets)
 
 
 @torch.no_grad()
-def _joined(layer: HFLayer, modules: Mapping[str, nn.Module]) -> Factors:
-    """One layer's adapter from those of its parts, the ranks one after the other."""
-    own = {site.name: _factors(modules[site.name]) for site in layer.parts if site.name in modules}
+def _layer_factors(layer: HFLayer, modules: Mapping[str, nn.Module]) -> Factors:
+    """The adapter of one layer of a Hugging Face folder; its rank is the sum of the ranks of its parts."""
+    by_site = {site.name: _site_factors(modules[site.name]) for site in layer.parts if site.name in modules}
     if len(layer.parts) == 1:
-        return own[layer.parts[0].name]
-    scale = max(one.scale for one in own.values())
-    if any(one.magnitude is not None for one in own.values()) and len(own) < len(layer.parts):
-        lacking = ", ".join(site.name for site in layer.parts if site.name not in own)
+        return by_site[layer.parts[0].name]
+    parts = list(by_site.values())
+    scale = max(part.scale for part in parts)
+    magnitudes = [part.magnitude for part in parts if part.magnitude is not None]
+    if magnitudes and len(parts) < len(layer.parts):
+        lacking = ", ".join(site.name for site in layer.parts if site.name not in by_site)
         raise ModelError(
             f"{layer.name}: DoRA on a part of what Hugging Face folders keep in one tensor cannot be written for PEFT; "
             f"{lacking} would need it too. Add it to adapter.targets"
         )
-    a = torch.cat([one.a for one in own.values()])
+    a = torch.cat([part.a for part in parts])
     b = a.new_zeros(layer.shape[0], a.shape[0])
     column = 0
     for site, rows in layer.rows():
-        if (one := own.get(site.name)) is not None:
-            b[rows, column : column + one.rank] = one.b * (one.scale / scale)
-            column += one.rank
-    magnitudes = [one.magnitude for one in own.values() if one.magnitude is not None]
+        if (part := by_site.get(site.name)) is not None:
+            b[rows, column : column + part.rank] = part.b * (part.scale / scale)
+            column += part.rank
     return Factors(a, b, scale, torch.cat(magnitudes) if magnitudes else None)
 
 
-def _factors(module: nn.Module) -> Factors:
-    """A module's own factors, on the original base."""
+def _site_factors(module: nn.Module) -> Factors:
+    """The factors of one site's module, for the original base."""
     if isinstance(module, EmbeddingLowRank):
         return Factors(module.lora_embedding_A, module.lora_embedding_B, module.scale, embedding=True)
     assert isinstance(module, LowRank)
@@ -275,7 +280,11 @@ def _factors(module: nn.Module) -> Factors:
 
 
 def _read(tensors: Mapping[str, Tensor], known: set[str] | None, where: str) -> dict[str, tuple[set[str], Factors]]:
-    """Factors by module name on disk, and the keys they were read from; known: the model's modules, if there is one."""
+    """By the module's name in Hugging Face folders: its factors with scale 1, and the keys that they were read from.
+
+    known: the names of the model's modules, where there is a model. Raises ModelError for factors of other modules, for
+    factors without their counterpart, and for an adapter without any.
+    """
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name = key.removeprefix(PREFIX)
@@ -288,42 +297,41 @@ def _read(tensors: Mapping[str, Tensor], known: set[str] | None, where: str) -> 
                         "the adapter is of another base"
                     )
                 parts.setdefault(module, {})[end] = tensor
-    found = {}
+    factors = {}
     for module, ends in parts.items():
         embedding = any(end in ends for end in _EMBEDDING)
-        wanted = _EMBEDDING if embedding else tuple(_FACTORS)
-        if lost := [end for end in wanted if end not in ends]:
-            raise ModelError(f"{where}: {PREFIX}{module}.{lost[0]} is missing")
+        required = _EMBEDDING if embedding else _FACTORS
+        if missing := [end for end in required if end not in ends]:
+            raise ModelError(f"{where}: {PREFIX}{module}.{missing[0]} is missing")
         keys = {f"{PREFIX}{module}.{end}" for end in ends}
-        a, b = (ends[end].float() for end in wanted)
-        found[module] = keys, Factors(a, b, 1.0, ends.get(_MAGNITUDE), embedding)
-    if not found:
+        a, b = (ends[end].float() for end in required)
+        factors[module] = keys, Factors(a, b, 1.0, ends.get(_MAGNITUDE), embedding)
+    if not factors:
         raise ModelError(f"{where}: holds no tensor of an adapter")
-    return found
+    return factors
 
 
-def _check_shapes(layer: HFLayer, one: Factors, where: str) -> None:
-    outputs, inputs = layer.shape
-    wanted: dict[str, tuple[int, ...]]
-    if one.embedding:
-        wanted = {"lora_embedding_A": (one.rank, outputs), "lora_embedding_B": (inputs, one.rank)}
-        found = {"lora_embedding_A": one.a, "lora_embedding_B": one.b}
-    else:
-        wanted = {"lora_A.weight": (one.rank, inputs), "lora_B.weight": (outputs, one.rank)}
-        found = {"lora_A.weight": one.a, "lora_B.weight": one.b}
-        if one.magnitude is not None:
-            wanted[_MAGNITUDE], found[_MAGNITUDE] = (outputs,), one.magnitude
-    for key, shape in wanted.items():
-        if tuple(found[key].shape) != shape:
+def _named_tensors(factors: Factors) -> dict[str, Tensor]:
+    """The tensors of one module's adapter by the ends of their names."""
+    named = dict(zip(_EMBEDDING if factors.embedding else _FACTORS, (factors.a, factors.b), strict=True))
+    return named if factors.magnitude is None else {**named, _MAGNITUDE: factors.magnitude}
+
+
+def _check_shapes(layer: HFLayer, factors: Factors, where: str) -> None:
+    """Raises ModelError for factors that do not fit the layer; the embedding's shape is (V, D)."""
+    (outputs, inputs), rank = layer.shape, factors.rank
+    # An embedding's outputs are its vocabulary, which its A is the side of; it has no magnitudes.
+    shapes = [(rank, outputs), (inputs, rank)] if factors.embedding else [(rank, inputs), (outputs, rank), (outputs,)]
+    for (key, tensor), shape in zip(_named_tensors(factors).items(), shapes, strict=False):
+        if tuple(tensor.shape) != shape:
             raise ModelError(
-                f"{where}: {PREFIX}{layer.name}.{key} is {list(found[key].shape)}, this model needs {list(shape)}: "
+                f"{where}: {PREFIX}{layer.name}.{key} is {list(tensor.shape)}, this model needs {list(shape)}: "
                 "the adapter is of another base"
             )
 
 
 def _check_types(values: Mapping[str, Any], where: str) -> None:
     """Raises ModelError for settings that are not of PEFT's types."""
-
     for key, default in (("lora_alpha", 8.0), ("lora_dropout", 0.0)):
         finite_number(values, key, default, where)
     positive_int({"r": 8, **values}, "r", where)
@@ -346,12 +354,12 @@ def _is_pattern(text: str) -> bool:
     return True
 
 
-def _check_rank(name: str, values: Mapping[str, Any], found: int, where: str) -> None:
-    """The scale alpha / r is of the rank that the config says, so the two must agree, as PEFT asks too."""
-    if (said := _rank(name, values)) != found:
+def _check_rank(name: str, values: Mapping[str, Any], rank: int, where: str) -> None:
+    """Raises ModelError where the factors' rank is not the config's, of which the scale alpha / r is; so does PEFT."""
+    if (configured := _rank(name, values)) != rank:
         raise ModelError(
-            f"{where}: the factors of {name} have rank {found}, its config says {said} (r and rank_pattern): the two "
-            "files are not of one adapter"
+            f"{where}: the factors of {name} have rank {rank}, its config says {configured} (r and rank_pattern): the "
+            "two files are not of one adapter"
         )
 
 
@@ -372,6 +380,6 @@ def _by_pattern(name: str, patterns: Mapping[str, Any] | None, default: Any) -> 
 
 
 def _round(alpha: float) -> float:
-    """An alpha that went through a root comes back as the number it was."""
+    """alpha to the nearest integer where it only differs from it by the rounding of a square root."""
     near = round(alpha)
     return near if math.isclose(alpha, near, rel_tol=1e-12) else alpha

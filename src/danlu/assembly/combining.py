@@ -26,8 +26,8 @@ from danlu.adapters.low_rank_init import pissa
 from danlu.adapters.peft_folder import read_files, write_files
 from danlu.adapters.peft_lora import (
     Factors,
-    described,
     for_original_base,
+    peft_of_factors,
     read_factors,
 )
 from danlu.adapters.peft_values import PREFIX
@@ -108,7 +108,7 @@ def combine(
         size = float(wanted.norm())
         lost = float((_change(written[name]) - wanted).norm())
         errors[name] = lost / size if size else lost
-    values, tensors = described(written)
+    values, tensors = peft_of_factors(written)
     _write(target, folders, base, below, values, tensors | embeddings)
     return Combined(tuple(folder.path for folder in folders), errors)
 
