@@ -9,7 +9,7 @@ import torch
 from peft.utils import merge_utils
 from torch import Tensor
 
-from danlu.adapters.combine import MAJORITIES, METHODS, Combination, Majority, thinned, trimmed
+from danlu.adapters.combine import MAJORITIES, METHODS, Combination, Majority, drop_and_rescale, trim
 
 WEIGHTS = (0.7, -0.3, 1.1)
 
@@ -70,22 +70,24 @@ def test_dare_is_pefts_on_the_numbers_that_are_kept(monkeypatch: pytest.MonkeyPa
 
 def test_what_is_trimmed_is_the_smallest() -> None:
     change = changes()[1]
-    kept = trimmed(change, 0.25)
+    kept = trim(change, 0.25)
     assert int((kept != 0).sum()) == 300
     assert kept[kept != 0].abs().min() >= change[kept == 0].abs().max()
     assert torch.equal(kept[kept != 0], change[kept != 0])
-    assert not trimmed(change, 1e-9).any() and torch.equal(trimmed(change, 1.0), change)
+    assert not trim(change, 1e-9).any() and torch.equal(trim(change, 1.0), change)
 
 
 def test_what_is_thinned_keeps_its_mean() -> None:
     change = torch.ones(300, 300)
-    kept = thinned(change, 0.1, drawn(0))
+    kept = drop_and_rescale(change, 0.1, drawn(0))
     assert set(kept.unique().tolist()) == {0.0, 10.0}
     assert float(kept.mean()) == pytest.approx(1.0, abs=0.05)
     assert float((kept != 0).float().mean()) == pytest.approx(0.1, abs=0.005)
-    assert torch.equal(thinned(change, 0.1, drawn(0)), kept) and not torch.equal(thinned(change, 0.1, drawn(1)), kept)
+    assert torch.equal(drop_and_rescale(change, 0.1, drawn(0)), kept) and not torch.equal(
+        drop_and_rescale(change, 0.1, drawn(1)), kept
+    )
     assert torch.equal(change, torch.ones(300, 300))
-    assert thinned(change, 1.0, drawn(0)) is change
+    assert drop_and_rescale(change, 1.0, drawn(0)) is change
 
 
 @pytest.mark.parametrize("method", METHODS)

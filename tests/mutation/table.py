@@ -496,8 +496,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("rollout/sampling.py", "math.log(options.min_p)", "options.min_p", "rollout/test_sampling.py"),
     Mutation(
         "rollout/cache.py",
-        "hidden |= places <= last - window",
-        "hidden |= places < last - window",
+        "hidden |= columns <= last - window",
+        "hidden |= columns < last - window",
         "rollout/test_cache.py",
     ),
     Mutation(

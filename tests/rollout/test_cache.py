@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from danlu.models.attend import ReferenceAttention
-from danlu.rollout.cache import CHUNK, KVCache
+from danlu.rollout.cache import CAPACITY_STEP, KVCache
 
 KINDS = ["llama", "window", "softcap", "qk-norm"]
 
@@ -94,14 +94,18 @@ def test_equal_lengths_need_no_mask_and_agree(small_decoder):
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_growing_past_a_chunk_keeps_what_is_there(small_decoder):
-    model, (tokens,) = small_decoder("softcap"), sequences(CHUNK + 3)
+def capacity(cache: KVCache) -> int:
+    return cache.buffers(0, torch.empty(0))[0].shape[2]
+
+
+def test_growing_past_a_step_of_capacity_keeps_what_is_there(small_decoder):
+    model, (tokens,) = small_decoder("softcap"), sequences(CAPACITY_STEP + 3)
     cache = KVCache()
-    feed(model, cache, [tokens[:CHUNK]])
-    before = cache.nbytes
-    logits = feed(model, cache, [tokens[CHUNK:]])
-    assert cache.nbytes > before
-    torch.testing.assert_close(logits, full_logits(model, tokens)[CHUNK:], atol=2e-5, rtol=1e-5)
+    feed(model, cache, [tokens[:CAPACITY_STEP]])
+    before = capacity(cache)
+    logits = feed(model, cache, [tokens[CAPACITY_STEP:]])
+    assert capacity(cache) > before
+    torch.testing.assert_close(logits, full_logits(model, tokens)[CAPACITY_STEP:], atol=2e-5, rtol=1e-5)
 
 
 def test_truncate_forgets(small_decoder):

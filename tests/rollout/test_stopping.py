@@ -78,13 +78,13 @@ def test_stop_string_across_pieces_is_never_half_shown():
     assert [stop.push(piece) for piece in ["Hi", " #", "#", " ok\n", "Us", "er", ":x"]] == [
         "Hi", " ", "", "## ok", "", "", ""
     ]  # fmt: skip
-    assert stop.found
+    assert stop.matched
 
 
 def test_what_might_have_been_a_stop_string_comes_out():
     stop = StopStrings(["###"])
     assert [stop.push("a#"), stop.push("#b"), stop.push("#"), stop.flush()] == ["a", "##b", "", "#"]
-    assert not stop.found
+    assert not stop.matched
 
 
 def test_earliest_stop_string_wins():
@@ -101,7 +101,7 @@ def test_any_cut_of_the_text_gives_the_same():
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
             shown += stop.push(text[start:end])
             assert text[:first].startswith(shown)
-            if stop.found:
+            if stop.matched:
                 break
         assert shown == text[:first]
     assert first == 2

@@ -30,19 +30,23 @@ class DenseLinear:
     bias: Tensor | None  # [O]
 
 
-class Adapter(nn.Module):
-    """The adapter of one linear layer. Its parameters are float32, whatever the type of activations.
-
-    Where the layer is cut over processes by its inputs, the adapter sees only the inputs of this process, and what it
-    returns is one term of a sum over the processes.
-    """
+class ShardableModule(nn.Module):
+    """A module in a slot of a layer that tensor parallelism may cut."""
 
     @property
     def tensor_axes(self) -> TensorAxes:
         return {}
 
     def narrow(self, shard: LinearShard) -> None:
-        """Called once, after tensor parallelism has cut the layer, and this adapter's parameters by `tensor_axes`."""
+        """Called once, after tensor parallelism has cut the layer, and this module's parameters by `tensor_axes`."""
+
+
+class Adapter(ShardableModule):
+    """The adapter of one linear layer. Its parameters are float32, whatever the type of activations.
+
+    Where the layer is cut over processes by its inputs, the adapter sees only the inputs of this process, and what it
+    returns is one term of a sum over the processes.
+    """
 
     def adapt_input(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
         """x [T, I] -> what the layer below this adapter gets as its input, [T, I]; x itself unless overridden."""
@@ -63,15 +67,8 @@ class Adapter(nn.Module):
         """The layer with this adapter merged into its weight and bias; differentiable in the adapter's parameters."""
 
 
-class EmbeddingAdapter(nn.Module):
+class EmbeddingAdapter(ShardableModule):
     """The adapter of an embedding. For tensor parallelism, its vocabulary counts as outputs and its width as inputs."""
-
-    @property
-    def tensor_axes(self) -> TensorAxes:
-        return {}
-
-    def narrow(self, shard: LinearShard) -> None:
-        """Called once, after tensor parallelism has cut the embedding, and this adapter's parameters with it."""
 
     @abstractmethod
     def adapt_output(self, tokens: Tensor, y: Tensor, embedding: EmbeddingLayer) -> Tensor:

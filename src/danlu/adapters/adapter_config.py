@@ -1,4 +1,4 @@
-"""What adapter folders say of themselves: which kind, which base, which adapters lie below. No torch here."""
+"""The configs of adapter folders: of which kind they are, on which base and other adapters. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 DANLU = "danlu.json"
 QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
-"""Kinds of few bits in which a recipe may hold a base."""
+"""Kinds of quantization that a recipe may ask for."""
 PEFT_TYPES = ("DANLU_BOTTLENECK", "DANLU_MORA", "IA3", "LORA", "PREFIX_TUNING", "PROMPT_TUNING", "VERA")
 """Kinds of adapter folders that are read: the keys of `peft_formats.FORMATS`."""
 _EVERY_KIND = (
@@ -39,12 +39,15 @@ KNOWN_KEYS = {kind: frozenset(keys.split()) for kind, keys in _KEYS.items()}
 _RUN_RESULT = "adapter"
 # Values of PEFT's init_lora_weights (0.21.2) with which loading an adapter leaves the base as it is.
 _LEAVES_BASE = (True, False, None, "eva", "gaussian", "lora_ga", "mica", "orthogonal")
-_TAKES_START = ("olora", "pissa")
+_CHANGES_BASE = ("olora", "pissa")
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """What an adapter folder says of itself; its tensors are read later."""
+    """The two config files of an adapter folder; its tensors are read later.
+
+    values: adapter_config.json. danlu: danlu.json, empty where an adapter comes from another tool.
+    """
 
     path: Path
     values: Mapping[str, Any]
@@ -53,39 +56,40 @@ class AdapterFolder:
     @property
     def base(self) -> str | None:
         """Folder or hub id of the model it was trained on. Raises ModelError if it is no text."""
-        named = self.values.get("base_model_name_or_path")
-        if not (named is None or isinstance(named, str)):
-            raise ModelError(f"{self.path / CONFIG}: base_model_name_or_path is {named!r}, not a folder or a hub id")
-        return named
+        base = self.values.get("base_model_name_or_path")
+        if not (base is None or isinstance(base, str)):
+            raise ModelError(f"{self.path / CONFIG}: base_model_name_or_path is {base!r}, not a folder or a hub id")
+        return base
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """How the base was held while the adapter was trained, as a recipe says it; None where it was not packed.
+        """The recipe's section of the base's quantization while the adapter was trained; None where there was none.
 
         Raises ModelError for a kind that danlu does not know.
         """
-        held = self.danlu.get("quantization")
-        if held is None:
+        section = self.danlu.get("quantization")
+        if section is None:
             return None
-        if not isinstance(held, dict) or held.get("kind") not in QUANTIZATIONS:
-            kind = held.get("kind") if isinstance(held, dict) else held
+        if not isinstance(section, dict) or section.get("kind") not in QUANTIZATIONS:
+            kind = section.get("kind") if isinstance(section, dict) else section
             raise ModelError(
                 f"{self.path / DANLU}: quantization is of the unknown kind {kind!r}; danlu knows "
                 f"{', '.join(QUANTIZATIONS)}. Say with --quantization how the base is to be held, or none"
             )
-        return held
+        return section
 
     @property
     def kind(self) -> str:
+        """PEFT's peft_type, or danlu's own for kinds that PEFT does not have."""
         return str(self.values.get("peft_type"))
 
     @property
     def below(self) -> list[Path]:
-        """Adapter folders that it was trained upon and needs, lowest first. Raises ModelError if they are no list."""
+        """Adapter folders that it was trained on top of and needs, lowest first. Raises ModelError for no list."""
         paths = self.danlu.get("below", [])
-        if not (isinstance(paths, list) and all(isinstance(one, str) for one in paths)):
+        if not (isinstance(paths, list) and all(isinstance(path, str) for path in paths)):
             raise ModelError(f"{self.path / DANLU}: below is {paths!r}, not a list of adapter folders")
-        return [Path(one) for one in paths]
+        return [Path(path) for path in paths]
 
 
 def is_adapter(path: Path) -> bool:
@@ -105,7 +109,7 @@ def resolve_adapter(path: str | Path) -> Path:
 
 
 def read_adapter_config(path: Path) -> AdapterFolder:
-    """Reads what a folder says of itself. Raises ModelError if it is no adapter, or its files cannot be read."""
+    """Reads the configs of a folder. Raises ModelError if it is no adapter, or its files cannot be read."""
     if not (path / CONFIG).is_file():
         raise ModelError(f"{path}: no adapter here ({CONFIG} is missing)")
     try:
@@ -116,7 +120,7 @@ def read_adapter_config(path: Path) -> AdapterFolder:
 
 
 def open_adapter(path: Path) -> AdapterFolder:
-    """Reads the config of an adapter folder. Raises ModelError if it is none, or one that danlu cannot compute."""
+    """Reads the configs of an adapter folder. Raises ModelError if it is none, or one that danlu cannot compute."""
     folder = read_adapter_config(path)
     if folder.kind not in PEFT_TYPES:
         known = ", ".join(PEFT_TYPES)
@@ -137,16 +141,16 @@ def open_adapter(path: Path) -> AdapterFolder:
 
 
 def init_taken_from_base(values: Mapping[str, Any], where: str) -> str | None:
-    """Which start PEFT takes out of the base as it loads an adapter with these values: "pissa", "olora", or None.
+    """The initialisation whose factors PEFT subtracts from the base as it loads the adapter: "pissa", "olora", or None.
 
-    Raises ModelError for starts that PEFT does not find again (drawn at random, made of data, dependent on a
-    quantization), so that nobody can tell which base the adapter belongs to.
+    Raises ModelError for those whose factors cannot be computed again (random, from data, dependent on a quantization):
+    the base that the adapter belongs to is not known then.
     """
     init = values.get("init_lora_weights", True)
-    word = init.lower() if isinstance(init, str) else init
-    if init == "pissa" or word == "olora":
-        return str(word)
-    if init in _LEAVES_BASE or word in ("gaussian", "mica"):  # PEFT folds the case of these and of olora alone
+    lower = init.lower() if isinstance(init, str) else init
+    if init == "pissa" or lower == "olora":
+        return str(lower)
+    if init in _LEAVES_BASE or lower in ("gaussian", "mica"):  # PEFT ignores the case of these and of olora alone
         return None
     if isinstance(init, str) and init.startswith(("pissa_niter_", "corda", "loftq")):
         raise ModelError(
@@ -155,29 +159,30 @@ def init_taken_from_base(values: Mapping[str, Any], where: str) -> str | None:
             "for the original base: model.save_pretrained(FOLDER, path_initial_model_for_weight_conversion=FOLDER OF "
             "THE ADAPTER BEFORE TRAINING)"
         )
-    known = ", ".join(sorted(str(one) for one in (*_LEAVES_BASE[:2], *_LEAVES_BASE[3:], *_TAKES_START)))
+    known = ", ".join(sorted(str(init) for init in (*_LEAVES_BASE[:2], *_LEAVES_BASE[3:], *_CHANGES_BASE)))
     raise ModelError(f"{where}: init_lora_weights is {init!r}, which PEFT does not know; danlu reads: {known}")
 
 
 def adapter_stack(path: str | Path) -> list[AdapterFolder]:
-    """An adapter with those that it was trained upon, lowest first, each once.
+    """An adapter, last, after those that it was trained on top of, lowest first, each once.
 
-    Raises ModelError if one of them is not there, or lies upon itself.
+    Raises ModelError if one of them is missing, or is stacked on itself.
     """
-    found: dict[Path, AdapterFolder] = {}
+    stack: dict[Path, AdapterFolder] = {}
     for folder in _with_below(resolve_adapter(path), ()):
-        found.setdefault(folder.path.resolve(), folder)
-    return list(found.values())
+        stack.setdefault(folder.path.resolve(), folder)
+    return list(stack.values())
 
 
 def _with_below(path: Path, above: tuple[Path, ...]) -> Iterator[AdapterFolder]:
+    """The adapter of a folder after those below it. above: the adapters that led here."""
     folder = read_adapter_config(path)
     if path.resolve() in above:
         raise ModelError(f"{path / DANLU}: the adapter is said to be stacked on itself")
-    for one in folder.below:
-        if not is_adapter(one):
-            raise ModelError(f"{path}: was trained on top of the adapter {one}, which is not there. Put it back")
-        yield from _with_below(resolve_adapter(one), (*above, path.resolve()))
+    for below in folder.below:
+        if not is_adapter(below):
+            raise ModelError(f"{path}: was trained on top of the adapter {below}, which is not there. Put it back")
+        yield from _with_below(resolve_adapter(below), (*above, path.resolve()))
     yield folder
 
 

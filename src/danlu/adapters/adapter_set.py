@@ -115,14 +115,8 @@ class AdapterSet:
         ]
         (vocab_size,) = (site.shape[0] for site in self.sites if site.group == "embedding")
         taken = [tokens.ids.stop for added in self.added.values() for tokens in added.virtual_tokens()]
-        modules = build_modules(
-            sites,
-            section,
-            name,
-            self.build_context,
-            all_sites=self.sites,
-            first_virtual_id=max([vocab_size, *taken]),
-        )
+        first_id = max([vocab_size, *taken])
+        modules = build_modules(sites, section, name, self.build_context, self.sites, first_virtual_id=first_id)
         added = AddedAdapter(name, section, sites, modules)
         self.added[name] = added
         for slot, module in added.slots().items():
@@ -219,11 +213,8 @@ class AdapterSet:
                 if isinstance(module, Prompt) and not module.is_initialized:
                     module.initialize_from(site.module)
             copied = {copy.name for copy in added.copies}
-            added.copies += [
-                self._copy(name)
-                for name in self._fully_trained(added)
-                if name.startswith(within) and name not in copied
-            ]
+            names = [name for name in self._fully_trained(added) if name.startswith(within) and name not in copied]
+            added.copies += map(self._copy, names)
         self.activate(*self.active)
 
     def _prepare_in_place(self, site: Site, section: Any) -> None:

@@ -44,7 +44,6 @@ def build_modules(
     section: Any,
     name: str,
     context: BuildContext,
-    *,
     all_sites: Sequence[Site],
     first_virtual_id: int,
 ) -> dict[str, nn.Module]:

@@ -1,7 +1,7 @@
-"""Several changes of a weight made one: what adapters add to it, weighed, thinned and agreed upon.
+"""Task arithmetic, TIES and DARE: the changes that several adapters make to one weight, combined into one change.
 
-N adapters, each with its change of the same weight: its "task vector". The same numbers as PEFT's functions of these
-names, but for DARE's random choice, which here depends on a seed and the name of the weight alone.
+N adapters, each with its change ("task vector") of the same weight. The results equal those of PEFT's functions of
+these names, except for DARE's random choice, which here depends on a seed and the name of the weight alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAJORITIES: tuple[Majority, ...] = get_args(Majority)
 
 @dataclass(frozen=True)
 class Combination:
-    """How changes become one."""
+    """How the changes of several adapters are combined."""
 
     weights: tuple[float, ...]
-    """One for each adapter."""
+    """What each adapter's change is multiplied by."""
     method: Method = "linear"
     density: float = 1.0
-    """Share of each change that ties and dare keep."""
+    """Fraction of each change's numbers that ties and dare keep."""
     majority: Majority = "total"
     """How ties elects a sign: by the sum of the changes, or by how many have it."""
     seed: int = 0
@@ -40,13 +40,13 @@ class Combination:
         assert 0 < self.density <= 1, f"density is {self.density}"
 
     def of(self, changes: Sequence[Tensor], draw: Callable[[int], torch.Generator]) -> Tensor:
-        """The one change. draw: the CPU generator that dare chooses with, for the n-th adapter."""
+        """The combined change, of changes of one shape. draw: n -> the CPU generator of dare's choice for adapter n."""
         if self.method in ("dare-linear", "dare-ties"):
-            changes = [thinned(change, self.density, draw(n)) for n, change in enumerate(changes)]
+            changes = [drop_and_rescale(change, self.density, draw(n)) for n, change in enumerate(changes)]
         elif self.method == "ties":
-            changes = [trimmed(change, self.density) for change in changes]
+            changes = [trim(change, self.density) for change in changes]
         if self.method in ("ties", "dare-ties"):
-            return agreed(changes, self.weights, self.majority)
+            return elect_signs(changes, self.weights, self.majority)
         return weighted_sum(changes, self.weights)
 
 
@@ -58,17 +58,17 @@ def weighted_sum(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total
 
 
-def trimmed(change: Tensor, density: float) -> Tensor:
-    """The share `density` of largest magnitude, the rest 0: the first step of TIES (arXiv:2306.01708, section 4)."""
+def trim(change: Tensor, density: float) -> Tensor:
+    """The fraction `density` of largest magnitude, others 0: the first step of TIES (arXiv:2306.01708, section 4)."""
     kept = int(density * change.numel())
     if kept == 0:
         return torch.zeros_like(change)
-    sizes = change.abs().flatten()
-    least = sizes.kthvalue(sizes.numel() - kept + 1).values
-    return change.where(change.abs() >= least, 0)
+    magnitudes = change.abs().flatten()
+    threshold = magnitudes.kthvalue(magnitudes.numel() - kept + 1).values
+    return change.where(change.abs() >= threshold, 0)
 
 
-def thinned(change: Tensor, density: float, generator: torch.Generator) -> Tensor:
+def drop_and_rescale(change: Tensor, density: float, generator: torch.Generator) -> Tensor:
     """Each number kept with probability `density`, else 0, and divided by it: DARE (arXiv:2311.03099, section 3.1)."""
     if density == 1:
         return change
@@ -76,11 +76,11 @@ def thinned(change: Tensor, density: float, generator: torch.Generator) -> Tenso
     return change.where(kept.to(change.device), 0).div_(density)
 
 
-def agreed(changes: Sequence[Tensor], weights: Sequence[float], majority: Majority = "total") -> Tensor:
-    """Steps two and three of TIES (arXiv:2306.01708, section 4): of each number the sign that prevails is elected, and
-    of the changes that have it the mean is taken, each times its weight.
+def elect_signs(changes: Sequence[Tensor], weights: Sequence[float], majority: Majority = "total") -> Tensor:
+    """Steps two and three of TIES (arXiv:2306.01708, section 4): elects the sign of each number, and averages the
+    weighted changes that have it.
 
-    majority: total elects the sign of the sum; frequency that which more of the changes have. Even counts as positive.
+    majority: total elects the sign of the sum; frequency the sign that more changes have. A tie counts as positive.
     """
     ballot = torch.zeros_like(changes[0])
     for change in changes:

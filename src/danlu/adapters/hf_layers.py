@@ -1,6 +1,6 @@
-"""Layers as Hugging Face folders name them: q, k and v (or gate and up) may be one layer there.
+"""Linear layers as Hugging Face folders have them, where q, k and v (or gate and up) may be fused into one.
 
-The parts of such a fused layer lie one under the other in its weight, in the order of their outputs.
+The rows of a fused layer's weight are those of its parts, one part after the other.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from danlu.types import Site
 
 @dataclass(frozen=True)
 class HFLayer:
-    """A layer of a Hugging Face folder, and the sites that are its parts."""
+    """A layer of a Hugging Face folder, and the sites of danlu's model that are its parts."""
 
     name: str
     parts: tuple[Site, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(O, I) of the whole."""
+        """(O, I) of the fused layer."""
         return sum(site.shape[0] for site in self.parts), self.parts[0].shape[1]
 
     def rows(self) -> Iterator[tuple[Site, slice]]:
-        """The parts, and which outputs of the whole are theirs."""
+        """Each part, and which outputs of the fused layer are its own."""
         start = 0
         for site in self.parts:
             yield site, slice(start, start + site.shape[0])

@@ -27,6 +27,7 @@ from danlu.adapters.adapter_config import init_taken_from_base
 from danlu.adapters.hf_layers import HFLayer, hf_layers
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
 from danlu.adapters.peft_values import PREFIX, check_supported, finite_number, positive_int
+from danlu.adapters.targets import value_by_pattern
 from danlu.errors import ModelError
 from danlu.recipe import sections
 from danlu.types import Site
@@ -165,8 +166,8 @@ def for_original_base(
             continue
         if (factors.b.shape[0], factors.a.shape[1]) != base.shape:
             raise ModelError(
-                f"{where}: the factors of {name} make a [{factors.b.shape[0]}, {factors.a.shape[1]}] matrix, this model "
-                f"has {list(base.shape)}: the adapter is of another base"
+                f"{where}: the factors of {name} make a [{factors.b.shape[0]}, {factors.a.shape[1]}] matrix, this "
+                f"model has {list(base.shape)}: the adapter is of another base"
             )
         a, b = _initial_factors(init, base, factors.rank, scale)
         if (stored := rest.get(f"{PREFIX}{name}{_BASE_LAYER}")) is not None and not base.is_meta:
@@ -364,19 +365,11 @@ def _check_rank(name: str, values: Mapping[str, Any], rank: int, where: str) -> 
 
 
 def _alpha(name: str, values: Mapping[str, Any], default: float) -> float:
-    return float(_by_pattern(name, values.get("alpha_pattern"), default))
+    return float(value_by_pattern((name,), values.get("alpha_pattern") or {}, default))
 
 
 def _rank(name: str, values: Mapping[str, Any]) -> int:
-    return int(_by_pattern(name, values.get("rank_pattern"), values.get("r", 8)))
-
-
-def _by_pattern(name: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
-    """The value of the first pattern that a module's name ends with, as PEFT matches them."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default
+    return int(value_by_pattern((name,), values.get("rank_pattern") or {}, values.get("r", 8)))
 
 
 def _round(alpha: float) -> float:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import TensorAxes, module_of_type
+from danlu.adapters.adapter import ShardableModule, module_of_type
 from danlu.adapters.peft_values import check_supported, positive_int, take_tensor
 from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
 from danlu.recipe import sections
@@ -60,7 +60,7 @@ class Projection(nn.Module):
         return F.linear(self.embedding.weight, self.weight, self.bias).tanh()
 
 
-class LayerPrefix(nn.Module):
+class LayerPrefix(ShardableModule):
     """Keys and values of one layer. Sits in the slot `prefix` of its attention.
 
     Parameters: embedding.weight [P, 2 D], or with a projection weight [2 D, H] and bias [2 D]. Either way the first D
@@ -97,12 +97,8 @@ class LayerPrefix(nn.Module):
         else:
             _uniform(self, self.weight.shape[1], generator_for)
 
-    @property
-    def tensor_axes(self) -> TensorAxes:
-        return {}
-
     def narrow(self, shard: LinearShard) -> None:
-        """Called once, after tensor parallelism has cut the attention. shard: of its `k_proj`."""
+        """shard: of the `k_proj` of the attention."""
         self.features = shard.outputs
 
     def keys_and_values(self) -> Tensor:

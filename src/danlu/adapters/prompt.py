@@ -29,21 +29,15 @@ class Prompt(VirtualTokens):
     Args:
         width: D.
         multiplier: what the model's embedding multiplies its rows by.
-        initial_token_ids: the tokens whose embeddings it starts as, repeated where there are fewer than P.
+        token_ids: the tokens whose embeddings it starts as, repeated where there are fewer than P.
     """
 
     def __init__(
-        self,
-        first_id: int,
-        count: int,
-        width: int,
-        multiplier: float,
-        initial_token_ids: Sequence[int],
-        device: torch.device | str,
+        self, first_id: int, count: int, width: int, multiplier: float, token_ids: Sequence[int], device: torch.device
     ) -> None:
         super().__init__(first_id, count)
         self.multiplier = multiplier
-        self.initial_token_ids = tuple(islice(cycle(initial_token_ids), count))
+        self.initial_token_ids = tuple(islice(cycle(token_ids), count))
         self.is_initialized = False
         self.embedding = nn.Embedding.from_pretrained(torch.empty(count, width, device=device), freeze=False)
 

@@ -1,4 +1,4 @@
-"""Which layers of a model an adapter is put on, and whether it can be there. No torch here."""
+"""Which layers of a model an adapter is put on, and whether its kind fits them. No torch here."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from danlu.recipe import sections
 from danlu.types import Site
 
 Form = Literal["rotation", "sharing"]
-"""How MoRA folds inputs into its square."""
+"""How MoRA maps inputs to its square: see `mora`."""
 
 GROUPS = {"all-linear": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",)}
 _Value = TypeVar("_Value")
 
 
 def choose(sites: Sequence[Site], section: Any, *, check_ranks: bool = True) -> list[Site]:
-    """Where an adapter would sit, of all sites of a model.
+    """The sites, of all of a model, that an adapter's section selects.
 
     check_ranks: False for the section of an adapter that exists, whose ranks PEFT may have cut.
-    Raises RecipeError for names that match no layer, for ranks that no layer has, and for layers on which an adapter of
-    this kind cannot be.
+    Raises RecipeError for names that match no layer, for ranks that no layer has, and for layers that an adapter of
+    this kind does not fit.
     """
     for key in ("rank_pattern", "alpha_pattern"):
-        if lost := unmatched(sites, getattr(section, key, {})):
-            raise RecipeError(f"adapter.{key}: {lost[0]!r} matches no layer of this model")
+        if unused := unmatched(sites, getattr(section, key, {})):
+            raise RecipeError(f"adapter.{key}: {unused[0]!r} matches no layer of this model")
     chosen = select(sites, targets_of(section))
     for site in chosen:
         _check_kind(site, section)
@@ -43,7 +43,7 @@ def choose(sites: Sequence[Site], section: Any, *, check_ranks: bool = True) -> 
 
 
 def targets_of(section: Any) -> list[str]:
-    """What a section says of the sites it sits on; prompts and prefixes sit on the embedding, bottlenecks on none."""
+    """The targets of a section; prompts and prefixes sit on the embedding, bottleneck adapters on no site."""
     match section:
         case sections.Prompt() | sections.Prefix():
             return ["embed_tokens"]
@@ -62,31 +62,32 @@ def select(sites: Sequence[Site], targets: Iterable[str], *, key: str = "adapter
     """
     chosen: set[str] = set()
     for target in targets:
-        found = [site.name for site in sites if _matches(site, target)]
-        if not found:
-            raise RecipeError(f"{key}: {_nothing(sites, target)}")
-        chosen.update(found)
+        matching = [site.name for site in sites if _matches(site, target)]
+        if not matching:
+            raise RecipeError(f"{key}: {_no_match(sites, target)}")
+        chosen.update(matching)
     return [site for site in sites if site.name in chosen]
 
 
 def _matches(site: Site, target: str) -> bool:
     if target in GROUPS:
         return site.group in GROUPS[target]
-    return any(_ends_with(name, target) or _is_whole(target, name) for name in (site.name, site.hf_name))
+    return any(_ends_with(name, target) or _matches_whole(target, name) for name in (site.name, site.hf_name))
 
 
 def _ends_with(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def _is_whole(pattern: str, name: str) -> bool:
+def _matches_whole(pattern: str, name: str) -> bool:
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
         raise RecipeError(f"adapter.targets: {pattern!r} is no regular expression: {error}") from None
 
 
-def _nothing(sites: Sequence[Site], target: str) -> str:
+def _no_match(sites: Sequence[Site], target: str) -> str:
+    """The message for a target that no site matches, with the names that are near."""
     names = sorted(
         {site.name.rpartition(".")[2] for site in sites} | {site.hf_name.rpartition(".")[2] for site in sites}
     )
@@ -96,20 +97,25 @@ def _nothing(sites: Sequence[Site], target: str) -> str:
 
 
 def by_pattern(site: Site, patterns: Mapping[str, _Value], default: _Value) -> _Value:
-    """The value of the first pattern that a site's name on disk or here ends with or matches; PEFT's rank_pattern."""
+    """The value of the first pattern that matches a site's name in Hugging Face folders, or its own."""
+    return value_by_pattern((site.hf_name, site.name), patterns, default)
+
+
+def value_by_pattern(names: Sequence[str], patterns: Mapping[str, _Value], default: _Value) -> _Value:
+    """The value of the first pattern that one of a module's names ends with, as PEFT matches its rank_pattern."""
     for pattern, value in patterns.items():
-        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in (site.hf_name, site.name)):
+        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
             return value
     return default
 
 
 def unmatched(sites: Sequence[Site], patterns: Mapping[str, object]) -> list[str]:
     """Patterns that no site matches: most likely misspelt."""
-    return [one for one in patterns if not any(by_pattern(site, {one: True}, False) for site in sites)]
+    return [pattern for pattern in patterns if not any(by_pattern(site, {pattern: True}, False) for site in sites)]
 
 
 def check_rank(site: Site, section: sections.LowRank) -> None:
-    """Raises RecipeError for a rank that no matrix of the site's shape has."""
+    """Raises RecipeError for a LoRA rank above the smaller side of the site's matrix."""
     rank = by_pattern(site, section.rank_pattern, section.rank)
     if rank > min(site.shape):
         raise RecipeError(
@@ -119,13 +125,13 @@ def check_rank(site: Site, section: sections.LowRank) -> None:
 
 
 def square_width(shape: tuple[int, int], rank: int, form: Form) -> int:
-    """w: rounded to nearest, for rotation down to an even number, as the authors' code has it."""
+    """MoRA's w = sqrt(r (I + O)) rounded to the nearest integer; for rotation then down to an even one."""
     width = int(math.sqrt(sum(shape) * rank) + 0.5)
     return width // 2 * 2 if form == "rotation" else width
 
 
 def _check_kind(site: Site, section: Any) -> None:
-    """Raises RecipeError for an embedding that only plain LoRA can be on, and for dropout before the head."""
+    """Raises RecipeError for an adapter other than plain LoRA on an embedding, and for dropout on the head."""
     if isinstance(section, sections.Prompt | sections.Prefix):
         return
     if site.group == "embedding":
@@ -152,12 +158,12 @@ def _check_square(site: Site, section: sections.Mora) -> None:
 
 
 def _check_feedforward(chosen: Sequence[Site], section: sections.Ia3, sites: Sequence[Site]) -> None:
-    """Raises RecipeError where (IA)^3 would rescale the inputs of some parts of one layer on disk and not of others."""
+    """Raises RecipeError where (IA)^3 would rescale the inputs of some parts of a fused layer, but not of others."""
     names = {site.name for site in chosen}
     of_inputs = {site.name for site in select(sites, section.feedforward, key="adapter.feedforward")}
     for layer in hf_layers(sites):
-        inside = [site for site in layer.parts if site.name in names & of_inputs]
-        if inside and len(inside) < len(layer.parts):
+        scaling_inputs = [site for site in layer.parts if site.name in names & of_inputs]
+        if scaling_inputs and len(scaling_inputs) < len(layer.parts):
             raise RecipeError(
                 f"adapter.feedforward: {layer.name} is one layer in Hugging Face folders, so its parts have the same "
                 f"inputs: name {' and '.join(site.name for site in layer.parts)} in adapter.targets and in "

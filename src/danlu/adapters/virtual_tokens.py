@@ -13,9 +13,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from danlu.adapters.adapter import TensorAxes
+from danlu.adapters.adapter import ShardableModule
 from danlu.types import LinearShard
 
 
@@ -27,7 +27,7 @@ class VirtualTokenPositions:
     indices: Tensor  # [N] int64: which of the adapter's virtual tokens each is, 0 to P - 1
 
 
-class VirtualTokens(nn.Module):
+class VirtualTokens(ShardableModule):
     """The part of an adapter that sits in the embedding's slot and has the vectors of its virtual tokens.
 
     first_id: the first of its `count` consecutive ids; at least the size of the vocabulary.
@@ -39,12 +39,7 @@ class VirtualTokens(nn.Module):
         self.adds_embeddings = True
         """False on all tensor ranks but one, where the vocabulary is cut and `embeddings` are summed over the ranks."""
 
-    @property
-    def tensor_axes(self) -> TensorAxes:
-        return {}
-
     def narrow(self, shard: LinearShard) -> None:
-        """Called once, after tensor parallelism has cut the embedding."""
         self.adds_embeddings = shard.first
 
     def positions(self, tokens: Tensor) -> VirtualTokenPositions:

@@ -23,7 +23,7 @@ from danlu import __version__
 from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, init_taken_from_base, open_adapter
 from danlu.adapters.combine import Combination, weighted_sum
 from danlu.adapters.low_rank_init import pissa
-from danlu.adapters.peft_folder import read_files, write_files
+from danlu.adapters.peft_folder import read_tensors, write_files
 from danlu.adapters.peft_lora import (
     Factors,
     for_original_base,
@@ -163,7 +163,7 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | 
     where = str(folder.path)
     if folder.kind != "LORA":
         raise ModelError(f"{where}: is {folder.kind}; only LoRA adapters become one adapter. Merge it into its base")
-    values, tensors = folder.values, read_files(folder)
+    values, tensors = folder.values, read_tensors(folder)
     if init_taken_from_base(values, where) is not None:
         of = base_of([folder], None, "--into") if base is None else base
         weight = partial(_base_weight, of.folder)

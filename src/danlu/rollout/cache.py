@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, kept so that each new token costs one row of work.
+"""The KV cache: keys and values of the tokens so far, so that each new token costs the work of one row.
 
 The cache hands the decoder an attend strategy for each forward pass (`KVCache.extend`), and the decoder does not know
 that earlier tokens are not computed again. Everything is flat: a pass brings `counts[b]` new tokens of sequence b, laid
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from danlu.models.attend import PackedAttention, attention_scores, visible
 
-# Rows are added this many tokens at a time, and at least half of what is there: copying stays a small, constant
-# share of the work however long the text gets.
-CHUNK = 256
+# Buffers grow to a multiple of this many tokens, and by at least half: copying stays a small, constant share of the
+# work however long the text gets.
+CAPACITY_STEP = 256
 
 
 class KVCache:
-    """One contiguous buffer [B, K, capacity, C] of keys and one of values for each layer.
+    """One contiguous buffer [B, K, capacity, C] of keys and one of values for each layer, in the type of activations.
 
-    Buffers are made when a layer is first seen, so the cache needs no model config, and they grow when they are full.
+    Buffers are allocated when a layer is first used, so the cache needs no model config, and they grow when full.
     """
 
     def __init__(self, sequences: int = 1) -> None:
@@ -36,25 +36,25 @@ class KVCache:
     def extend(self, counts: Sequence[int]) -> CachedAttention:
         """The attend strategy of one forward pass that brings counts[b] new tokens of sequence b.
 
-        `lengths` moves on at once. When the pass does not end (an interrupt), go back with `truncate`.
+        `lengths` counts these tokens from now on. Where the pass is interrupted, undo that with `truncate`.
         """
         assert len(counts) == len(self.lengths), f"{len(counts)} counts for {len(self.lengths)} sequences"
         past = tuple(self.lengths)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         longest = max(self.lengths)
         if longest > self._capacity:
-            self._capacity = -(-max(longest, self._capacity * 3 // 2) // CHUNK) * CHUNK
+            self._capacity = -(-max(longest, self._capacity * 3 // 2) // CAPACITY_STEP) * CAPACITY_STEP
         return CachedAttention(self, past, tuple(counts))
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forgets the tokens of one sequence from `length` on."""
+        """Removes the tokens of one sequence from `length` on."""
         assert 0 <= length <= self.lengths[sequence], f"cannot cut {self.lengths[sequence]} tokens to {length}"
         self.lengths[sequence] = length
 
     def fork(self, rows: Sequence[int]) -> KVCache:
         """A cache whose sequence j is a copy of this one's rows[j]; a row may be taken several times.
 
-        Where nothing would change (every row once, in order) it is this cache itself.
+        It is this cache itself where nothing would change (every row once, in order).
         """
         if list(rows) == list(range(len(self.lengths))):
             return self
@@ -67,41 +67,38 @@ class KVCache:
         return forked
 
     def drop(self, rows: Sequence[int]) -> list[int]:
-        """Removes sequences by moving the last ones into their places, so that only few rows are copied.
+        """Removes sequences by moving the last ones into their rows, so that few rows are copied.
 
-        Returns, for each place that is left, the row that is there now.
+        Returns the former row of each row that remains.
         """
-        gone = set(rows)
-        order = [row for row in range(len(self.lengths)) if row not in gone]
-        left = len(order)
-        movers = [row for row in order if row >= left]
-        holes = [row for row in range(left) if row in gone]
-        order = [row for row in order if row < left]
-        for hole, mover in zip(holes, movers, strict=True):
-            order.insert(hole, mover)
+        dropped = set(rows)
+        count = len(self.lengths) - len(dropped)
+        movers = (row for row in range(count, len(self.lengths)) if row not in dropped)
+        moves = [(hole, next(movers)) for hole in range(count) if hole in dropped]
         for layer, (keys, values) in self._layers.items():
-            for hole, mover in zip(holes, movers, strict=True):
+            for hole, mover in moves:
                 keys[hole, :, : self.lengths[mover]] = keys[mover, :, : self.lengths[mover]]
                 values[hole, :, : self.lengths[mover]] = values[mover, :, : self.lengths[mover]]
-            self._layers[layer] = (keys[:left], values[:left])
+            self._layers[layer] = (keys[:count], values[:count])
+        order = list(range(count))
+        for hole, mover in moves:
+            order[hole] = mover
         self.lengths = [self.lengths[row] for row in order]
         return order
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers, used or not."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
-
     def buffers(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, K, capacity, C] of a layer, with room for every token announced by `extend`."""
-        found = self._layers.get(layer)
-        if found is not None and found[0].shape[2] >= self._capacity:
-            return found
+        """Keys and values [B, K, capacity, C] of a layer, with room for every token that `extend` counted.
+
+        like: keys [T, K, C] of a pass, for the number of heads, their width, type and device.
+        """
+        buffers = self._layers.get(layer)
+        if buffers is not None and buffers[0].shape[2] >= self._capacity:
+            return buffers
         shape = (len(self.lengths), like.shape[1], self._capacity, like.shape[2])
-        # Zeros, not empty: masked places get probability 0, and 0 times a stray NaN would still be NaN.
+        # Zeros, not empty: masked positions get probability 0, and 0 times a stray NaN would still be NaN.
         grown = (like.new_zeros(shape), like.new_zeros(shape))
-        if found is not None:
-            for new, old in zip(grown, found, strict=True):
+        if buffers is not None:
+            for new, old in zip(grown, buffers, strict=True):
                 new[:, :, : old.shape[2]] = old
         self._layers[layer] = grown
         return grown
@@ -114,10 +111,10 @@ class CachedAttention:
         self.cache = cache
         self.past = past  # tokens of each sequence before this pass
         self.counts = counts  # new tokens of each sequence
-        self._one_each = all(count == 1 for count in counts)
-        self._level = self._one_each and len(set(past)) == 1  # every sequence is equally long: no masks
+        self._is_decoding = all(count == 1 for count in counts)
+        self._same_lengths = self._is_decoding and len(set(past)) == 1  # then no masks are needed
         self._masks: dict[int | None, Tensor] = {}
-        self._documents: dict[int, PackedAttention] = {}  # by length: prompts, kept for what all layers share
+        self._prompts: dict[int, PackedAttention] = {}  # by length: its masks are computed once for all layers
 
     def __call__(
         self,
@@ -131,25 +128,25 @@ class CachedAttention:
         softcap: float | None,
     ) -> Tensor:  # [T, H, C]
         keys, values = self.cache.buffers(layer, k)
-        if self._one_each:
+        if self._is_decoding:
             return self._decode_together(q, k, v, keys, values, scale, window, softcap)
-        pieces, start = [], 0
+        outputs, start = [], 0
         for row, (past, count) in enumerate(zip(self.past, self.counts, strict=True)):
             if count == 0:
                 continue
             end, total = start + count, past + count
             keys[row, :, past:total] = k[start:end].transpose(0, 1)
             values[row, :, past:total] = v[start:end].transpose(0, 1)
-            if past == 0:  # nothing cached: the prompt is a document like any other
-                document = self._documents.setdefault(count, PackedAttention((0, count)))
-                own = q[start:end], k[start:end], v[start:end]
-                pieces.append(document(layer, *own, scale=scale, window=window, softcap=softcap))
+            if past == 0:  # nothing is cached: a document of its own, as in training
+                attend = self._prompts.setdefault(count, PackedAttention((0, count)))
+                qkv = q[start:end], k[start:end], v[start:end]
+                outputs.append(attend(layer, *qkv, scale=scale, window=window, softcap=softcap))
             else:
                 first = 0 if window is None else max(0, past - window + 1)
-                seen = keys[row, :, first:total], values[row, :, first:total]
-                pieces.append(_attend_to_past(q[start:end], *seen, scale=scale, window=window, softcap=softcap))
+                kv = keys[row, :, first:total], values[row, :, first:total]
+                outputs.append(_attend_to_past(q[start:end], *kv, scale=scale, window=window, softcap=softcap))
             start = end
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode_together(
         self,
@@ -162,35 +159,35 @@ class CachedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:  # [B, H, C]
-        """One new token of each sequence, in one call over the longest of them."""
+        """One new token of each sequence, in one call over as many keys as the longest has."""
         sequences, kv_heads, width = k.shape
         first, longest = 0, max(self.past) + 1
-        if self._level:
+        if self._same_lengths:
             keys.select(2, longest - 1).copy_(k)
             values.select(2, longest - 1).copy_(v)
             first = 0 if window is None else max(0, longest - window)
         else:
             rows = torch.arange(sequences, device=q.device)
-            places = torch.tensor(self.past, device=q.device)
-            keys[rows, :, places], values[rows, :, places] = k, v
+            columns = torch.tensor(self.past, device=q.device)
+            keys[rows, :, columns], values[rows, :, columns] = k, v
         out = _grouped_attention(
             q.view(sequences, kv_heads, -1, width),
             keys.narrow(2, first, longest - first),
             values.narrow(2, first, longest - first),
-            None if self._level else self._decode_mask(window, q),
+            None if self._same_lengths else self._decode_mask(window, q),
             scale=scale,
             softcap=softcap,
         )
         return out.reshape(sequences, -1, width)
 
     def _decode_mask(self, window: int | None, q: Tensor) -> Tensor:
-        """[B, 1, 1, S] of 0 and -inf in q's dtype; made once for all layers that look equally far back."""
+        """[B, 1, 1, S] of 0 and -inf in q's dtype; computed once for all layers with the same window."""
         if window not in self._masks:
-            places = torch.arange(max(self.past) + 1, device=q.device)
+            columns = torch.arange(max(self.past) + 1, device=q.device)
             last = torch.tensor(self.past, device=q.device).unsqueeze(1)  # [B, 1]
-            hidden = places > last  # [B, S]
+            hidden = columns > last  # [B, S]
             if window is not None:
-                hidden |= places <= last - window
+                hidden |= columns <= last - window
             self._masks[window] = q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None, :]
         return self._masks[window]
 

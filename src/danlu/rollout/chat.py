@@ -1,4 +1,4 @@
-"""A conversation with a model: turns, their history, and a cache that is read again instead of computed again."""
+"""A conversation with a model: its turns, and a KV cache that is reused from turn to turn."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from danlu.rollout.stopping import Decode, TextStream
 
 Message = Mapping[str, str]
 Render = Callable[[Sequence[Message]], list[int]]
-"""Messages (role, content) to tokens, up to the place where the assistant begins to speak."""
+"""From messages (role, content) to tokens, with the generation prompt for the assistant."""
 
 
 class Conversation:
-    """Multi-turn chat. The cache outlives a turn: of each new prompt only what differs from the last one is read.
+    """Multi-turn chat. The KV cache outlives a turn: of each new prompt only what differs from the last one is read.
 
-    Nothing is assumed about the template: after every turn the whole history is rendered anew, and the cache is kept as
-    far as the tokens are the same. A template that rewrites earlier turns costs time, never correctness.
+    Nothing is assumed about the template: for every turn the whole history is rendered anew, and the cache is kept for
+    the common prefix of tokens. A template that rewrites earlier turns costs time, never correctness.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Conversation:
     ) -> None:
         self.messages: list[dict[str, str]] = []  # user and assistant in turn, without the system prompt
         self.system = system
-        self.prefilled = 0  # tokens the last turn had to read; the rest of its prompt was in the cache
+        self.prefilled = 0  # tokens of the last prompt that were not in the cache
         self._model = model
         self._render = render
         self._decode = decode
@@ -52,27 +52,27 @@ class Conversation:
         self._virtual_token_ids = tuple(virtual_token_ids)  # what the model's adapters put before every prompt
         self._cache = KVCache()
         self._cached: list[int] = []  # the tokens whose keys and values are in the cache
-        self._read_length = 0  # of the prompt that was read into the cache last
-        self._asked = 0  # every turn draws its own random numbers, also the same one asked again
+        self._cached_prompt_length = 0  # of the last prompt that was read into the cache
+        self._turns_asked = 0  # index of the random numbers: a question that is asked again gets other ones
 
     def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Completion:
-        """The answer to a user's turn, handed to `on_text` piece by piece as it is written.
+        """The answer to a user's turn. on_text: called with each new piece of its text as it is generated.
 
-        After KeyboardInterrupt the turn stays in the history with what was said so far, unless nothing was; after an
-        error it is left out. Raises DataError when the conversation no longer fits the model's context.
+        After KeyboardInterrupt the turn stays in the history with the text so far, unless there is none; after an error
+        it is left out. Raises DataError when the conversation no longer fits the model's context.
         """
         question = {"role": "user", "content": text}
         rendered = self._render([*self._preamble(), *self.messages, question])
         prompt = [*self._virtual_token_ids, *rendered]
         self._check_room(len(prompt))
-        answer = Answer(self._asked, len(prompt), TextStream(self._decode, self._stop_strings))
-        self._asked += 1
-        said: list[str] = []
+        answer = Answer(self._turns_asked, len(prompt), TextStream(self._decode, self._stop_strings))
+        self._turns_asked += 1
+        texts: list[str] = []
 
-        def on_token(sample: int, token: int, piece: str) -> None:
-            said.append(piece)
-            if on_text is not None and piece:
-                on_text(piece)
+        def on_token(sample: int, token: int, text: str) -> None:
+            texts.append(text)
+            if on_text is not None and text:
+                on_text(text)
 
         try:
             with torch.inference_mode():
@@ -82,11 +82,11 @@ class Conversation:
                     self._options, self._stopping, on_token, self._dtype,
                 )  # fmt: skip
         except KeyboardInterrupt:
-            if any(said):
-                self.messages += [question, {"role": "assistant", "content": "".join(said)}]
+            if any(texts):
+                self.messages += [question, {"role": "assistant", "content": "".join(texts)}]
             raise
         finally:
-            if answer.tokens:  # the newest token was chosen, but its keys and values were not made
+            if answer.tokens:  # the newest token was sampled, but its keys and values were not computed
                 self._cached = prompt + answer.tokens[:-1]
         completion = answer.completion()
         self.messages += [question, {"role": "assistant", "content": completion.text}]
@@ -101,18 +101,18 @@ class Conversation:
     def tokenizer_changed(
         self, render: Render, decode: Decode, stopping: Stopping, stop_strings: Sequence[str] = ()
     ) -> None:
-        """After adapters were switched that have words of their own: the turns stay, and are rendered by these."""
+        """After a switch to adapters with another tokenizer: the turns stay, and are rendered by this one."""
         self._render, self._decode, self._stopping = render, decode, stopping
         self._stop_strings = tuple(stop_strings)
 
     def undo(self) -> bool:
-        """Takes the last turn back, question and answer. False if there is none."""
-        taken = self.messages[-2:]
+        """Removes the last turn, question and answer. Returns whether there was one."""
+        removed = self.messages[-2:]
         self.messages = self.messages[:-2]
-        return bool(taken)
+        return bool(removed)
 
     def reset(self) -> None:
-        """Forgets every turn; the system prompt stays."""
+        """Removes every turn; the system prompt stays."""
         self.messages = []
 
     def _preamble(self) -> list[Message]:
@@ -127,19 +127,19 @@ class Conversation:
             )
 
     def _read(self, prompt: list[int]) -> torch.Tensor:
-        """Brings the cache to `prompt`; logits [1, V] after its last token."""
+        """Reads into the cache what it does not have of `prompt`; returns the logits [1, V] after its last token."""
         kept = 0
-        # Where frequencies go by the length, keys that an earlier turn left are those of another length.
-        longest = max(len(prompt), self._read_length)
+        # Rotary scalings that depend on the length: cached keys were rotated for another one.
+        longest = max(len(prompt), self._cached_prompt_length)
         cached = [] if rotated_by_length(self._model.config, longest) else self._cached
-        # The last token is always read: its logits are what the answer starts from.
+        # The last token is always read again: the answer starts from its logits.
         for old, new in zip(cached, prompt[:-1], strict=False):
             if old != new:
                 break
             kept += 1
         self._cache.truncate(0, kept)
         self._cached = prompt[:kept]
-        self._read_length = len(prompt)
+        self._cached_prompt_length = len(prompt)
         self.prefilled = len(prompt) - kept
         logits = prefill(self._model, self._cache, [prompt[kept:]], self._dtype)
         self._cached = list(prompt)

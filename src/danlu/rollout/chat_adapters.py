@@ -13,21 +13,20 @@ from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, stop_ids_
 from danlu.rollout.resolve_model import ResolvedModel, adapter_names, adapter_tokenizer_folder
 
 BASE = "none"
-"""What the base alone is called."""
+"""The name of the base without adapters."""
 
 
 @dataclass(frozen=True)
 class ActiveAdapter:
-    """The base or an adapter while it answers."""
+    """What the base or an adapter generates answers with while it is active."""
 
-    name: str
     chat_tokenizer: ChatTokenizer
     stop_ids: frozenset[int]
     virtual_token_ids: tuple[int, ...]
-    """Tokens that its prompts begin with."""
+    """What its prompts begin with."""
 
     def stopping(self, stops: Sequence[str], max_new_tokens: int, context: int) -> tuple[Stopping, list[str]]:
-        """What ends its answers, and which of the texts `stops` that leaves to be looked for in them."""
+        """What ends its answers, and which of the texts `stops` must be searched for: one without text is a token."""
         silent, texts = self.chat_tokenizer.split_stops(stops)
         return Stopping(max_new_tokens, context, self.stop_ids | silent), texts
 
@@ -35,19 +34,19 @@ class ActiveAdapter:
 class ChatAdapters:
     """The adapters of a loaded model that a chat can switch between, the base alone among them."""
 
-    def __init__(self, resolved: ResolvedModel, opened: LoadedModel, chat_template: Path | None = None) -> None:
+    def __init__(self, resolved: ResolvedModel, loaded: LoadedModel, chat_template: Path | None = None) -> None:
         self._resolved = resolved
-        self._opened = opened
+        self._loaded = loaded
         self._chat_template = chat_template
-        self._chat_tokenizers = {resolved.tokenizer_folder: opened.chat_tokenizer}
+        self._chat_tokenizers = {resolved.tokenizer_folder: loaded.chat_tokenizer}
         self.adapters = tuple(adapter_names(resolved.stacks))
-        """Names, in the order in which they were given."""
+        """The adapters' names, in the order in which they were given."""
         self.active_name = self.adapters[0] if self.adapters else BASE
 
     def switch(self, name: str) -> ActiveAdapter:
         """Makes an adapter active, or with `none` the base alone.
 
-        Raises DataError for a name that is not there, and for one that has no chat template; nothing has changed then.
+        Raises DataError for a name that is not there, and for one without a chat template; nothing has changed then.
         """
         if name not in (BASE, *self.adapters):
             known = ", ".join(self.adapters)
@@ -58,13 +57,14 @@ class ChatAdapters:
             )
         number = None if name == BASE else self.adapters.index(name)
         folder, chat_tokenizer = self._find_chat_tokenizer(number)
-        if self._opened.stacks is not None:
-            self._opened.stacks.use(number)
+        if self._loaded.stacks is not None:
+            self._loaded.stacks.use(number)
         self.active_name = name
-        stop_ids = stop_ids_of(self._opened.model, chat_tokenizer, self._resolved.folder, folder)
-        return ActiveAdapter(name, chat_tokenizer, stop_ids, self._opened.virtual_token_ids)
+        stop_ids = stop_ids_of(self._loaded.model, chat_tokenizer, self._resolved.folder, folder)
+        return ActiveAdapter(chat_tokenizer, stop_ids, self._loaded.virtual_token_ids)
 
     def _find_chat_tokenizer(self, number: int | None) -> tuple[Path, ChatTokenizer]:
+        """The first of `_tokenizer_folders` with a chat template, and its tokenizer. number: of a stack; None: base."""
         problem: DataError | None = None
         for folder in self._tokenizer_folders(number):
             try:
@@ -87,7 +87,6 @@ class ChatAdapters:
 
     def _chat_tokenizer(self, folder: Path) -> ChatTokenizer:
         if folder not in self._chat_tokenizers:
-            self._chat_tokenizers[folder] = load_chat_tokenizer(
-                folder, self._chat_template, model=self._resolved.folder
-            )
+            model = self._resolved.folder
+            self._chat_tokenizers[folder] = load_chat_tokenizer(folder, self._chat_template, model=model)
         return self._chat_tokenizers[folder]

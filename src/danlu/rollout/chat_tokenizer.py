@@ -1,4 +1,4 @@
-"""Text in and out of a model: prompts and conversations to tokens, answers to text."""
+"""A tokenizer for generation: prompts and conversations to tokens, answers to text."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from danlu.errors import DataError
 
 
 class ChatTokenizer:
-    """What a tokenizer's text means to a model that answers.
+    """A tokenizer with its chat template, and which tokens end an answer.
 
     Attributes:
         stop_ids: tokens that end an answer: those that close a turn in the chat template, and end-of-text.
-        silent_ids: tokens that never show in text: those, and the beginning-of-text and padding tokens.
+        silent_ids: tokens that have no text: these, and the beginning-of-text and padding tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(tokenizer.end_of_turn_ids)
-        self.silent_ids = self.stop_ids | {one for one in (tokenizer.bos_id, tokenizer.pad_id) if one is not None}
+        self.silent_ids = self.stop_ids | {token for token in (tokenizer.bos_id, tokenizer.pad_id) if token is not None}
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Plain text to continue, after the beginning-of-text token where the tokenizer puts one.
+        """The tokens of plain text to continue, after the beginning-of-text token where the tokenizer adds one.
 
-        Empty text becomes that token alone, wherever there is one. Raises DataError when there is nothing to start
-        from.
+        Empty text becomes that token alone, where there is one. Raises DataError where there is none.
         """
         tokenizer = self.tokenizer
         tokens = tokenizer.encode(text)
@@ -39,7 +38,7 @@ class ChatTokenizer:
         return tokens
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A conversation by the chat template, up to where the assistant begins to speak.
+        """The tokens of a conversation by the chat template, with its generation prompt for the assistant.
 
         Raises DataError when there is no template, or when it refuses the conversation.
         """
@@ -47,7 +46,7 @@ class ChatTokenizer:
         return self.tokenizer.encode(self.tokenizer.apply_template(messages, add_generation_prompt=True))
 
     def encode_chat_prompt(self, text: str) -> list[int]:
-        """One user's turn by the chat template."""
+        """The tokens of one user's turn by the chat template."""
         return self.encode_chat([{"role": "user", "content": text}])
 
     def require_chat_template(self) -> None:
@@ -61,11 +60,11 @@ class ChatTokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without the tokens that only begin, end or pad."""
-        return self.tokenizer.decode([one for one in ids if one not in self.silent_ids])
+        """The text of tokens, without those that have none (`silent_ids`)."""
+        return self.tokenizer.decode([token for token in ids if token not in self.silent_ids])
 
     def split_stops(self, stops: Sequence[str]) -> tuple[frozenset[int], list[str]]:
-        """Texts that end an answer, as tokens (those that never show in text, such as "</s>") and as texts."""
+        """Splits texts that end an answer into tokens without text (such as "</s>") and texts to be searched for."""
         tokens = {stop: self.tokenizer.encode(stop) for stop in stops}
         silent = {stop: ids[0] for stop, ids in tokens.items() if len(ids) == 1 and ids[0] in self.silent_ids}
         return frozenset(silent.values()), [stop for stop in stops if stop not in silent]

@@ -1,6 +1,6 @@
-"""Prompts to completions: each distinct prompt is read once, then all sequences grow together, a token a step.
+"""From prompts to completions: each distinct prompt is prefilled once, then all sequences are decoded together.
 
-Finished sequences leave the batch at once, so the cost of a step follows the sequences that are still growing.
+Finished sequences leave the batch at once, so the cost of a step is that of the sequences that are still growing.
 
 B sequences · T tokens, flat · D model width · V vocabulary
 """
@@ -23,15 +23,15 @@ from danlu.rollout.request import SamplingOptions
 from danlu.rollout.sampling import sample
 from danlu.rollout.stopping import Decode, TextStream
 
-# Prompt tokens that go through the model at once: enough to keep the matrix products busy, few enough that the scores
-# of one pass over a long prompt stay small.
+# Prompt tokens per forward pass: enough for efficient matrix products, few enough that the attention scores of one pass
+# over a long prompt stay small.
 PREFILL_TOKENS = 1024
 
 Finish = Literal["stop", "stop_string", "length", "context"]
-"""stop: a stop token; stop_string; length: max_new_tokens; context: as long as the model can go."""
+"""stop: a stop token; stop_string: one of these; length: max_new_tokens; context: the model's context is full."""
 
 OnToken = Callable[[int, int, str], None]
-"""Called for each new token with the sample's index, the token, and the new text that is safe to show (may be "")."""
+"""Called for each new token with the sample's index, the token, and the new text that can be shown (may be "")."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Answer:
     finish: Finish | None = None
 
     def add(self, token: int, logprob: float, stopping: Stopping) -> str:
-        """Takes the next token, notes whether it is the last, and returns the text that became certain by it."""
+        """Takes the next token, sets `finish` where it is the last, and returns the new text that can be shown."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.position += 1
@@ -82,11 +82,12 @@ class Answer:
             self.finish = "context"
         if self.finish is not None and self.stream is not None:
             text += self.stream.close()
-            # The text that was held back can complete a stop string only now.
+            # A stop string that ends in the withheld text is complete only now.
             self.finish = "stop_string" if self.stream.stopped else self.finish
         return text
 
     def completion(self) -> Completion:
+        """The finished answer."""
         assert self.finish is not None, "the answer is still growing"
         return Completion(self.tokens, self.logprobs, self.stream.text if self.stream else "", self.finish)
 
@@ -104,10 +105,10 @@ def generate(
     dtype: torch.dtype | None = None,
     virtual_token_ids: Sequence[int] = (),
 ) -> list[Completion]:
-    """One completion for each prompt, in order. Equal prompts are read once and continued apart.
+    """One completion for each prompt, in order. Equal prompts are prefilled once and continued separately.
 
     Args:
-        options: how tokens are chosen; prompt i draws with sample index i, whoever its neighbours are.
+        options: how tokens are chosen; prompt i draws with sample index i, whatever other prompts there are.
         stop_ids: tokens that end an answer, usually the model's end-of-text and end-of-turn tokens.
         stop_strings: texts that end an answer, wherever they fall between tokens; they need `decode`.
         decode: token ids to text without special tokens; without it answers have no text.
@@ -122,8 +123,8 @@ def generate(
     check_prompts(model.config, prompts, len(virtual_token_ids))
     stopping = Stopping(max_new_tokens, model.config.context_length, frozenset(stop_ids))
     distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
-    place = {prompt: index for index, prompt in enumerate(distinct)}
-    sources = [place[tuple(prompt)] for prompt in prompts]
+    row_of = {prompt: row for row, prompt in enumerate(distinct)}
+    rows = [row_of[tuple(prompt)] for prompt in prompts]
     answers = [
         Answer(
             index, len(virtual_token_ids) + len(prompt), TextStream(decode, stop_strings, prompt) if decode else None
@@ -135,36 +136,39 @@ def generate(
     with torch.inference_mode():
         cache = KVCache(len(distinct))
         logits = prefill(model, cache, [(*virtual_token_ids, *prompt) for prompt in distinct], dtype)
-        cache, logits = cache.fork(sources), logits[sources]
+        cache, logits = cache.fork(rows), logits[rows]
         grow(model, cache, logits, answers, prompts, options, stopping, on_token, dtype)
     return [answer.completion() for answer in answers]
 
 
-def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], virtual: int = 0) -> None:
-    """Raises DataError for a prompt that the model cannot continue; `virtual` tokens come before each."""
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], virtual_tokens: int = 0) -> None:
+    """Raises DataError for a prompt that the model cannot continue; each follows so many virtual tokens."""
     for index, prompt in enumerate(prompts):
-        if problem := prompt_problem(config, prompt, virtual):
+        if problem := prompt_problem(config, prompt, virtual_tokens):
             raise DataError(f"prompt {index} {problem}")
 
 
-def prompt_problem(config: ModelConfig, prompt: Sequence[int], virtual: int = 0) -> str | None:
-    """Why the model cannot continue a prompt after `virtual` tokens: "has no tokens, ..."; None if it can."""
+def prompt_problem(config: ModelConfig, prompt: Sequence[int], virtual_tokens: int = 0) -> str | None:
+    """Why the model cannot continue a prompt ("has no tokens, ..."); None if it can.
+
+    virtual_tokens: how many tokens adapters put before it.
+    """
     context = config.context_length
     if not prompt:
         return (
             "has no tokens, and this tokenizer has no beginning-of-text token to start from: "
             "give at least one character"
         )
-    if virtual + len(prompt) >= context:
-        more = f" and the adapter {virtual}" if virtual else ""
+    if virtual_tokens + len(prompt) >= context:
+        more = f" and the adapter {virtual_tokens}" if virtual_tokens else ""
         return (
             f"has {len(prompt)} tokens{more}, but the model sees {context} tokens at most "
             "(max_position_embeddings), answer included: shorten the prompt"
         )
     if max(prompt) >= config.vocab_size or min(prompt) < 0:
-        wrong = max(prompt) if max(prompt) >= config.vocab_size else min(prompt)
+        token = max(prompt) if max(prompt) >= config.vocab_size else min(prompt)
         return (
-            f"has token {wrong}, but the model's vocabulary has {config.vocab_size} tokens: "
+            f"has token {token}, but the model's vocabulary has {config.vocab_size} tokens: "
             "tokenizer and model do not belong together"
         )
     return None
@@ -176,13 +180,13 @@ def prefill_chunks(counts: Sequence[int], budget: int) -> list[list[int]]:
     >>> prefill_chunks([3, 4], budget=5)
     [[3, 2], [0, 2]]
     """
-    left, chunks = list(counts), []
-    while any(left):
+    remaining, chunks = list(counts), []
+    while any(remaining):
         room, chunk = budget, []
-        for count in left:
+        for count in remaining:
             chunk.append(min(count, room))
             room -= chunk[-1]
-        left = [count - taken for count, taken in zip(left, chunk, strict=True)]
+        remaining = [count - taken for count, taken in zip(remaining, chunk, strict=True)]
         chunks.append(chunk)
     return chunks
 
@@ -194,30 +198,31 @@ def prefill(
     dtype: torch.dtype | None = None,
     budget: int = PREFILL_TOKENS,
 ) -> Tensor:  # [B, V] float32
-    """Reads tokens into the cache, and gives the logits after the last one of each sequence.
+    """Reads tokens into the cache; returns the logits after the last one of each sequence.
 
-    The same for every budget: rotary scalings that go by the length of a document take that of the whole sequence.
+    The result does not depend on the budget: rotary scalings that depend on the length of a document use that of the
+    whole sequence.
     """
     device = next(model.parameters()).device
     dtype = dtype or next(model.parameters()).dtype
     totals = [past + len(prompt) for past, prompt in zip(cache.lengths, prompts, strict=True)]
     last: list[Tensor | None] = [None] * len(prompts)  # hidden state [D] of each sequence's last token
-    taken = [0] * len(prompts)
+    read = [0] * len(prompts)  # tokens of each prompt
     for chunk in prefill_chunks([len(prompt) for prompt in prompts], budget):
         tokens: list[int] = []
         positions: list[int] = []
         lengths: list[int] = []
-        ends: dict[int, int] = {}  # row -> where its last token is in this pass
+        ends: dict[int, int] = {}  # from a sequence that ends in this pass to the index of its last token
         for row, count in enumerate(chunk):
-            tokens += prompts[row][taken[row] : taken[row] + count]
+            tokens += prompts[row][read[row] : read[row] + count]
             positions += range(cache.lengths[row], cache.lengths[row] + count)
             lengths += [totals[row]] * count
-            taken[row] += count
-            if count and taken[row] == len(prompts[row]):
+            read[row] += count
+            if count and read[row] == len(prompts[row]):
                 ends[row] = len(tokens) - 1
         attend = cache.extend(chunk)
-        fed = [torch.tensor(column, device=device) for column in (tokens, positions, lengths)]  # [T] each
-        hidden = model(fed[0], fed[1], attend, dtype, fed[2])  # [T, D]
+        inputs = [torch.tensor(column, device=device) for column in (tokens, positions, lengths)]  # [T] each
+        hidden = model(inputs[0], inputs[1], attend, dtype, inputs[2])  # [T, D]
         for row, end in ends.items():
             last[row] = hidden[end]
     return model.logits(torch.stack([state for state in last if state is not None]))
@@ -234,7 +239,7 @@ def grow(
     on_token: OnToken | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Adds tokens to the answers until each is finished. The cache ends without the last token of any sequence."""
+    """Adds tokens to the answers until each is finished. The last token of a sequence does not get into the cache."""
     dtype = dtype or next(model.parameters()).dtype
     active = list(answers)
     seen = _seen(prompts, logits) if options.repetition_penalty != 1.0 else None
@@ -262,8 +267,8 @@ def grow(
             tokens = tokens[order]
             seen = None if seen is None else seen[order]
         positions = torch.tensor(cache.lengths, device=tokens.device)
-        # Each is the last token of its sequence so far: what was cached before keeps the frequencies of its time, as
-        # in transformers.
+        # Rotary scalings that depend on the length: cached keys keep the frequencies of the length that they were
+        # computed at, as in transformers.
         logits = model.logits(model(tokens, positions, cache.extend([1] * len(active)), dtype, positions + 1))
 
 

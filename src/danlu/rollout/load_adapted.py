@@ -19,9 +19,9 @@ from danlu.rollout.resolve_model import Stack
 def load_adapted_model(
     folder: Path, stacks: Sequence[Stack], *, dtype: torch.dtype, device: str, quantization: Any, merged: bool
 ) -> tuple[Decoder, AdapterStacks | None]:
-    """The model with its stacks of adapters, the first one active; without them where there are none any more.
+    """The model with its stacks of adapters, of which the first is active; None for stacks that are merged, or empty.
 
-    See `load_model.load_model`.
+    dtype, device, quantization, merged: as for `load_model.load_model`.
     """
     adapted = load_frozen(folder, dtype=dtype, device=device, quantization=quantization)
     if not stacks:
@@ -37,10 +37,10 @@ def load_adapted_model(
 
 
 def _mergeable(adapters: AdapterSet) -> bool:
-    """Whether the active adapters can be put into the weights as they are held.
+    """Whether the active adapters can be merged into the weights as they are stored.
 
-    Not those that are no weights, nor those that leave a tied head another matrix than its embedding, nor any over a
-    packed base.
+    Not where the base is packed, nor adapters that are no change of weights, nor those that make a tied head differ
+    from its embedding.
     """
     kinds = [adapters.added[name].section.kind for name in adapters.active]
     packed = any(getattr(site.module, "quantized", None) is not None for site in adapters.sites)

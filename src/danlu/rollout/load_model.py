@@ -35,25 +35,26 @@ class LoadedModel:
     stop_ids: frozenset[int]
     """Tokens that end an answer: those of the tokenizer, of config.json and of generation_config.json."""
     dtype: torch.dtype
-    """Of activations, and of matrices that are not packed: decoding one sequence reads every weight once a token."""
+    """The type of activations and of weights that are not packed: decoding reads every weight once per token."""
     stacks: AdapterStacks | None = None
-    """Adapters, where they are not part of the weights."""
+    """The adapters, where they are not merged into the weights."""
 
     @property
     def notes(self) -> list[str]:
-        """For the console: why 4-bit weights are not unpacked by the fastest means, where that is so."""
+        """Remarks for the console: why 4-bit weights are not unpacked by the fastest kernels, where they are not."""
         return [kernel.note for kernel in unpack_kernels(self.model, self.dtype) if kernel.by == "torch"]
 
     @property
     def virtual_token_ids(self) -> tuple[int, ...]:
-        """Tokens that every prompt has to begin with: the virtual ones of the active adapters."""
+        """The virtual tokens of the active adapters, which every prompt has to begin with."""
         return () if self.stacks is None else self.stacks.adapters.virtual_token_ids
 
 
 def load_chat_tokenizer(folder: Path, chat_template: Path | None = None, *, model: Path | None = None) -> ChatTokenizer:
-    """The tokenizer of a folder. Raises DataError, or ModelError if it has more tokens than the model.
+    """The tokenizer of a folder, with the chat template of a Jinja file in place of its own where one is given.
 
-    model: the model's folder, where that is another one.
+    model: the model's folder, where it is another one. Raises DataError, or ModelError for a tokenizer with more tokens
+    than the model.
     """
     tokenizer = load_tokenizer(str(folder), None if chat_template is None else str(chat_template))
     check_vocabulary(read_config(model or folder), tokenizer.vocab_size)
@@ -73,8 +74,8 @@ def load_model(
 
     Args:
         precision: auto keeps the type the weights are stored in, except float16 on CPU, whose products are slow there.
-        quantization: section of a recipe, to hold linear layers in few bits; None keeps what is stored.
-        merged: put the adapters into the weights where that can be done: no time for them at each token, but each
+        quantization: section of a recipe, by which linear layers are packed; None keeps them as they are stored.
+        merged: merge the adapters into the weights where that is possible: tokens are generated faster, but each
             weight is rounded once more.
     """
     assert device in DEVICES, f"device {device!r}"
@@ -82,7 +83,7 @@ def load_model(
         raise ResourceError("device cuda: torch sees no CUDA device here. Use auto or cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = _kept_dtype(resolved.folder, device) if precision == "auto" else _DTYPES[precision]
+    dtype = _stored_dtype(resolved.folder, device) if precision == "auto" else _DTYPES[precision]
     stacks: AdapterStacks | None = None
     if resolved.stacks or quantization is not None or is_quantized(resolved.folder):
         # Here: it brings the recipe's sections and with them pydantic, half a second that a plain model need not wait.
@@ -94,20 +95,14 @@ def load_model(
     else:
         model = load(resolved.folder, dtype=dtype, device=device)
     model.requires_grad_(False).eval()
-    return LoadedModel(
-        resolved.folder,
-        model,
-        chat_tokenizer,
-        stop_ids_of(model, chat_tokenizer, resolved.folder, resolved.tokenizer_folder),
-        dtype,
-        stacks,
-    )
+    stop_ids = stop_ids_of(model, chat_tokenizer, resolved.folder, resolved.tokenizer_folder)
+    return LoadedModel(resolved.folder, model, chat_tokenizer, stop_ids, dtype, stacks)
 
 
 def stop_ids_of(model: Decoder, chat_tokenizer: ChatTokenizer, *folders: Path) -> frozenset[int]:
     """Tokens that end an answer: of the tokenizer, the model's config, and the generation configs of folders."""
-    more = {token for folder in folders for token in generation_stops(folder)}
-    return frozenset((*chat_tokenizer.stop_ids, *model.config.eos_token_ids, *more))
+    configured = {token for folder in folders for token in generation_stops(folder)}
+    return frozenset((*chat_tokenizer.stop_ids, *model.config.eos_token_ids, *configured))
 
 
 def is_quantized(folder: Path) -> bool:
@@ -115,8 +110,8 @@ def is_quantized(folder: Path) -> bool:
     return read_quantization(read_json(folder / CONFIG), str(folder / CONFIG)) is not None
 
 
-def _kept_dtype(folder: Path, device: str) -> torch.dtype:
-    """The type that weights are stored in, as far as products in it are fast."""
+def _stored_dtype(folder: Path, device: str) -> torch.dtype:
+    """The type that weights are stored in; float32 in place of one whose products are slow on the device."""
     dtype = stored_dtype(folder)
     slow = dtype == torch.float64 or (dtype == torch.float16 and device == "cpu")
     return torch.float32 if slow else dtype

@@ -1,6 +1,6 @@
-"""What is asked of a model, as far as it can be checked before a weight is read. No torch here.
+"""Sampling options and model folders, checked before a weight is read. No torch here.
 
-torch takes a second to import. A mistyped folder or flag is told without it.
+torch takes a second to import. A mistyped folder or flag is reported without it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 DEVICES = ("auto", "cpu", "cuda")
 
-# What transformers takes where a generation_config.json that asks for sampling has no top_k, or null.
-UNSAID_TOP_K = 50
+# transformers' top_k where a generation_config.json that asks for sampling has none, or null.
+TRANSFORMERS_TOP_K = 50
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -99,10 +99,10 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """What the model's makers put into generation_config.json, where that asks for sampling at all.
+    """The sampling options of generation_config.json; none where it does not ask for sampling.
 
-    What it leaves out is what transformers, for which the file is written, would take: of every option what changes
-    nothing, except top_k, which is 50.
+    An option that it leaves out is as in transformers, for which the file is written: off, except top_k, which is 50.
+    Raises ModelError for values that are no sampling options.
     """
     values = generation_config(folder)
     if not values.get("do_sample"):
@@ -112,7 +112,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
         if not isinstance(value, int if name == "top_k" else int | float) or isinstance(value, bool):
             expected = "an integer" if name == "top_k" else "a number"
             raise ModelError(f"{folder / GENERATION_CONFIG}: {name}: expected {expected}, found {value!r}")
-    advised.setdefault("top_k", UNSAID_TOP_K)
+    advised.setdefault("top_k", TRANSFORMERS_TOP_K)
     try:
         SamplingOptions(**advised)
     except RecipeError as error:
@@ -124,7 +124,7 @@ def generation_stops(folder: Path) -> tuple[int, ...]:
     """The end-of-text tokens that generation_config.json names. Raises ModelError if they are no token ids."""
     eos = generation_config(folder).get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(isinstance(one, int) for one in ids):
+    if not all(isinstance(token, int) for token in ids):
         raise ModelError(
             f"{folder / GENERATION_CONFIG}: eos_token_id: expected an integer or a list of them, found {eos!r}"
         )

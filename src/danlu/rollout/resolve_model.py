@@ -1,6 +1,6 @@
-"""What a name on the command line stands for: a model, or adapters with the model below them. No torch here.
+"""From a path or id on the command line to folders: of a model, or of adapters and their base model. No torch here.
 
-torch takes a second to import. A mistyped folder, or a base that is not there, is told without it.
+torch takes a second to import. A mistyped folder, or a base that is not there, is reported without it.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from danlu.models.hf_folder import read_config
 from danlu.rollout.request import find_model
 
 Stack = tuple[AdapterFolder, ...]
-"""Adapters one upon the other, lowest first: what the last one was trained upon, and itself."""
+"""An adapter, last, after those that it was trained on top of, lowest first."""
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model, as it is asked for."""
+    """The folders that a model is loaded from."""
 
     given_path: Path
-    """The folder that was meant: of a model, or of an adapter."""
+    """The folder that the path or id stands for: of a model, or of an adapter."""
     folder: Path
-    """Of the weights: the model's, or the base's."""
+    """The folder of the weights: the model's, or the base's."""
     tokenizer_folder: Path
-    """With the tokenizer: that of the adapter that is active, where it has one."""
+    """The folder of the tokenizer: that of the first stack, where an adapter of it has one."""
     stacks: tuple[Stack, ...] = ()
-    """Adapters to choose from, of which the first is active."""
+    """Adapters to switch between, of which the first is active at the start."""
 
     @property
     def virtual_tokens_per_prompt(self) -> int:
-        """How many tokens the active adapters put before every prompt, out of the model's context."""
-        counts = [one.values.get("num_virtual_tokens") for one in self.stacks[0]] if self.stacks else []
+        """How many tokens of the model's context the first stack puts before every prompt."""
+        counts = [adapter.values.get("num_virtual_tokens") for adapter in self.stacks[0]] if self.stacks else []
         return sum(count for count in counts if isinstance(count, int))
 
 
 def resolve_model(path_or_id: str, base: str | None = None, adapters: Sequence[str] = ()) -> ResolvedModel:
-    """The model behind a model folder, an adapter folder, a run that ended with either, or a hub id.
+    """The folders of a model: of a model folder, an adapter folder, a run that ended with either, or a hub id.
 
     base: where the model of an adapter is, if not where the adapter says. adapters: further ones, to switch to.
 
-    Raises ModelError if there is none, if an adapter's base is not there or another one, and DataError if there is no
+    Raises ModelError if there is none, if an adapter's base is missing or another one, and DataError if there is no
     tokenizer.
     """
     path = Path(path_or_id).expanduser()
@@ -62,14 +62,14 @@ def resolve_model(path_or_id: str, base: str | None = None, adapters: Sequence[s
         if not adapters:
             return ResolvedModel(named, folder, folder)
         below, stacks = find_base(folder), []
-    stacks += [tuple(adapter_stack(one)) for one in adapters]
-    for adapter in (one for stack in stacks for one in stack):
+    stacks += [tuple(adapter_stack(path)) for path in adapters]
+    for adapter in (adapter for stack in stacks for adapter in stack):
         check_base(adapter, below)
     return ResolvedModel(named, folder, adapter_tokenizer_folder(stacks[0], folder), tuple(stacks))
 
 
 def adapter_tokenizer_folder(stack: Stack, base: Path) -> Path:
-    """The folder of the tokenizer that goes with adapters: of the topmost that has one, or the base's."""
+    """The folder of a stack's tokenizer: of the topmost adapter that has one, or the base's. Raises DataError."""
     for folder in (*(adapter.path for adapter in reversed(stack)), base):
         try:
             resolve_tokenizer_folder(str(folder))
@@ -83,7 +83,7 @@ def adapter_tokenizer_folder(stack: Stack, base: Path) -> Path:
 
 
 def adapter_names(stacks: Sequence[Stack]) -> list[str]:
-    """What people call adapters: the name of the run, or of the folder; a number makes it one of a kind."""
+    """A name for each stack: of its last adapter's run, or folder, with a number where another has it already."""
     names: list[str] = []
     for stack in stacks:
         path = stack[-1].path.resolve()
@@ -98,6 +98,6 @@ def adapter_names(stacks: Sequence[Stack]) -> list[str]:
 
 
 def _is_only_adapter(path: Path) -> bool:
-    """A run, or a model folder, with a model and an adapter within is taken for the model: somebody merged them."""
+    """Whether a path is an adapter without a model. A run that has both was merged, so it is taken for the model."""
     whole = any((folder / MODEL_CONFIG).is_file() for folder in (path, path / "model"))
     return (path / CONFIG).is_file() or (is_adapter(path) and not whole)

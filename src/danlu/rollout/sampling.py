@@ -13,8 +13,8 @@ from torch import Tensor
 
 from danlu.rollout.request import SamplingOptions
 
-# How many of the likeliest tokens top-p looks at before it sorts the whole vocabulary: for V = 128256 on one CPU core
-# `topk` of 1024 takes 0.7 ms and the sort 9 ms, and these nearly always hold the nucleus.
+# How many of the likeliest tokens top-p considers before it sorts the whole vocabulary: for V = 128256 on one CPU core
+# `topk` of 1024 takes 0.7 ms and the sort 9 ms, and these nearly always contain the nucleus.
 NUCLEUS_HEAD = 1024
 
 _MASK64 = (1 << 64) - 1
@@ -45,7 +45,7 @@ def sample(
     scaled = penalised / options.temperature
     if options.truncates:
         scaled = keep_likely(scaled, options)
-    tokens = _draw(scaled, [uniform(options.seed, *where) for where in zip(samples, positions, strict=True)])
+    tokens = _draw(scaled, [uniform(options.seed, *index) for index in zip(samples, positions, strict=True)])
     return tokens, _logprobs(logits / options.temperature, tokens)
 
 
@@ -57,7 +57,7 @@ def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 def keep_likely(logits: Tensor, options: SamplingOptions) -> Tensor:
     """Logits [B, V], already divided by the temperature, with -inf where top-k, top-p or min-p leave a token out.
 
-    Each filter keeps the tokens above a threshold of its own, so what is kept does not hang on the order of a sort.
+    Each filter keeps the tokens from a threshold up, so the result does not depend on the order of a sort.
     """
     if 0 < options.top_k < logits.shape[-1]:
         logits = _drop_below(logits, logits.topk(options.top_k, dim=-1).values[:, -1:])
