@@ -36,7 +36,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything. As it stands: a few minutes on two cores, and nearly every question answered right."""
+    """How much data, and how large a model.
+
+    With the defaults it takes a few minutes on two cores, and nearly every question is answered right.
+    """
 
     documents: int = 7_000  # of about 120 tokens
     conversations: int = 4_000  # of about 73 tokens
@@ -49,7 +52,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Answered:
-    """A question, and what was answered before and after instruction tuning."""
+    """A question, and the answers before instruction tuning and after it."""
 
     question: Question
     before: str
@@ -58,7 +61,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Tally:
-    """Right answers, of questions of one kind."""
+    """How many questions of a kind there are, and how many are answered right before and after instruction tuning."""
 
     of: int
     before: int
@@ -110,12 +113,12 @@ class Place:
 
 
 def demo(folder: Path, *, size: Size | None = None, say: Say, stream: TextIO | None = None) -> Result:
-    """Make everything that is not there yet, train what is not trained, and ask.
+    """Makes everything that is not there yet, trains what is not trained, and asks both models the same questions.
 
     Args:
         folder: where; made when missing.
-        size: for a folder that is not begun; one that is keeps the size it has.
-        say: takes the lines that tell what happens.
+        size: of a new folder; one that was begun keeps its own.
+        say: takes the lines for the console.
         stream: where training shows its progress; stderr by default.
 
     Raises ResourceError for a folder that holds other things or cannot be written, and what `run.train` raises, whose
@@ -146,7 +149,7 @@ def demo(folder: Path, *, size: Size | None = None, say: Say, stream: TextIO | N
 
 
 def _begin(place: Place, size: Size) -> Size:
-    """Marks the folder as the demo's, or finds it marked; the size it has then."""
+    """Marks the folder as the demo's. Returns the size; of a folder that is marked already, the one it has."""
     mark = place.folder / MARK
     try:
         place.folder.mkdir(parents=True, exist_ok=True)
@@ -298,7 +301,7 @@ def _compare(place: Place) -> Result:
     asked = {"shown": questions(), "asked": every_question(held_out=False), "held_out": every_question(held_out=True)}
     every = [question for group in asked.values() for question in group]
     before, after = (_answers(place.run(stage), every) for stage in ("pretrain", "sft"))
-    answered = [Answered(*one) for one in zip(every, before, after, strict=True)]
+    answered = [Answered(*answers) for answers in zip(every, before, after, strict=True)]
     first = len(asked["shown"])
     second = first + len(asked["asked"])
     return Result(
@@ -329,15 +332,20 @@ def _open(run_folder: Path) -> LoadedModel:
 def _tally(answered: list[Answered]) -> Tally:
     return Tally(
         len(answered),
-        sum(one.before == one.question.answer for one in answered),
-        sum(one.after == one.question.answer for one in answered),
+        sum(each.before == each.question.answer for each in answered),
+        sum(each.after == each.question.answer for each in answered),
     )
 
 
 def _as_json(result: Result) -> str:
     shown = [
-        {**asdict(one.question), "before": one.before, "after": one.after, "right": one.after == one.question.answer}
-        for one in result.shown
+        {
+            **asdict(each.question),
+            "before": each.before,
+            "after": each.after,
+            "right": each.after == each.question.answer,
+        }
+        for each in result.shown
     ]
     content = {"right": {"asked": asdict(result.asked), "held_out": asdict(result.held_out)}, "shown": shown}
     return json.dumps(content, ensure_ascii=False, indent=2) + "\n"

@@ -43,7 +43,7 @@ class Holder:
 
 
 class AlreadyLocked(Exception):
-    """Another process holds it; never leaves danlu as it is."""
+    """Another process holds the lock. Whoever locks catches it and says what to do."""
 
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
@@ -59,7 +59,7 @@ class FileLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd: int | None = None
-        self._own: Path | None = None  # of the files that stand in for a lock
+        self._own: Path | None = None  # the file that stands in for the lock where there is no flock
         self._pid = 0
 
     def acquire(self, *, wait: bool = False) -> None:
@@ -168,17 +168,19 @@ def _take(path: Path, wait: bool) -> Path:
 
 
 def _newest(path: Path) -> tuple[int, Path | None]:
+    """The highest number of the files that stand in for a lock, and that file; 0 and None where there is none."""
     files = _numbered(path)
-    return max(files.items(), key=lambda one: one[0]) if files else (0, None)
+    return max(files.items(), key=lambda item: item[0]) if files else (0, None)
 
 
 def _numbered(path: Path) -> dict[int, Path]:
-    found = {}
+    """The files `NAME.1`, `NAME.2`, ... beside a lock, by number."""
+    files = {}
     for entry in path.parent.iterdir():
         name, _, number = entry.name.rpartition(".")
         if name == path.name and number.isdecimal():
-            found[int(number)] = entry
-    return found
+            files[int(number)] = entry
+    return files
 
 
 def _holder(file: Path) -> Holder | None:

@@ -23,7 +23,7 @@ from danlu.train.units import format_bytes
 class MemoryReport:
     """A context in which an allocator's error becomes a ResourceError: what took the memory, and what to set.
 
-    Enter it before the model is placed; `began` tells it of the run as soon as there is one.
+    Enter it before the model is placed, and call `began` as soon as there is a run.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
@@ -33,13 +33,14 @@ class MemoryReport:
         self._estimate: MemoryEstimate | None = None
 
     def began(self, run: Run, placed: PlacedModel) -> None:
-        """From here on parts are known."""
+        """From here on the parts of a step's memory are known."""
         self._run, self._placed, self._estimate = run, placed, placed.expected(run)
 
     def expected(self) -> Sequence[str]:
         """What a step will hold, for the console; with what to set where that is more than there is."""
-        found = self._estimate
-        return () if found is None else found.lines(found.available(found.parts.weights + found.parts.adapter))
+        if (estimate := self._estimate) is None:
+            return ()
+        return estimate.lines(estimate.available(estimate.parts.weights + estimate.parts.adapter))
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +69,7 @@ class MemoryReport:
         return "\n  ".join(lines)
 
     def _parts(self) -> MemoryParts | None:
-        """As they were measured, once there was a step; else as they are expected."""
+        """The parts as they were measured, once there was a step; else as they are expected."""
         run, placed = self._run, self._placed
         counted = None if run is None else run.learner.activations
         if run is not None and placed is not None and counted is not None and counted.most:
@@ -76,15 +77,15 @@ class MemoryReport:
         return None if self._estimate is None else self._estimate.parts
 
     def _room(self) -> str:
-        """What is taken and free now, as far as the system tells."""
+        """What memory is taken and free now, as far as the system tells, for the message."""
         if self.device.type != "cuda":
-            held, most = format_bytes(resident_bytes(self.device)), format_bytes(peak_memory_bytes(self.device))
-            return f"This process holds {held}, and held {most} at most"
+            resident, peak = format_bytes(resident_bytes(self.device)), format_bytes(peak_memory_bytes(self.device))
+            return f"This process holds {resident}, and held {peak} at most"
         free, whole = torch.cuda.mem_get_info(self.device)
         ours = torch.cuda.memory_reserved(self.device)
-        others = max(0, whole - free - ours)
+        of_others = max(0, whole - free - ours)
         return (
             f"Of {format_bytes(whole)} on {torch.cuda.get_device_name(self.device)} this process has "
             f"{format_bytes(ours)} (at most {format_bytes(peak_memory_bytes(self.device))} in tensors), other programs "
-            f"and CUDA itself {format_bytes(others)}"
+            f"and CUDA itself {format_bytes(of_others)}"
         )

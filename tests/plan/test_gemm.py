@@ -72,7 +72,7 @@ def test_the_key_tells_threads_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        keys.append(gemm.machine(torch.float32, torch.device("cpu")))
+        keys.append(gemm.machine_key(torch.float32, torch.device("cpu")))
     assert keys[0] != keys[1]
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from danlu.rollout.resolve_model import ResolvedModel
     from danlu.types import Pack
 
-LONGEST = 2048  # of a piece of text, where the model's context asks for no less
+MAX_WINDOW = 2048  # tokens that are scored at once, where the model's context is no shorter
 
 app = typer.Typer(help="Measure this machine, or a model.", no_args_is_help=True, add_completion=False)
 
@@ -96,7 +96,7 @@ def quantization(
     from danlu.rollout.resolve_model import resolve_model
 
     resolved = resolve_model(model)
-    written = None if text is None else beginning(text, 16 * tokens)
+    content = None if text is None else read_start(text, 16 * tokens)
     from danlu.assembly.quantization_error import quantization_errors
     from danlu.recipe import sections
     from danlu.train.progress import RowProgress
@@ -122,8 +122,8 @@ def quantization(
         for name, error in errors.items()
     ]
     result: dict[str, Any] = {"model": str(resolved.folder), "parameters": next(iter(errors.values())).numbers}
-    if written is not None:
-        packs = pieces(resolved, written, tokens)
+    if content is not None:
+        packs = windows(resolved, content, tokens)
         result["text"] = str(text)
         result["tokens"] = sum(pack.tokens - 1 for pack in packs)
         result["perplexity"] = perplexity(resolved, packs, None, precision, device)
@@ -135,8 +135,8 @@ def quantization(
         show(result, rows)
 
 
-def beginning(file: Path, characters: int) -> str:
-    """The first characters of a text. Raises DataError if it cannot be read."""
+def read_start(file: Path, characters: int) -> str:
+    """The first characters of a text file. Raises DataError if it cannot be read."""
     try:
         with file.open(encoding="utf-8") as handle:
             return handle.read(characters)
@@ -146,8 +146,8 @@ def beginning(file: Path, characters: int) -> str:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from None
 
 
-def pieces(resolved: ResolvedModel, text: str, tokens: int) -> list[Pack]:
-    """The first tokens of a text, cut to what the model can see at once; of each piece all but the first are scored.
+def windows(resolved: ResolvedModel, text: str, tokens: int) -> list[Pack]:
+    """The first tokens of a text in windows of the model's context; of each window all but the first are scored.
 
     Raises DataError if there are fewer than two.
     """
@@ -160,12 +160,13 @@ def pieces(resolved: ResolvedModel, text: str, tokens: int) -> list[Pack]:
     tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder).tokenizer
     front = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     ids = tokenizer.encode(text)[:tokens]
-    step = min(read_config(resolved.folder).context_length, LONGEST) - len(front)
-    cut = [np.array([*front, *ids[start : start + step]], dtype=np.int32) for start in range(0, len(ids), step)]
-    if not cut or len(cut[0]) < 2:
+    step = min(read_config(resolved.folder).context_length, MAX_WINDOW) - len(front)
+    window_ids = [np.array([*front, *ids[start : start + step]], dtype=np.int32) for start in range(0, len(ids), step)]
+    if not window_ids or len(window_ids[0]) < 2:
         raise DataError("the text has fewer than two tokens: there is nothing to predict. Give a longer one")
-    weights = [np.concatenate(([0], np.ones(len(piece) - 1))).astype(np.float32) for piece in cut]
-    return [Pack((Sample(*one, "text"),)) for one in zip(cut, weights, strict=True) if len(one[0]) > 1]
+    weights = [np.concatenate(([0], np.ones(len(window) - 1))).astype(np.float32) for window in window_ids]
+    samples = [Sample(*arrays, "text") for arrays in zip(window_ids, weights, strict=True)]
+    return [Pack((sample,)) for sample in samples if len(sample.tokens) > 1]
 
 
 def perplexity(
@@ -180,7 +181,7 @@ def perplexity(
     opened = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
     place = opened.model.embed_tokens.weight.device
     scores = evaluate(DecoderLearner(opened.model, opened.model, place, opened.dtype, 1), packs)
-    assert scores is not None, "pieces have tokens to score"
+    assert scores is not None, "windows have tokens to score"
     return scores.perplexity
 
 

@@ -1,4 +1,4 @@
-"""What is told of an exception that danlu does not raise on purpose, and where its traceback is kept."""
+"""The message of an exception that danlu does not raise on purpose, and the file that its traceback goes to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRACEBACK = "Traceback (most recent call last):"
 _MOST_CHARACTERS = 500  # of the exception's own text in the message; the file has all of it
 
 
-def sense(error: BaseException, doing: str = "") -> DanluError:
+def as_danlu_error(error: BaseException, doing: str = "") -> DanluError:
     """The DanluError that says best what happened.
 
     doing: what the process was at, in words (``layers.3 (forward, step 2)``), where it is known.
@@ -74,30 +74,32 @@ def _advice(number: int | None) -> str:
     return "Try again; if it stays so, ask whoever looks after this machine"
 
 
-def told(error: BaseException, arguments: Sequence[str]) -> tuple[str, int]:
-    """What the terminal is told, and the exit code. The traceback goes to a file that the message names.
+def crash_message(error: BaseException, arguments: Sequence[str]) -> tuple[str, int]:
+    """The message for the terminal, and the exit code. The traceback goes to a file that the message names.
 
     arguments: of the command line, which the file repeats.
     """
-    shown = sense(error)
+    shown = as_danlu_error(error)
     if isinstance(shown, RecipeError):
         return str(shown), shown.exit_code
-    kept = keep("".join(traceback.format_exception(error)), arguments, report=isinstance(shown, InternalError))
+    kept = write_crash_file(
+        "".join(traceback.format_exception(error)), arguments, report=isinstance(shown, InternalError)
+    )
     return f"{shown}.\n{kept}", shown.exit_code
 
 
 def without_traceback(text: str, arguments: Sequence[str]) -> str:
-    """An error of another process as the terminal is told it: a traceback in it goes to a file, which is named."""
+    """The message of another process's error: a traceback in it goes to a file, which is named instead."""
     said, mark, rest = text.partition(f"\n{TRACEBACK}")
-    return f"{said}.\n{keep(TRACEBACK + rest, arguments, report=BUG in said)}" if mark else text
+    return f"{said}.\n{write_crash_file(TRACEBACK + rest, arguments, report=BUG in said)}" if mark else text
 
 
-def keep(text: str, arguments: Sequence[str], *, report: bool) -> str:
-    """Writes a traceback to a file. Returns the words that name it, or the text itself where nothing can be written.
+def write_crash_file(text: str, arguments: Sequence[str], *, report: bool) -> str:
+    """Writes a traceback to a file. Returns a sentence that names it, or the text itself where nothing can be written.
 
-    report: whether the words ask the user to report it.
+    report: whether the sentence asks the user to report it.
     """
-    content = f"{_surroundings(arguments)}\n{text}"
+    content = f"{_versions_and_command(arguments)}\n{text}"
     name = f"danlu-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for place in FOLDERS:
         try:
@@ -115,7 +117,7 @@ def keep(text: str, arguments: Sequence[str], *, report: bool) -> str:
     return f"{begin} (no file could be written):\n{content.rstrip()}"
 
 
-def _surroundings(arguments: Sequence[str]) -> str:
+def _versions_and_command(arguments: Sequence[str]) -> str:
     torch = sys.modules.get("torch")
     return (
         f"danlu {__version__}, Python {platform.python_version()}, "

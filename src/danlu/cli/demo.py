@@ -52,9 +52,9 @@ def answer_lines(result: Result, colour: bool) -> Iterator[str]:
     for held_out, heading in groups:
         yield ""
         yield heading
-        for one in result.shown:
-            if one.question.held_out == held_out:
-                yield from _answer(one, colour)
+        for answered in result.shown:
+            if answered.question.held_out == held_out:
+                yield from _answer_lines(answered, colour)
     yield ""
     yield f"{'Right answers':32}{'before':>10}{'after':>12}"
     for name, tally in (("asked in the conversations", result.asked), ("only read, never asked", result.held_out)):
@@ -62,17 +62,17 @@ def answer_lines(result: Result, colour: bool) -> Iterator[str]:
         yield f"{name:32}{before:>10}{after:>12}"
 
 
-def _answer(one: Answered, colour: bool) -> Iterator[str]:
-    *context, question = one.question.messages
+def _answer_lines(answered: Answered, colour: bool) -> Iterator[str]:
+    *context, question = answered.question.messages
     for message in context:
         yield printable(f"  {message['role']}: {message['content']}")
-    right = one.after == one.question.answer
-    verdict = "right" if right else f"wrong: {one.question.answer}"
+    right = answered.after == answered.question.answer
+    verdict = "right" if right else f"wrong: {answered.question.answer}"
     if colour:
         verdict = f"\033[{32 if right else 31}m{verdict}\033[0m"
     yield f"  {question['content']}"
-    yield f"      before  {_short(one.before)}"
-    yield f"      after   {_short(one.after)}   ({verdict})"
+    yield f"      before  {_short(answered.before)}"
+    yield f"      after   {_short(answered.after)}   ({verdict})"
 
 
 def _short(text: str, width: int = 68) -> str:
@@ -83,7 +83,7 @@ def _short(text: str, width: int = 68) -> str:
 def next_lines(place: Place, danlu: str) -> Iterator[str]:
     """Where things are, and commands that work as they stand."""
     sft, pretrain = place.run("sft"), place.run("pretrain")
-    things = {
+    files = {
         place.recipe("sft"): "the recipe, to read and edit; pretrain.yaml beside it",
         place.conversations: "what it was taught; documents.jsonl beside it is what it read",
         sft / "metrics.jsonl": "loss and speed of every step (tensorboard/ beside it)",
@@ -91,8 +91,8 @@ def next_lines(place: Place, danlu: str) -> Iterator[str]:
         place.answers: "all of the above answers",
     }
     yield "Where things are"
-    width = max(len(str(path)) for path in things)
-    yield from (printable(f"  {path!s:{width}}  {about}") for path, about in things.items())
+    width = max(len(str(path)) for path in files)
+    yield from (printable(f"  {path!s:{width}}  {about}") for path, about in files.items())
     yield ""
     yield "What to try next"
     again = place.folder / "again"
@@ -105,7 +105,7 @@ def next_lines(place: Place, danlu: str) -> Iterator[str]:
         ("eval", sft, "--data", f"{place.conversations}#200"): "loss and perplexity",
         ("recipes", "copy", "sft"): "a commented recipe for your own data",
     }
-    lines = [(shlex.join([danlu, *map(str, words)]), about) for words, about in commands.items()]
+    lines = [(shlex.join([danlu, *map(str, arguments)]), about) for arguments, about in commands.items()]
     width = max(len(line) for line, _ in lines if len(line) < 70)
     yield from (printable(f"  {line:{width}}  {about}") for line, about in lines)
 
@@ -115,5 +115,5 @@ def program() -> str:
     started = Path(sys.argv[0])
     if started.name != "danlu":  # python -m danlu, or a test
         return "danlu"
-    found = shutil.which("danlu")
-    return "danlu" if found is not None and Path(found).resolve() == started.resolve() else str(started)
+    on_path = shutil.which("danlu")
+    return "danlu" if on_path is not None and Path(on_path).resolve() == started.resolve() else str(started)

@@ -111,11 +111,11 @@ class LazyVerb(TyperCommand):
 
 def command(name: str, target: str) -> Any:
     """The command behind a verb: its function, or the sub-app that groups its own verbs."""
-    found = resolve(target)
-    if isinstance(found, typer.Typer):
-        return typer.main.get_command(found)
+    function_or_app = resolve(target)
+    if isinstance(function_or_app, typer.Typer):
+        return typer.main.get_command(function_or_app)
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    single.command(name, context_settings=HELP_OPTIONS)(found)
+    single.command(name, context_settings=HELP_OPTIONS)(function_or_app)
     return typer.main.get_command(single)
 
 
@@ -173,10 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except Exception as error:
         # Here: a command line that ends well does not pay for it.
-        from danlu.cli.crash import told
+        from danlu.cli.crash import crash_message
 
-        said, code = told(error, given)
-        return _report(said, code=code)
+        message, code = crash_message(error, given)
+        return _report(message, code=code)
     return 0
 
 

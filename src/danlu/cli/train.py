@@ -111,7 +111,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
     logs: of a dry run, the folder that they print into; None where that is the run's.
     """
     # Here: see `_train`.
-    from danlu.cli.launching import launch
+    from danlu.cli.launcher import launch
     from danlu.train.checkpoints.manifest import MARK
     from danlu.train.checkpoints.store import CheckpointStore
     from danlu.train.run_folder import CHECKPOINTS, refuse_strangers

@@ -82,21 +82,21 @@ def verify(
             rows,
         )
         return
-    found, rows = verification.prove(recipe.name, loaded.recipe, options)
-    _print(found)
+    result, rows = verification.prove(recipe.name, loaded.recipe, options)
+    _print(result)
     if traffic:
         _show("one process sends in a step:", rows)
     if html is not None:
         try:
-            write_atomically(html, page(found, rows).encode())
+            write_atomically(html, page(result, rows).encode())
         except OSError as error:
             raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
         print_status(f"written to {html}")
-    if not found.holds:
+    if not result.holds:
         raise typer.Exit(DanluError.exit_code)
 
 
-def _print(found: Verification) -> None:
+def _print(result: Verification) -> None:
     """Tables in colour at a terminal, plain elsewhere."""
     from rich.console import Console
     from rich.text import Text
@@ -104,13 +104,13 @@ def _print(found: Verification) -> None:
     from danlu.report import verification as report
 
     if not sys.stdout.isatty():
-        echo("\n".join(report.lines(found)))
+        echo("\n".join(report.lines(result)))
         return
     console = Console(highlight=False)
-    for part in report.parts(found):
+    for part in report.parts(result):
         console.print(Text(printable(part)) if isinstance(part, str) else part)
-    for line in report.verdict(found):
-        console.print(Text(printable(line), style="green" if found.holds else "bold red"))
+    for line in report.verdict(result):
+        console.print(Text(printable(line), style="green" if result.holds else "bold red"))
 
 
 def _show(heading: str, rows: Sequence[Row]) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from danlu.cli.crash import sense, without_traceback
+from danlu.cli.crash import as_danlu_error, without_traceback
 from danlu.errors import DanluError, RecipeError, ResourceError, Stopped
 from danlu.parallel import exit_reports
 from danlu.parallel.exit_reports import ExitReport
@@ -112,7 +112,7 @@ def exit_report_of(rank: int, error: BaseException) -> ExitReport:
             f"{type(error).__name__}{f' at {where}' if where else ''}: {error}\n{trace}"
         )
         return ExitReport(rank, "consequence", DanluError.exit_code, (said,))
-    unexpected = sense(error, where)
+    unexpected = as_danlu_error(error, where)
     return ExitReport(rank, "failure", unexpected.exit_code, (f"{unexpected}\n{trace}",))
 
 

@@ -60,10 +60,10 @@ class Peak:
     def line(self) -> str:
         """`mfu: divided by the measured peak, 712 TFLOP/s with bfloat16, and not by ...`: for the console."""
         each = f" in each of {self.processes} processes" if self.processes > 1 else ""
-        said = f"mfu: divided by the measured peak, {_in_words(self.measured)} with {_name(self.dtype)}{each}"
+        line = f"mfu: divided by the measured peak, {_format_flops(self.measured)} with {_name(self.dtype)}{each}"
         if self.specified is None:
-            return f"{said}; no specification of this device is known"
-        return f"{said}, and not by the device's specification, {_in_words(self.specified)}"
+            return f"{line}; no specification of this device is known"
+        return f"{line}, and not by the device's specification, {_format_flops(self.specified)}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -95,7 +95,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _in_words(flops: float) -> str:
+def _format_flops(flops: float) -> str:
     return f"{flops / 1e12:,.0f} TFLOP/s" if flops >= 1e13 else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
@@ -112,7 +112,7 @@ def measured_peak(
     that cannot be read is measured anew; one that cannot be written costs the next run the same time again.
     """
     file = Path(cache).expanduser() / "gemm.json"
-    key = machine(dtype, torch.device(device))
+    key = machine_key(dtype, torch.device(device))
     known = _read(file)
     if fresh or key not in known:
         known[key] = measure(dtype, device, seconds)
@@ -146,13 +146,13 @@ def _best_of(size: int, dtype: torch.dtype, device: torch.device, seconds: float
         operand.uniform_(-1, 1, generator=generator)
     best = 0.0
     while True:
-        before = time.perf_counter()
+        product_started = time.perf_counter()
         torch.mm(left, right, out=out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        now = time.perf_counter()
-        best = max(best, _flops(size) / (now - before))
-        if now - started > seconds:
+        product_ended = time.perf_counter()
+        best = max(best, _flops(size) / (product_ended - product_started))
+        if product_ended - started > seconds:
             return best
 
 
@@ -160,7 +160,7 @@ def _flops(size: int) -> int:
     return 2 * size**3
 
 
-def machine(dtype: torch.dtype, device: torch.device) -> str:
+def machine_key(dtype: torch.dtype, device: torch.device) -> str:
     """The key of a measurement: everything that changes the speed of a product."""
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)

@@ -31,7 +31,7 @@ def product_speeds(
     also: a precision beside the candidates. Each is measured once per machine and then read from `cache`.
     """
     precisions = dict.fromkeys((*CANDIDATES, also or CANDIDATES[0]))
-    return {one: measured_peak(DTYPES[one], device, SECONDS, cache) for one in precisions}
+    return {name: measured_peak(DTYPES[name], device, SECONDS, cache) for name in precisions}
 
 
 def fastest(speeds: Mapping[str, float]) -> Precision:
@@ -41,7 +41,7 @@ def fastest(speeds: Mapping[str, float]) -> Precision:
 
 def slower(chosen: str, speeds: Mapping[str, float]) -> str | None:
     """What to say of a chosen precision whose products are slower here than another's; None where they are not."""
-    best = max(speeds, key=lambda one: speeds[one])
+    best = max(speeds, key=lambda name: speeds[name])
     if speeds[chosen] * NEAR > speeds[best]:
         return None
     return (
@@ -52,5 +52,6 @@ def slower(chosen: str, speeds: Mapping[str, float]) -> str | None:
 
 def in_gflops(speeds: Mapping[str, float], *precisions: str) -> str:
     """`matrix products of 122 GFLOP/s with bf16, 163 with fp32`."""
-    first, *others = (f"{speeds[one] / 1e9:,.0f}{{}} with {one}" for one in precisions)
-    return "matrix products of " + ", ".join([first.format(" GFLOP/s"), *(one.format("") for one in others)])
+    first, *rest = precisions
+    of_rest = [f"{speeds[name] / 1e9:,.0f} with {name}" for name in rest]
+    return "matrix products of " + ", ".join([f"{speeds[first] / 1e9:,.0f} GFLOP/s with {first}", *of_rest])

@@ -20,8 +20,8 @@ from builders import fake_rank
 from builders.tiny_world import World, danlu, differences, metrics
 from builders.tiny_world import start as begin
 
-from danlu.cli import launching
-from danlu.cli.launching import launch
+from danlu.cli import launcher
+from danlu.cli.launcher import launch
 from danlu.errors import DataError, InternalError, RecipeError, ResourceError, Stopped
 from danlu.parallel import world as worlds
 
@@ -148,14 +148,14 @@ def test_a_signal_is_handed_on_once_and_saving_is_waited_for(
 def test_a_signal_before_there_is_anything_to_save(
     start: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    real = launching.Agent._start_workers
+    real = launcher.Agent._start_workers
 
     def interrupted(self: Any, group: Any) -> Any:
         started = real(self, group)
         signal.raise_signal(signal.SIGINT)
         return started
 
-    monkeypatch.setattr(launching.Agent, "_start_workers", interrupted)
+    monkeypatch.setattr(launcher.Agent, "_start_workers", interrupted)
     with pytest.raises(Stopped, match="stopped at once; the same command goes on") as caught:
         start(2, restarts=1)
     assert caught.value.exit_code == 130
@@ -232,7 +232,7 @@ def test_processes_whose_launcher_is_gone_stop_and_save(tmp_path: Path) -> None:
     plan = json.dumps({"torch": True, "steps": 100000, "pause_s": 0.02})
     command = ["-P", FAKE_RANK, str(tmp_path), plan]
     program = (
-        "from pathlib import Path; from danlu.cli.launching import launch;"
+        "from pathlib import Path; from danlu.cli.launcher import launch;"
         f"launch(lambda attempt: {command!r}, 2, Path({str(tmp_path)!r}), say=print)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
@@ -264,7 +264,7 @@ def test_no_launch_inside_of_one(
 def test_what_is_wrong_before_is_told_without_starting_anything(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launching, "launch", lambda *arguments, **options: pytest.fail("something was started"))
+    monkeypatch.setattr(launcher, "launch", lambda *arguments, **options: pytest.fail("something was started"))
     recipe = tiny_world.recipe(tmp_path / "run")
     assert danlu("train", recipe, "stpes=3", "--processes", 2) == 2
     assert "Did you mean 'steps'?" in capsys.readouterr().err
@@ -284,7 +284,7 @@ def test_which_arguments_an_attempt_gets(tiny_world: World, tmp_path: Path, monk
         seen.update(options, command=command, processes=processes, folder=folder)
         return 0
 
-    monkeypatch.setattr(launching, "launch", record)
+    monkeypatch.setattr(launcher, "launch", record)
     recipe = tiny_world.recipe(tmp_path / "run", parallel={"restarts": 3})
     (tmp_path / "run" / "logs").mkdir(parents=True)  # of an earlier launch: no stranger
     assert danlu("train", recipe, "steps=5", "--processes", 4, "--resume", "never") == 0

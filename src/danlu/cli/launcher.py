@@ -1,4 +1,4 @@
-"""`danlu train R --processes N`: starts the processes through torch's elastic agent, and tells how they end."""
+"""`danlu train R --processes N`: starts the processes through torch's elastic agent, and reports how they end."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from danlu.parallel.process_group import LAUNCHER
 from danlu.parallel.world import format_ranks
 
 GRACE_S = 10.0
-"""For the others to notice by themselves that one is gone; then they are ended."""
+"""Seconds in which the other processes may notice by themselves that one is gone; then they are killed."""
 
 LOOPBACK = "127.0.0.1"
-# A process group of the terminal gets HUP and QUIT too; a run that they end should be saved.
-_ASKS_TO_STOP = {
+# Signal to the launcher -> signal to its processes. A terminal sends HUP and QUIT too; such a run should be saved.
+_STOP_SIGNALS = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
@@ -54,13 +54,16 @@ def launch(
     grace_s: float = GRACE_S,
     progress_s: float | None = None,
 ) -> int:
-    """Runs `python ARGUMENTS` in so many processes of one group, to their end.
+    """Runs `python ARGUMENTS` in so many processes of one process group, to their end.
 
-    arguments: of attempt 0, 1, .. restarts. Each process calls `danlu.cli.worker.work`.
-    folder: of the run, which the processes print into.
-    threads: for each process, where OMP_NUM_THREADS is not set; by default an even share of the cores.
-    progress_s: between lines about how many of the processes have started; None tells nothing.
-    from_where: a restarted group's beginning, in words (``from step 500``).
+    Args:
+        arguments:  by the number of the attempt, 0 to `restarts`. Each process calls `danlu.cli.worker.work`.
+        folder:     of the run, which the processes print into.
+        threads:    of each process, where OMP_NUM_THREADS is not set; by default an even share of the cores.
+        from_where: where a restarted group begins, in words (``from step 500``).
+        say:        takes lines for the console.
+        grace_s:    as `GRACE_S`.
+        progress_s: between lines about how many of the processes have started; None for none.
     Returns 0, or 128 + the signal that stopped the run. Raises the DanluError that the first failing process met.
     """
     try:
@@ -75,7 +78,7 @@ def launch(
         max_nodes=1,
         local_addr=LOOPBACK,
     )
-    # torch's own words about restarts and signals: this file has better ones.
+    # torch's own messages about restarts and signals: those of this file say what to do.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -90,7 +93,7 @@ def launch(
     )
     agent = Agent(
         spec,
-        Places(folder, threads or usable_cores() // processes or 1),
+        WorkerEnvironment(folder, threads or usable_cores() // processes or 1),
         folder,
         arguments,
         from_where,
@@ -98,13 +101,13 @@ def launch(
         grace_s,
         progress_s,
     )
-    before = {number: signal.getsignal(number) for number in _ASKS_TO_STOP} if _in_main_thread() else {}
+    previous_handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS} if _in_main_thread() else {}
     try:
         agent.run()
-    except SignalException as early:  # before the agent's own handlers were replaced
-        agent.stopping = early.sigval
+    except SignalException as stopped:  # before the agent's own handlers were replaced
+        agent.stopping = stopped.sigval
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         spec.rdzv_handler.shutdown()
     if agent.stopping is not None:
@@ -114,24 +117,27 @@ def launch(
     return max((report.exit_code for report in agent.exit_reports().values() if report is not None), default=0)
 
 
-def _stopped(number: int, left: Mapping[int, ExitReport | None]) -> int:
-    """The first process has said how far the run came, unless it had not begun or another was stopped at once."""
-    first = left[0]
+def _stopped(number: int, reports: Mapping[int, ExitReport | None]) -> int:
+    """The exit code of a run that a signal stopped. Raises Stopped unless rank 0 has said how far it came.
+
+    reports: by rank, None of a process that had not begun.
+    """
+    first = reports[0]
     if first is not None and first.succeeded:
         return first.exit_code or 0
-    said = "stopped at once; the same command goes on from the last checkpoint, if there is one"
-    for rank, other in left.items():
-        if other is not None and other.kind == "stopped" and other.said:
-            said = f"{format_ranks([rank])}: {other.said[0]}"
-    raise Stopped(number, said)
+    message = "stopped at once; the same command goes on from the last checkpoint, if there is one"
+    for rank, report in reports.items():
+        if report is not None and report.kind == "stopped" and report.said:
+            message = f"{format_ranks([rank])}: {report.said[0]}"
+    raise Stopped(number, message)
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-class Places(LogsSpecs):
-    """What a process finds in its environment beside the agent's variables; what it prints is its own affair."""
+class WorkerEnvironment(LogsSpecs):
+    """What a process finds in its environment beside the agent's variables; it redirects what it prints itself."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         super().__init__()
@@ -145,10 +151,10 @@ class Places(LogsSpecs):
             environ.setdefault("OMP_NUM_THREADS", str(self._threads))
             if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
                 environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name may lead nowhere
-        nowhere = dict.fromkeys(envs, "")
+        no_files = dict.fromkeys(envs, "")
         return LogsDest(
-            stdouts=nowhere,
-            stderrs=nowhere,
+            stdouts=no_files,
+            stderrs=no_files,
             tee_stdouts={},
             tee_stderrs={},
             error_files={rank: str(exit_report_file(self._folder, rank)) for rank in envs},
@@ -160,7 +166,7 @@ class Places(LogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which starts processes and starts them again; judged by what they leave, not by exit codes alone.
+    """torch's agent, which starts processes and restarts them; it goes by their exit reports, not by exit codes alone.
 
     Attributes:
         cause     why the last attempt failed; None after one that did not
@@ -170,7 +176,7 @@ class Agent(LocalElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        places: Places,
+        environment: WorkerEnvironment,
         folder: Path,
         arguments: Callable[[int], Sequence[str]],
         from_where: Callable[[], str],
@@ -178,21 +184,24 @@ class Agent(LocalElasticAgent):
         grace_s: float,
         progress_s: float | None,
     ) -> None:
-        super().__init__(spec, places, exit_barrier_timeout=10)  # for other machines: there are none
+        super().__init__(spec, environment, exit_barrier_timeout=10)  # for other machines: there are none
         self._folder, self._arguments, self._from_where = folder, arguments, from_where
         self._say, self._grace_s = say, grace_s
         self._processes = spec.local_world_size
         self._memory_kills = oom_kill_count()
         self._progress_s = progress_s  # None once all have started
-        self._told_at = time.monotonic()
-        self._patient_until: float | None = None  # with processes that were asked twice to stop
-        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        self._obeyed = [number for number in _ASKS_TO_STOP if not (nohup and number == signal.SIGHUP)]
+        self._last_progress_at = time.monotonic()
+        self._kill_at: float | None = None  # once processes were asked twice to stop
+        has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._heeded = [number for number in _STOP_SIGNALS if not (has_nohup and number == signal.SIGHUP)]
         self.cause: FailureCause | None = None
         self.stopping: int | None = None
 
     def exit_reports(self) -> dict[int, ExitReport | None]:
-        """What each process has left. One machine has all of them, so their local number is their rank."""
+        """The report that each process has left, by rank; None of one that has not begun.
+
+        One machine has all processes, so their local number is their rank.
+        """
         return {rank: exit_reports.read_report(exit_report_file(self._folder, rank)) for rank in range(self._processes)}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -205,8 +214,8 @@ class Agent(LocalElasticAgent):
             exit_report_file(self._folder, rank).unlink(missing_ok=True)
         started: dict[int, Any] = super()._start_workers(worker_group)
         if _in_main_thread():  # in the place of those that the call above has installed
-            for number in _ASKS_TO_STOP:
-                signal.signal(number, self._ask_to_stop if number in self._obeyed else signal.SIG_IGN)
+            for number in _STOP_SIGNALS:
+                signal.signal(number, self._ask_to_stop if number in self._heeded else signal.SIG_IGN)
         return started
 
     def _popen(self) -> dict[int, Any]:
@@ -215,54 +224,54 @@ class Agent(LocalElasticAgent):
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         """Hands a signal on to processes that are at work. One that has not begun has nothing to save."""
-        if self.stopping is not None and self._patient_until is None:
-            self._patient_until = time.monotonic() + self._grace_s
+        if self.stopping is not None and self._kill_at is None:
+            self._kill_at = time.monotonic() + self._grace_s
         self.stopping = number
-        left = self.exit_reports()
+        reports = self.exit_reports()
         for rank, process in self._popen().items():
             if process.poll() is None:
-                process.send_signal(signal.SIGKILL if left[rank] is None else _ASKS_TO_STOP[signal.Signals(number)])
+                process.send_signal(signal.SIGKILL if reports[rank] is None else _STOP_SIGNALS[signal.Signals(number)])
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         exits = {rank: process.poll() for rank, process in self._popen().items()}
-        left = self.exit_reports()
-        self._tell_progress(left)
-        ended = {rank: report for rank, report in left.items() if exits[rank] is not None}
-        if self._patient_until is not None and time.monotonic() > self._patient_until:
-            self._end_all()  # they wait in C++ for one that does not come, where no signal reaches them
+        reports = self.exit_reports()
+        self._report_progress(reports)
+        ended = {rank: report for rank, report in reports.items() if exits[rank] is not None}
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            self._kill_all()  # they wait in C++ for one that does not come, where no signal reaches them
             self._remaining_restarts = 0
             return RunResult(WorkerState.FAILED)
         if all(report is not None and report.succeeded for report in ended.values()):
             if len(ended) < self._processes:
                 return RunResult(WorkerState.HEALTHY)
             self.cause = None
-            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(left))
-        exits |= self._end_the_rest()
-        self._judge(exits)
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(reports))
+        exits |= self._wait_and_kill()
+        self._find_cause(exits)
         return RunResult(WorkerState.FAILED)
 
-    def _tell_progress(self, left: Mapping[int, ExitReport | None]) -> None:
-        """Loading torch takes many processes on few cores minutes, in which nothing else is to be seen."""
+    def _report_progress(self, reports: Mapping[int, ExitReport | None]) -> None:
+        """Says how many processes have loaded torch: of many on few cores that takes minutes without another sign."""
         now = time.monotonic()
-        if self._progress_s is None or now - self._told_at < self._progress_s:
+        if self._progress_s is None or now - self._last_progress_at < self._progress_s:
             return
-        started = sum(one is not None and (one.kind != "begun" or bool(one.said)) for one in left.values())
-        self._told_at = now
+        started = sum(each is not None and (each.kind != "begun" or bool(each.said)) for each in reports.values())
+        self._last_progress_at = now
         if started == self._processes:
             self._progress_s = None
         else:
             self._say(f"starting: {started} of {self._processes} processes have loaded torch")
 
-    def _end_the_rest(self) -> dict[int, int | None]:
-        """Waits for the others to fail by themselves. Returns exit codes, None of those that had to be ended."""
+    def _wait_and_kill(self) -> dict[int, int | None]:
+        """Waits for the others to fail by themselves. Returns exit codes by rank, None of those that were killed."""
         until = time.monotonic() + self._grace_s
         running = self._popen()
         while time.monotonic() < until and any(process.poll() is None for process in running.values()):
             time.sleep(0.02)
-        return self._end_all()
+        return self._kill_all()
 
-    def _end_all(self) -> dict[int, int | None]:
-        """Returns exit codes, None of those that had to be ended."""
+    def _kill_all(self) -> dict[int, int | None]:
+        """Kills what still runs. Returns exit codes by rank, None of those that were killed."""
         exits = {rank: process.poll() for rank, process in self._popen().items()}
         for rank, process in self._popen().items():
             if exits[rank] is None:
@@ -270,13 +279,13 @@ class Agent(LocalElasticAgent):
                 process.wait()
         return exits
 
-    def _judge(self, exits: Mapping[int, int | None]) -> None:
-        """Why the processes failed, and whether they are started again."""
-        left = self.exit_reports()
-        if self.stopping is None and (alone := exit_reports.stopped_by_signal(left, exits)) is not None:
+    def _find_cause(self, exits: Mapping[int, int | None]) -> None:
+        """Finds why the processes failed, and decides whether they are restarted."""
+        reports = self.exit_reports()
+        if self.stopping is None and (alone := exit_reports.stopped_by_signal(reports, exits)) is not None:
             self.stopping = alone.exit_code - 128
         self.cause = exit_reports.failure_cause(
-            left,
+            reports,
             exits,
             {rank: log_file(self._folder, rank) for rank in range(1, self._processes)},
             memory_kills=(oom_kill_count() or 0) - (self._memory_kills or 0),
