@@ -6,6 +6,7 @@ step in `tests/builders/ring_collectives.py`. Imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ Kind = Literal[
 ]
 
 SINGLE_NUMBERS_BYTES = 1024
-"""A step also agrees on weights, norms and whether all is finite. These sums of single numbers are in no formula."""
+"""A step also sums single numbers: weights, norms, whether all is finite. No formula has them; they are less."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,16 @@ class CollectiveTraffic:
 
     axis: str  # "shard", or several: "replicate x shard"
     kind: Kind
-    bytes: Fraction  # a ring of n sends n-ths of a tensor
-    calls: int = 0  # of the library, where they are counted
-    what: str = ""  # in words, where it is computed
+    bytes: Fraction  # a fraction, for a ring of n processes sends n-ths of a tensor
+    calls: int = 0  # of the collective, where traffic is counted
+    what: str = ""  # what is sent ("gradients"), where traffic is computed
 
 
 def ring_bytes(kind: Kind, size: int, full_bytes: int) -> Fraction:
-    """Bytes that one of `size` processes sends, the mean over them where they differ.
+    """Bytes that one of `size` processes sends in a ring, the mean over them where they differ.
 
-    full_bytes: of the tensor that is summed or broadcast; of the gathered one; of the one before it is scattered; of
-    what a process gives (all-to-all, gather, point-to-point) or gets (scatter).
+    full_bytes: of the tensor that is reduced or broadcast, of the result of an all-gather, of the input of a
+    reduce-scatter, of what a process gives (all-to-all, gather, point-to-point) or gets (scatter).
     """
     if kind == "point-to-point":
         return Fraction(full_bytes)
@@ -53,42 +54,41 @@ def ring_bytes(kind: Kind, size: int, full_bytes: int) -> Fraction:
 
 
 def axis_of(ranks: Iterable[int], layout: Layout) -> str:
-    """The axes along which some ranks of the world differ."""
-    places = [layout.coordinates(rank) for rank in ranks]
-    return axis_name(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+    """The name of the axes along which some ranks of the world differ."""
+    coordinates = [layout.coordinates(rank) for rank in ranks]
+    return axis_name(axis for axis in AXES if len({place[axis] for place in coordinates}) > 1)
 
 
 def axis_name(axes: Iterable[str]) -> str:
+    """``replicate x shard``; "alone" for no axes."""
     return " x ".join(axes) or "alone"
 
 
 def axis_along(layout: Layout, *axes: str) -> tuple[str, int]:
-    """Name and number of processes along some axes together, without those of size 1."""
+    """Name and number of processes of some axes together; axes of size 1 are not in the name."""
     sizes = {axis: size for axis, size in zip(AXES, layout.sizes, strict=True) if axis in axes and size > 1}
-    count = 1
-    for size in sizes.values():
-        count *= size
-    return axis_name(sizes), count
+    return axis_name(sizes), math.prod(sizes.values())
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: measured beside formula."""
+    """A row of the table: what was counted beside the formula."""
 
     axis: str
     kind: str
     what: str
-    calls: int  # measured
+    calls: int  # counted
     measured_bytes: Fraction
     formula_bytes: Fraction
-    beside_bytes: int  # that may be sent over what the formula knows
+    beside_bytes: int  # that may be sent beyond what the formula says
 
     @property
     def agrees(self) -> bool:
+        """Whether as many bytes were sent as the formula says, or up to `beside_bytes` more."""
         return 0 <= self.measured_bytes - self.formula_bytes <= self.beside_bytes
 
     def cells(self) -> tuple[str, ...]:
-        """Texts under `HEADINGS`."""
+        """The texts of the columns of `HEADINGS`."""
         return (
             self.axis,
             self.kind,
@@ -110,20 +110,21 @@ def table(
     *,
     beside_bytes: int = SINGLE_NUMBERS_BYTES,
 ) -> list[Row]:
-    """A line for each axis and collective that was sent or ought to have been, outermost axis first."""
-    found, told = _summed(measured), _summed(formula)
+    """A row for each axis and kind of collective that was used or ought to have been, outermost axis first."""
+    counted, computed = _summed(measured), _summed(formula)
     nothing = CollectiveTraffic("", "all-reduce", Fraction(0))
     rows = []
-    for axis, kind in sorted({*found, *told}, key=lambda key: (_place(key[0]), key[1])):
-        here, there = found.get((axis, kind), nothing), told.get((axis, kind), nothing)
-        rows.append(Row(axis, kind, there.what, here.calls, here.bytes, there.bytes, beside_bytes))
+    for key in sorted({*counted, *computed}, key=lambda key: (_order(key[0]), key[1])):
+        count, expected = counted.get(key, nothing), computed.get(key, nothing)
+        rows.append(Row(*key, expected.what, count.calls, count.bytes, expected.bytes, beside_bytes))
     return rows
 
 
 def _summed(parts: Sequence[CollectiveTraffic]) -> dict[tuple[str, Kind], CollectiveTraffic]:
-    together = defaultdict(list)
+    """The sum for each axis and kind, of those that are not zero."""
+    grouped = defaultdict(list)
     for part in parts:
-        together[part.axis, part.kind].append(part)
+        grouped[part.axis, part.kind].append(part)
     return {
         (axis, kind): CollectiveTraffic(
             axis,
@@ -132,13 +133,13 @@ def _summed(parts: Sequence[CollectiveTraffic]) -> dict[tuple[str, Kind], Collec
             sum(part.calls for part in group),
             ", ".join(dict.fromkeys(part.what for part in group if part.what)),
         )
-        for (axis, kind), group in together.items()
+        for (axis, kind), group in grouped.items()
         if any(part.calls or part.bytes for part in group)
     }
 
 
-def _place(axis: str) -> tuple[int, ...]:
-    return tuple(AXES.index(one) for one in axis.split(" x ") if one in AXES)
+def _order(axis: str) -> tuple[int, ...]:
+    return tuple(AXES.index(name) for name in axis.split(" x ") if name in AXES)
 
 
 def _bytes(value: Fraction) -> str:

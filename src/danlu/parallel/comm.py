@@ -1,4 +1,4 @@
-"""The only file that calls collectives: what a group of processes does together, and nothing when it is one.
+"""The only file that calls collectives: operations of a group of processes, which do nothing in a group of one.
 
 torch renames collectives between versions, and gloo lacks some (no uneven all-gather): both are dealt with here.
 """
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Some processes, in an order that all of them know. Satisfies `danlu.types.ReduceGroup`.
+    """A process group: some ranks of the world, in an order that all of them know. A `danlu.types.ReduceGroup`.
 
     A group of one sends nothing and needs no torch.distributed.
     """
 
     name: str = "alone"  # the axis of the layout, for messages and counts of traffic
-    ranks: tuple[int, ...] = (0,)  # in the world
-    index: int = 0  # of this process among them
+    ranks: tuple[int, ...] = (0,)  # of the members, in the world
+    index: int = 0  # of this process among the members: its rank in the group
     handle: Any = None  # torch's ProcessGroup
 
     @property
@@ -39,24 +39,24 @@ class Group:
         return len(self.ranks) == 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """x becomes its sum over the group."""
+        """All-reduces x in place to its sum over the group, and returns it."""
         if not self.alone:
             dist.all_reduce(x, dist.ReduceOp.SUM, group=self.handle)
         return x
 
     def all_reduce_async(self, x: Tensor) -> torch.futures.Future[Tensor]:
-        """x, once it has become its sum over the group."""
+        """Starts to all-reduce x in place to its sum over the group; a future of x."""
         work = dist.all_reduce(x, dist.ReduceOp.SUM, group=self.handle, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
     def max(self, x: Tensor) -> Tensor:
-        """x becomes its maximum over the group."""
+        """All-reduces x in place to its maximum over the group, and returns it."""
         if not self.alone:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.handle)
         return x
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The group's tensors, all of one shape, one behind the other along `dim`, in the group's order."""
+        """The members' tensors, all of one shape, concatenated along `dim` in the group's order; new unless alone."""
         if self.alone:
             return x
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]) if x.ndim else (self.size,))
@@ -64,7 +64,7 @@ class Group:
         return out if dim == 0 else torch.cat(out.chunk(self.size), dim)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This process's share, by rows, of the sum of x over the group; the number of rows is a multiple of `size`."""
+        """This process's rows [R / size, ..] of the sum of x [R, ..] over the group; R is a multiple of `size`."""
         if self.alone:
             return x
         assert x.shape[0] % self.size == 0, f"{x.shape[0]} rows cannot be dealt out to {self.size} processes"
@@ -73,49 +73,50 @@ class Group:
         return out
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """What each member gave, in order. Values travel as pickles between processes that this run has started."""
+        """Every member's value, in the group's order. Values travel as pickles between processes of this run."""
         if self.alone:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.handle)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """What each member gave, in order, to the first member; an empty list to the others."""
+        """On the first member every member's value, in the group's order; an empty list on the others."""
         if self.alone:
             return [value]
-        found: list[Any] = [None] * self.size if self.index == 0 else []
-        dist.gather_object(value, found if self.index == 0 else None, dst=self.ranks[0], group=self.handle)
-        return found
+        values: list[Any] = [None] * self.size if self.index == 0 else []
+        dist.gather_object(value, values if self.index == 0 else None, dst=self.ranks[0], group=self.handle)
+        return values
 
     def from_first(
         self, make: Callable[[], T], *, again: bool = False, barrier: Callable[[], None] = lambda: None
     ) -> T:
-        """What the first member makes, on all of them; an error of danlu's there is an error everywhere.
+        """The value that `make` returns on the first member, on all of them; a DanluError there is raised on all.
 
-        again: the others make it themselves, once the first has; for what finds the first one's work on disk.
-        barrier: returns when all have come to it; for what takes longer than a collective may.
+        again: the others call `make` too, once the first is done; for work that the first leaves on disk.
+        barrier: returns when all have come to it; for work that takes longer than a collective may.
         """
         if self.alone:
             return make()
-        made, error = None, None
+        value, error = None, None
         if self.index == 0:
             try:
-                made = make()
+                value = make()
             except DanluError as problem:
                 error = problem
         barrier()
-        sent, error = self.all_gather_objects((None if again else made, error))[0]
+        first_value, error = self.all_gather_objects((None if again else value, error))[0]
         if error is not None:
             raise error
         if not again:
-            return sent  # type: ignore[no-any-return]
-        return made if made is not None and self.index == 0 else make()
+            return first_value  # type: ignore[no-any-return]
+        return value if value is not None and self.index == 0 else make()
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
-        """Point to point, all at once: (what, to which member), and (into what, from which member).
+        """Sends and receives point to point, all at once; returns when everything has arrived.
 
-        Both ends know every size: an empty tensor is not sent, and nothing waits for it.
+        sends: (tensor, index of the member that it goes to). receives: (tensor that is overwritten, index of the member
+        that it comes from). Both ends know every size: an empty tensor is neither sent nor waited for.
         """
         moves = [dist.P2POp(dist.isend, x, self.ranks[to], self.handle) for x, to in sends if x.numel()]
         moves += [dist.P2POp(dist.irecv, x, self.ranks[source], self.handle) for x, source in receives if x.numel()]
@@ -127,27 +128,33 @@ ALONE = Group()
 
 
 def world_size() -> int:
-    """Processes of this run; 1 where torch.distributed has not been begun."""
+    """Processes of this run; 1 where torch.distributed is not initialised."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def new_group(name: str, ranks: Sequence[int], *, backend: str | None = None) -> Group:
-    """A group of its own, with its own queue of collectives; every process of the world calls this, in one order."""
+    """A new process group, with its own order of collectives. Every process of the world calls this, in one order.
+
+    A process that is not in `ranks` gets a group with index -1.
+    """
     rank = dist.get_rank()
     handle = dist.new_group(list(ranks), backend=backend)
     return Group(name, tuple(ranks), ranks.index(rank) if rank in ranks else -1, handle)
 
 
-def within(group: Group, size: int) -> Group:
-    """The part of this process among parts of a group, of so many members in a row; the whole world calls this."""
+def subgroup_of(group: Group, size: int) -> Group:
+    """The subgroup of this process where `group` is divided into subgroups of `size` consecutive members.
+
+    Every process of the world calls this, each with its own group along one axis.
+    """
     world = Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
-    mine: Group | None = None
+    own: Group | None = None
     for ranks in sorted(set(world.all_gather_objects(group.ranks))):
         for start in range(0, len(ranks), size):
-            made = new_group(group.name, ranks[start : start + size])
-            mine = made if world.index in made.ranks else mine
-    assert mine is not None, "a process is in its own group"
-    return mine
+            subgroup = new_group(group.name, ranks[start : start + size])
+            own = subgroup if world.index in subgroup.ranks else own
+    assert own is not None, "a process is in its own group"
+    return own
 
 
 # torch 2.13 renames these two; 2.11 has the old names alone.

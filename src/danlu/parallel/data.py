@@ -1,18 +1,19 @@
-"""Data parallelism: DDP where every rank holds all of the model, FSDP2 where data ranks share it (ZeRO 1, 2 and 3).
+"""Data parallelism: DDP where every rank has all of the model, FSDP2 where data ranks shard it (ZeRO 1, 2 and 3).
 
 ======  =========================================  ================================  =====================
 shard   parameters                                 gradients between micro-batches   optimizer state
 ======  =========================================  ================================  =====================
 none    whole                                      whole                             whole
-zero1   a share; whole from forward to backward    whole                             a share
-zero2   a share; whole from forward to backward    a share                           a share
-zero3   a share; one layer whole at a time         a share                           a share
+zero1   a shard; whole from forward to backward    whole                             a shard
+zero2   a shard; whole from forward to backward    a shard                           a shard
+zero3   a shard; one layer whole at a time         a shard                           a shard
 ======  =========================================  ================================  =====================
 
-(arXiv:1910.02054; hybrid sharding, arXiv:2304.11277.) All of them sum: the one division by the step's weight comes with
-clipping. Weights of norms are left to us: they are few, FSDP2 would round them to the type of activations where one
-process does not, and under sequence parallelism their gradients are sums over other ranks too. So are parameters that
-several layers share (VeRA's projections, the network behind a prefix): FSDP2 shards a parameter with one unit.
+(arXiv:1910.02054; hybrid sharding, arXiv:2304.11277.) All of them sum gradients: the one division by the step's weight
+comes with clipping. Weights of norms are not sharded but summed by `StepParallel`: they are few, FSDP2 would round them
+to the type of activations where one process does not, and under sequence parallelism their gradients are sums over
+tensor ranks too. Nor are parameters that several layers share (VeRA's projections, the network behind a prefix), for
+FSDP2 shards a parameter with one unit.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Sharder:
 
     A layer can be sharded before the next one has its weights.
 
-    gathered: the type in which whole parameters are gathered and used; None for their own.
+    gathered: the type in which parameters are gathered and used; None for their own.
     whole: names of parameters that stay whole on each rank.
-    offload: keep shards, their gradients and optimizer state in the host's memory.
+    offload: whether shards, their gradients and optimizer state are kept in the host's memory.
     """
 
     def __init__(
@@ -68,32 +69,34 @@ class Sharder:
             if offload
             else OffloadPolicy(),
         }
-        # Hidden states are a view where they enter a head that is cut; nothing changes them in place.
+        # Hidden states are a view where they enter a head that tensor parallelism cuts; nothing changes them in place.
         warnings.filterwarnings("ignore", message=".*returned a view tensor.*", category=UserWarning)
 
     def layer(self, name: str, layer: nn.Module) -> None:
-        """Shards one layer, `name` in the model. What was whole of it is freed, unless something else holds it."""
+        """Shards one layer, `name` in the model; its whole parameters are freed unless something refers to them."""
         self._shard(layer, f"{name}.", reshard=self.section.shard == "zero3")
 
     def rest(self, layers: Sequence[nn.Module] = ()) -> None:
-        """Shards what lies outside of `layers`, the sharded ones in the order in which they follow each other."""
+        """Shards what lies outside of `layers`, and lets each gather the next ones ahead of time.
+
+        layers: those that have been sharded, in the order of the forward pass.
+        """
         self._shard(self.model, "", reshard=False)
         for module in _units(self.model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-        for here, ahead in zip(layers, _following(layers, self.section.prefetch), strict=True):
-            here.set_modules_to_forward_prefetch(ahead)  # type: ignore[operator]
-        backwards = list(reversed(layers))
-        for here, ahead in zip(backwards, _following(backwards, self.section.prefetch), strict=True):
-            here.set_modules_to_backward_prefetch(ahead)  # type: ignore[operator]
+        for layer, ahead in _with_following(layers, self.section.prefetch):
+            layer.set_modules_to_forward_prefetch(ahead)
+        for layer, ahead in _with_following(layers[::-1], self.section.prefetch):
+            layer.set_modules_to_backward_prefetch(ahead)
 
     def _shard(self, unit: nn.Module, prefix: str, *, reshard: bool) -> None:
         for module in unit.modules():
             if isinstance(module, QuantizedWeightModule):
                 module.share_codes()
-        own = {parameter for name, parameter in unit.named_parameters() if prefix + name in self.whole}
-        with _codes_as_parameters():
-            fully_shard(unit, reshard_after_forward=reshard, ignored_params=own, **self._options)
+        whole = {parameter for name, parameter in unit.named_parameters() if prefix + name in self.whole}
+        with _integer_parameters():
+            fully_shard(unit, reshard_after_forward=reshard, ignored_params=whole, **self._options)
 
 
 def sharded_step(parallel: StepParallel, model: nn.Module, section: Parallel) -> StepParallel:
@@ -116,22 +119,22 @@ def sharded_step(parallel: StepParallel, model: nn.Module, section: Parallel) ->
 
 
 def to_empty(model: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Gives a model of shapes memory, without values: on `device`, but shards that are offloaded on the host.
+    """Allocates the parameters of a model on meta, without values: on `device`, but offloaded shards on the host.
 
-    FSDP2 refuses offloaded shards on a GPU; what it does not manage (weights of norms, what layers share) is used where
-    it lies, and stays on the device.
+    FSDP2 refuses offloaded shards on a GPU; parameters that it does not shard (weights of norms, those that layers
+    share) are used where they lie, and stay on the device.
     """
 
     def empty(tensor: Tensor) -> Tensor:
         on_host = offload and isinstance(tensor, DTensor)
         return torch.empty_like(tensor, device=torch.device("cpu") if on_host else device)
 
-    # As `Module.to_empty` does. FSDP2 pins what lies on the host within it, so local tensors are what they stay.
+    # `Module.to_empty` calls it too. FSDP2 pins shards on the host in it, so local tensors keep the memory they have.
     model._apply(empty)
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees parameters that are whole, so that the next forward pass gathers what shards hold now."""
+    """Frees gathered parameters, so that the next forward pass gathers what is in the shards then."""
     for module in _units(model):
         module.reshard()
 
@@ -155,10 +158,10 @@ def replicate(task: nn.Module, ranks: Ranks, section: Parallel) -> DistributedDa
 
 
 def settle(wrapped: DistributedDataParallel, *inputs: Any) -> None:
-    """Goes through DDP once, for nothing: it then puts its buckets into the order in which gradients come.
+    """Runs DDP forward and backward once and drops the gradients, for it then rebuilds its buckets in gradient order.
 
-    It would do so after the first step, which then rounds its sums in another way than all later ones: a run that goes
-    on from a checkpoint would not end where an uninterrupted one does.
+    Else it would do so after the first step, which would round its sums differently from all later ones: a run that
+    resumes from a checkpoint would not end where an uninterrupted one does.
     """
     wrapped(*inputs).total.backward()
     for parameter in wrapped.parameters():
@@ -171,19 +174,21 @@ def replicated_step(parallel: StepParallel, wrapped: DistributedDataParallel) ->
 
 
 def _sum_bucket(state: tuple[Group, str], bucket: Any) -> torch.futures.Future[Tensor]:
-    """DDP's own reduction divides by the number of ranks; a sum is what is wanted."""
+    """DDP's communication hook: sums a bucket, where DDP's own reduction divides by the number of ranks."""
     group, reduce = state
     buffer: Tensor = bucket.buffer()
     if reduce == "fp32":
         return group.all_reduce_async(buffer)
     narrow = group.all_reduce_async(buffer.to(torch.bfloat16))
-    return narrow.then(lambda done: buffer.copy_(done.value()))  # type: ignore[no-any-return]
+    return narrow.then(lambda future: buffer.copy_(future.value()))  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _codes_as_parameters() -> Iterator[None]:
-    """Lets torch 2.11 shard frozen whole numbers: it lets each shard require gradients first and asks whether it should
-    afterwards, which fails for the codes of a quantized weight. Later versions ask first.
+def _integer_parameters() -> Iterator[None]:
+    """Lets fully_shard of torch 2.11 shard frozen integers, the codes of quantized weights.
+
+    It makes each shard a parameter that requires gradients, and only then asks whether it should, which fails for
+    integers. Later versions ask first.
     """
     if torch.__version__ >= "2.12":
         yield
@@ -193,17 +198,19 @@ def _codes_as_parameters() -> Iterator[None]:
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
 
-    there: Any = _fsdp_param
-    there.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
+    module: Any = _fsdp_param
+    module.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
     try:
         yield
     finally:
-        there.nn = nn
+        module.nn = nn
 
 
 def _units(model: nn.Module) -> Iterator[Any]:
+    """The modules that FSDP2 gathers and reshards as one."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def _following(layers: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
-    return [list(layers[place + 1 : place + 1 + count]) for place in range(len(layers))]
+def _with_following(layers: Sequence[Any], count: int) -> Iterator[tuple[Any, list[Any]]]:
+    """Each layer with the `count` layers that follow it."""
+    return ((layer, list(layers[index + 1 : index + 1 + count])) for index, layer in enumerate(layers))

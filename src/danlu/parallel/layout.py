@@ -1,4 +1,4 @@
-"""How many processes stand along each axis: computed from the recipe and the number of processes, without any of them.
+"""How many processes there are along each axis: computed from the recipe and the number of processes, starting none.
 
 The order of axes is the order of ranks: neighbours along `tensor` have neighbouring ranks, so that the axis that sends
 most stays inside a machine.
@@ -14,7 +14,7 @@ from danlu.errors import RecipeError
 from danlu.recipe.sections import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Of the mesh, outermost first. Experts are dealt out over `shard` and `context`, and have no axis of their own."""
+"""Axes of the mesh, outermost first. Experts are sharded over `shard` and `context`, and have no axis of their own."""
 
 
 @dataclass(frozen=True)
@@ -34,30 +34,32 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Ranks that each take other rows."""
+        """Data ranks: processes that each take different rows."""
         return self.replicate * self.shard
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Along `AXES`."""
+        """Degrees in the order of `AXES`."""
         return self.pipeline, self.replicate, self.shard, self.context, self.tensor
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis."""
-        place = {}
+        """The index of a rank along each axis."""
+        index_along = {}
         for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
-            rank, place[axis] = divmod(rank, size)
-        return place
+            rank, index_along[axis] = divmod(rank, size)
+        return index_along
 
     def __str__(self) -> str:
-        named = {"data": self.data, "shards": self.shard, "tensor": self.tensor, "pipeline": self.pipeline}
-        parts = [f"{name} {size}" for name, size in named.items() if size > 1 and (name, size) != ("shards", self.data)]
+        degrees = {"data": self.data, "shards": self.shard, "tensor": self.tensor, "pipeline": self.pipeline}
+        if self.shard == self.data:
+            del degrees["shards"]
+        parts = [f"{name} {size}" for name, size in degrees.items() if size > 1]
         return " x ".join(parts) or "one process"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a model limits how it can be cut."""
+    """The sizes of a model that limit how tensor parallelism can cut it."""
 
     heads: int
     kv_heads: int
@@ -66,7 +68,7 @@ class Sizes:
 
 
 def layout_of(section: Parallel, world: int) -> Layout:
-    """The layout of a recipe on so many processes. Raises RecipeError, proposing the nearest that fit."""
+    """The layout of a recipe on `world` processes. Raises RecipeError that proposes the nearest degrees that fit."""
     for axis in ("pipeline", "context", "expert"):
         if getattr(section, axis) != 1:
             raise RecipeError(f"parallel.{axis}: {getattr(section, axis)}, but only 1 works so far. Leave it out")
@@ -77,35 +79,34 @@ def layout_of(section: Parallel, world: int) -> Layout:
                 "--processes, or use workers: processes"
             )
         return Layout()
-    others = section.tensor
-    if world % others:
+    if world % section.tensor:
         near = ", ".join(f"tensor: {degree}" for degree in _nearest(divisors(world), section.tensor))
         raise RecipeError(
             f"parallel.tensor: {section.tensor} does not divide the {_processes(world)} of this run. Use {near}, or "
-            f"start danlu with --processes {_multiples(world, others)}"
+            f"start danlu with --processes {_multiples(world, section.tensor)}"
         )
-    data = world // others
+    data = world // section.tensor
     if section.data not in ("auto", data):
+        asked = section.data * section.tensor
         raise RecipeError(
-            f"parallel.data: {section.data} (times tensor {others}) asks for {section.data * others} processes, not "
-            f"for the {_processes(world)} of this run. Use data: {data}, or start danlu with "
-            f"--processes {section.data * others}"
+            f"parallel.data: {section.data} (times tensor {section.tensor}) asks for {asked} processes, not for the "
+            f"{_processes(world)} of this run. Use data: {data}, or start danlu with --processes {asked}"
         )
     if section.shard == "none":
-        return Layout(replicate=data, tensor=others)
+        return Layout(replicate=data, tensor=section.tensor)
     if data % section.replicate:
         near = " or ".join(str(degree) for degree in _nearest(divisors(data), section.replicate))
         raise RecipeError(f"parallel.replicate: {section.replicate} does not divide the {data} data ranks. Use {near}")
-    return Layout(replicate=section.replicate, shard=data // section.replicate, tensor=others)
+    return Layout(replicate=section.replicate, shard=data // section.replicate, tensor=section.tensor)
 
 
 def problems(section: Parallel, sizes: Sizes) -> Iterator[str]:
-    """What of a layout a model cannot be cut into, each with the nearest that it can."""
+    """Why a model cannot be cut by `section.tensor`; each message proposes the nearest degrees that fit."""
     degree = section.tensor
     if degree == 1:
         return
-    fits = [one for one in divisors(sizes.heads) if _kv_fits(sizes.kv_heads, one) and sizes.intermediate % one == 0]
-    near = " or ".join(str(one) for one in _nearest(fits, degree))
+    fitting = [n for n in divisors(sizes.heads) if _kv_fits(sizes.kv_heads, n) and sizes.intermediate % n == 0]
+    near = " or ".join(map(str, _nearest(fitting, degree)))
     if sizes.heads % degree:
         yield f"parallel.tensor: {degree} does not divide the model's {sizes.heads} attention heads. Use {near}"
     elif not _kv_fits(sizes.kv_heads, degree):
@@ -120,21 +121,23 @@ def problems(section: Parallel, sizes: Sizes) -> Iterator[str]:
 
 
 def divisors(number: int) -> list[int]:
-    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    return sorted({*small, *(number // one for one in small)})
+    """All divisors of a positive number, rising."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _kv_fits(kv_heads: int, degree: int) -> bool:
+    """Whether each rank gets whole key/value heads, or several ranks get the same one."""
     return kv_heads % degree == 0 or degree % kv_heads == 0
 
 
-def _nearest(fits: list[int], wanted: int) -> list[int]:
-    """The largest that fits below what was wanted, and the smallest above."""
-    below, above = [one for one in fits if one < wanted], [one for one in fits if one > wanted]
-    return below[-1:] + above[:1]
+def _nearest(fitting: list[int], wanted: int) -> list[int]:
+    """Of rising numbers, the largest below `wanted` and the smallest above it."""
+    return [n for n in fitting if n < wanted][-1:] + [n for n in fitting if n > wanted][:1]
 
 
 def _multiples(world: int, degree: int) -> str:
+    """The multiples of `degree` next to `world`."""
     below = world // degree * degree
     return f"{below} or {below + degree}" if below else f"{degree}"
 

@@ -1,8 +1,7 @@
-"""What this process holds of a model's parameters: plain local tensors, each with the box of the whole that it is.
+"""The local part of each of a model's parameters, as a plain tensor, and the box of the whole parameter that it is.
 
-FSDP2 keeps its shards as DTensors, and what trains on them one by one (optimizers, clipping, averages, checkpoints)
-wants plain tensors: `local` shares the memory of the DTensor's local part, and its gradient is handed over after the
-backward pass.
+FSDP2 keeps its shards as DTensors. Optimizers, clipping, averages and checkpoints want plain tensors: `local` shares
+the memory of the DTensor's local part, and gets its gradient after the backward pass.
 """
 
 from __future__ import annotations
@@ -21,28 +20,33 @@ from danlu.shard_box import ShardBox
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """One parameter, as much of it as is here."""
+    """The part of one parameter that this process has."""
 
     name: str  # in the whole model
-    parameter: Parameter  # of the module
-    local: Parameter  # the same memory as a plain tensor; the parameter itself where that is plain
-    box: ShardBox
+    parameter: Parameter  # of the module; a DTensor where FSDP2 shards it
+    local: Parameter  # the same memory as a plain tensor; `parameter` itself where that is plain
+    box: ShardBox  # of the whole parameter
 
     @property
     def sharded(self) -> bool:
         return self.local is not self.parameter
 
     def take_gradient(self) -> None:
-        """Moves the gradient from the parameter to `local`; a shard without rows has an empty one."""
+        """Moves the gradient from `parameter` to `local`; a shard without rows has an empty one."""
         if self.sharded and self.parameter.grad is not None:
             grad = self.parameter.grad
             self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
             self.parameter.grad = None
 
 
-def local_parameters_of(model: nn.Module, ranks: Ranks, cut: Mapping[str, ShardBox]) -> dict[str, LocalParameter]:
-    """Every parameter of a placed model by name. `cut` has the boxes that tensor parallelism left, by name."""
-    return {name: _held(name, parameter, ranks, cut) for name, parameter in model.named_parameters()}
+def local_parameters_of(
+    model: nn.Module, ranks: Ranks, tensor_boxes: Mapping[str, ShardBox]
+) -> dict[str, LocalParameter]:
+    """Every parameter of a placed model, by name. tensor_boxes: what tensor parallelism left of those that it cut."""
+    return {
+        name: _local_parameter(name, parameter, ranks, tensor_boxes.get(name))
+        for name, parameter in model.named_parameters()
+    }
 
 
 def replicated_parameter(name: str, tensor: Tensor, ranks: Ranks) -> LocalParameter:
@@ -52,16 +56,17 @@ def replicated_parameter(name: str, tensor: Tensor, ranks: Ranks) -> LocalParame
     return LocalParameter(name, parameter, parameter, box)
 
 
-def _held(name: str, parameter: Parameter, ranks: Ranks, cut: Mapping[str, ShardBox]) -> LocalParameter:
+def _local_parameter(name: str, parameter: Parameter, ranks: Ranks, box: ShardBox | None) -> LocalParameter:
     tensor = ranks.tensor
-    box = cut.get(name) or ShardBox.full(parameter.shape, replicas=tensor.size, is_writer=tensor.index == 0)
+    box = box or ShardBox.full(parameter.shape, replicas=tensor.size, is_writer=tensor.index == 0)
     if not isinstance(parameter, DTensor):
         box = replace(box, replicas=box.replicas * ranks.data.size, is_writer=box.is_writer and ranks.data.index == 0)
         return LocalParameter(name, parameter, parameter, box)
     with torch.no_grad():
         data = parameter.to_local()
-    local = Parameter(data, requires_grad=parameter.requires_grad) if data.is_floating_point() else _codes(data)
-    # torch.chunk's rule: as many rows for each of the first ranks as ceil(rows / ranks), the last ones have fewer.
+    # Codes of quantized weights are whole numbers, which cannot require gradients.
+    local = Parameter(data, requires_grad=parameter.requires_grad and data.is_floating_point())
+    # fully_shard splits rows as torch.chunk does: ceil(rows / shards) to each of the first ranks, fewer to the last.
     rows = box.sizes[0]
     chunk = -(-rows // ranks.shard.size)
     first = min(rows, chunk * ranks.shard.index)
@@ -75,7 +80,3 @@ def _held(name: str, parameter: Parameter, ranks: Ranks, cut: Mapping[str, Shard
         is_writer=box.is_writer and ranks.replicate.index == 0,
     )
     return LocalParameter(name, parameter, local, rows_box)
-
-
-def _codes(data: Tensor) -> Parameter:
-    return Parameter(data, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Where this process stands among all: its groups along each axis."""
+"""The rank of this process in a layout, and its process groups along each axis."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from danlu.parallel.layout import AXES, Layout
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process, its groups, and torch's mesh for what torch shards itself. By default: alone."""
+    """This process, its groups along the axes, and torch's mesh for FSDP2. By default a single process."""
 
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
     world: Group = ALONE
-    data: Group = ALONE  # replicate x shard: those that take other rows
+    data: Group = ALONE  # replicate x shard: the processes that take different rows
     replicate: Group = ALONE
     shard: Group = ALONE
     tensor: Group = ALONE
@@ -33,21 +33,24 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks for all: shows progress, writes metrics and results."""
+        """Whether this is the main process, which shows progress and writes metrics and results."""
         return self.rank == 0
 
 
 def ranks_of(layout: Layout, device_type: str) -> Ranks:
-    """The groups of this process; every process of the world calls it, and torch.distributed is initialised."""
+    """The groups of this process. Every process of the world calls it, once torch.distributed is initialised.
+
+    device_type: of torch's mesh, "cpu" or "cuda".
+    """
     if layout.world == 1:
         return Ranks(layout)
     rank, world = dist.get_rank(), dist.get_world_size()
     assert world == layout.world, f"a layout of {layout.world} on {world} processes"
     mesh: DeviceMesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
-    place = layout.coordinates(rank)
+    coordinates = layout.coordinates(rank)
 
     def along(axis: str) -> Group:
-        ranks = tuple(int(one) for one in _line(layout, place, (axis,)))
+        ranks = tuple(_ranks_along(layout, coordinates, (axis,)))
         return Group(axis, ranks, ranks.index(rank), mesh.get_group(axis)) if len(ranks) > 1 else _alone(axis, rank)
 
     return Ranks(
@@ -62,26 +65,28 @@ def ranks_of(layout: Layout, device_type: str) -> Ranks:
     )
 
 
-def _line(layout: Layout, place: dict[str, int], axes: tuple[str, ...]) -> list[int]:
-    """Ranks that differ from `place` along some axes alone, in order."""
-    numbers = torch.arange(layout.world).view(layout.sizes)
-    index = tuple(slice(None) if axis in axes else place[axis] for axis in AXES)
-    return [int(one) for one in numbers[index].flatten()]
+def _ranks_along(layout: Layout, coordinates: dict[str, int], axes: tuple[str, ...]) -> list[int]:
+    """The ranks whose coordinates differ from the given ones along `axes` alone, in order."""
+    ranks = torch.arange(layout.world).view(layout.sizes)
+    index = tuple(slice(None) if axis in axes else coordinates[axis] for axis in AXES)
+    return ranks[index].flatten().tolist()  # type: ignore[no-any-return]
 
 
 def _data_group(layout: Layout, rank: int) -> Group:
-    """replicate x shard together. Made for every place on the other axes: all processes make all groups."""
-    mine = _alone("data", rank)
+    """The group of this process along replicate and shard together.
+
+    All processes create the groups at all coordinates of the other axes, as `new_group` demands.
+    """
+    own = _alone("data", rank)
     if layout.data == 1:
-        return mine
+        return own
     for pipeline, context, tensor in itertools.product(
         *(range(n) for n in (layout.pipeline, layout.context, layout.tensor))
     ):
-        place = {"pipeline": pipeline, "replicate": 0, "shard": 0, "context": context, "tensor": tensor}
-        ranks = _line(layout, place, ("replicate", "shard"))
-        group = new_group("data", ranks)
-        mine = group if rank in ranks else mine
-    return mine
+        coordinates = {"pipeline": pipeline, "replicate": 0, "shard": 0, "context": context, "tensor": tensor}
+        group = new_group("data", _ranks_along(layout, coordinates, ("replicate", "shard")))
+        own = group if rank in group.ranks else own
+    return own
 
 
 def _alone(name: str, rank: int) -> Group:

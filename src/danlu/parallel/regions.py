@@ -1,22 +1,22 @@
-"""The borders of what tensor parallelism cuts: where activations are sent, and where their gradients are.
+"""Where tensor parallelism communicates: activations and their gradients where they enter and leave what is cut.
 
-Between `enter` and `leave` every process has all tokens and works on its part of the heads, features or words; outside
-all have the same, or under sequence parallelism each its tokens (Megatron, arXiv:1909.08053, fig. 3; arXiv:2205.05198,
-fig. 6):
+Between `enter` and `leave` every rank has all tokens and works on its part of the heads, features or vocabulary.
+Outside all have the same activations, or under sequence parallelism each has its tokens (Megatron, arXiv:1909.08053,
+fig. 3; arXiv:2205.05198, fig. 6):
 
 ============  ==============================  ==============================
               forward                         backward
 ============  ==============================  ==============================
 enter         nothing      | all-gather       all-reduce   | reduce-scatter
 leave         all-reduce   | reduce-scatter   nothing      | all-gather
-gather_vocab  all-gather                      this process's part
+gather_vocab  all-gather                      this rank's part
 ============  ==============================  ==============================
 
-(tensor alone | with sequence parallelism). What is gathered on entering is not kept for the backward pass, where the
-entrance is gone through once more if anything wants it: see `memory.recompute`. A pass without gradients, as in
-sampling, never cuts its tokens, so it may have any number of them.
+(tensor parallelism alone | with sequence parallelism). What `enter` gathers is not saved for the backward pass, which
+gathers it again where it needs it: see `memory.recompute`. A pass without gradients, as in sampling, never cuts its
+tokens, so it may have any number of them.
 
-T tokens · D model width · V vocabulary
+T tokens · D model width · V vocabulary · tp tensor ranks
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ from danlu.parallel.comm import Group
 
 
 class Regions:
-    """The borders of one model."""
+    """The communication of one model.
 
-    def __init__(self, group: Group, words: Sequence[int], *, sequence: bool) -> None:
+    vocab_sizes: rows of embedding and head on each rank. sequence: whether tokens are cut outside of attention, MLP and
+    head.
+    """
+
+    def __init__(self, group: Group, vocab_sizes: Sequence[int], *, sequence: bool) -> None:
         self.group = group
-        self.words = tuple(words)  # of the vocabulary, on each process
+        self.vocab_sizes = tuple(vocab_sizes)
         self.sequence = sequence
-        self._tokens_are_cut = False  # in the pass that is under way: each begins at the embedding
+        self._tokens_are_cut = False  # in this forward pass; each begins at the embedding, which decides it
 
     def leave_embedding(self, x: Tensor) -> Tensor:
-        """Parts of a sum [T, D] -> the sum, or the rows [T/tp, D] of this process."""
+        """Terms of a sum [T, D] -> the sum, or its rows [T/tp, D] of this rank."""
         self._tokens_are_cut = self.sequence and torch.is_grad_enabled()
         assert not self._tokens_are_cut or x.shape[0] % self.group.size == 0, (
             f"{x.shape[0]} tokens cannot be cut among {self.group.size} processes: fill the batch up"
@@ -49,22 +53,22 @@ class Regions:
         return self.leave(x)
 
     def enter(self, x: Tensor) -> Tensor:
-        """[T, D] or its rows here -> [T, D]; gradients are parts of a sum inside."""
+        """[T, D], or its rows [T/tp, D] of this rank -> [T, D]. Gradients of the result are terms of a sum."""
         if not torch.is_grad_enabled():
             return self.group.all_gather(x) if self._tokens_are_cut else x
         entered: Tensor = _Enter.apply(x, self.group, self._tokens_are_cut)
         return entered
 
     def leave(self, x: Tensor) -> Tensor:
-        """Parts of a sum [T, D] -> the sum, or its rows here."""
+        """Terms of a sum [T, D] -> the sum, or its rows [T/tp, D] of this rank."""
         if not torch.is_grad_enabled():
             return self.group.reduce_scatter(x) if self._tokens_are_cut else self.group.sum(x.contiguous())
         left: Tensor = _Leave.apply(x, self.group, self._tokens_are_cut)
         return left
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
-        """[.., words here] -> [.., V]"""
-        gathered: Tensor = _GatherVocab.apply(logits, self.group, self.words)
+        """Logits of this rank's part of the vocabulary -> [.., V]."""
+        gathered: Tensor = _GatherVocab.apply(logits, self.group, self.vocab_sizes)
         return gathered
 
 
@@ -92,20 +96,20 @@ class _Leave(torch.autograd.Function):
 
 class _GatherVocab(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: Group, words: tuple[int, ...]) -> Tensor:
-        ctx.here = slice(sum(words[: group.index]), sum(words[: group.index + 1]))
-        if logits.shape[-1] != words[group.index]:
-            raise AssertionError(f"{logits.shape[-1]} words are here, {words[group.index]} were expected")
-        most = max(words)  # gloo gathers equal sizes only
-        padded = F.pad(logits, (0, most - logits.shape[-1])).unsqueeze(0)
-        parts = group.all_gather(padded)  # [tp, .., most]
-        return torch.cat([part[..., :count] for part, count in zip(parts, words, strict=True)], dim=-1)
+    def forward(ctx: Any, logits: Tensor, group: Group, vocab_sizes: tuple[int, ...]) -> Tensor:
+        size = vocab_sizes[group.index]
+        assert logits.shape[-1] == size, f"{logits.shape[-1]} tokens of the vocabulary are here, {size} were expected"
+        start = sum(vocab_sizes[: group.index])
+        ctx.local = slice(start, start + size)
+        padded = F.pad(logits, (0, max(vocab_sizes) - size)).unsqueeze(0)  # gloo gathers equal sizes only
+        parts = group.all_gather(padded)  # [tp, .., largest part]
+        return torch.cat([part[..., :count] for part, count in zip(parts, vocab_sizes, strict=True)], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return grad[..., ctx.here], None, None
+        return grad[..., ctx.local], None, None
 
 
 def _copy(x: Tensor) -> Tensor:
-    """Sums are made in place, and what comes here may be kept for a gradient or be somebody else's."""
+    """A copy to sum in place: autograd may have saved x, or x may be a view of what others use."""
     return x.clone(memory_format=torch.contiguous_format)

@@ -1,16 +1,16 @@
 """Tensor parallelism: a decoder's matrices cut among processes, each of which keeps plain, smaller tensors.
 
-What may be cut how is declared by the modules: `tensor_roles` of attention, MLP and decoder, `tensor_axes` of adapters.
-Here every parameter, packed weight and buffer is replaced by its box, in place and under its name, and the borders of
-`regions` are put into the decoder's slots. The forward pass stays single-device code over fewer heads, features and
-words.
+What may be cut how is declared by the modules: `tensor_roles` of attention and MLP, `tensor_axes` of adapters. Here
+every parameter and quantized weight is replaced by its shard, in place and under its name, and the communication of
+`regions` is put into the decoder's slots. The forward pass stays single-device code over fewer heads, features and
+rows of the vocabulary.
 
-The gradient of a parameter that is cut is whole where it is. One that is held whole by all processes gets:
+The gradient of a parameter that is cut is complete on its rank. Of a parameter that every rank has whole it is:
 
-- inside of what is cut, a part from each: the bias behind a cut sum, A or B of LoRA, norms of heads;
-- outside, the same on all; under sequence parallelism a part from each, for each has some of the tokens.
+- between `enter` and `leave`, a term of a sum over the ranks: biases and norms of heads there, A or B of LoRA;
+- outside, the same on all ranks; under sequence parallelism a term of a sum, for each rank has some of the tokens.
 
-A head of keys and values that several processes hold is cut, and gets a part from each of them.
+A key/value head that several ranks share is cut, and its gradient is a term of a sum over those ranks.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from danlu.errors import RecipeError
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import Embedding, Linear
 from danlu.models.sublayer import Role
-from danlu.parallel.comm import Group, within
+from danlu.parallel.comm import Group, subgroup_of
 from danlu.parallel.regions import Regions
 from danlu.shard_box import ShardBox
-from danlu.types import LinearShard, VocabShard
+from danlu.types import Axis, LinearShard, VocabShard
 
 LINEAR_AXES: TensorAxes = {"weight": ("outputs", "inputs"), "bias": ("outputs",)}
-TABLE_AXES: TensorAxes = {"weight": ("outputs", "inputs")}
+EMBEDDING_AXES: TensorAxes = {"weight": ("outputs", "inputs")}
 
 
-class Narrowed(Protocol):
-    """An adapter, as far as it is cut here."""
+class ShardableAdapter(Protocol):
+    """An adapter whose parameters tensor parallelism can cut."""
 
     @property
     def tensor_axes(self) -> TensorAxes: ...
 
-    def narrow(self, share: LinearShard) -> None: ...
+    def narrow(self, shard: LinearShard) -> None: ...
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """What tensor parallelism made of a model, by parameter name."""
+    """How tensor parallelism has cut a model, by parameter name."""
 
     boxes: dict[str, ShardBox] = field(default_factory=dict)
-    """Of every parameter; `copies` and `writes` are among the processes of the group alone."""
+    """What this rank has of each parameter; `replicas` and `is_writer` are among the tensor ranks alone."""
     partial: dict[str, Group] = field(default_factory=dict)
-    """Parameters whose gradient is a part of a sum over a group, to be summed after the backward pass."""
+    """Parameters whose gradient is a term of a sum over a group, which is to be made after the backward pass."""
 
 
 def cut(model: Decoder, adapters: AdapterSet | None, group: Group, *, sequence: bool) -> Cuts:
-    """Cuts a decoder among the processes of a group, in place; all processes of the world call it.
+    """Cuts a decoder among the processes of a group, in place. All processes of the world call it.
 
-    Parameters may be shapes without values (on meta). Adapters and their base have their values, and packed weights are
-    still whole; nothing can be added to `adapters` or merged afterwards. Raises RecipeError as `Cutter` does.
+    Parameters may be on the meta device. Adapters and their base have their values, and quantized weights are still
+    whole; nothing can be added to `adapters` or merged afterwards. sequence and errors: see `Cutter`.
     """
     cutter = Cutter(model, adapters, group, sequence=sequence)
     for name in model.layers:
@@ -71,95 +71,90 @@ def cut(model: Decoder, adapters: AdapterSet | None, group: Group, *, sequence: 
     return cutter.rest()
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One process's part of a number of things in a row."""
-
-    here: slice
-    holders: Group  # the processes that have the same part
-
-
 class Cutter:
     """Cuts a decoder a layer at a time, so that a layer can be cut before the next one has its weights.
 
-    sequence: outside of attention, MLP and head each process has its share of the tokens, whose number has to be a
-    multiple of the group's size wherever there are gradients.
+    sequence: outside of attention, MLP and head each rank has its part of the tokens, whose number has to be a multiple
+    of the group's size wherever there are gradients.
 
-    Raises RecipeError for a model that cannot be cut so.
+    Raises RecipeError for a model that cannot be cut among so many ranks.
     """
 
     def __init__(self, model: Decoder, adapters: AdapterSet | None, group: Group, *, sequence: bool) -> None:
         self.model, self.adapters, self.group, self.sequence = model, adapters, group, sequence
         self.alone = Group(group.name, (group.ranks[group.index],))
-        # Its box, and where gradients are summed. What layers share is cut once; what is replaced is forgotten.
-        self._found: MutableMapping[Tensor, tuple[ShardBox, Group]] = WeakIdKeyDictionary()
+        # Parameter -> its box, and the group over which its gradient is to be summed. Layers may share a parameter,
+        # which is cut once; one that loading replaces drops out.
+        self._cut: MutableMapping[Tensor, tuple[ShardBox, Group]] = WeakIdKeyDictionary()
         self._cuts = Cuts()
-        self._copies: dict[tuple[int, str], list[Tensor]] = {}
-        self._subgroups: dict[int, Group] = {}
-        size, words = group.size, model.config.vocab_size
-        if words < size:
+        self._copies: dict[tuple[int, str], list[Tensor]] = {}  # see `_trained_copies`
+        self._subgroups: dict[int, Group] = {}  # by size
+        size, vocab_size = group.size, model.config.vocab_size
+        if vocab_size < size:
             raise RecipeError(
-                f"parallel.tensor: {size} is more than the {words} tokens of the vocabulary. Use at most {words}"
+                f"parallel.tensor: {size} is more than the {vocab_size} tokens of the vocabulary. Use at most "
+                f"{vocab_size}"
             )
-        bounds = [words * index // size for index in range(size + 1)]
-        self._words = slice(bounds[group.index], bounds[group.index + 1])
+        bounds = [vocab_size * index // size for index in range(size + 1)]
+        self._vocabulary = slice(bounds[group.index], bounds[group.index + 1])
         self._regions = Regions(group, [end - start for start, end in itertools.pairwise(bounds)], sequence=sequence)
 
     def layer(self, name: str) -> None:
-        """Cuts one layer; all processes cut the same one."""
+        """Cuts one layer; all processes cut the same one at a time, for this makes groups."""
         if self.group.alone:
             return
         layer = self.model.layers[name]
         assert isinstance(layer, Layer)
-        self._copies = self._trained_in_full()
+        self._copies = self._trained_copies()
         self._layer(layer, f"layers.{name}", self._regions)
-        self._tell(layer, f"layers.{name}.")
+        self._record(layer, f"layers.{name}.")
 
     def rest(self) -> Cuts:
-        """Cuts what lies outside of layers; what became of all."""
+        """Cuts what lies outside of layers, and returns how everything has been cut."""
         model, regions = self.model, self._regions
         if self.group.alone:
             return self._cuts
-        self._copies = self._trained_in_full()
-        self._embedding(model.embed_tokens, self._words, regions)
+        self._copies = self._trained_copies()
+        self._embedding(model.embed_tokens, self._vocabulary, regions)
         self._uncut(model.norm)
         if model.lm_head is not None:
-            share = self._share("outputs", self._words, slice(0, model.config.hidden_size))
-            self._linear(model.lm_head, share, self.alone)
+            shard = self._shard("outputs", self._vocabulary, slice(0, model.config.hidden_size))
+            self._linear(model.lm_head, shard, self.alone)
         model.enter_head = regions.enter
-        model.vocab_shard = VocabShard(self._words.start, self.group, regions.gather_vocab)
+        model.vocab_shard = VocabShard(self._vocabulary.start, self.group, regions.gather_vocab)
         for name, module in model.named_children():
             if module is not model.layers:
-                self._tell(module, f"{name}.")
-        names = dict(model.named_parameters())  # of what layers share, that of the first
+                self._record(module, f"{name}.")
+        names = dict(model.named_parameters())  # a parameter that layers share goes by its first name
         return Cuts(
             {name: box for name, box in self._cuts.boxes.items() if name in names},
             {name: group for name, group in self._cuts.partial.items() if name in names},
         )
 
-    def _trained_in_full(self) -> dict[tuple[int, str], list[Tensor]]:
-        """A parameter that an adapter trains in full steps in for the original: both are cut."""
-        found: dict[tuple[int, str], list[Tensor]] = {}
+    def _trained_copies(self) -> dict[tuple[int, str], list[Tensor]]:
+        """(id of a module, name of its parameter) -> the original and the copy that an adapter trains in its place."""
+        copies: dict[tuple[int, str], list[Tensor]] = {}
         for added in self.adapters.added.values() if self.adapters is not None else ():
             for copy in added.copies:
-                found.setdefault((id(copy.owner), copy.attribute), []).extend((copy.original, copy.trained))
-        return found
+                copies.setdefault((id(copy.owner), copy.attribute), []).extend((copy.original, copy.trained))
+        return copies
 
-    def _tell(self, module: nn.Module, prefix: str) -> None:
+    def _record(self, module: nn.Module, prefix: str) -> None:
+        """Notes by name how the parameters of a module have been cut."""
         for name, parameter in module.named_parameters():
-            assert parameter in self._found, f"{prefix}{name}: nothing says how it is cut"
-            box, summed = self._found[parameter]
+            assert parameter in self._cut, f"{prefix}{name}: nothing says how it is cut"
+            box, gradient_group = self._cut[parameter]
             self._cuts.boxes[prefix + name] = box
-            if not summed.alone:
-                self._cuts.partial[prefix + name] = summed
+            if not gradient_group.alone:
+                self._cuts.partial[prefix + name] = gradient_group
 
     # ── modules ──
 
-    def _embedding(self, embedding: Embedding, words: slice, regions: Regions) -> None:
-        share = self._share("outputs", words, slice(0, embedding.weight.shape[1]))
-        self._parameters(embedding, TABLE_AXES, share, self.alone)
-        self._adapters(embedding.adapter, share, self.alone)
-        embedding.vocab_start = words.start
+    def _embedding(self, embedding: Embedding, vocabulary: slice, regions: Regions) -> None:
+        shard = self._shard("outputs", vocabulary, slice(0, embedding.weight.shape[1]))
+        self._parameters(embedding, EMBEDDING_AXES, shard, self.alone)
+        self._adapters(embedding.adapter, shard, self.alone)
+        embedding.vocab_start = vocabulary.start
         embedding.leave = regions.leave_embedding
 
     def _layer(self, layer: Layer, name: str, regions: Regions) -> None:
@@ -171,97 +166,102 @@ class Cutter:
         layer.enter, layer.leave = regions.enter, regions.leave
 
     def _sublayer(self, sublayer: Any, name: str) -> None:
-        """Attention or feed-forward network, by what it declares: see `models.sublayer.Sublayer`."""
+        """Cuts attention or a feed-forward network as it declares: see `models.sublayer.Sublayer`."""
         unit = sublayer.tensor_unit
         for part, role in sublayer.tensor_roles.items():
             linear = sublayer.get_submodule(part)
             assert isinstance(linear, Linear)
             outputs, inputs = linear.shape
             if role == "row":
-                mine = self._part(inputs // unit, role, f"{name}.{part}")
-                self._linear(linear, self._share("inputs", slice(0, outputs), _times(mine.here, unit)), mine.holders)
+                features, replicas = self._features(inputs, unit, role, f"{name}.{part}")
+                self._linear(linear, self._shard("inputs", slice(0, outputs), features), replicas)
                 continue
-            mine = self._part(outputs // unit, role, f"{name}.{part}")
-            share = self._share("outputs", _times(mine.here, unit), slice(0, inputs))
-            self._linear(linear, share, mine.holders)
+            features, replicas = self._features(outputs, unit, role, f"{name}.{part}")
+            shard = self._shard("outputs", features, slice(0, inputs))
+            self._linear(linear, shard, replicas)
             for slot in (slot for slot, source in sublayer.tensor_slots.items() if source == part):
-                self._adapters(getattr(sublayer, slot), share, mine.holders)
+                self._adapters(getattr(sublayer, slot), shard, replicas)
         for child_name, child in sublayer.named_children():
             if child_name not in sublayer.tensor_roles and child_name not in sublayer.tensor_slots:
                 self._whole(child, self.group)
 
-    def _linear(self, linear: Linear, share: LinearShard, holders: Group) -> None:
-        self._parameters(linear, LINEAR_AXES, share, holders)
+    def _linear(self, linear: Linear, shard: LinearShard, replicas: Group) -> None:
+        self._parameters(linear, LINEAR_AXES, shard, replicas)
         if linear.quantized is not None:
-            linear.quantized = linear.quantized.shard(share.outputs, share.inputs)
-        linear.shape = _length(share.outputs), _length(share.inputs)
-        linear.adds_bias = share.axis == "outputs" or share.first
-        self._adapters(linear.adapter, share, holders)
+            linear.quantized = linear.quantized.shard(shard.outputs, shard.inputs)
+        linear.shape = _length(shard.outputs), _length(shard.inputs)
+        linear.adds_bias = shard.axis == "outputs" or shard.first
+        self._adapters(linear.adapter, shard, replicas)
 
-    def _adapters(self, slot: Any, share: LinearShard, holders: Group) -> None:
-        """Everything in a slot within what is cut; None has nothing."""
+    def _adapters(self, slot: Any, shard: LinearShard, replicas: Group) -> None:
+        """Cuts all adapters in a slot of a layer that is cut to `shard`; None is a slot without any."""
         if slot is None:
             return
         assert isinstance(slot, Slot)
-        for adapter in slot.values():
-            narrowed = cast(Narrowed, adapter)
-            self._parameters(adapter, narrowed.tensor_axes, share, holders)
-            narrowed.narrow(share)
+        for module in slot.values():
+            adapter = cast(ShardableAdapter, module)
+            self._parameters(module, adapter.tensor_axes, shard, replicas)
+            adapter.narrow(shard)
 
     def _uncut(self, module: nn.Module) -> None:
-        """What works on whole features of all tokens, or of those that sequence parallelism leaves here."""
+        """A module that works on whole features, of all tokens or of those that sequence parallelism leaves this rank."""
         self._whole(module, self.group if self.sequence else self.alone)
 
     # ── parameters ──
 
-    def _parameters(self, module: nn.Module, axes: TensorAxes, share: LinearShard, holders: Group) -> None:
+    def _parameters(self, module: nn.Module, axes: TensorAxes, shard: LinearShard, replicas: Group) -> None:
+        """Cuts the parameters of a layer or adapter; `axes` says which of their dimensions are outputs or inputs."""
         for name, parameter in self._named(module, recurse=not isinstance(module, Linear | Embedding)):
-            along = axes.get(name, ())
-            if share.axis in along:
-                self._box(parameter, [_range(share, axis) for axis in along], holders)
+            dimensions = axes.get(name, ())
+            if shard.axis in dimensions:
+                self._cut_parameter(parameter, [_range(shard, axis) for axis in dimensions], replicas)
             else:
-                self._keep(parameter, self.group)
+                self._keep_whole(parameter, self.group)
 
-    def _whole(self, module: nn.Module, summed: Group) -> None:
+    def _whole(self, module: nn.Module, gradient_group: Group) -> None:
         for _, parameter in self._named(module, recurse=True):
-            self._keep(parameter, summed)
+            self._keep_whole(parameter, gradient_group)
 
     def _named(self, module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a module by name, each followed by its original and trained copy where it has them."""
         for name, parameter in module.named_parameters(recurse=recurse):
             yield name, parameter
-            for other in self._copies.get((id(module), name), ()):
-                yield name, other
+            for copy in self._copies.get((id(module), name), ()):
+                yield name, copy
 
     @torch.no_grad()
-    def _box(self, parameter: Tensor, ranges: list[slice | None], holders: Group) -> None:
-        """Leaves of a parameter what is in the ranges, in place: what is tied stays so."""
-        if parameter in self._found:
+    def _cut_parameter(self, parameter: Tensor, ranges: list[slice | None], replicas: Group) -> None:
+        """Leaves the ranges of a parameter, in place, so that tied parameters stay tied; None is a whole dimension.
+
+        replicas: the ranks that have the same shard, over which its gradient is to be summed.
+        """
+        if parameter in self._cut:
             return
-        whole = tuple(parameter.shape)
-        slices = [slice(0, side) if one is None else one for one, side in zip(ranges, whole, strict=True)]
+        shape = tuple(parameter.shape)
+        slices = [part or slice(0, size) for part, size in zip(ranges, shape, strict=True)]
         starts, sizes = tuple(part.start for part in slices), tuple(map(_length, slices))
-        box = ShardBox(whole, starts, sizes, replicas=holders.size, is_writer=holders.index == 0)
+        box = ShardBox(shape, starts, sizes, replicas=replicas.size, is_writer=replicas.index == 0)
         parameter.data = box.view_of(parameter.data).clone(memory_format=torch.contiguous_format)
-        self._found[parameter] = box, holders
+        self._cut[parameter] = box, replicas
 
-    def _keep(self, parameter: Tensor, summed: Group) -> None:
+    def _keep_whole(self, parameter: Tensor, gradient_group: Group) -> None:
         box = ShardBox.full(parameter.shape, replicas=self.group.size, is_writer=self.group.index == 0)
-        self._found.setdefault(parameter, (box, summed))
+        self._cut.setdefault(parameter, (box, gradient_group))
 
-    # ── parts ──
+    # ── shards ──
 
-    def _share(self, axis: Any, outputs: slice, inputs: slice) -> LinearShard:
+    def _shard(self, axis: Axis, outputs: slice, inputs: slice) -> LinearShard:
         return LinearShard(axis, outputs, inputs, self.group, self.group.index == 0)
 
-    def _part(self, count: int, role: Role, name: str) -> _Part:
-        """Which of `count` things in a row this process has."""
-        size, index = self.group.size, self.group.index
+    def _features(self, features: int, unit: int, role: Role, name: str) -> tuple[slice, Group]:
+        """Which of a matrix's features this rank has, in units, and the ranks that have the same ones."""
+        size, index, count = self.group.size, self.group.index, features // unit
         if count % size == 0:
-            each = count // size
-            return _Part(slice(each * index, each * (index + 1)), self.alone)
+            share = features // size
+            return slice(share * index, share * (index + 1)), self.alone
         if role == "grouped" and size % count == 0:
-            mine = index * count // size
-            return _Part(slice(mine, mine + 1), self._subgroup(size // count))
+            start = index * count // size * unit
+            return slice(start, start + unit), self._subgroup(size // count)
         multiple = ", nor is it a multiple" if role == "grouped" else ""
         raise RecipeError(
             f"parallel.tensor: {size} does not divide the {count} parts of {name}{multiple}. Use a divisor of {count}"
@@ -269,19 +269,15 @@ class Cutter:
 
     def _subgroup(self, size: int) -> Group:
         if size not in self._subgroups:
-            self._subgroups[size] = within(self.group, size)
+            self._subgroups[size] = subgroup_of(self.group, size)
         return self._subgroups[size]
 
 
-def _range(share: LinearShard, axis: str | None) -> slice | None:
+def _range(shard: LinearShard, axis: Axis | None) -> slice | None:
     if axis is None:
         return None
-    return share.outputs if axis == "outputs" else share.inputs
+    return shard.outputs if axis == "outputs" else shard.inputs
 
 
 def _length(part: slice) -> int:
     return int(part.stop - part.start)
-
-
-def _times(part: slice, unit: int) -> slice:
-    return slice(part.start * unit, part.stop * unit)

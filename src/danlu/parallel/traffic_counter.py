@@ -1,7 +1,7 @@
-"""Counts what this process sends, by axis and collective, under whatever sends it: our groups, DDP, FSDP2, DTensor.
+"""Counts what this process sends, by axis and collective, whoever calls them: our groups, DDP, FSDP2 or DTensor.
 
 All of torch's collectives pass its dispatcher as operators of `c10d` or `_c10d_functional`; a dispatch mode sees them
-there, forward and backward, on any backend. On the `fake` one a single process can pretend to be one of 512.
+there, forward and backward, on any backend. With the `fake` backend a single process can stand for one of 512.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from danlu.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class _Collective:
+    """How to count an operator."""
+
     kind: Kind
-    full: str  # the argument that is (or makes up) the full tensor of `ring_bytes`
-    times: bool = False  # whether it is one process's share, of as many as there are
+    full: str  # name of the argument that is (or makes up) the full tensor of `ring_bytes`
+    is_share: bool = False  # whether that argument is one process's share of the full tensor
 
 
 _COLLECTIVES: Mapping[str, _Collective] = {
@@ -47,9 +49,9 @@ _COLLECTIVES: Mapping[str, _Collective] = {
     "c10d::reduce_scatter_tensor_coalesced_": _Collective("reduce-scatter", "inputs"),
     "c10d::scatter_": _Collective("scatter", "output_tensors"),
     "c10d::send": _Collective("point-to-point", "tensors"),
-    "_c10d_functional::all_gather_into_tensor": _Collective("all-gather", "input", times=True),
-    "_c10d_functional::all_gather_into_tensor_coalesced": _Collective("all-gather", "inputs", times=True),
-    "_c10d_functional::all_gather_into_tensor_out": _Collective("all-gather", "input", times=True),
+    "_c10d_functional::all_gather_into_tensor": _Collective("all-gather", "input", is_share=True),
+    "_c10d_functional::all_gather_into_tensor_coalesced": _Collective("all-gather", "inputs", is_share=True),
+    "_c10d_functional::all_gather_into_tensor_out": _Collective("all-gather", "input", is_share=True),
     "_c10d_functional::all_reduce": _Collective("all-reduce", "input"),
     "_c10d_functional::all_reduce_": _Collective("all-reduce", "input"),
     "_c10d_functional::all_reduce_coalesced": _Collective("all-reduce", "inputs"),
@@ -91,7 +93,7 @@ class TrafficCounter(TorchDispatchMode):
         self._counts: dict[tuple[str, Kind], tuple[Fraction, int]] = {}
 
     def counted(self) -> list[CollectiveTraffic]:
-        """What has been sent until now, a line for each axis and kind."""
+        """What has been sent since the block was entered, by axis and kind."""
         return [CollectiveTraffic(axis, kind, count, calls) for (axis, kind), (count, calls) in self._counts.items()]
 
     def __torch_dispatch__(
@@ -116,20 +118,20 @@ class TrafficCounter(TorchDispatchMode):
             return
         collective = _COLLECTIVES.get(name)
         assert collective is not None, f"{name} is not known to send so and so much: add it to _COLLECTIVES"
-        full_bytes = _bytes(given[collective.full]) * (len(ranks) if collective.times else 1)
+        full_bytes = _bytes(given[collective.full]) * (len(ranks) if collective.is_share else 1)
         stays = _own_rows(given, ranks) if collective.kind == "all-to-all" else None
         self._add(ranks, collective.kind, full_bytes, stays)
 
     def _add(self, ranks: tuple[int, ...], kind: Kind, full_bytes: int, stays: Fraction | None = None) -> None:
-        """stays: the share of the full tensor that stays here, where it need not be one of as many as there are."""
-        sent = ring_bytes(kind, len(ranks), full_bytes) if stays is None else (1 - stays) * full_bytes
+        """Counts one call. stays: the share of the full tensor that stays here, where it need not be 1 / processes."""
+        sent_bytes = ring_bytes(kind, len(ranks), full_bytes) if stays is None else (1 - stays) * full_bytes
         key = _axis(ranks, self._layout), kind
-        before, calls = self._counts.get(key, (Fraction(0), 0))
-        self._counts[key] = before + sent, calls + 1
+        total_bytes, calls = self._counts.get(key, (Fraction(0), 0))
+        self._counts[key] = total_bytes + sent_bytes, calls + 1
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
-    """Members of a group that is given as an operator's argument: wrapped, or by name."""
+    """The members of a process group that is an operator's argument: a wrapped object, or a name."""
     if isinstance(group, str):
         group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type,attr-defined]
     elif isinstance(group, torch.ScriptObject):
@@ -143,14 +145,14 @@ def _axis(ranks: tuple[int, ...], layout: Layout) -> str:
 
 
 def _bytes(what: Any) -> int:
-    """Of a tensor, or of all in lists of them."""
+    """Bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(what, Tensor):
         return what.numel() * what.element_size()
     return sum(map(_bytes, what))
 
 
 def _own_rows(given: Mapping[str, Any], ranks: tuple[int, ...]) -> Fraction | None:
-    """The share of an all-to-all's input that stays with this process, where shares are given."""
+    """The share of an all-to-all's input that stays with this process; None where all shares are alike."""
     index = ranks.index(dist.get_rank())
     if "input_tensors" in given:
         whole = _bytes(given["input_tensors"])
@@ -161,9 +163,9 @@ def _own_rows(given: Mapping[str, Any], ranks: tuple[int, ...]) -> Fraction | No
 
 @contextmanager
 def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
-    """torch.distributed as one of so many processes that are not there: collectives return at once, and move nothing.
+    """torch.distributed as rank `rank` of `world` processes that do not exist: collectives return and move nothing.
 
-    What comes out of them is not initialised, so only shapes and counts of what runs inside mean anything.
+    Their results are not initialised, so only shapes and counts of what runs inside mean anything.
     """
     assert not dist.is_initialized(), "this process belongs to a world already"
     dist.init_process_group("fake", store=_fake_store(), rank=rank, world_size=world)
