@@ -204,7 +204,7 @@ class Cutter:
             adapter.narrow(shard)
 
     def _uncut(self, module: nn.Module) -> None:
-        """A module that works on whole features, of all tokens or of those that sequence parallelism leaves this rank."""
+        """A module that works on whole features, of all tokens or of this rank's under sequence parallelism."""
         self._whole(module, self.group if self.sequence else self.alone)
 
     # ── parameters ──
