@@ -72,7 +72,7 @@ def test_merged_is_unmerged(bases: dict[str, Path], tmp_path: Path, family: str,
     merged = load(tmp_path / "out")
     torch.testing.assert_close(logits(merged), apart, rtol=1e-5, atol=1e-5)
     assert (logits(load(bases[family])) - apart).abs().max() > 1e-2  # the negative control
-    assert report.rounding.by_name == {} and not report.packed
+    assert report.rounding.by_name == {} and not report.quantized
     assert report.base == bases[family] and report.adapters == (folder,)
     assert merged.config.tie_word_embeddings == (family == "tied" and section.targets == ["all-linear"])
 
@@ -136,7 +136,7 @@ def test_a_base_in_4_bits_is_merged_into_and_written_in_full(
     quantize(bases[family], tmp_path / "nf4", section)
     folder = adapter_folder(bases[family], tmp_path / "adapter", sections.Lora())
     report = merge([folder], tmp_path / "out", into=tmp_path / "nf4")
-    assert report.packed and report.dtype == torch.float32
+    assert report.quantized and report.dtype == torch.float32
     apart = adapted_logits(bases[family], folder, model=load_frozen(tmp_path / "nf4", dtype=torch.float32).model)
     torch.testing.assert_close(logits(load(tmp_path / "out")), apart, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(apart, adapted_logits(bases[family], folder), atol=1e-3)

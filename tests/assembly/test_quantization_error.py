@@ -52,7 +52,7 @@ def test_norms_are_of_all_linear_layers(folder: Path) -> None:
         worst = max(by_layer, key=lambda key: by_layer[key])
         assert f"model.{error.worst_layer}.weight".replace(".attention.", ".self_attn.") == worst
         assert error.bits == pytest.approx(8 * sum(one.stored_bytes() for one in packed.values()) / len(every))
-        assert error.numbers == len(every)
+        assert error.elements == len(every)
 
 
 def test_formats_keep_their_order(folder: Path) -> None:

@@ -86,8 +86,8 @@ def test_it_is_the_model_packed_while_loading(bases: dict[str, Path], tmp_path: 
     linears = [site.module for site in quantizing.adapter_sites(read) if site.group in ("attention", "mlp")]
     assert all(linear.weight is None for linear in linears)
     stored = sum(linear.quantized.stored_bytes() for linear in linears)
-    assert report.packed == sum(linear.shape[0] * linear.shape[1] for linear in linears)
-    assert report.packed_bytes == stored and report.bits == pytest.approx(8 * stored / report.packed)
+    assert report.quantized == sum(linear.shape[0] * linear.shape[1] for linear in linears)
+    assert report.quantized_bytes == stored and report.bits == pytest.approx(8 * stored / report.quantized)
     assert report.parameters == read.config.parameter_count()
     assert report.bytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "out" / SINGLE_FILE).values())
     assert (4.12 < report.bits < 4.2) if section.double else report.bits == 4.5

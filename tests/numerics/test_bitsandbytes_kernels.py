@@ -106,7 +106,7 @@ def test_what_unpacks_is_said_as_it_is_chosen(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int, by: str, said: str
 ) -> None:
     means = bitsandbytes_kernels.unpack_kernel(torch.device("cpu"), dtype, block)
-    assert means.by == by and said in means.note
+    assert means.kind == by and said in means.note
     seen = []
     monkeypatch.setattr(four_bit, "dequantize_into", lambda *arguments: seen.append("torch"))
     monkeypatch.setattr(bitsandbytes_kernels, "_unpack", lambda *arguments: seen.append("library"))
@@ -124,7 +124,7 @@ def test_operators_of_a_gpu_that_are_not_there_are_told(monkeypatch: pytest.Monk
         bitsandbytes_kernels.operators()[1],
     )
     monkeypatch.setattr(bitsandbytes_kernels, "operators", lambda: (True, "by operators"))
-    assert bitsandbytes_kernels.unpack_kernel(torch.device("cuda"), torch.bfloat16, 64).by == "operators"
+    assert bitsandbytes_kernels.unpack_kernel(torch.device("cuda"), torch.bfloat16, 64).kind == "operators"
     monkeypatch.undo()
     bitsandbytes_kernels.operators.cache_clear()
     monkeypatch.setattr(bitsandbytes_kernels, "find_spec", lambda name: None)

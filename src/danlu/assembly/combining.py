@@ -1,8 +1,9 @@
-"""Several LoRA adapters made one adapter folder, without their base, unless PEFT takes the start of one out of it.
+"""Several LoRA adapters combined into one adapter folder.
 
-What is exact and what is not: `cat` puts factors side by side and is the weighted sum of changes. `linear` sums A and B
-apart, as PEFT does under that name, which is another thing. What ties and dare make of the changes has full rank, and
-the adapter holds its largest singular directions.
+The base is read only for an adapter whose start PEFT takes out of it (PiSSA, OLoRA). `cat` puts factors side by side,
+which is exactly the weighted sum of changes. `linear` sums the As and the Bs, as PEFT does under that name, and so has
+cross terms. What ties (arXiv:2306.01708) and dare (arXiv:2311.03099) make of the changes has full rank, and the adapter
+holds its largest singular directions.
 
 O, I outputs and inputs of a layer · r rank
 """
@@ -58,7 +59,7 @@ class Combined:
     @property
     def worst(self) -> tuple[str, float]:
         # What is not finite comes first, as `max` alone would pass over a NaN.
-        return max(self.errors.items(), key=lambda one: (not math.isfinite(one[1]), one[1]), default=("", 0.0))
+        return max(self.errors.items(), key=lambda item: (not math.isfinite(item[1]), item[1]), default=("", 0.0))
 
 
 @torch.no_grad()
@@ -88,67 +89,70 @@ def combine(
         if base is not None:
             check_base(folder, base)
     embeddings: dict[str, Tensor] = {}
-    read = [_factors(folder, embeddings, base) for folder in folders]
+    by_folder = [_factors(folder, embeddings, base) for folder in folders]
     written: dict[str, Factors] = {}
     errors: dict[str, float] = {}
-    for name in dict.fromkeys(name for one in read for name in one):
-        parts = [one.get(name) for one in read]
-        there = [(one, weight) for one, weight in zip(parts, combination.weights, strict=True) if one is not None]
-        _check_shapes(name, [one for one, _ in there])
+    for name in dict.fromkeys(name for factors in by_folder for name in factors):
+        parts = [factors.get(name) for factors in by_folder]
+        weighted = [(part, weight) for part, weight in zip(parts, combination.weights, strict=True) if part is not None]
+        _check_shapes(name, [part for part, _ in weighted])
         if combination.method == "cat":
-            written[name] = concatenated(there)
+            written[name] = concatenated(weighted)
             continue
-        wanted = _wanted(name, parts, combination)
+        exact = _exact_change(name, parts, combination)
         if combination.method == "linear":
-            written[name] = summed_apart(name, there)
+            written[name] = summed_apart(name, weighted)
         else:
-            ranks = min(rank or sum(one.rank for one, _ in there), *wanted.shape)
+            new_rank = min(rank or sum(part.rank for part, _ in weighted), *exact.shape)
             generator = named_generator(combination.seed, f"{name}.svd")
-            written[name] = refactored(wanted, ranks, generator, embedding=there[0][0].embedding)
-        size = float(wanted.norm())
-        lost = float((_change(written[name]) - wanted).norm())
-        errors[name] = lost / size if size else lost
+            written[name] = refactored(exact, new_rank, generator, embedding=weighted[0][0].embedding)
+        exact_norm = float(exact.norm())
+        error_norm = float((_change(written[name]) - exact).norm())
+        errors[name] = error_norm / exact_norm if exact_norm else error_norm
     values, tensors = peft_of_factors(written)
     _write(target, folders, base, below, values, tensors | embeddings)
     return Combined(tuple(folder.path for folder in folders), errors)
 
 
-def _wanted(name: str, parts: Sequence[Factors | None], combination: Combination) -> Tensor:
-    """What the changes themselves combine to, [O, I] or [V, D] as the weight is."""
-    found = [None if one is None else _change(one) for one in parts]
-    (shape, *_) = (one.shape for one in found if one is not None)
-    changes = [torch.zeros(shape) if one is None else one for one in found]
+def _exact_change(name: str, parts: Sequence[Factors | None], combination: Combination) -> Tensor:
+    """What the changes themselves combine to, [O, I] or [V, D] as the weight is, of whatever rank."""
+    known = [None if part is None else _change(part) for part in parts]
+    shape = next(change.shape for change in known if change is not None)
+    changes = [torch.zeros(shape) if change is None else change for change in known]
     return combination.of(changes, lambda n: named_generator(combination.seed, f"{name}.weight.{n}"))
 
 
-def _change(one: Factors) -> Tensor:
+def _change(factors: Factors) -> Tensor:
     """s B A, float32; of an embedding its transpose."""
-    change = one.scale * (one.b.float() @ one.a.float())
-    return change.t() if one.embedding else change
+    change = factors.scale * (factors.b.float() @ factors.a.float())
+    return change.t() if factors.embedding else change
 
 
 def concatenated(parts: Sequence[tuple[Factors, float]]) -> Factors:
     """The weighted sum of changes, with the ranks one after the other."""
-    a = torch.cat([one.a * (weight * one.scale) for one, weight in parts])
-    return Factors(a, torch.cat([one.b for one, _ in parts], dim=1), 1.0, embedding=parts[0][0].embedding)
+    a = torch.cat([factors.a * (weight * factors.scale) for factors, weight in parts])
+    return Factors(a, torch.cat([factors.b for factors, _ in parts], dim=1), 1.0, embedding=parts[0][0].embedding)
 
 
 def summed_apart(name: str, parts: Sequence[tuple[Factors, float]]) -> Factors:
     """PEFT's `linear`: A and B are summed each by itself, times the root of weight and scale; the sign goes to A.
 
-    The product has what each A makes with the other's B beside what is wanted.
+    The product of the sums has cross terms, each A with the B of another adapter, beside the sum of the products.
     """
-    ranks = sorted({one.rank for one, _ in parts})
+    ranks = sorted({factors.rank for factors, _ in parts})
     if len(ranks) > 1:
         raise ModelError(f"{name}: linear sums factors of one rank, here are {ranks}. Use --method cat, which is exact")
-    strengths = [weight * one.scale for one, weight in parts]
-    a = weighted_sum([one.a for one, _ in parts], [math.copysign(math.sqrt(abs(one)), one) for one in strengths])
-    b = weighted_sum([one.b for one, _ in parts], [math.sqrt(abs(one)) for one in strengths])
+    strengths = [weight * factors.scale for factors, weight in parts]
+    roots = [math.sqrt(abs(strength)) for strength in strengths]
+    signed_roots = [math.copysign(root, strength) for root, strength in zip(roots, strengths, strict=True)]
+    a = weighted_sum([factors.a for factors, _ in parts], signed_roots)
+    b = weighted_sum([factors.b for factors, _ in parts], roots)
     return Factors(a, b, 1.0, embedding=parts[0][0].embedding)
 
 
 def refactored(change: Tensor, rank: int, generator: torch.Generator, *, embedding: bool = False) -> Factors:
-    """The nearest change of this rank: the first singular directions, of a large matrix by power iterations."""
+    """The nearest change of this rank (Eckart-Young): the first singular directions, of a large matrix by power
+    iterations. change: [O, I], or [V, D] with `embedding`."""
     matrix = change.t() if embedding else change
     small = min(matrix.shape) < _LARGE * rank
     start = pissa(matrix, rank, 1.0, iterations=None if small else _POWER_ITERATIONS, generator=generator)
@@ -165,20 +169,20 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | 
         raise ModelError(f"{where}: is {folder.kind}; only LoRA adapters become one adapter. Merge it into its base")
     values, tensors = folder.values, read_tensors(folder)
     if init_taken_from_base(values, where) is not None:
-        of = base_of([folder], None, "--into") if base is None else base
-        weight = partial(_base_weight, of.folder)
+        known_base = base_of([folder], None, "--into") if base is None else base
+        weight = partial(_base_weight, known_base.folder)
         values, changed = for_original_base(values, tensors, weight, where)
         tensors = dict(changed)
     factors, used = read_factors(values, tensors, where)
-    if folder.values.get("use_dora") or any(one.magnitude is not None for one in factors.values()):
+    if folder.values.get("use_dora") or any(part.magnitude is not None for part in factors.values()):
         raise ModelError(f"{where}: is DoRA, whose change is not the product of two factors. Merge it into its base")
     for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
         if not torch.equal(embeddings.setdefault(key, tensors[key]), tensors.pop(key)):
             raise ModelError(f"{where}: {key} is not that of the others: they are adapters of different models")
-    more = [key for key in tensors if key not in used]
-    if more:
+    unused = [key for key in tensors if key not in used]
+    if unused:
         raise ModelError(
-            f"{where}: trains {more[0].removeprefix(PREFIX)} in full, which no LoRA adapter can add up. "
+            f"{where}: trains {unused[0].removeprefix(PREFIX)} in full, which no LoRA adapter can add up. "
             "Merge it into its base"
         )
     return factors
@@ -191,18 +195,18 @@ def _base_weight(base: Path, module: str) -> Tensor:
 
 
 def _check_shapes(name: str, parts: Sequence[Factors]) -> None:
-    shapes = {(one.b.shape[0], one.a.shape[1], one.embedding) for one in parts}
+    shapes = {(part.b.shape[0], part.a.shape[1], part.embedding) for part in parts}
     if len(shapes) > 1:
-        found = " and ".join(f"[{outputs}, {inputs}]" for outputs, inputs, _ in sorted(shapes))
-        raise ModelError(f"{name}: the adapters are of different models: it is {found}")
+        listed = " and ".join(f"[{outputs}, {inputs}]" for outputs, inputs, _ in sorted(shapes))
+        raise ModelError(f"{name}: the adapters are of different models: it is {listed}")
 
 
-def _check_same_base(first: AdapterFolder, other: AdapterFolder) -> None:
-    known = [folder.danlu.get("base_fingerprint") for folder in (first, other)]
-    same = known[0] == known[1] if all(known) else first.base == other.base
+def _check_same_base(first: AdapterFolder, second: AdapterFolder) -> None:
+    known = [folder.danlu.get("base_fingerprint") for folder in (first, second)]
+    same = known[0] == known[1] if all(known) else first.base == second.base
     if not same:
         raise ModelError(
-            f"{other.path}: was trained on another base ({other.base}) than {first.path} ({first.base}): "
+            f"{second.path}: was trained on another base ({second.base}) than {first.path} ({first.base}): "
             "their changes do not add up"
         )
 
@@ -216,10 +220,11 @@ def _write(
     tensors: Mapping[str, Tensor],
 ) -> None:
     first = folders[0]
-    named = [folder.values.get("target_modules") for folder in folders]
+    targets = [folder.values.get("target_modules") for folder in folders]
     narrowed = any(folder.values.get(key) for folder in folders for key in ("layers_to_transform", "exclude_modules"))
-    if all(isinstance(one, list) for one in named) and not narrowed:  # the short names together mean the same modules
-        values["target_modules"] = sorted({name for names in named for name in names or ()})
+    if all(isinstance(names, list) for names in targets) and not narrowed:
+        # The union of short names means the same modules as the long ones.
+        values["target_modules"] = sorted({name for names in targets for name in names or ()})
     config = {
         **values,
         "task_type": "CAUSAL_LM",
@@ -233,8 +238,8 @@ def _write(
         "below": [str(folder.path.resolve()) for folder in below],
         "made_from": [str(folder.path.resolve()) for folder in folders],
     }
-    words = find_tokenizer([folder.path for folder in folders])
+    tokenizer_folder = find_tokenizer([folder.path for folder in folders])
     with replace_folder(target, 3 * sum(4 * tensor.numel() for tensor in tensors.values()), own_file=CONFIG) as fresh:
         write_files(fresh, config, own, tensors)
-        if words is not None:
-            copy_tokenizer(words, fresh)
+        if tokenizer_folder is not None:
+            copy_tokenizer(tokenizer_folder, fresh)

@@ -17,8 +17,9 @@ def max_sample_length(model: sections.Model, adapter: Any) -> int:
     adapter: section of the recipe, or None. Raises ModelError for a config that danlu cannot read.
     """
     config = find_config(model.path) if model.path is not None else from_scratch(model, vocab_size=1)
-    below = {one.path.resolve(): one for path in model.adapters for one in adapter_stack(Path(path).expanduser())}
-    virtual = [one.values.get("num_virtual_tokens") for one in below.values()]
+    stacks = (adapter_stack(Path(path).expanduser()) for path in model.adapters)
+    below = {folder.path.resolve(): folder for stack in stacks for folder in stack}
+    virtual = [folder.values.get("num_virtual_tokens") for folder in below.values()]
     if isinstance(adapter, sections.Prefix | sections.Prompt):
         virtual.append(adapter.tokens)
     return config.context_length - sum(count for count in virtual if isinstance(count, int))

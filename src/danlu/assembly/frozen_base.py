@@ -152,7 +152,7 @@ def _refuse_twice(folder: Path, quantization: Any) -> None:
 def model_bytes(model: Decoder) -> int:
     """What this process holds of a model as it stands: weights, codes and adapters; a tied matrix counts once."""
     tensors = (*model.parameters(), *model.buffers())
-    return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def quantize_weight(weight: Tensor, section: Any, name: str = "a matrix") -> QuantizedWeightModule:

@@ -27,8 +27,8 @@ from danlu.models.loading import stored_dtype, widest_dtype
 from danlu.models.saving import save
 from danlu.output_folder import refuse_existing
 
-_ROWS = 1 << 22
-"""Numbers looked at together when errors are measured."""
+_CHUNK_ELEMENTS = 1 << 22
+"""Elements of a matrix whose rounding error is measured at a time: no second matrix is made."""
 
 
 @dataclass
@@ -47,21 +47,21 @@ class Rounding:
     @property
     def worst(self) -> tuple[str, float]:
         """The matrix that loses most, and how much."""
-        return max(self.by_name.items(), key=lambda one: one[1], default=("", 0.0))
+        return max(self.by_name.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What was merged into what."""
+    """The report of a merge: what was merged into which base, and what rounding cost."""
 
     base: Path
     adapters: tuple[Path, ...]
-    packed: bool
-    """Whether the base was held in few bits."""
+    quantized: bool
+    """Whether the base is stored in 4 or 8 bits."""
     dtype: torch.dtype
     rounding: Rounding
     trained_over: str | None
-    """In which few bits the base of the last adapter was held in training, if in any."""
+    """The kind of quantization ("nf4") under which the last adapter was trained, if any."""
 
 
 def merge(
@@ -84,14 +84,14 @@ def merge(
         into: the base, if not the one they name; force: also another one than they were trained on.
         dtype: in which weights are written; by default that of the base.
         combination: how several become one; by default their sum.
-        quantization: section of a recipe; the base as it is after being packed and unpacked so, as QLoRA trains over.
+        quantization: section of a recipe; the base is quantized and dequantized by it first, as QLoRA trains over.
 
     Raises ModelError for what is no adapter, does not fit the base or is no change of weights, and ResourceError if
     `target` holds anything.
     """
     refuse_existing(target)
     stacks = [adapter_stack(source) for source in sources]
-    held = (stacks[-1][-1].quantization or {}).get("kind")
+    trained_over = (stacks[-1][-1].quantization or {}).get("kind")
     below = common_below(stacks)
     base = base_of(stacks[0], into, "--into")
     if not force:
@@ -122,15 +122,16 @@ def merge(
         config=replace(config, tie_word_embeddings=False) if unties else config,
         value=lambda name: _measured(name, value(name), written, rounding),
     )
-    packed = any(getattr(site.module, "quantized", None) is not None for site in adapted.adapters.sites)
-    return Merged(base.folder, tuple(stack[-1].path for stack in stacks), packed, written, rounding, held)
+    quantized = any(getattr(site.module, "quantized", None) is not None for site in adapted.adapters.sites)
+    paths = tuple(stack[-1].path for stack in stacks)
+    return Merged(base.folder, paths, quantized, written, rounding, trained_over)
 
 
 def common_below(stacks: Sequence[Sequence[AdapterFolder]]) -> list[AdapterFolder]:
     """What all sources were trained upon. Raises ModelError if it is not the same: their changes are of two bases."""
     under = [[folder.path.resolve() for folder in stack[:-1]] for stack in stacks]
-    for stack, other in zip(stacks, under, strict=True):
-        if other != under[0]:
+    for stack, paths in zip(stacks, under, strict=True):
+        if paths != under[0]:
             raise ModelError(
                 f"{stack[-1].path} was trained on top of other adapters than {stacks[0][-1].path}: they change "
                 "different models. Merge each with those below it first"
@@ -155,8 +156,8 @@ def _check(stack: Sequence[AdapterFolder], base: Base, *, given: bool) -> None:
             check_base(folder, base)
         except ModelError as error:
             raise ModelError(f"{error}, or give --force to merge into this one all the same") from None
-        silent = folder.danlu.get("base_fingerprint") is None  # written by another tool
-        if silent and not given and folder.base not in (base.named, str(base.folder)):
+        by_another_tool = folder.danlu.get("base_fingerprint") is None
+        if by_another_tool and not given and folder.base not in (base.named, str(base.folder)):
             raise ModelError(
                 f"{folder.path}: was trained on {folder.base}, the first adapter on {base.named}. If that is the same "
                 "model, name it with --into"
@@ -180,28 +181,29 @@ def _values(
 
 
 class _Combining:
-    """Gives the parameters of a base with several changes made one."""
+    """Computes the parameters of a base with the changes of several adapters combined, in the order they are asked."""
 
     def __init__(self, opened: AdapterStacks, lowest: int, combination: Combination) -> None:
         self._opened, self._lowest, self._combination = opened, lowest, combination
-        self._touched = _touched(opened.adapters)
-        self._made: dict[str, Tensor] = {}  # parts of the tensor at hand that are still to be asked for
+        self._changed_names = _changed_names(opened.adapters)
+        self._pending: dict[str, Tensor] = {}  # parts of the last Hugging Face tensor that are still to be asked for
         model = opened.adapters.model
         assert isinstance(model, Decoder)
         self._parts = {part: tensor.parts for tensor in hf_tensors(model.config) for part in tensor.parts}
 
     def value(self, name: str) -> Tensor:
         """A parameter, float32."""
-        if name not in self._made:
-            self._made = self._together(self._parts.get(name, (name,)))
-        return self._made.pop(name)
+        if name not in self._pending:
+            self._pending = self._combined(self._parts.get(name, (name,)))
+        return self._pending.pop(name)
 
-    def _together(self, parts: Sequence[str]) -> dict[str, Tensor]:
-        """What Hugging Face folders keep as one tensor is thinned as one, as other tools do."""
+    def _combined(self, parts: Sequence[str]) -> dict[str, Tensor]:
+        """The parts of a tensor of a Hugging Face folder, combined as one tensor: trimming (ties) and dropping (dare)
+        go over all of it, as in other tools."""
         adapters, combination = self._opened.adapters, self._combination
         self._opened.use(self._lowest)
         starts = [merged_parameter(adapters, part) for part in parts]
-        if not self._touched & set(parts):
+        if not self._changed_names & set(parts):
             return dict(zip(parts, starts, strict=True))
         changes = []
         for number in range(self._lowest):
@@ -211,11 +213,11 @@ class _Combining:
             )
         name = adapters.hf_name(parts[0])
         change = combination.of(changes, lambda n: named_generator(combination.seed, f"{name}.{n}"))
-        made = change.split([len(start) for start in starts])
-        return {part: start + one for part, start, one in zip(parts, starts, made, strict=True)}
+        changes = list(change.split([len(start) for start in starts]))
+        return {part: start + delta for part, start, delta in zip(parts, starts, changes, strict=True)}
 
 
-def _touched(adapters: AdapterSet) -> set[str]:
+def _changed_names(adapters: AdapterSet) -> set[str]:
     """Names of parameters that some adapter changes."""
     names = set(adapters.fully_trained())
     for added in adapters.added.values():
@@ -226,11 +228,11 @@ def _touched(adapters: AdapterSet) -> set[str]:
 
 
 def _measured(name: str, value: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
-    """The value itself; what rounding it to `dtype` will do is noted."""
+    """The value itself; the relative error of rounding it to `dtype` goes into `rounding`."""
     if value.ndim == 2 and dtype != value.dtype:
-        lost = whole = 0.0
-        for piece in value.detach().reshape(-1).split(_ROWS):
-            lost += float((piece.to(dtype).to(piece.dtype) - piece).square().sum(dtype=torch.float64))
-            whole += float(piece.square().sum(dtype=torch.float64))
-        rounding.by_name[name] = (lost / whole) ** 0.5 if whole else 0.0
+        error = norm = 0.0  # squared
+        for chunk in value.detach().reshape(-1).split(_CHUNK_ELEMENTS):
+            error += float((chunk.to(dtype).to(chunk.dtype) - chunk).square().sum(dtype=torch.float64))
+            norm += float(chunk.square().sum(dtype=torch.float64))
+        rounding.by_name[name] = (error / norm) ** 0.5 if norm else 0.0
     return value

@@ -40,24 +40,25 @@ _LEFT = ("lm_head",)
 """Modules that stay as they are, beside embeddings and norms."""
 
 Progress = Callable[[int, int], None]
-"""Told how many of the tensors are done, and how many there are."""
+"""Called with how many tensors are written, and how many there are."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """What was written."""
+    """The sizes of what `quantize` wrote."""
 
     parameters: int
-    packed: int
+    quantized: int
     """Parameters that are in 4 bits."""
-    packed_bytes: int
+    quantized_bytes: int
+    """Of their codes and constants."""
     bytes: int
     """Of all weights and constants."""
 
     @property
     def bits(self) -> float:
-        """Of a packed parameter, with its share of the constants."""
-        return 8 * self.packed_bytes / self.packed
+        """Bits of a quantized parameter, its share of the constants included."""
+        return 8 * self.quantized_bytes / self.quantized
 
 
 def refuse_quantized(folder: Path) -> None:
@@ -100,8 +101,8 @@ def quantize(
     with replace_folder(target, sum(size for _, size in sized), own_file=CONFIG) as fresh:
         write_json(fresh / CONFIG, values)
         write_json(fresh / ORIGIN, {"version": __version__, ORIGIN_KEY: fingerprint(folder)})
-        if (words := find_tokenizer([folder])) is not None:
-            copy_tokenizer(words, fresh)
+        if (tokenizer_folder := find_tokenizer([folder])) is not None:
+            copy_tokenizer(tokenizer_folder, fresh)
         if (folder / GENERATION_CONFIG).is_file():
             (fresh / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
         with ExitStack() as closing:
@@ -111,16 +112,16 @@ def quantize(
                 stream = closing.enter_context(TensorStream(fresh / file, names))
                 streams |= {tensor.name: stream for tensor in shard}
             writer = _Writer(tensors, streams, linears, section, kept, progress)
-            load_into(model, folder, take=writer.take, unpack=none_is_packed)
+            load_into(model, folder, take=writer.take, unpack=refuse_four_bit)
         files = list(dict.fromkeys(streams.values()))
         total_bytes = sum(stream.bytes for stream in files)
         if len(files) > 1:
             write_index(fresh, {name: stream.file.name for stream in files for name in stream.names}, total_bytes)
-    return Quantized(config.parameter_count(), writer.packed, writer.packed_bytes, total_bytes)
+    return Quantized(config.parameter_count(), writer.quantized, writer.quantized_bytes, total_bytes)
 
 
 class _Writer:
-    """Takes weights as they are loaded, and writes each when all parts of its tensor are there."""
+    """Takes weights as they are loaded, and writes each tensor of the folder when all of its parts have come."""
 
     def __init__(
         self,
@@ -131,34 +132,34 @@ class _Writer:
         dtype: torch.dtype,
         progress: Progress | None,
     ) -> None:
-        self.packed = self.packed_bytes = 0
+        self.quantized = self.quantized_bytes = 0
         self._tensor_of = {part: tensor for tensor in tensors for part in tensor.parts}
         self._streams, self._linears, self._section, self._dtype = streams, linears, section, dtype
-        self._waiting: list[Tensor] = []
+        self._parts_read: list[Tensor] = []
         self._progress, self._done, self._total = progress, 0, len(tensors)
 
     def take(self, parameter: str, value: Tensor) -> None:
         """For `load_into`: nothing is left in the model."""
         tensor = self._tensor_of[parameter]
-        self._waiting.append(value)
-        if len(self._waiting) < len(tensor.parts):
+        self._parts_read.append(value)
+        if len(self._parts_read) < len(tensor.parts):
             return
-        whole = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
-        self._waiting = []
+        whole = self._parts_read[0] if len(self._parts_read) == 1 else torch.cat(self._parts_read)
+        self._parts_read = []
         if parameter in self._linears:
-            self._write_packed(tensor.name, whole)
+            self._write_quantized(tensor.name, whole)
         else:
             self._write(tensor.name, whole.to(self._dtype))
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)
 
-    def _write_packed(self, name: str, whole: Tensor) -> None:
+    def _write_quantized(self, name: str, whole: Tensor) -> None:
         weight = quantize_weight(whole, self._section, name)
         assert isinstance(weight, FourBitWeight)
         weight.dtype = self._dtype
-        self.packed += whole.numel()
-        self.packed_bytes += weight.stored_bytes()
+        self.quantized += whole.numel()
+        self.quantized_bytes += weight.stored_bytes()
         for key, tensor in weight.tensors(name).items():
             self._streams[name].add(key, tensor)
 
@@ -169,11 +170,11 @@ class _Writer:
 
 
 def _size_bytes(tensor: HFTensor, linears: set[str], dtype: torch.dtype) -> int:
-    """Bytes on disk, a little too many: 4.5 bits and some constants of a packed weight."""
+    """Bytes on disk, rounded up: of a quantized weight 4.5 bits a number and the constants of one."""
     count = math.prod(tensor.shape)
     return count * 9 // 16 + 4096 if tensor.parts[0] in linears else count * dtype.itemsize
 
 
-def none_is_packed(name: str, tensors: object, where: str, rows: object) -> list[FourBitWeight]:
+def refuse_four_bit(name: str, tensors: object, where: str, rows: object) -> list[FourBitWeight]:
     """For `load_into`, of a folder that is not quantized."""
     raise ModelError(f"{where}: {name} is in 4 bits, though config.json does not say so")

@@ -1,4 +1,4 @@
-"""The base and the adapters that a recipe names: found, checked before data is read, told from others. No torch."""
+"""The base and the adapters that a recipe names: resolved, validated before data is read, fingerprinted. No torch."""
 
 from __future__ import annotations
 
@@ -63,30 +63,30 @@ def base_identity(model: sections.Model) -> dict[str, Any]:
     return {"model": named, "config": config, "adapters": below}
 
 
-def base_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """How what lies under an adapter differs between two `base_identity`, each as "there -> here"; none if it is the
+def base_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """How what lies under an adapter differs between two `base_identity`, each as "saved -> current"; none if it is the
     same. Keys of the config that only one of them has are of another version of danlu and are not judged.
     """
-    found = []
-    if then["model"]["fingerprint"] != now["model"]["fingerprint"]:
-        found.append(f"weights of model.path: {_named(then['model'])} -> {_named(now['model'])}")
-    found += [
-        f"{key} in the config.json of {now['model']['path']}: {then['config'][key]!r} -> {value!r}"
-        for key, value in now["config"].items()
-        if key in then["config"] and then["config"][key] != value
+    changes = []
+    if saved["model"]["fingerprint"] != current["model"]["fingerprint"]:
+        changes.append(f"weights of model.path: {_named(saved['model'])} -> {_named(current['model'])}")
+    changes += [
+        f"{key} in the config.json of {current['model']['path']}: {saved['config'][key]!r} -> {value!r}"
+        for key, value in current["config"].items()
+        if key in saved["config"] and saved["config"][key] != value
     ]
-    known = list(then["adapters"].values())
-    if len(known) != len(now["adapters"]):
-        found.append(
-            f"model.adapters: {', '.join(then['adapters']) or 'none'} -> {', '.join(now['adapters']) or 'none'}"
+    known = list(saved["adapters"].values())
+    if len(known) != len(current["adapters"]):
+        changes.append(
+            f"model.adapters: {', '.join(saved['adapters']) or 'none'} -> {', '.join(current['adapters']) or 'none'}"
         )
     else:
-        found += [
-            f"the adapter {path}: {before} -> {digest}"
-            for before, (path, digest) in zip(known, now["adapters"].items(), strict=True)
-            if before != digest
+        changes += [
+            f"the adapter {path}: {saved_digest} -> {digest}"
+            for saved_digest, (path, digest) in zip(known, current["adapters"].items(), strict=True)
+            if saved_digest != digest
         ]
-    return found
+    return changes
 
 
 def _named(model: Mapping[str, Any]) -> str:
@@ -113,14 +113,14 @@ def open_named(paths: Sequence[str], base: Base) -> list[AdapterFolder]:
     folders = [open_adapter(folder.path) for folder in named_stack(paths)]
     for folder in folders:
         check_base(folder, base)
-        read_header(folder.path / WEIGHTS)  # truncated or broken: told before data is tokenised
+        read_header(folder.path / WEIGHTS)  # raises for a truncated or broken file before data is tokenised
     return folders
 
 
 def named_stack(paths: Sequence[str]) -> list[AdapterFolder]:
     """The adapters named, each with those that it was trained upon below it and none twice."""
-    found = {folder.path.resolve(): folder for path in paths for folder in adapter_stack(path)}
-    return list(found.values())
+    folders = {folder.path.resolve(): folder for path in paths for folder in adapter_stack(path)}
+    return list(folders.values())
 
 
 def take_last(stack: list[AdapterFolder], paths: Sequence[str]) -> AdapterFolder:

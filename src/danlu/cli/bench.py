@@ -121,7 +121,7 @@ def quantization(
         }
         for name, error in errors.items()
     ]
-    result: dict[str, Any] = {"model": str(resolved.folder), "parameters": next(iter(errors.values())).numbers}
+    result: dict[str, Any] = {"model": str(resolved.folder), "parameters": next(iter(errors.values())).elements}
     if content is not None:
         packs = windows(resolved, content, tokens)
         result["text"] = str(text)

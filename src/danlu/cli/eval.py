@@ -92,7 +92,7 @@ def eval(
     resolved = resolve_model(model, base)
     print_status_early(f"reading {resolved.given_path} and {data}")
     config = read_config(resolved.folder)
-    check_headers(resolved.folder, config, packed=True)  # before rows are tokenised
+    check_headers(resolved.folder, config, quantized=True)  # before rows are tokenised
     context = config.context_length - resolved.virtual_tokens_per_prompt
     held = quantization_section(quantization, resolved)
     recipe = evaluation_recipe(resolved.folder, data, overrides or [], context)

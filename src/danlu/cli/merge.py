@@ -99,7 +99,7 @@ def write_model(
         combination=combination,
         quantization=quantization_section(quantization),
     )
-    if quantization is None and merged.trained_over is not None and not merged.packed:
+    if quantization is None and merged.trained_over is not None and not merged.quantized:
         kind = merged.trained_over
         say(f"trained over the base in {kind}, merged into the base as stored: --quantization {kind} takes the former")
     how = "" if combination is None else f" ({told(combination)})"
@@ -113,7 +113,7 @@ def rounding_lines(merged: Merged) -> list[str]:
     """What the written weights are, and what rounding them did."""
     name = str(merged.dtype).removeprefix("torch.")
     lines = []
-    if merged.packed:
+    if merged.quantized:
         lines.append("the base is quantized: merged into its dequantized weights, and written unquantized")
     if not merged.rounding.by_name:
         return [*lines, f"written in {name}, as it was computed: nothing was rounded"]

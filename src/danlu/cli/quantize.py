@@ -54,7 +54,7 @@ def quantize(
         shown = progress if sys.stderr.isatty() else None
         written = quantizing.quantize(folder, out, section, dtype=types[dtype], progress=shown)
     print_status(
-        f"{folder} in {kind}: {written.packed:,} of {written.parameters:,} parameters packed to "
+        f"{folder} in {kind}: {written.quantized:,} of {written.parameters:,} parameters packed to "
         f"{written.bits:.3f} bits each, {format_bytes(written.bytes)} in all\n"
         f"model in {out}: try `danlu eval {out} --data FILE` or `danlu chat {out}`"
     )

@@ -57,7 +57,7 @@ class DecoderBuilder:
             if recipe.adapter is not None:
                 check_frozen(folder, recipe.quantization)
             elif start is None:  # weights of a checkpoint will take the place of these
-                check_headers(folder, config, packed=False)
+                check_headers(folder, config, quantized=False)
         else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
             config, where = from_scratch(recipe.model, 1), recipe.model.preset or "model.config"
         check_size(recipe, config, where, world_size())

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.models.attention_kernels import Kernels, documents_mask, kernels_of, sent
+from danlu.models.attention_kernels import Kernels, copy_to, documents_mask, kernels_of
 from danlu.types import Batch
 
 BLOCK_ROWS = 256
@@ -60,18 +60,18 @@ class PackedAttention:
         blocks = _takes_blocks(kernels, window, softcap)
         runs = _runs(self.boundaries, blocks)
         lengths = [run[-1] - run[0] for run in runs]
-        pieces: list[Tensor] = []
+        outputs: list[Tensor] = []
         for run, own_q, own_k, own_v in zip(runs, q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
             if blocks(run[-1] - run[-2]):
                 settings = _Settings(tuple(place - run[0] for place in run), scale, window, softcap)
-                pieces.append(_BlockAttention.apply(own_q, own_k, own_v, settings))
+                outputs.append(_BlockAttention.apply(own_q, own_k, own_v, settings))
             else:
-                pieces.append(_whole_document(own_q, own_k, own_v, scale, kernels))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                outputs.append(_whole_document(own_q, own_k, own_v, scale, kernels))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _offsets_on(self, device: torch.device) -> Tensor:
         if self._offsets is None or self._offsets.device != device:
-            self._offsets = sent(torch.tensor(self.boundaries, dtype=torch.int32), device)
+            self._offsets = copy_to(torch.tensor(self.boundaries, dtype=torch.int32), device)
         return self._offsets
 
     def _mask_on(self, device: torch.device, window: int | None) -> Any:

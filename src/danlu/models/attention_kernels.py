@@ -155,8 +155,8 @@ def _softcap(cap: float) -> Callable[..., Tensor]:
     return capped
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, without the host waiting for what that has to do."""
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, copied without the host waiting for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -182,13 +182,13 @@ def documents_mask(boundaries: Sequence[int], window: int | None, device: torch.
     filled = (rows + 1) * FLEX_BLOCK <= total  # as torch has it, a block that the end cuts sees none entirely
     full = (columns >= whole[:, None]) & (columns < rows[:, None]) & filled[:, None]
     partial = (columns >= lowest[:, None]) & (columns <= rows[:, None]) & ~full
-    seen_from = sent(first, device)
+    seen_from = copy_to(first, device)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= seen_from[query])
 
-    counts, indices = (sent(column, device) for column in _ordered(partial))
-    full_counts, full_indices = (sent(column, device) for column in _ordered(full))
+    counts, indices = (copy_to(column, device) for column in _ordered(partial))
+    full_counts, full_indices = (copy_to(column, device) for column in _ordered(full))
     return BlockMask.from_kv_blocks(
         counts,
         indices,

@@ -72,7 +72,7 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
-MOST = {
+MAXIMUMS = {
     "layers": 10_000,
     "vocab_size": 2**31 - 1,
     "hidden_size": 2**31 - 1,
@@ -130,11 +130,11 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name, most in MOST.items():
+        for name, maximum in MAXIMUMS.items():
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} is {getattr(self, name)}: it must be at least 1")
-            if getattr(self, name) > most:
-                raise ModelError(f"{name} is {getattr(self, name):,}: at most {most:,} can be built")
+            if getattr(self, name) > maximum:
+                raise ModelError(f"{name} is {getattr(self, name):,}: at most {maximum:,} can be built")
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.layers)
         if self.heads % self.kv_heads:
@@ -186,7 +186,7 @@ class ModelConfig:
     @property
     def largest_size(self) -> tuple[str, int]:
         """Which of its sizes is the largest, for messages about a model that is too large."""
-        name = max(MOST, key=lambda name: int(getattr(self, name)) / MOST[name])
+        name = max(MAXIMUMS, key=lambda name: int(getattr(self, name)) / MAXIMUMS[name])
         return name, getattr(self, name)
 
 

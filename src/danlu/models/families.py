@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from danlu.errors import ModelError
-from danlu.models.config import MOST, Activation, ModelConfig
+from danlu.models.config import MAXIMUMS, Activation, ModelConfig
 from danlu.models.hf_rope import read_rope, write_rope
 from danlu.models.hf_values import HFValues
 
@@ -72,8 +72,8 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
     hf = HFValues(values, family.defaults, where)
     _refuse_unsupported(hf)
     layers, heads, width = hf.integer("num_hidden_layers"), hf.integer("num_attention_heads"), hf.integer("hidden_size")
-    if layers > MOST["layers"]:  # before lists of so many are made
-        raise hf.error("num_hidden_layers", f"{layers:,} layers; at most {MOST['layers']:,} can be built")
+    if layers > MAXIMUMS["layers"]:  # before lists of so many are made
+        raise hf.error("num_hidden_layers", f"{layers:,} layers; at most {MAXIMUMS['layers']:,} can be built")
     longest = hf.integer("max_position_embeddings")
     rope = read_rope(hf, max_position_embeddings=longest, scalings=family.scalings)
     if "head_dim" not in hf and (heads < 1 or width % heads):
@@ -178,11 +178,11 @@ def _windows_by_type(hf: HFValues, layers: int) -> tuple[int | None, ...]:
     types, window = hf.raw("layer_types"), hf.optional_integer("sliding_window")
     if not isinstance(types, list) or len(types) != layers:
         raise hf.error("layer_types", f"expected a list with one entry for each of {layers} layers, found {types!r}")
-    if wrong := sorted({str(one) for one in types} - {"full_attention", "sliding_attention"}):
+    if wrong := sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"}):
         raise hf.error("layer_types", f"not supported: {', '.join(wrong)}")
     if window is None and "sliding_attention" in types:
         raise hf.error("sliding_window", "missing, but layer_types names sliding_attention")
-    return tuple(window if one == "sliding_attention" else None for one in types)
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _layer_types(config: ModelConfig) -> list[str]:

@@ -107,9 +107,9 @@ def _download(name: str, patterns: Sequence[str], revision: str | None = None) -
 
 
 def model_type(path_or_id: str | Path) -> str | None:
-    """What the config of a local model folder, or finished run, says it is; None where there is none."""
+    """The `model_type` of a local model folder's, or finished run's, config; None where there is none."""
     path = Path(path_or_id).expanduser()
-    file = next((one / CONFIG for one in (path, path / _RUN_RESULT) if (one / CONFIG).is_file()), None)
+    file = next((parent / CONFIG for parent in (path, path / _RUN_RESULT) if (parent / CONFIG).is_file()), None)
     return None if file is None else read_json(file).get("model_type")
 
 
@@ -137,7 +137,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, TensorLocation]:
-    """Name -> place of every tensor in the folder's weights, one file or shards. Reads headers only.
+    """Name -> location of every tensor in the folder's weights, one file or shards. Reads headers only.
 
     Raises ModelError for weights that are absent, truncated, or not what the index says.
     """
@@ -192,19 +192,19 @@ def _shards(folder: Path) -> list[str]:
 
 
 def fingerprint(folder: Path) -> str:
-    """What tells one base from another: name, type and shape of each tensor, and its first and last bytes."""
+    """A hash that tells one base from another: of name, dtype and shape of each tensor, its first and last 4 KiB."""
     return tensors_fingerprint(read_tensors(folder))
 
 
 def tensors_fingerprint(tensors: Mapping[str, TensorLocation]) -> str:
-    """The same of tensors that are somewhere else than in a model folder."""
+    """`fingerprint` of tensors by name, whatever files they are in."""
     digest = blake2b(digest_size=16)
-    for name, place in sorted(tensors.items()):
-        digest.update(f"{name} {place.dtype} {place.shape}".encode())
-        with FileIO(place.file) as handle:
-            for start in (place.offset, max(place.offset, place.offset + place.bytes - _SAMPLE_BYTES)):
+    for name, location in sorted(tensors.items()):
+        digest.update(f"{name} {location.dtype} {location.shape}".encode())
+        with FileIO(location.file) as handle:
+            for start in (location.offset, max(location.offset, location.offset + location.bytes - _SAMPLE_BYTES)):
                 handle.seek(start)
-                digest.update(handle.read(min(_SAMPLE_BYTES, place.bytes)) or b"")
+                digest.update(handle.read(min(_SAMPLE_BYTES, location.bytes)) or b"")
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Which tensors a model folder holds, and which parameters each is made of. Pure data; no torch."""
+"""Which tensors a Hugging Face folder holds, and which of our parameters each is made of. Pure data; no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor on disk: its parts (parameter names) lie one under the other, cut along the first axis."""
+    """A tensor of a Hugging Face folder: the parameters in `parts`, concatenated along the first axis."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,15 +27,15 @@ class HFTensor:
 
 
 def hf_tensors(config: ModelConfig) -> list[HFTensor]:
-    """What the folder of this model holds, in the order of the forward pass. A tied head is not stored."""
+    """The tensors of this model's folder, in the order of the forward pass. A tied head is not stored."""
     modules = FAMILIES[config.family].modules
     shapes = parameter_shapes(config)
     parts: dict[str, list[str]] = {}
     for name in shapes:
         parts.setdefault(hf_name(name, modules), []).append(name)
     return [
-        HFTensor(name, (sum(shapes[one][0] for one in ones), *shapes[ones[0]][1:]), tuple(ones))
-        for name, ones in parts.items()
+        HFTensor(name, (sum(shapes[part][0] for part in fused), *shapes[fused[0]][1:]), tuple(fused))
+        for name, fused in parts.items()
     ]
 
 

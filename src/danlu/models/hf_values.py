@@ -72,7 +72,7 @@ class HFValues:
         """None, one id, or a list of them."""
         value = self._values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
+        if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
             raise self.error(key, f"expected a token id or a list of them, found {value!r}")
         return tuple(ids)
 

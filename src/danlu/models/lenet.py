@@ -117,7 +117,7 @@ def save(
         if not tensors[name].isfinite().all():
             raise ModelError(f"{name}: not finite as {dtype}; the model is not written")
     config = _CONFIG | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    with replace_folder(folder, sum(one.nbytes for one in tensors.values()), own_file=CONFIG) as fresh:
+    with replace_folder(folder, sum(tensor.nbytes for tensor in tensors.values()), own_file=CONFIG) as fresh:
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, fresh / SINGLE_FILE, {"format": "pt"})
 
@@ -140,8 +140,8 @@ def load(folder: Path, *, device: torch.device | str = "cpu") -> LeNet5:
 
 
 def _check(file: Path, tensors: Mapping[str, Tensor], model: LeNet5) -> None:
-    wanted = {name: tuple(one.shape) for name, one in model.named_parameters()}
-    found = {name: tuple(one.shape) for name, one in tensors.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise ModelError(f"{file}: tensor {name} is {found.get(name)}, and LeNet-5 has {wanted.get(name)}")
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stored = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | stored.keys()):
+        if expected.get(name) != stored.get(name):
+            raise ModelError(f"{file}: tensor {name} is {stored.get(name)}, and LeNet-5 has {expected.get(name)}")

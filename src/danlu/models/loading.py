@@ -1,8 +1,8 @@
-"""Weights from a model folder into a decoder: every problem found first, then bytes straight to their place.
+"""Weights from a Hugging Face folder into a decoder: all problems are told first, then bytes go straight to memory.
 
 Peak memory is the model plus one buffer: a parameter of the stored type is read in place, any other is converted a
 buffer at a time. Where each weight is handed to a function that stores it otherwise (`load_into`), it is the model as
-stored plus one weight.
+that function stores it plus one weight.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, read_tensors
 from danlu.models.hf_layout import EMBEDDING, HEAD, HFTensor, hf_tensors
-from danlu.models.hf_validation import PACKED, check_headers
+from danlu.models.hf_validation import FOUR_BIT, check_headers
 from danlu.models.modules import Linear
 from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, is_finite, ranges, read_exactly
 from danlu.safetensors_format import TensorLocation
 from danlu.types import QuantizedWeight
 
 _SMALL_BYTES = 4096
-"""Of a packed weight's constants, up to which they are read to be checked: its description and the lists of values."""
+"""Constants of a 4-bit weight up to this size are read to be checked: its description and its codebooks."""
 
 Take = Callable[[str, Tensor], Tensor | None]
 """(parameter, its value as stored) -> what becomes the parameter, or None if the weight has been put elsewhere."""
 Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[QuantizedWeight]]
 """(name on disk, its tensors by name, the file for messages, the rows of its parts) -> the parts of a weight that
-bitsandbytes packed."""
+bitsandbytes quantized."""
 
 
 def load(
@@ -53,13 +53,13 @@ def load(
     """
     folder = Path(folder)
     config = read_config(folder)
-    places = _places(folder, config, packed=False)
+    located = _locate(folder, config, quantized=False)
     model = build(config, dtype=dtype, device=device)
     parameters = dict(model.named_parameters())
     reader = _Reader(check_finite)
-    for handle, tensor, place in _walk(places):
+    for handle, tensor, location in _walk(located):
         for part in tensor.parts:
-            reader.fill(parameters[part], handle, place, tensor.name)
+            reader.fill(parameters[part], handle, location, tensor.name)
     return model
 
 
@@ -73,10 +73,10 @@ def stored_values(
     folder = Path(folder)
     reader = _Reader(check_finite)
     shapes = {name: parameter.shape for name, parameter in meta_decoder(config).named_parameters()}
-    for handle, tensor, place in _walk(_places(folder, config, packed=False)):
+    for handle, tensor, location in _walk(_locate(folder, config, quantized=False)):
         for part in tensor.parts:
-            value = torch.empty(shapes[part], dtype=DTYPES[place.dtype])
-            reader.fill(value, handle, place, tensor.name)
+            value = torch.empty(shapes[part], dtype=DTYPES[location.dtype])
+            reader.fill(value, handle, location, tensor.name)
             yield part, value
 
 
@@ -86,15 +86,15 @@ def read_tensor(folder: str | Path, name: str) -> Tensor:
     Raises ModelError where the folder has none of that name, keeps it in few bits, or holds NaN or infinity.
     """
     folder = Path(folder)
-    place = read_tensors(folder).get(name)
-    if place is None:
+    location = read_tensors(folder).get(name)
+    if location is None:
         raise ModelError(f"{folder}: holds no tensor {name}")
-    if place.dtype not in DTYPES:
-        raise ModelError(f"{folder}: {name} is stored as {place.dtype}; here the original weight is needed")
-    value = torch.empty(place.shape, dtype=DTYPES[place.dtype])
-    with FileIO(place.file) as handle:
-        handle.seek(place.offset)
-        _Reader(check_finite=True).fill(value, handle, place, name)
+    if location.dtype not in DTYPES:
+        raise ModelError(f"{folder}: {name} is stored as {location.dtype}; here the original weight is needed")
+    value = torch.empty(location.shape, dtype=DTYPES[location.dtype])
+    with FileIO(location.file) as handle:
+        handle.seek(location.offset)
+        _Reader(check_finite=True).fill(value, handle, location, name)
     return value
 
 
@@ -110,38 +110,38 @@ def load_into(
 ) -> None:
     """Gives a `meta_decoder` its weights one by one: each is read as it is stored, and `take` says what becomes of it.
 
-    A weight that bitsandbytes packed goes through `unpack` into the layer's slot and never through `take`.
+    A weight that bitsandbytes quantized goes through `unpack` into the layer's slot and never through `take`.
     `layer_loaded` is called with the name of each layer ("3") that has all of its weights; the order is that of the
     files. Raises ModelError as `load` does.
     """
     folder = Path(folder)
     reader = _Reader(check_finite)
     stored = read_tensors(folder)
-    places = _places(folder, model.config, packed=True)
-    missing = Counter(_layer(tensor) for tensor, _ in places)
-    for handle, tensor, place in _walk(places):
-        if place.dtype == PACKED:
+    located = _locate(folder, model.config, quantized=True)
+    missing = Counter(_layer(tensor) for tensor, _ in located)
+    for handle, tensor, location in _walk(located):
+        if location.dtype == FOUR_BIT:
             rows = [_linear(model, part).shape[0] for part in tensor.parts]
-            packed = unpack(tensor.name, _family(tensor.name, stored), str(place.file), rows)
-            _store(model, tensor, place, packed)
+            quantized = unpack(tensor.name, _with_constants(tensor.name, stored), str(location.file), rows)
+            _store(model, tensor, location, quantized)
         else:
             for part in tensor.parts:
-                value = torch.empty(model.get_parameter(part).shape, dtype=DTYPES[place.dtype])
-                reader.fill(value, handle, place, tensor.name)
-                kept = take(part, value.to(device))
-                if kept is not None:
+                value = torch.empty(model.get_parameter(part).shape, dtype=DTYPES[location.dtype])
+                reader.fill(value, handle, location, tensor.name)
+                stays = take(part, value.to(device))
+                if stays is not None:
                     owner, _, attribute = part.rpartition(".")
-                    setattr(model.get_submodule(owner), attribute, nn.Parameter(kept, requires_grad=False))
+                    setattr(model.get_submodule(owner), attribute, nn.Parameter(stays, requires_grad=False))
         layer = _layer(tensor)
         missing[layer] -= 1
         if layer is not None and not missing[layer]:
             layer_loaded(layer)
     if (head := model.lm_head) is not None and model.config.tie_word_embeddings:
-        head.tie(model.embed_tokens)  # opened before there was a weight to share
+        head.tie(model.embed_tokens)  # the head was made before there was a weight to share
 
 
 Describe = Callable[[str, Mapping[str, Tensor], str], Sequence[int]]
-"""(name on disk, its tensors by name, the file for messages) -> the shape of a weight that bitsandbytes packed. Tensors
+"""(name on disk, its tensors by name, the file for messages) -> the shape of a weight in 4 bits. Tensors
 above a few KiB are on the meta device, without values. Raises ModelError for what does not go together."""
 
 
@@ -150,12 +150,12 @@ def check_prequantized(folder: Path, config: ModelConfig, describe: Describe) ->
 
     Nothing large is read.
     """
-    stored = check_headers(folder, config, packed=True)
+    stored = check_headers(folder, config, quantized=True)
     for tensor in hf_tensors(config):
-        place = stored.get(tensor.name)
-        if place is not None and place.dtype == PACKED:
-            shape = describe(tensor.name, _family(tensor.name, stored, _SMALL_BYTES), str(place.file))
-            _check_shape(tensor.name, place, shape, tensor.shape)
+        location = stored.get(tensor.name)
+        if location is not None and location.dtype == FOUR_BIT:
+            shape = describe(tensor.name, _with_constants(tensor.name, stored, _SMALL_BYTES), str(location.file))
+            _check_shape(tensor.name, location, shape, tensor.shape)
 
 
 def meta_decoder(config: ModelConfig) -> Decoder:
@@ -175,62 +175,62 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: to
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype:
-    """The floating-point type of the folder's largest weight that has one; packed weights are not asked."""
+    """The floating-point type of the folder's largest weight that has one; 4-bit weights are passed over."""
     largest = max(_floating(folder), key=lambda tensor: tensor.bytes, default=None)
     return torch.float32 if largest is None else DTYPES[largest.dtype]
 
 
 def widest_dtype(folder: str | Path) -> torch.dtype:
     """The narrowest floating-point type that holds every one in which the folder's weights are stored."""
-    found = {DTYPES[tensor.dtype] for tensor in _floating(folder)}
-    return reduce(torch.promote_types, found) if found else torch.float32
+    dtypes = {DTYPES[location.dtype] for location in _floating(folder)}
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
 
 def _floating(folder: str | Path) -> list[TensorLocation]:
-    """Weights and biases; what else there is are constants of packed weights."""
+    """Floating-point weights and biases, without the constants of 4-bit weights."""
     stored = read_tensors(Path(folder)).items()
-    return [one for name, one in stored if one.dtype in DTYPES and name.endswith((".weight", ".bias"))]
+    return [location for name, location in stored if location.dtype in DTYPES and name.endswith((".weight", ".bias"))]
 
 
-Place = tuple[HFTensor, TensorLocation]
+Located = tuple[HFTensor, TensorLocation]
 
 
-def _places(folder: Path, config: ModelConfig, *, packed: bool) -> list[Place]:
+def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Located]:
     """Where each tensor lies, in the order of files and offsets: disks and page caches like one direction."""
-    stored = check_headers(folder, config, packed=packed)
-    wanted = hf_tensors(config)
+    stored = check_headers(folder, config, quantized=quantized)
     if config.tie_word_embeddings and HEAD in stored and EMBEDDING in stored:
         _check_same(stored[EMBEDDING], stored[HEAD])
-    places = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in wanted]
-    return sorted(places, key=lambda place: (place[1].file, place[1].offset))
+    located = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in hf_tensors(config)]
+    return sorted(located, key=lambda pair: (pair[1].file, pair[1].offset))
 
 
-def _walk(places: list[Place]) -> Iterator[tuple[FileIO, HFTensor, TensorLocation]]:
+def _walk(located: list[Located]) -> Iterator[tuple[FileIO, HFTensor, TensorLocation]]:
     """Each tensor with its file, open and at the tensor's first byte."""
-    for file, group in groupby(places, key=lambda place: place[1].file):
+    for file, group in groupby(located, key=lambda pair: pair[1].file):
         with FileIO(file) as handle:
-            for tensor, place in group:
-                handle.seek(place.offset)
-                yield handle, tensor, place
+            for tensor, location in group:
+                handle.seek(location.offset)
+                yield handle, tensor, location
 
 
 def _layer(tensor: HFTensor) -> str | None:
-    """Of which layer it is, if of one."""
+    """The name of its layer ("3"); None of embedding, final norm and head."""
     first, *rest = tensor.parts[0].split(".")
     return rest[0] if first == "layers" else None
 
 
-def _store(model: Decoder, tensor: HFTensor, place: TensorLocation, packed: Sequence[QuantizedWeight]) -> None:
-    for part, one in zip(tensor.parts, packed, strict=True):
+def _store(model: Decoder, tensor: HFTensor, location: TensorLocation, quantized: Sequence[QuantizedWeight]) -> None:
+    for part, weight in zip(tensor.parts, quantized, strict=True):
         linear = _linear(model, part)
-        _check_shape(tensor.name, place, one.shape, linear.shape)
-        linear.store(one)
+        _check_shape(tensor.name, location, weight.shape, linear.shape)
+        linear.store(weight)
 
 
-def _check_shape(name: str, place: TensorLocation, found: Sequence[int], wanted: Sequence[int]) -> None:
-    if tuple(found) != tuple(wanted):
+def _check_shape(name: str, location: TensorLocation, actual: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(actual) != tuple(expected):
         raise ModelError(
-            f"{place.file}: {name}: packed is a weight of shape {list(found)}, config.json asks for {list(wanted)}"
+            f"{location.file}: {name}: packed is a weight of shape {list(actual)}, "
+            f"config.json asks for {list(expected)}"
         )
 
 
@@ -240,23 +240,22 @@ def _linear(model: Decoder, parameter: str) -> Linear:
     return linear
 
 
-def _family(name: str, stored: Mapping[str, TensorLocation], most: int | None = None) -> dict[str, Tensor]:
-    """A packed weight and its constants; those of more than so many bytes without their values."""
-    found = {}
-    for one, place in stored.items():
-        if one == name or one.startswith(f"{name}."):
-            dtype = (DTYPES | {PACKED: torch.uint8}).get(place.dtype)
+def _with_constants(name: str, stored: Mapping[str, TensorLocation], max_bytes: int | None = None) -> dict[str, Tensor]:
+    """The codes of a 4-bit weight and its constants by name; those above `max_bytes` on the meta device."""
+    tensors = {}
+    for key, location in stored.items():
+        if key == name or key.startswith(f"{name}."):
+            dtype = (DTYPES | {FOUR_BIT: torch.uint8}).get(location.dtype)
             if dtype is None:
-                raise ModelError(f"{place.file}: {one} is of the type {place.dtype}, which no part of {name} has")
-            if most is not None and place.bytes > most:
-                found[one] = torch.empty(place.shape, dtype=dtype, device="meta")
+                raise ModelError(f"{location.file}: {key} is of the type {location.dtype}, which no part of {name} has")
+            if max_bytes is not None and location.bytes > max_bytes:
+                tensors[key] = torch.empty(location.shape, dtype=dtype, device="meta")
                 continue
-            value = torch.empty(place.shape, dtype=dtype)
-            with FileIO(place.file) as handle:
-                handle.seek(place.offset)
-                read_exactly(handle, value.view(-1))
-            found[one] = value
-    return found
+            tensors[key] = torch.empty(location.shape, dtype=dtype)
+            with FileIO(location.file) as handle:
+                handle.seek(location.offset)
+                read_exactly(handle, tensors[key].view(-1))
+    return tensors
 
 
 class _Reader:
@@ -267,33 +266,35 @@ class _Reader:
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
     @torch.no_grad()
-    def fill(self, parameter: Tensor, handle: FileIO, place: TensorLocation, name: str) -> None:
-        """The next `parameter.numel()` values of `handle`, in the stored type, into the parameter."""
-        target, dtype = parameter.view(-1), DTYPES[place.dtype]
+    def fill(self, parameter: Tensor, handle: FileIO, location: TensorLocation, name: str) -> None:
+        """Reads the next `parameter.numel()` values of `handle`, converted from the stored dtype to the parameter's."""
+        target, dtype = parameter.view(-1), DTYPES[location.dtype]
         in_place = target.dtype == dtype and target.device.type == "cpu"
         for start, end in ranges(target.numel(), BUFFER_BYTES // dtype.itemsize):
-            piece = target[start:end]
-            values = piece if in_place else self._buffer[: (end - start) * dtype.itemsize].view(dtype)
+            stretch = target[start:end]
+            values = stretch if in_place else self._buffer[: (end - start) * dtype.itemsize].view(dtype)
             if missing := read_exactly(handle, values):
-                raise ModelError(f"{place.file}: tensor {name}: the file ended {missing} bytes early while it was read")
+                raise ModelError(
+                    f"{location.file}: tensor {name}: the file ended {missing} bytes early while it was read"
+                )
             if self._check_finite and not is_finite(values):
-                raise ModelError(f"{place.file}: tensor {name} holds NaN or infinity; the weights are spoilt")
+                raise ModelError(f"{location.file}: tensor {name} holds NaN or infinity; the weights are spoilt")
             if not in_place:
-                piece.copy_(values)
-                if self._check_finite and dtype != target.dtype and not is_finite(piece):
-                    raise ModelError(f"{place.file}: tensor {name} has values too large for {target.dtype}")
+                stretch.copy_(values)
+                if self._check_finite and dtype != target.dtype and not is_finite(stretch):
+                    raise ModelError(f"{location.file}: tensor {name} has values too large for {target.dtype}")
 
 
-def _check_same(one: TensorLocation, other: TensorLocation) -> None:
+def _check_same(embedding: TensorLocation, head: TensorLocation) -> None:
     """A tied matrix that is stored twice must be stored alike, or one of the two would silently be lost."""
-    same = (one.dtype, one.shape) == (other.dtype, other.shape)
-    with FileIO(one.file) as left, FileIO(other.file) as right:
-        left.seek(one.offset)
-        right.seek(other.offset)
-        for start, end in ranges(one.bytes if same else 0, BUFFER_BYTES):
+    same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
+    with FileIO(embedding.file) as left, FileIO(head.file) as right:
+        left.seek(embedding.offset)
+        right.seek(head.offset)
+        for start, end in ranges(embedding.bytes if same else 0, BUFFER_BYTES):
             same = same and left.read(end - start) == right.read(end - start)
     if not same:
         raise ModelError(
-            f"{one.file.parent}: config.json ties the head to the embedding, but {HEAD} and {EMBEDDING} differ. "
+            f"{embedding.file.parent}: config.json ties the head to the embedding, but {HEAD} and {EMBEDDING} differ. "
             'Set "tie_word_embeddings": false to keep both'
         )

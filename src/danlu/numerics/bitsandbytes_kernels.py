@@ -43,14 +43,14 @@ class Library(NamedTuple):
 
 
 class UnpackKernel(NamedTuple):
-    """What unpacks a matrix, and a sentence on it: on what else there would be, where it is plain torch."""
+    """What dequantizes a matrix, and a sentence for the console: where it is plain torch, why no kernel is used."""
 
-    by: Literal["library", "operators", "torch"]
+    kind: Literal["library", "operators", "torch"]
     note: str
 
 
 def unpack_kernel(device: torch.device, dtype: torch.dtype, block: int) -> UnpackKernel:
-    """What unpacks matrices of this kind: the one place where it is chosen."""
+    """What dequantizes matrices of this device, dtype and block size: the one place where it is chosen."""
     if device.type not in ("cpu", "cuda"):
         return UnpackKernel("torch", f"{_PLAIN}: bitsandbytes is used on CPUs and CUDA, not on {device.type}.")
     if dtype not in _TYPES:
@@ -60,8 +60,8 @@ def unpack_kernel(device: torch.device, dtype: torch.dtype, block: int) -> Unpac
     if device.type == "cuda":
         agree, note = operators()
         return UnpackKernel("operators" if agree else "torch", note)
-    found, note = library()
-    return UnpackKernel("torch" if found is None else "library", note)
+    cpu_library, note = library()
+    return UnpackKernel("torch" if cpu_library is None else "library", note)
 
 
 def dequantize_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
@@ -70,21 +70,23 @@ def dequantize_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, bloc
     Numbers below 1.2e-38 aside: CPUs with bfloat16 instructions make them 0, plain torch does not. Blocks that
     bitsandbytes does not know, as those of a matrix that was cut may be, are left to plain torch.
     """
-    match unpack_kernel(out.device, out.dtype, block).by:
+    match unpack_kernel(out.device, out.dtype, block).kind:
         case "operators":
             torch.ops.bitsandbytes.dequantize_4bit.out(codes, absmax, block, kind, out.shape, out.dtype, out=out)
         case "library":
-            found = library()[0]
-            assert found is not None, "it was chosen"
-            _unpack(found.unpack[kind, out.dtype], out.view(-1), codes.view(-1), absmax, kind, block)
+            cpu_library = library()[0]
+            assert cpu_library is not None, "it was chosen"
+            _unpack(cpu_library.unpack[kind, out.dtype], out.view(-1), codes.view(-1), absmax, kind, block)
         case "torch":
             four_bit.dequantize_into(out, codes, absmax, kind, block)
 
 
 def dequantize_absmax(nested: Nested) -> Tensor:
     """`four_bit.dequantize_absmax` by the fastest means there is; the same bits."""
-    found = library()[0] if nested.codes.device.type == "cpu" else None
-    return four_bit.dequantize_absmax(nested) if found is None else _dequantize_absmax(found.dequantize_bytes, nested)
+    cpu_library = library()[0] if nested.codes.device.type == "cpu" else None
+    if cpu_library is None:
+        return four_bit.dequantize_absmax(nested)
+    return _dequantize_absmax(cpu_library.dequantize_bytes, nested)
 
 
 def kernels_in_use() -> str:
@@ -125,12 +127,12 @@ def library() -> tuple[Library | None, str]:
     if path is None:
         return None, f"{_PLAIN}: bitsandbytes is not installed."
     try:
-        found = _bind(ctypes.CDLL(str(path)))
+        loaded = _bind(ctypes.CDLL(str(path)))
     except (OSError, AttributeError) as error:
         return None, f"{_PLAIN}: bitsandbytes' library cannot be used ({error})."
-    if (wrong := _disagreement(found)) is not None:
-        return None, f"{_PLAIN}: {path} gives other values for {wrong}."
-    return found, f"4-bit weights are unpacked by bitsandbytes ({path})."
+    if (disagreement := _disagreement(loaded)) is not None:
+        return None, f"{_PLAIN}: {path} gives other values for {disagreement}."
+    return loaded, f"4-bit weights are unpacked by bitsandbytes ({path})."
 
 
 def library_file() -> Path | None:
@@ -158,10 +160,10 @@ def _bind(loaded: ctypes.CDLL) -> Library:
     return Library(unpack, function("cdequantize_blockwise_cpu_fp32", [pointer] * 4 + [size] * 2))
 
 
-def _disagreement(found: Library) -> str | None:
+def _disagreement(loaded: Library) -> str | None:
     """What this library does otherwise than `four_bit`, tried on every code and every type."""
     codes, absmax = _example(torch.device("cpu"))
-    for (kind, dtype), function in found.unpack.items():
+    for (kind, dtype), function in loaded.unpack.items():
         for block in (32, 64):
             expected, seen = torch.empty(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
             four_bit.dequantize_into(expected, codes, absmax, kind, block)
@@ -169,7 +171,7 @@ def _disagreement(found: Library) -> str | None:
             if not torch.equal(expected, seen):
                 return f"{kind} in {dtype}"
     nested = Nested(codes[:300, 0], absmax[:2], absmax.mean(), dynamic_map())
-    if not torch.equal(four_bit.dequantize_absmax(nested), _dequantize_absmax(found.dequantize_bytes, nested)):
+    if not torch.equal(four_bit.dequantize_absmax(nested), _dequantize_absmax(loaded.dequantize_bytes, nested)):
         return "8-bit magnitudes"
     return None
 

@@ -105,17 +105,17 @@ class _Reader:
         return FourBitMatrix(kind, block, shape, dtype, codes, absmax)
 
     def kind(self) -> Kind:
-        found = [key.removeprefix(self.name + STATE) for key in self.tensors if key.startswith(self.name + STATE)]
-        if not found:
+        kinds = [key.removeprefix(self.name + STATE) for key in self.tensors if key.startswith(self.name + STATE)]
+        if not kinds:
             self.fail(f"{self.name}{STATE}nf4 (or fp4) is missing: what the codes of {self.name} mean")
-        if len(found) > 1:
-            self.fail(f"{self.name} has {len(found)} descriptions: {', '.join(sorted(found))}")
-        if found[0] not in KINDS:
+        if len(kinds) > 1:
+            self.fail(f"{self.name} has {len(kinds)} descriptions: {', '.join(sorted(kinds))}")
+        if kinds[0] not in KINDS:
             raise ModelError(
-                f"{self.where}: {self.name} is quantized as {found[0]!r}. danlu reads nf4 and fp4; use a model in one "
+                f"{self.where}: {self.name} is quantized as {kinds[0]!r}. danlu reads nf4 and fp4; use a model in one "
                 "of them, or one that is not quantized."
             )
-        return found[0]
+        return kinds[0]
 
     def state(self, kind: Kind) -> dict[str, Any]:
         key = f"{self.name}{STATE}{kind}"

@@ -83,8 +83,8 @@ def quantize(matrix: Tensor, kind: Kind, block: int) -> tuple[Tensor, Tensor]:
 
 def apart(codes: Tensor, count: int) -> Tensor:
     """codes [ceil(N / 2), 1] -> [N] uint8, one a byte."""
-    both = codes.view(-1)
-    return torch.stack((both >> 4, both & 15), dim=1).view(-1)[:count]
+    bytes_ = codes.view(-1)
+    return torch.stack((bytes_ >> 4, bytes_ & 15), dim=1).view(-1)[:count]
 
 
 def join(codes: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, FourBitMatrix, Nested
 from danlu.numerics.quantized_weight import QuantizedWeightModule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of matrices that can be packed."""
+"""Of matrices that can be quantized."""
 
 
 class FourBitWeight(QuantizedWeightModule):
@@ -170,17 +170,17 @@ def _absmax_of(absmax: Tensor | Nested, start: int, stop: int) -> Tensor | Neste
 
 
 def unpack_kernels(model: nn.Module, dtype: torch.dtype) -> list[bitsandbytes_kernels.UnpackKernel]:
-    """What unpacks the 4-bit weights of a model for products in `dtype`, each means once; none where it has none."""
-    found = [
+    """What dequantizes the 4-bit weights of a model for products in `dtype`, each kernel once; none without such."""
+    kernels = [
         bitsandbytes_kernels.unpack_kernel(module.device, dtype, module.block)
         for module in model.modules()
         if isinstance(module, FourBitWeight)
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(kernels))
 
 
 def check_quantizable(weight: Tensor, where: str) -> None:
-    """Raises ModelError if this is no matrix of a type that can be packed."""
+    """Raises ModelError if this is no matrix of a type that can be quantized."""
     if weight.dtype not in DTYPES:
         raise ModelError(
             f"{where} cannot be quantized: it holds {_name(weight.dtype)}, not float32, bfloat16 or float16. "

@@ -84,8 +84,8 @@ class IntegerWeight(QuantizedWeightModule):
         if self.bits == 8:
             codes = self.codes[rows, columns].clone()
         else:
-            both = self.codes[rows]
-            codes = torch.stack((both >> 4, both & 15), dim=2).flatten(1)[:, columns]
+            bytes_ = self.codes[rows]
+            codes = torch.stack((bytes_ >> 4, bytes_ & 15), dim=2).flatten(1)[:, columns]
             codes = F.pad(codes, (0, shape[1] % 2), value=8)
             codes = (codes[:, ::2] << 4) | codes[:, 1::2]
         return IntegerWeight(codes, scales, bits=self.bits, group=group, shape=shape, dtype=self.dtype)

@@ -53,24 +53,24 @@ class LossScaler:
 
         Raises TrainingError when the gradient overflows at the smallest scale: scaling cannot help then.
         """
-        before = self.scale
+        old_scale = self.scale
         if not finite:
             self.overflows += 1
             self.good_steps = 0
-            if before <= self.floor:
+            if old_scale <= self.floor:
                 raise TrainingError(
-                    f"step {step}: the gradient is not finite even at the smallest loss scale ({before:g}), so "
+                    f"step {step}: the gradient is not finite even at the smallest loss scale ({old_scale:g}), so "
                     "float16's range is not what fails. Lower optimizer.learning_rate, look at the rows of this step, "
                     "or use precision: bf16."
                 )
-            self.scale = max(self.floor, before / 2)
-            return ScaleChange(step, before, self.scale, overflow=True)
+            self.scale = max(self.floor, old_scale / 2)
+            return ScaleChange(step, old_scale, self.scale, overflow=True)
         self.good_steps += 1
         if self.good_steps < self.growth_interval:
             return None
         self.good_steps = 0
-        self.scale = min(self.ceiling, before * 2)
-        return ScaleChange(step, before, self.scale, overflow=False) if self.scale != before else None
+        self.scale = min(self.ceiling, old_scale * 2)
+        return ScaleChange(step, old_scale, self.scale, overflow=False) if self.scale != old_scale else None
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""

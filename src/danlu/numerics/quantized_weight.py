@@ -53,8 +53,8 @@ class QuantizedWeightModule(nn.Module):
         return _Product.apply(x, self)
 
     def stored_bytes(self) -> int:
-        """Of codes and constants."""
-        return sum(one.nbytes for one in (*self.buffers(), *self.parameters()))
+        """Bytes of codes and constants."""
+        return sum(tensor.nbytes for tensor in (*self.buffers(), *self.parameters()))
 
     def share_codes(self) -> None:
         """Makes the codes a frozen parameter, which is what processes can share among them; constants stay here."""

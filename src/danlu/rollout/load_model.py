@@ -42,7 +42,7 @@ class LoadedModel:
     @property
     def notes(self) -> list[str]:
         """Remarks for the console: why 4-bit weights are not unpacked by the fastest kernels, where they are not."""
-        return [kernel.note for kernel in unpack_kernels(self.model, self.dtype) if kernel.by == "torch"]
+        return [kernel.note for kernel in unpack_kernels(self.model, self.dtype) if kernel.kind == "torch"]
 
     @property
     def virtual_token_ids(self) -> tuple[int, ...]:
