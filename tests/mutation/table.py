@@ -330,8 +330,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "numerics/loss_scaling.py",
-        "self.scale = max(self.floor, before / 2)",
-        "self.scale = before / 2",
+        "self.scale = max(self.floor, old_scale / 2)",
+        "self.scale = old_scale / 2",
         "numerics/test_loss_scaling.py",
     ),
     Mutation(
@@ -348,27 +348,27 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "numerics/relative_error.py",
-        "return max(found) if all(map(math.isfinite, found)) else math.inf",
-        "return max(found)",
+        "return max(listed) if all(map(math.isfinite, listed)) else math.inf",
+        "return max(listed)",
         "numerics/test_relative_error.py",
     ),
     # -- assembly
     Mutation(
         "assembly/combining.py",
-        "change = one.scale * (one.b.float() @ one.a.float())",
-        "change = one.b.float() @ one.a.float()",
+        "change = factors.scale * (factors.b.float() @ factors.a.float())",
+        "change = factors.b.float() @ factors.a.float()",
         "assembly/test_combining.py",
     ),
     Mutation(
         "assembly/combining.py",
-        "math.copysign(math.sqrt(abs(one)), one) for one in strengths",
-        "math.sqrt(abs(one)) for one in strengths",
+        "math.copysign(root, strength) for root",
+        "root for root",
         "assembly/test_combining.py",
     ),
     Mutation(
         "assembly/merging.py",
-        "for part, start, one in zip(parts, starts, made, strict=True)}",
-        "for part, start, one in zip(parts, starts, reversed(made), strict=True)}",
+        "for part, start, delta in zip(parts, starts, changes, strict=True)}",
+        "for part, start, delta in zip(parts, starts, reversed(changes), strict=True)}",
         "assembly/test_merging.py",
     ),
     # -- parallel
