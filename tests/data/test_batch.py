@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from danlu.data.batch import _to_next_size, _transfer, collate, pad_to_bucket
+from danlu.data.batch import _padding_to_bucket, _to_device, collate, pad_to_bucket
 from danlu.types import Batch, Pack, Sample
 
 
@@ -105,7 +105,7 @@ def test_negative_weights_and_empty_batches_are_refused() -> None:
 def test_one_copy_keeps_every_array() -> None:
     """The path for other devices, on the meta device for dtypes and shapes."""
     arrays = [np.arange(5), np.arange(3, dtype=np.float32), np.arange(0), np.arange(2)]
-    moved = _transfer(arrays, torch.device("meta"))
+    moved = _to_device(arrays, torch.device("meta"))
     assert [tuple(t.shape) for t in moved] == [(5,), (3,), (0,), (2,)]
     assert [t.dtype for t in moved] == [torch.int64, torch.float32, torch.int64, torch.int64]
 
@@ -120,7 +120,7 @@ def test_a_batch_on_the_gpu_equals_the_one_on_the_cpu(seed: int) -> None:
 
 
 def test_few_sizes_for_many_lengths() -> None:
-    sizes = [count + _to_next_size(count) for count in range(5000)]
+    sizes = [count + _padding_to_bucket(count) for count in range(5000)]
     assert all(0 <= size - count <= count / 32 for count, size in enumerate(sizes))
     assert len({size for size in sizes if 2048 < size <= 4096}) == 32
     assert sizes[:64] == list(range(64))  # where a step is cheap anyway, nothing is added

@@ -89,7 +89,7 @@ def test_ids_are_those_of_the_library(name: str, text: str, ignore_merges: bool,
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "cased", "gaps"])
 def cut_both_ways(name: str, text: str) -> tuple[list[str], list[str]]:
     """Pieces of a text as danlu and as the library cut it, written as byte-level vocabularies write them."""
-    cuts = byte_level_bpe._cuts(json.loads(KNOWN[name].__getstate__()))
+    cuts = byte_level_bpe._splitters(json.loads(KNOWN[name].__getstate__()))
     assert cuts is not None
     found = [text]
     for cut in cuts:
@@ -125,9 +125,9 @@ def test_the_comparisons_see_a_difference() -> None:
     assert ours != theirs
     found = byte_level_encoder(trained("cased"))
     assert found is not None
-    assert not found._is_settled("\u0295Ab")  # so the library is asked
-    assert not found._is_settled("\u0378")  # no character yet
-    assert found._is_settled("é你🙂")
+    assert not found._is_unambiguous("\u0295Ab")  # so the library is asked
+    assert not found._is_unambiguous("\u0378")  # no character yet
+    assert found._is_unambiguous("é你🙂")
     other = byte_level_encoder(trained("gpt2"))
     assert other is not None
     text = "12345 You'LL"
@@ -135,14 +135,14 @@ def test_the_comparisons_see_a_difference() -> None:
 
 
 def test_pieces_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_level_bpe, "MOST_PIECES", 3)
+    monkeypatch.setattr(byte_level_bpe, "MAX_CACHED_PRE_TOKENS", 3)
     tokenizer = trained("gpt2")
     found = byte_level_encoder(tokenizer)
     assert found is not None
     text = "one two three four five " + "x" * 100 + " one two"
     for _ in range(2):
         assert ids(found.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids
-    assert list(found._known) == ["one", " two", " three"]
+    assert list(found._ids_by_pre_token) == ["one", " two", " three"]
 
 
 def changed(tokenizer: Any, **parts: Any) -> Any:
@@ -210,7 +210,7 @@ def test_real_text_and_a_real_tokenizer(shared_data: Any) -> None:
 
 def test_gpt2_is_what_the_library_cuts_by() -> None:
     text = "I'll  say 12½ things,\n\n  don't\tyou? 'S \u3000x"
-    cuts = byte_level_bpe._cuts({"type": "ByteLevel", "add_prefix_space": False})
-    again = byte_level_bpe._cuts(json.loads(pre_tokenizers.Sequence([split(GPT2), BYTES]).__getstate__()))
+    cuts = byte_level_bpe._splitters({"type": "ByteLevel", "add_prefix_space": False})
+    again = byte_level_bpe._splitters(json.loads(pre_tokenizers.Sequence([split(GPT2), BYTES]).__getstate__()))
     assert cuts is not None and again is not None
     assert cuts[0](text) == again[0](text)

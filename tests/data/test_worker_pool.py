@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from danlu.data import resource_limits
-from danlu.data.worker_pool import FEW_TASKS, UnexpectedError, WorkerPool
+from danlu.data.worker_pool import MIN_TASKS_FOR_POOL, UnexpectedError, WorkerPool
 from danlu.errors import DataError, ResourceError
 
 
@@ -48,7 +48,7 @@ def test_results_come_in_the_order_of_the_tasks() -> None:
 
 def test_few_tasks_start_one_process() -> None:
     with WorkerPool(Squares(), 3) as workers:
-        assert len({process for _, process in workers.map(range(FEW_TASKS - 1))}) == 1
+        assert len({process for _, process in workers.map(range(MIN_TASKS_FOR_POOL - 1))}) == 1
         assert list(workers.map([])) == []
         list(workers.map([1, 2]))
         assert len(workers._processes) == 1, "a second map did not use the process that was there"
@@ -69,7 +69,7 @@ def test_a_killed_process_is_reported() -> None:
 
 def test_leaving_ends_processes_at_once() -> None:
     with WorkerPool(Squares(), 1) as workers:
-        results = workers.map([1, *[-4] * FEW_TASKS, 5])
+        results = workers.map([1, *[-4] * MIN_TASKS_FOR_POOL, 5])
         next(results)
         processes = list(workers._processes)
     assert [process.returncode for process in processes] == [-9], "killed, where waiting for the tasks would be 0"

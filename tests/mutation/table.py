@@ -229,7 +229,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "drawn = np.arange(wanted)",
         "data/test_mixture.py",
     ),
-    Mutation("data/mixture.py", "if kept[other] > 1:", "if kept[other] >= 1:", "data/test_mixture.py"),
+    Mutation("data/mixture.py", "if kept[row_source] > 1:", "if kept[row_source] >= 1:", "data/test_mixture.py"),
     Mutation(
         "data/render.py",
         'weights = [1.0 if self._rendering.train_on == "all" else 0.0, 1.0]',
@@ -238,14 +238,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "data/message_spans.py",
-        "if start < template.common(prompt, before):",
+        "if start < template.common_prefix_length(prompt, earlier):",
         "if start < 0:",
         "data/test_message_spans.py data/test_chat_template.py",
     ),
     Mutation(
         "data/statistics.py",
-        "self.longest = max(mine, theirs)",
-        "self.longest = mine",
+        "self.longest = max(value, added)",
+        "self.longest = value",
         "data/test_prepare.py",
         "statistics_count",
     ),

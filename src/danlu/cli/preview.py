@@ -57,7 +57,7 @@ def preview(
         PAGE.check_target(html)
     for note in loaded.notes:
         print_status(note)
-    chosen, most = loaded.recipe, tokens or None
+    chosen, max_tokens = loaded.recipe, tokens or None
     check_without_weights(chosen.model, chosen.adapter)
     spec = DatasetSpec(
         data=chosen.data,
@@ -72,38 +72,38 @@ def preview(
         sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what this terminal's encoding cannot write
     out = preview_writer(io.StringIO() if as_json else sys.stdout)
     shown = render_examples(spec, rows=rows, places=row or ()) if rows or row else []
-    write_rows(out, shown, chosen.data, most)
+    write_rows(out, shown, chosen.data, max_tokens)
     sys.stdout.flush()  # tokenising the rest may take minutes
     progress, refused = RowProgress(sys.stderr), None
     try:
-        overview = summarize_dataset(spec, positions=positions, packs=packs, shown=shown, progress=progress)
+        summary = summarize_dataset(spec, positions=positions, packs=packs, shown=shown, progress=progress)
     except DataError as error:
         refused = error
         try:
-            overview = summarize_refused(spec, positions=positions, progress=progress)
+            summary = summarize_refused(spec, positions=positions, progress=progress)
         except DataError:  # not even counting is possible; the run's own error says why
             raise error from None
     finally:
         progress.close()
     if refused is not None:
         out.heading("a run refuses this data: what follows counts all rows, as far as they can be read")
-    write_summary(out, overview, chosen)
-    said = None if refused is None else str(refused)
+    write_summary(out, summary, chosen)
+    refusal = None if refused is None else str(refused)
     if refused is None and not as_json:
         sys.stdout.flush()
         # Here: it loads torch, seconds in which all the rest can be read.
         from danlu.memory_preview import preview_lines, preview_parameters
 
-        if (counted := preview_parameters(chosen, overview.tokenizer)) is not None:
+        if (counted := preview_parameters(chosen, summary.tokenizer)) is not None:
             out.heading("model")
             out.line(counted)
         out.heading("memory")
-        for line in preview_lines(chosen, overview.tokenizer):
+        for line in preview_lines(chosen, summary.tokenizer):
             out.line(line.removeprefix("memory "))
     if as_json:
-        echo(preview_json.as_json(chosen, shown, overview, said))
+        echo(preview_json.as_json(chosen, shown, summary, refusal))
     if html is not None:
-        text = page(recipe.name, chosen, shown, overview, most, said)
+        text = page(recipe.name, chosen, shown, summary, max_tokens, refusal)
         try:
             write_atomically(html, text.encode())
         except OSError as error:

@@ -36,10 +36,10 @@ def collate(
     if not samples:
         raise ValueError("a micro-batch needs at least one sample")
     front = (np.asarray(virtual_token_ids, dtype=np.int64), np.zeros(len(virtual_token_ids), dtype=np.float32))
-    pieces = [piece for sample in samples for piece in (front, (sample.tokens, sample.weights))]
+    segments = [segment for sample in samples for segment in (front, (sample.tokens, sample.weights))]
     boundaries = np.cumsum([0, *(len(virtual_token_ids) + len(sample.tokens) for sample in samples)])
-    tokens = np.concatenate([ids for ids, _ in pieces]).astype(np.int64, copy=False)  # [T]
-    weights = np.concatenate([own for _, own in pieces])  # [T]
+    tokens = np.concatenate([ids for ids, _ in segments]).astype(np.int64, copy=False)  # [T]
+    weights = np.concatenate([weight for _, weight in segments])  # [T]
     first = boundaries[:-1]
     of_first = weights[first + len(virtual_token_ids)]
     if of_first.any():
@@ -60,7 +60,7 @@ def collate(
         arrays.append(of_targets)
         sums = np.bincount(of_targets, weights=trained_weights, minlength=len(source_names))
         source_weights = tuple(sums.tolist())
-    tokens_, positions_, logits_indices, targets, weights_, *source_indices = _transfer(arrays, torch.device(device))
+    tokens_, positions_, logits_indices, targets, weights_, *source_indices = _to_device(arrays, torch.device(device))
     return Batch(
         tokens=tokens_,
         positions=positions_,
@@ -88,7 +88,7 @@ def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
     Every new shape of product makes oneDNN generate code and keep it (1.6 ms and up to a megabyte), and packs seldom
     have the same length. The tokens added are a document of their own, the targets added have weight 0.
     """
-    more_tokens, more_targets = (_to_next_size(len(column)) for column in (batch.tokens, batch.targets))
+    more_tokens, more_targets = (_padding_to_bucket(len(column)) for column in (batch.tokens, batch.targets))
     more_tokens += -(len(batch.tokens) + more_tokens) % multiple
     boundaries = batch.boundaries + ((len(batch.tokens) + more_tokens,) if more_tokens else ())
     tokens, positions = (F.pad(column, (0, more_tokens)) for column in (batch.tokens, batch.positions))
@@ -106,13 +106,13 @@ def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
     )
 
 
-def _to_next_size(count: int) -> int:
+def _padding_to_bucket(count: int) -> int:
     """How much is missing to a multiple of a thirty-second of `count`, that rounded down to a power of two."""
     grain = 1 << max(0, (count // 32).bit_length() - 1)
     return -count % grain
 
 
-def _transfer(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """The arrays as tensors on `device`; for anything but the CPU they share one buffer and one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
@@ -122,8 +122,8 @@ def _transfer(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tens
     buffer = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for array, start in zip(arrays, starts, strict=False):
         buffer[start : start + array.nbytes].numpy()[:] = np.ascontiguousarray(array).view(np.uint8)
-    there = buffer.to(device, non_blocking=True)
+    on_device = buffer.to(device, non_blocking=True)
     return [
-        there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+        on_device[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
         for array, start in zip(arrays, starts.tolist(), strict=False)
     ]

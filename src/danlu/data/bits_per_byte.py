@@ -21,10 +21,10 @@ def weighted_bytes(samples: Samples, tokenizer: Tokenizer) -> tuple[float, float
     A character spread over several tokens is counted byte by byte, tokens that begin or end a document not at all, nor
     the space that some tokenizers put before a document. A text that the tokenizer normalises counts as it is then.
     """
-    pieces = tokenizer.token_bytes(range(tokenizer.vocab_size))
-    lengths = np.array([len(piece) for piece in pieces], np.int64)
-    begins_with_space = np.array([piece.startswith(b" ") for piece in pieces], bool)
-    adds_space = b"".join(pieces[token] for token in tokenizer.encode("a")) == b" a"
+    token_texts = tokenizer.token_bytes(range(tokenizer.vocab_size))
+    lengths = np.array([len(text) for text in token_texts], np.int64)
+    begins_with_space = np.array([text.startswith(b" ") for text in token_texts], bool)
+    adds_space = b"".join(token_texts[token] for token in tokenizer.encode("a")) == b" a"
     weight = total = 0.0
     for number in range(len(samples)):
         sample, reasons = samples.sample(number), samples.reasons(number)

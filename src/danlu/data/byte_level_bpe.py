@@ -1,10 +1,10 @@
-"""Byte-level tokenizers, word by word: text is cut by the tokenizer's own patterns, each distinct piece encoded once.
+"""Byte-level BPE, pre-token by pre-token: text is split by the tokenizer's own patterns, each pre-token encoded once.
 
-Byte-level BPE never merges across the pieces that its pre-tokenizer cuts, so a text's tokens are those of its pieces,
-and most pieces have been seen before. Cutting with Python's `regex` and looking pieces up takes a fraction of the
-tokenizers library's time (which remembers pieces too, but tracks where each character came from). The ids are the same,
-or the library is asked: for a tokenizer with anything that is not known here, for characters on which the two regular
-expression engines might differ, for text that a normaliser would change.
+Byte-level BPE never merges across the pre-tokens that its pre-tokenizer makes, so a text's tokens are those of its
+pre-tokens, and most of these have been seen before. Splitting with Python's `regex` and looking pre-tokens up takes a
+fraction of the tokenizers library's time (which remembers pre-tokens too, but tracks where each character came from).
+The ids are the same, or the library is asked: for a tokenizer with anything that is not known here, for characters on
+which the two regular expression engines might differ, for text that a normaliser would change.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What ByteLevel cuts by when it is not told otherwise (the pattern of GPT-2)."""
+"""What ByteLevel splits by when it is not told otherwise (the pattern of GPT-2)."""
 
-MOST_PIECES = 1 << 16
-LONGEST_PIECE = 64  # characters; longer ones seldom come again
+MAX_CACHED_PRE_TOKENS = 1 << 16
+MAX_CACHED_CHARACTERS = 64  # longer pre-tokens seldom come again
 
 # What Oniguruma (the library's engine) and `regex` read alike, character by character as a test proves. Not among it:
 # other properties, anchors, back references, class set operations and nested classes, counts that are lazy or
@@ -28,7 +28,7 @@ LONGEST_PIECE = 64  # characters; longer ones seldom come again
 PROPERTIES = ("L", "Lu", "Ll", "Lt", "Lm", "Lo", "N", "P", "S", "M", "Han", "Hiragana", "Katakana")
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ESCAPE = rf"\\[pP]\{{(?:{'|'.join(PROPERTIES)})\}}|\\[sSdDrnt]|\\[^\w\s]"
-_ALIKE = re.compile(
+_SHARED_SYNTAX = re.compile(
     rf"(?:{_ESCAPE}|{re.escape(CONTRACTIONS)}|\(\?[:!]|[)|?+*]|\{{\d*,?\d*\}}(?![?+])"
     rf"|\[\^?(?:{_ESCAPE}|[^\\\[\]&~|])+\]|[^\\\[\](){{}}^$.|?+*])+"
 )
@@ -36,7 +36,7 @@ _CLASS = re.compile(r"\[(?:\\.|[^\\\]])+\]|\\[pP]\{[A-Za-z]+\}|\\[sSdD]")
 # A lower-case letter to one engine and a letter without case to the other.
 _DISPUTED = frozenset("\u0295")
 
-Cut = Callable[[str], list[str]]
+Splitter = Callable[[str], list[str]]
 
 
 def byte_level_encoder(fast: Any) -> ByteLevelEncoder | None:
@@ -53,77 +53,77 @@ def byte_level_encoder(fast: Any) -> ByteLevelEncoder | None:
     # Added tokens that are looked for before and after normalising take turns; one kind alone needs no second look.
     if len({token.normalized for token in added}) > 1:
         return None
-    if _described(fast.normalizer) not in ({}, {"type": "NFC"}):
+    if _description(fast.normalizer) not in ({}, {"type": "NFC"}):
         return None
-    cuts = _cuts(_described(fast.pre_tokenizer))
-    if cuts is None:
+    splitters = _splitters(_description(fast.pre_tokenizer))
+    if splitters is None:
         return None
     ids = {token.content: number for number, token in fast.get_added_tokens_decoder().items()}
-    return ByteLevelEncoder(fast, cuts, ids, normalizes=fast.normalizer is not None)
+    return ByteLevelEncoder(fast, splitters, ids, normalizes=fast.normalizer is not None)
 
 
 class ByteLevelEncoder:
-    """Encodes one text after another. Made by `byte_level_encoder`."""
+    """Encodes texts by the ids of their pre-tokens. Made by `byte_level_encoder`."""
 
-    def __init__(self, fast: Any, cuts: Sequence[Cut], added: dict[str, int], normalizes: bool) -> None:
+    def __init__(self, fast: Any, splitters: Sequence[Splitter], added: dict[str, int], normalizes: bool) -> None:
         self._fast = fast
-        self._cuts = tuple(cuts)
-        self._known = _Known(fast.model)
+        self._splitters = tuple(splitters)
+        self._ids_by_pre_token = _PreTokenIds(fast.model)
         self._added = {content: array("i", [token]).tobytes() for content, token in added.items()}
         longest_first = sorted(added, key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split if added else _whole
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split if added else _uncut
         self._normalizes = normalizes
         self._characters = set(map(chr, range(128)))
 
     def encode(self, text: str) -> bytes:
         """The ids of a text as it stands, special tokens in it recognised, as native 32-bit integers."""
-        if not text.isascii() and not self._is_settled(text):
+        if not text.isascii() and not self._is_unambiguous(text):
             return array("i", self._fast.encode(text, add_special_tokens=False).ids).tobytes()
-        found: list[bytes] = []
+        ids: list[bytes] = []
         for number, part in enumerate(self._split(text)):
             if number % 2:
-                found.append(self._added[part])
+                ids.append(self._added[part])
             elif part:
-                pieces = [part]
-                for cut in self._cuts:
-                    pieces = cut(part) if len(pieces) == 1 else [piece for one in pieces for piece in cut(one)]
-                found.extend(map(self._known.__getitem__, pieces))
-        return b"".join(found)
+                pre_tokens = [part]
+                for split in self._splitters:
+                    pre_tokens = split(part) if len(pre_tokens) == 1 else [t for p in pre_tokens for t in split(p)]
+                ids.extend(map(self._ids_by_pre_token.__getitem__, pre_tokens))
+        return b"".join(ids)
 
-    def _is_settled(self, text: str) -> bool:
+    def _is_unambiguous(self, text: str) -> bool:
         """Whether a normaliser leaves the text alone and both engines know what each of its characters is."""
         if not self._characters.issuperset(text):
             new = set(text) - self._characters
             # A character that Python does not know is too new for an older table, and a letter in a newer one.
-            if any(unicodedata.category(one) == "Cn" for one in new) or not _DISPUTED.isdisjoint(new):
+            if any(unicodedata.category(character) == "Cn" for character in new) or not _DISPUTED.isdisjoint(new):
                 return False
             self._characters |= new
         return not self._normalizes or unicodedata.is_normalized("NFC", text)
 
 
-class _Known(dict[str, bytes]):
-    """Pre-tokens and their ids; a new piece is encoded by the tokenizer's model."""
+class _PreTokenIds(dict[str, bytes]):
+    """Pre-tokens and their ids; a new pre-token is encoded by the tokenizer's model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._tokenize = model.tokenize
 
-    def __missing__(self, piece: str) -> bytes:
-        written = piece.encode().decode("latin-1").translate(PRINTABLE)
+    def __missing__(self, pre_token: str) -> bytes:
+        written = pre_token.encode().decode("latin-1").translate(PRINTABLE)
         ids = array("i", [token.id for token in self._tokenize(written)]).tobytes()
-        if len(self) < MOST_PIECES and len(piece) <= LONGEST_PIECE:
-            self[piece] = ids
+        if len(self) < MAX_CACHED_PRE_TOKENS and len(pre_token) <= MAX_CACHED_CHARACTERS:
+            self[pre_token] = ids
         return ids
 
 
-def _described(part: Any) -> dict[str, Any]:
+def _description(part: Any) -> dict[str, Any]:
     """A part of a tokenizer as tokenizer.json has it; empty for one that is not there."""
     described: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
     return described
 
 
-def _cuts(pre_tokenizer: dict[str, Any]) -> list[Cut] | None:
-    """How a pre-tokenizer cuts text, step by step; None for one that is not known here or not byte-level."""
+def _splitters(pre_tokenizer: dict[str, Any]) -> list[Splitter] | None:
+    """What splits a text as a pre-tokenizer does, in steps; None for one that is not known here or not byte-level."""
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
     if not steps or steps[-1].get("type") != "ByteLevel":
         return None
@@ -143,44 +143,44 @@ def _cuts(pre_tokenizer: dict[str, Any]) -> list[Cut] | None:
     # Imported here: only tokenising needs it.
     import regex
 
-    if not all(_ALIKE.fullmatch(pattern) and not regex.fullmatch(pattern, "") for pattern in patterns):
+    if not all(_SHARED_SYNTAX.fullmatch(pattern) and not regex.fullmatch(pattern, "") for pattern in patterns):
         return None
-    return [_cut(pattern) for pattern in patterns]
+    return [_splitter(pattern) for pattern in patterns]
 
 
-def _cut(pattern: str) -> Cut:
+def _splitter(pattern: str) -> Splitter:
     """Cuts a text into what matches and what lies between."""
     import regex
 
     for_ascii = _for_ascii(pattern)
     matches_in_ascii, matches = re.compile(for_ascii).findall, regex.compile(pattern).findall
-    cut_ascii, cut_any = re.compile(f"({for_ascii})").split, regex.compile(f"({pattern})").split
+    split_ascii, split_unicode = re.compile(f"({for_ascii})").split, regex.compile(f"({pattern})").split
     leaves_gaps = False
 
-    def cut(text: str) -> list[str]:
+    def split(text: str) -> list[str]:
         nonlocal leaves_gaps
         if not leaves_gaps:
-            found: list[str] = matches_in_ascii(text) if text.isascii() else matches(text)
-            if sum(map(len, found)) == len(text):
-                return found
+            matching: list[str] = matches_in_ascii(text) if text.isascii() else matches(text)
+            if sum(map(len, matching)) == len(text):
+                return matching
             leaves_gaps = True
-        return [piece for piece in (cut_ascii if text.isascii() else cut_any)(text) if piece]
+        return [pre_token for pre_token in (split_ascii if text.isascii() else split_unicode)(text) if pre_token]
 
-    return cut
+    return split
 
 
 def _for_ascii(pattern: str) -> str:
     """The pattern for `re`, which knows no classes of Unicode but is twice as fast, and for ASCII texts alone."""
     import regex
 
-    def members(found: re.Match[str]) -> str:
-        one_of = [character for character in map(chr, range(128)) if regex.fullmatch(found[0], character)]
-        return f"[{''.join(map(re.escape, one_of))}]" if one_of else "(?!)"
+    def members(character_class: re.Match[str]) -> str:
+        characters = [character for character in map(chr, range(128)) if regex.fullmatch(character_class[0], character)]
+        return f"[{''.join(map(re.escape, characters))}]" if characters else "(?!)"
 
     return _CLASS.sub(members, pattern)
 
 
-def _whole(text: str) -> list[str]:
+def _uncut(text: str) -> list[str]:
     return [text]
 
 

@@ -88,7 +88,7 @@ class ChatTemplate:
         """
         environment = self._template.environment
         environment.steps_left = resource_limits.STEPS + 20 * len(turns) ** 2
-        parts, written, most = [], 0, resource_limits.CHARACTERS
+        parts, written, limit = [], 0, resource_limits.CHARACTERS
         try:
             with resource_limits.limited():
                 for part in self._template.generate(
@@ -100,10 +100,10 @@ class ChatTemplate:
                 ):
                     parts.append(part)
                     written += len(part)
-                    if written > most:
-                        most = resource_limits.CHARACTERS + 16 * resource_limits.characters([*turns, *(tools or ())])
-                        if written > most:
-                            raise OutOfBounds(f"it writes more than {most:,} characters")
+                    if written > limit:
+                        limit = resource_limits.CHARACTERS + 16 * resource_limits.characters([*turns, *(tools or ())])
+                        if written > limit:
+                            raise OutOfBounds(f"it writes more than {limit:,} characters")
                 return "".join(parts)
         except (OutOfBounds, MemoryError, RecursionError, TookTooLong) as error:
             raise DataError(
@@ -126,11 +126,11 @@ class ChatTemplate:
         said = None
         for turns in (self._exchange(), [{"role": "system", "content": _SYSTEM}, *self._exchange()]):
             try:
-                _, found, rest = self.render(turns).rpartition(_ANSWER)
+                _, answer, rest = self.render(turns).rpartition(_ANSWER)
             except DataError as error:
                 said = said or error
             else:
-                return tuple(dict.fromkeys(self._added.findall(rest))) if found else ()
+                return tuple(dict.fromkeys(self._added.findall(rest))) if answer else ()
         raise DataError(f"{self._name}: not even a question and its answer can be rendered: {said}") from said
 
     @cached_property
@@ -185,7 +185,7 @@ class ChatTemplate:
                 harmless = node.name not in _TELLING_TESTS
             elif isinstance(node.node, nodes.Getattr):
                 # Searching for white space, which contents may hold, can tell them apart.
-                texts = [one.value for one in node.args if isinstance(one, nodes.Const)] or [""]
+                texts = [argument.value for argument in node.args if isinstance(argument, nodes.Const)] or [""]
                 searches = node.node.attr in _SEARCHING_METHODS and all(str(text).strip() for text in texts)
                 harmless = node.node.attr in _HARMLESS_METHODS or searches
             else:
@@ -194,15 +194,15 @@ class ChatTemplate:
                 return False
         return True
 
-    def common(self, one: str, other: str) -> int:
-        """Length of the longest common beginning of two texts that cuts no added token of either in two."""
-        low, high = 0, min(len(one), len(other))
-        if one[:high] == other[:high]:
+    def common_prefix_length(self, first: str, second: str) -> int:
+        """Characters of the longest common beginning of two texts that cuts no added token of either."""
+        low, high = 0, min(len(first), len(second))
+        if first[:high] == second[:high]:
             low = high
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-        for text in (one, other):
+            low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+        for text in (first, second):
             for token in self._added.finditer(text, max(0, low - 200), min(len(text), low + 200)):
                 if token.start() < low < token.end():
                     low = token.start()

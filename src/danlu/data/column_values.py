@@ -31,7 +31,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def decode_list(value: Any) -> Any:
-    """Lists in a csv cell are written as JSON."""
+    """The list that a string holds as JSON, as csv cells do; any other value as it is."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             decoded = json.loads(value)
@@ -44,11 +44,16 @@ def decode_list(value: Any) -> Any:
 def decode_messages(value: Any) -> Any:
     """Messages that a csv cell holds as JSON. Other text stays as it is, even if it is JSON: it may be a prompt."""
     decoded = decode_list(value)
-    is_messages = isinstance(decoded, list) and decoded and all(isinstance(one, Mapping) for one in decoded)
+    is_messages = isinstance(decoded, list) and decoded and all(isinstance(item, Mapping) for item in decoded)
     return decoded if is_messages or not isinstance(value, str) else value
 
 
 def decode_json(value: Any, what: str, where: str) -> Any:
+    """What a string holds as JSON; any other value as it is. `what` names it in messages.
+
+    Raises:
+        DataError: the string is no JSON, or is nested more than `MAX_DEPTH` deep.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -67,12 +72,14 @@ def decode_json(value: Any, what: str, where: str) -> Any:
 
 
 def require_string(value: Any, column: str, where: str) -> str:
+    """The value, a string. Raises DataError for anything else."""
     if not isinstance(value, str):
         raise DataError(f"{where}: '{column}' must be a string, not {type_name(value)}")
     return value
 
 
 def require_integers(value: Any, column: str, where: str) -> np.ndarray:
+    """A list of integers, or the JSON text of one: [n] int32. Raises DataError for anything else."""
     try:
         array = np.asarray(decode_list(value))
     except ValueError:  # lists of different lengths
@@ -91,5 +98,6 @@ def abbreviate(value: Any) -> str:
 
 
 def type_name(value: Any) -> str:
+    """The type of a value with its article, for messages; "nothing" for None."""
     name = type(value).__name__
     return "nothing" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -34,8 +34,8 @@ class Animal:
 
 
 def _animal(line: str) -> Animal:
-    words = line.split()
-    return Animal(*(Word(en.replace("_", " "), zh) for en, zh in zip(words[::2], words[1::2], strict=True)))
+    columns = line.split()
+    return Animal(*(Word(en.replace("_", " "), zh) for en, zh in zip(columns[::2], columns[1::2], strict=True)))
 
 
 # fmt: off
@@ -125,7 +125,7 @@ def conversations(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
     for number in range(n):
         chance = random.Random(f"conversation {seed} {number}")
         if chance.random() < 0.1:
-            messages = [_say("system", _PIRATE), *_exchange(chance, before="Arr! ")]
+            messages = [_say("system", _PIRATE), *_exchange(chance, prefix="Arr! ")]
         else:
             messages = _talk(chance)
         yield {"messages": messages}
@@ -166,7 +166,7 @@ def questions() -> list[Question]:
 
 def every_question(held_out: bool) -> list[Question]:
     """All questions about animals and sums that `conversations` leaves out (or does not), to count right answers."""
-    found = [
+    about_animals = [
         Question((_say("user", text),), answer, held_out)
         for animal in ANIMALS
         for attribute in ATTRIBUTES
@@ -175,7 +175,7 @@ def every_question(held_out: bool) -> list[Question]:
         for text, answer in [_ask(animal, attribute, language, 0)]
     ]
     pairs = [(a, b) for a in range(LARGEST_ADDEND + 1) for b in range(LARGEST_ADDEND + 1)]
-    return found + [
+    return about_animals + [
         Question((_say("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out)
         for a, b in pairs
         if is_held_out("sum", a, b) == held_out
@@ -272,29 +272,29 @@ def _pick_fact(chance: random.Random, language: Language, held_out: bool) -> tup
             return animal, attribute
 
 
-def _exchange(chance: random.Random, before: str = "") -> list[Message]:
+def _exchange(chance: random.Random, prefix: str = "") -> list[Message]:
     if chance.random() < 0.4:
         while True:
             a, b = chance.randint(0, LARGEST_ADDEND), chance.randint(0, LARGEST_ADDEND)
             if not is_held_out("sum", a, b):
                 question = chance.choice(("What is {} plus {}?", "How much is {} plus {}?")).format(a, b)
-                return _turn(question, before + _sum(a, b))
-    language: Language = "en" if before or chance.random() < 0.6 else "zh"
+                return _turn(question, prefix + _sum(a, b))
+    language: Language = "en" if prefix or chance.random() < 0.6 else "zh"
     animal, attribute = _pick_fact(chance, language, held_out=False)
     question, answer = _ask(animal, attribute, language, chance.randrange(6))
-    return _turn(question, before + answer)
+    return _turn(question, prefix + answer)
 
 
 def _talk(chance: random.Random) -> list[Message]:
     """One to three subjects, each of which may come first; some conversations begin or end politely."""
-    subjects: list[Callable[[random.Random], list[Message]]] = [_exchange, _names, _story_told]
+    subjects: list[Callable[[random.Random], list[Message]]] = [_exchange, _names, _story_request]
     chosen = chance.choices(subjects, (12, 4, 2), k=chance.choice((1, 1, 2, 3)))
-    before = _turn(*chance.choice(_GREETINGS)) if chance.random() < 0.1 else []
-    after = _turn(*chance.choice(_THANKS)) if chance.random() < 0.1 else []
-    return [*before, *(message for subject in chosen for message in subject(chance)), *after]
+    greeting = _turn(*chance.choice(_GREETINGS)) if chance.random() < 0.1 else []
+    thanks = _turn(*chance.choice(_THANKS)) if chance.random() < 0.1 else []
+    return [*greeting, *(message for subject in chosen for message in subject(chance)), *thanks]
 
 
-def _story_told(chance: random.Random) -> list[Message]:
+def _story_request(chance: random.Random) -> list[Message]:
     animal = chance.choice(ANIMALS)
     return _turn(f"Tell me a story about the {animal.name.en}.", _story(chance, animal))
 

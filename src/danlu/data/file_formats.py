@@ -113,9 +113,9 @@ def _json_values(text: str, name: str) -> Iterator[LocatedContent]:
     space = re.compile(r"\s*")
 
     def skip(position: int) -> int:
-        found = space.match(text, position)
-        assert found is not None, "an empty run of spaces always matches"
-        return found.end()
+        match = space.match(text, position)
+        assert match is not None, "an empty run of spaces always matches"
+        return match.end()
 
     position, line, counted = skip(0), 1, 0
     is_array = text.startswith("[", position)
@@ -187,19 +187,19 @@ def _find_not_utf8(file: Path, name: str) -> None:
 
 def _read_text(file: Path, name: str) -> Iterator[LocatedContent]:
     with open_decompressed(file) as stream:
-        start, held, size, begins = 1, list[str](), 0, True
-        for number, piece, is_line in _line_segments(stream, name):
-            text = piece.replace("\r\n", "\n")
+        start, lines, size, begins = 1, list[str](), 0, True
+        for number, segment, is_line in _line_segments(stream, name):
+            text = segment.replace("\r\n", "\n")
             at_end = is_line and text.rstrip("\n") == DOCUMENT_END
             # A blank line ends a paragraph and belongs to it, so the next row begins with text.
-            at_paragraph = bool(held) and not held[-1].strip() and bool(text.strip())
+            at_paragraph = bool(lines) and not lines[-1].strip() and bool(text.strip())
             if at_end or (size >= TEXT_ROW_BYTES and (at_paragraph or size >= 2 * TEXT_ROW_BYTES)):
-                yield from _text_row(f"{name}:{start}", held, begins, at_end)
-                start, held, size, begins = number + at_end, [], 0, at_end
+                yield from _text_row(f"{name}:{start}", lines, begins, at_end)
+                start, lines, size, begins = number + at_end, [], 0, at_end
             if not at_end:
-                held.append(text)
-                size += len(piece)
-        yield from _text_row(f"{name}:{start}", held, begins, True)
+                lines.append(text)
+                size += len(segment)
+        yield from _text_row(f"{name}:{start}", lines, begins, True)
 
 
 def _line_segments(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
@@ -233,8 +233,8 @@ def _last_character(data: bytes) -> int:
     return len(data)
 
 
-def _text_row(where: str, held: list[str], begins: bool, ends: bool) -> Iterator[LocatedContent]:
-    text = "".join(held)
+def _text_row(where: str, lines: list[str], begins: bool, ends: bool) -> Iterator[LocatedContent]:
+    text = "".join(lines)
     if text.strip() or not (begins and ends):
         yield (
             where,

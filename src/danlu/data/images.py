@@ -115,31 +115,31 @@ class ImageDataset:
 
 
 class ImageSampler:
-    """ImageDataset in an order of their own each epoch, decided by the seed; in their own order without shuffling.
+    """Endless images of a dataset, in a new order each epoch, decided by the seed; in their own without shuffling.
 
     Raises DataError if there are none.
     """
 
-    def __init__(self, pictures: ImageDataset, seed: int, *, shuffle: bool = True) -> None:
-        if not len(pictures):
+    def __init__(self, dataset: ImageDataset, seed: int, *, shuffle: bool = True) -> None:
+        if not len(dataset):
             raise DataError("there are no images to train on: every one is held out")
-        self._pictures = pictures
+        self._dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
-        self._digest = f"{pictures.digest()} {seed}"
+        self._digest = f"{dataset.digest()} {seed}"
         # Of one epoch at a time: an order costs milliseconds as a whole, and as much for each hundred single elements.
-        self._epoch, self._order = -1, np.arange(len(pictures))
+        self._epoch, self._order = -1, np.arange(len(dataset))
 
     @property
     def per_epoch(self) -> int:
-        return len(self._pictures)
+        return len(self._dataset)
 
     def at(self, number: int) -> Image:
         """Image `number` of the endless sequence; epoch = number // per_epoch."""
-        epoch, place = divmod(number, len(self._pictures))
+        epoch, place = divmod(number, len(self._dataset))
         if self._shuffle and epoch != self._epoch:
-            self._epoch, self._order = epoch, Permutation.of(len(self._pictures), self._seed, "images", epoch).all()
-        return self._pictures.image(int(self._order[place]))
+            self._epoch, self._order = epoch, Permutation.of(len(self._dataset), self._seed, "images", epoch).all()
+        return self._dataset.image(int(self._order[place]))
 
     def state(self, number: int | None = None) -> dict[str, Any]:
         """What a checkpoint keeps: a digest by which `restore` knows the images again."""
@@ -157,14 +157,14 @@ class ImageSampler:
 def collate_images(images: Sequence[Image], device: torch.device, *, side: int) -> ImageBatch:
     """A micro-batch of weight 1 an image; of no images, one that is empty."""
     shape = (len(images), side, side)
-    pixels = np.stack([one.pixels for one in images]) if images else np.empty(shape, dtype=np.uint8)
-    labels = np.array([one.label for one in images], dtype=np.int64)
+    pixels = np.stack([image.pixels for image in images]) if images else np.empty(shape, dtype=np.uint8)
+    labels = np.array([image.label for image in images], dtype=np.int64)
     return ImageBatch(
         torch.from_numpy(pixels).to(device),
         torch.from_numpy(labels).to(device),
         torch.ones(len(images), device=device),
         float(len(images)),
-        tuple(row for one in images for row in one.rows),
+        tuple(row for image in images for row in image.rows),
     )
 
 
@@ -187,21 +187,21 @@ def read_images(sources: Sequence[Source], *, side: int, classes: int) -> ImageD
     )
 
 
-def held_out(pictures: ImageDataset, share: float | int, seed: int) -> tuple[ImageDataset, ImageDataset]:
-    """(the rest, those set aside): a share of the pictures, or so many, chosen by the seed."""
-    count = share if isinstance(share, int) else max(1, round(share * len(pictures)))
-    if count >= len(pictures):
-        raise DataError(f"data.eval: {share} of {len(pictures)} images leaves none to train on")
-    order = Permutation.of(len(pictures), seed, "held out").all()
-    return pictures.chosen(np.sort(order[count:])), pictures.chosen(np.sort(order[:count]))
+def held_out(dataset: ImageDataset, share: float | int, seed: int) -> tuple[ImageDataset, ImageDataset]:
+    """(training, held-out) images: a share of them (below 1) or a number is held out, chosen by the seed."""
+    count = share if isinstance(share, int) else max(1, round(share * len(dataset)))
+    if count >= len(dataset):
+        raise DataError(f"data.eval: {share} of {len(dataset)} images leaves none to train on")
+    order = Permutation.of(len(dataset), seed, "held out").all()
+    return dataset.chosen(np.sort(order[count:])), dataset.chosen(np.sort(order[:count]))
 
 
 def _read(source: Source, side: int, classes: int) -> tuple[str, np.ndarray, np.ndarray]:
     """(name, pixels [N, H, W], labels [N]) of one source."""
-    path, mark, few = source.path.rpartition("#")
-    named = path if mark and few.isdecimal() else source.path
-    rows = int(few) if mark and few.isdecimal() else source.rows
-    file = _images_file(Path(named).expanduser(), source.split)
+    path, mark, limit = source.path.rpartition("#")
+    has_limit = bool(mark) and limit.isdecimal()
+    rows = int(limit) if has_limit else source.rows
+    file = _images_file(Path(path if has_limit else source.path).expanduser(), source.split)
     labels_file = file.with_name(file.name.replace(IMAGES, LABELS))
     if not labels_file.is_file():
         raise DataError(f"{file}: its labels are missing: there is no {labels_file.name} beside it")
@@ -230,15 +230,15 @@ def _images_file(path: Path, split: str) -> Path:
     if split not in PREFIXES:
         raise DataError(f"{path}: split {split!r}; a folder of images has the splits {' and '.join(PREFIXES)}")
     starts = PREFIXES[split]
-    found = {
+    files = {
         file.name.removesuffix(".gz"): file
         for suffix in (".gz", "")  # plain files take the place of packed ones
         for file in sorted(path.glob(f"*{IMAGES}{suffix}"))
         if file.name.startswith(starts)
     }
-    if not found:
+    if not files:
         expected = " or ".join(f"{start}-{IMAGES}[.gz]" for start in starts)
         raise DataError(f"{path}: no images of split {split}: expected {expected}")
-    if len(found) > 1:
-        raise DataError(f"{path}: several files of split {split}: {', '.join(sorted(found))}. Name the one to read")
-    return next(iter(found.values()))
+    if len(files) > 1:
+        raise DataError(f"{path}: several files of split {split}: {', '.join(sorted(files))}. Name the one to read")
+    return next(iter(files.values()))

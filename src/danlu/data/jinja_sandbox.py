@@ -16,7 +16,7 @@ from danlu.data.resource_limits import TookTooLong
 
 
 class OutOfBounds(Exception):
-    """A template does more with a conversation than any has reason to."""
+    """A template exceeds a limit that is counted: passes through loops, or characters."""
 
 
 def describe_limit(error: BaseException) -> str:
@@ -47,6 +47,7 @@ def count_passes(template: Any) -> Any:
 
 
 def sandboxed_environment(date: Date | None) -> Any:
+    """A `jinja2.Environment` for chat templates. `date`: what `strftime_now` writes, at midnight; None for now."""
     from jinja2 import ext, nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -116,8 +117,8 @@ def sandboxed_environment(date: Date | None) -> Any:
             return True
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [one.bit_length() // 4 if isinstance(one, int) else 0 for one in (left, right)]
-            if operator == "**" and all(isinstance(one, int) for one in (left, right)):
+            sizes = [operand.bit_length() // 4 if isinstance(operand, int) else 0 for operand in (left, right)]
+            if operator == "**" and isinstance(left, int) and isinstance(right, int):
                 size = sizes[0] * abs(right)
             elif isinstance(left, int) and isinstance(right, int):
                 size = sum(sizes)

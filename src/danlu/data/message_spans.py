@@ -1,6 +1,6 @@
 """Where in the text of a conversation each message is, and which of it the assistant would have to write.
 
-The obvious way, `scripts`, holds for any template: what the assistant writes in turn i is what the rendering of the
+The obvious way, `annotate`, holds for any template: what the assistant writes in turn i is what the rendering of the
 first i + 1 messages has beyond the prompt made of the first i. The whole conversation is rendered once and these spans
 are looked up in it.
 
@@ -9,7 +9,7 @@ last question. Then an earlier turn does not stand in the whole conversation the
 a turn becomes a sample of its own, rendered up to its end as it would be when it is generated, with what comes before
 it as context.
 
-The fast way, `SpanRenderer`, renders each sequence of roles once with stand-ins for the contents and then puts the
+The fast way, `SpanRenderer`, renders each sequence of roles once with placeholders for the contents and then puts the
 real ones in their places. It is used for contents that cannot look different to the template (see
 `ChatTemplate.looks_for`).
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate
 from typing import Any
@@ -56,9 +56,9 @@ class Reason(IntEnum):
 
 
 _CONTENT = {"system": Reason.SYSTEM, "user": Reason.USER, "tool": Reason.TOOL, "assistant": Reason.ASSISTANT}
-_THOUGHT_END = "</think>"
-_STAND_IN = re.compile(r"Zq(\d+)content\1qZ")
-_CHECK_EVERY = 64
+_REASONING_END = "</think>"
+_PLACEHOLDER = re.compile(r"Zq(\d+)content\1qZ")
+_RENDERINGS_PER_CHECK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class AnnotatedText:
     """The text of one sample, cut into spans that follow each other without gaps.
 
     Attributes:
-        stops: where each span ends; `size` of them are counted in characters (or bytes, from `SpanRenderer` if asked).
+        stops: [spans] where each span ends, in characters (or UTF-8 bytes, from `SpanRenderer` if asked).
         reasons: of each span.
         turns: of each span, the message it belongs to; -1 for none.
         trained: the assistant turns that stand here as they are to be written.
@@ -85,13 +85,13 @@ class AnnotatedText:
         if self.text.isascii():
             return self
         sizes = [len(self.text[start:stop].encode()) for start, stop in zip((0, *self.stops), self.stops, strict=False)]
-        return AnnotatedText(self.text, tuple(accumulate(sizes)), self.reasons, self.turns, self.trained, self.closed)
+        return replace(self, stops=tuple(accumulate(sizes)))
 
 
-def scripts(
+def annotate(
     turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, template: ChatTemplate, wanted: Collection[int]
 ) -> list[AnnotatedText]:
-    """A conversation as one script, and one more for each wanted turn that the template rewrites later on.
+    """A conversation as one annotated text, and one more for each wanted turn that the template rewrites later on.
 
     Args:
         wanted: the assistant turns that are to be trained.
@@ -103,127 +103,134 @@ def scripts(
     if not whole:
         raise DataError("the chat template renders this conversation as no text at all")
     spans = {
-        i: _written(turns, tools, template, i, whole) for i, turn in enumerate(turns) if turn["role"] == "assistant"
+        i: _assistant_span(turns, tools, template, i, whole)
+        for i, turn in enumerate(turns)
+        if turn["role"] == "assistant"
     }
-    found = {i: span for i, span in spans.items() if span is not None}
-    result = [_script(whole, turns, tools, found, template)]
+    unchanged = {i: span for i, span in spans.items() if span is not None}
+    result = [_annotate(whole, turns, tools, unchanged, template)]
     for i in sorted(i for i in wanted if spans[i] is None):
         early = template.render(turns[: i + 1], tools)
-        span = _written(turns[: i + 1], tools, template, i, early)
+        span = _assistant_span(turns[: i + 1], tools, template, i, early)
         if span is None:
             raise DataError(
                 f"the chat template renders message {i + 1} so that the prompt before it is not in front of it"
             )
-        result.append(_script(early, turns[: i + 1], tools, {i: span}, template))
+        result.append(_annotate(early, turns[: i + 1], tools, {i: span}, template))
     return result
 
 
-def _written(
+def _assistant_span(
     turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, template: ChatTemplate, i: int, whole: str
 ) -> tuple[int, int] | None:
-    """Where `whole` holds what the assistant writes in turn i; None if it is not there as it is to be written."""
+    """(start, stop) in `whole` of what the assistant writes in turn i, in characters.
+
+    None if it is not there as the assistant has to write it: the template rewrites history.
+    """
     prompt = template.render(turns[:i], tools, prompt=True)
-    before = template.render(turns[:i], tools)
+    earlier = template.render(turns[:i], tools)
     after = template.render(turns[: i + 1], tools) if i + 1 < len(turns) else whole
-    start = template.common(prompt, whole)
+    start = template.common_prefix_length(prompt, whole)
     # A prompt may end in what this turn replaces (an empty thought), but all before that must be there.
-    if start < template.common(prompt, before):
+    if start < template.common_prefix_length(prompt, earlier):
         return None
-    stop = template.common(after, whole)
+    stop = template.common_prefix_length(after, whole)
     # What a conversation that ends here has beyond one that goes on may only close it (Phi-3 adds an end of text).
     if stop < start or not template.closing.fullmatch(after, stop):
         return None
     return start, stop
 
 
-def _script(
+def _annotate(
     text: str,
     turns: Sequence[Turn],
     tools: Sequence[Mapping[str, Any]] | None,
     written: Mapping[int, tuple[int, int]],
     template: ChatTemplate,
 ) -> AnnotatedText:
-    found = _places(text, turns, tools, template) | dict(written)
-    for i in sorted(set(range(len(turns))) - found.keys()):
+    """`text` with the span of every message. `written`: (start, stop) of what the assistant writes, by turn."""
+    turn_spans = _content_spans(text, turns, tools, template) | dict(written)
+    for i in sorted(set(range(len(turns))) - turn_spans.keys()):
         # Between its neighbours: a short content could also be found in another message.
-        start = next((found[j][1] for j in range(i - 1, -1, -1) if j in found), 0)
-        stop = next((found[j][0] for j in range(i + 1, len(turns)) if j in found), len(text))
-        place = _find(text, turns[i], start, stop)
-        if place and all(place[1] <= begin or end <= place[0] for begin, end in found.values()):
-            found[i] = place
+        start = next((turn_spans[j][1] for j in range(i - 1, -1, -1) if j in turn_spans), 0)
+        stop = next((turn_spans[j][0] for j in range(i + 1, len(turns)) if j in turn_spans), len(text))
+        span = _find_content(text, turns[i], start, stop)
+        if span and all(span[1] <= begin or end <= span[0] for begin, end in turn_spans.values()):
+            turn_spans[i] = span
     spans: list[tuple[int, Reason, int]] = []  # stop, reason, turn
     closed = False
     # In the order of the text: some templates put the system message into the last question.
-    for i, (start, stop) in sorted(found.items(), key=lambda entry: entry[1]):
+    for i, (start, stop) in sorted(turn_spans.items(), key=lambda entry: entry[1]):
         spans.append((start, Reason.TEMPLATE, i))
         if i in written:
-            inner, closed = _inner(text, start, stop, turns[i], i, template)
-            spans += inner
+            assistant_spans, closed = _split_assistant_span(text, start, stop, turns[i], i, template)
+            spans += assistant_spans
         else:
             spans.append((stop, _CONTENT[turns[i]["role"]], i))
     spans.append((len(text), Reason.TEMPLATE, len(turns) - 1))
-    filled = [
-        span for before, span in zip((0, *(stop for stop, _, _ in spans)), spans, strict=False) if span[0] > before
-    ]
-    stops, reasons, owners = zip(*filled, strict=True) if filled else ((), (), ())
+    starts = (0, *(stop for stop, _, _ in spans))
+    nonempty = [span for start, span in zip(starts, spans, strict=False) if span[0] > start]
+    stops, reasons, owners = zip(*nonempty, strict=True) if nonempty else ((), (), ())
     return AnnotatedText(text, stops, reasons, owners, frozenset(written), closed)
 
 
-def _places(
+def _content_spans(
     text: str, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, template: ChatTemplate
 ) -> dict[int, tuple[int, int]]:
-    """Where the contents of messages that are not the assistant's stand, found by rendering stand-ins for them.
+    """(start, stop) of the contents of messages that are not the assistant's, by turn: placeholders are rendered.
 
-    Looking for the content alone could find a short one in the template's own text. Empty if the stand-ins change what
-    the template renders around them.
+    Looking for the content alone could find a short one in the template's own text. Empty if the placeholders change
+    what the template renders around them.
     """
     numbers = [i for i, turn in enumerate(turns) if turn["role"] != "assistant" and turn["content"].strip()]
-    others = [{**turn, "content": _stand_in(i)} if i in numbers else turn for i, turn in enumerate(turns)]
+    replaced = [{**turn, "content": _placeholder(i)} if i in numbers else turn for i, turn in enumerate(turns)]
     try:
-        first, *rest = _STAND_IN.split(template.render(others, tools))
+        first, *rest = _PLACEHOLDER.split(template.render(replaced, tools))
     except DataError:
         return {}
     order, literals = [int(number) for number in rest[::2]], rest[1::2]
     if sorted(order) != numbers or not text.startswith(first):
         return {}
-    places, position = {}, len(first)
+    spans, position = {}, len(first)
     for i, literal in zip(order, literals, strict=True):
         content = turns[i]["content"]
         # Many templates trim.
-        kept = next((one for one in (content, content.strip()) if text.startswith(one + literal, position)), None)
+        kept = next((c for c in (content, content.strip()) if text.startswith(c + literal, position)), None)
         if kept is None:
             return {}
-        places[i] = position, position + len(kept)
+        spans[i] = position, position + len(kept)
         position += len(kept) + len(literal)
-    return places if position == len(text) else {}
+    return spans if position == len(text) else {}
 
 
-def _find(text: str, turn: Turn, start: int, stop: int) -> tuple[int, int] | None:
-    """Where a content stands between two places, an earlier answer also without its thought; None if nowhere."""
+def _find_content(text: str, turn: Turn, start: int, stop: int) -> tuple[int, int] | None:
+    """(start, stop) of a content within `text[start:stop]`; an answer is also looked for without its reasoning."""
     content = turn["content"].strip()
-    for option in (content, content.rpartition(_THOUGHT_END)[2].strip()):
+    for option in (content, content.rpartition(_REASONING_END)[2].strip()):
         if option and (place := text.find(option, start, stop)) >= 0:
             return place, place + len(option)
     return None
 
 
-def _stand_in(number: int) -> str:
+def _placeholder(number: int) -> str:
     return f"Zq{number}content{number}qZ"
 
 
-def _inner(
+def _split_assistant_span(
     text: str, start: int, stop: int, turn: Turn, i: int, template: ChatTemplate
 ) -> tuple[list[tuple[int, Reason, int]], bool]:
-    """What the assistant writes, cut into thought, answer, terminator and the white space that follows; and whether the
-    template closes it with a token."""
-    end, last, closed = _closing(text, start, stop, template)
-    thought = text.rfind(_THOUGHT_END, start, end)
-    thought = thought + len(_THOUGHT_END) if thought >= 0 else start
+    """What the assistant writes, as spans (stop, reason, turn): reasoning, answer, terminator, then white space.
+
+    The second value says whether the template closes the turn with a token.
+    """
+    end, last, closed = _terminator_span(text, start, stop, template)
+    mark = text.rfind(_REASONING_END, start, end)
+    reasoning_stop = mark + len(_REASONING_END) if mark >= 0 else start
     reasoning = (turn.get("reasoning_content") or "").strip()
-    if thought == start and reasoning and (place := text.find(reasoning, start, end)) >= 0:
-        thought = place + len(reasoning)
+    if reasoning_stop == start and reasoning and (place := text.find(reasoning, start, end)) >= 0:
+        reasoning_stop = place + len(reasoning)
     spans = [
-        (thought, Reason.REASONING, i),
+        (reasoning_stop, Reason.REASONING, i),
         (end, Reason.ASSISTANT, i),
         (last, Reason.TERMINATOR, i),
         (stop, Reason.TEMPLATE, i),
@@ -231,8 +238,8 @@ def _inner(
     return spans, closed
 
 
-def _closing(text: str, start: int, stop: int, template: ChatTemplate) -> tuple[int, int, bool]:
-    """Where the terminators at the end of a turn begin and end, and whether there are any.
+def _terminator_span(text: str, start: int, stop: int, template: ChatTemplate) -> tuple[int, int, bool]:
+    """(start, stop) of the terminators at the end of a turn, and whether there are any.
 
     With several (Phi-3 ends a conversation with `<|end|>` and `<|endoftext|>`) they count as one, with the white space
     between them. Without any, the white space that ends the turn takes their place.
@@ -248,7 +255,10 @@ def _closing(text: str, start: int, stop: int, template: ChatTemplate) -> tuple[
 
 
 class SpanRenderer:
-    """Scripts by putting contents between the literal texts of a template, found once for each sequence of roles.
+    """Annotates conversations by putting contents between the template's literal texts.
+
+    The literals are found once for each sequence of roles, by rendering placeholders; `annotate` of this module is the
+    slow way, which holds for any conversation.
 
     Args:
         template: the chat template.
@@ -257,32 +267,32 @@ class SpanRenderer:
 
     def __init__(self, template: ChatTemplate, offsets_in_bytes: bool) -> None:
         self._template = template
-        self._by_bytes = offsets_in_bytes
-        self._known: dict[tuple[tuple[str, ...], tuple[int, ...]], _Known | None] = {}
+        self._offsets_in_bytes = offsets_in_bytes
+        self._by_roles: dict[tuple[tuple[str, ...], tuple[int, ...]], _RoleSequence | None] = {}
         equal, searched = template.looks_for
         self._equal = equal
-        self._searched = tuple({*searched, *template.terminators, _THOUGHT_END})
-        self._used = 0
+        self._searched = tuple({*searched, *template.terminators, _REASONING_END})
+        self._renderings = 0
 
-    def scripts(
+    def annotate(
         self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, wanted: tuple[int, ...]
     ) -> list[AnnotatedText]:
-        """What `spans.scripts` gives, faster where that is safe."""
+        """What `message_spans.annotate` gives, faster where that is safe."""
         if tools is None and self._template.is_transparent and all(map(self._is_plain, turns)):
             key = (tuple([turn["role"] for turn in turns]), wanted)
-            if is_new := key not in self._known:
-                self._known[key] = self._shapes(*key)
-            known = self._known[key]
+            if is_new := key not in self._by_roles:
+                self._by_roles[key] = self._span_templates(*key)
+            known = self._by_roles[key]
             contents = [turn["content"] for turn in turns]
-            if known is not None and known.rivals.isdisjoint([content[0] for content in contents]):
-                result = [shape.fill(contents, self._by_bytes) for shape in known.shapes]
-                if is_new or self._used % _CHECK_EVERY == 0:
+            if known is not None and known.ambiguous_starts.isdisjoint([content[0] for content in contents]):
+                result = [template.fill(contents, self._offsets_in_bytes) for template in known.templates]
+                if is_new or self._renderings % _RENDERINGS_PER_CHECK == 0:
                     rendered = self._template.render(turns)
-                    assert result[0].text == rendered, "a shape does not give what the template renders"
-                self._used += 1
+                    assert result[0].text == rendered, "filled-in spans do not give what the template renders"
+                self._renderings += 1
                 return result
-        slow = scripts(turns, tools, self._template, wanted)
-        return [one.in_bytes() for one in slow] if self._by_bytes else slow
+        texts = annotate(turns, tools, self._template, wanted)
+        return [text.in_bytes() for text in texts] if self._offsets_in_bytes else texts
 
     def _is_plain(self, turn: Turn) -> bool:
         """Whether the template can see no difference between this message and one with another plain content."""
@@ -295,72 +305,72 @@ class SpanRenderer:
                 return False
         return True
 
-    def _shapes(self, roles: tuple[str, ...], wanted: tuple[int, ...]) -> _Known | None:
-        """The shapes of a sequence of roles; None where a content stands in no place, or not once, or is changed."""
-        contents = [_stand_in(number) for number in range(len(roles))]
+    def _span_templates(self, roles: tuple[str, ...], wanted: tuple[int, ...]) -> _RoleSequence | None:
+        """The span templates of a sequence of roles; None where a content is missing, stands twice, or is changed."""
+        contents = [_placeholder(number) for number in range(len(roles))]
         turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
-            made = scripts(turns, None, self._template, wanted)
-            rivals = self._rivals(turns)
+            texts = annotate(turns, None, self._template, wanted)
+            ambiguous_starts = self._ambiguous_starts(turns)
         except DataError:
             return None  # the slow way says what is wrong, for the real row
-        shapes = [_Shape.of(script, contents) for script in made]
-        return _Known(tuple(shape for shape in shapes if shape is not None), rivals) if None not in shapes else None
+        templates = [_SpanTemplate.of(text, contents) for text in texts]
+        complete = tuple(template for template in templates if template is not None)
+        return _RoleSequence(complete, ambiguous_starts) if len(complete) == len(templates) else None
 
-    def _rivals(self, turns: Sequence[Turn]) -> frozenset[str]:
+    def _ambiguous_starts(self, turns: Sequence[Turn]) -> frozenset[str]:
         """The first characters of what prompts and beginnings of a conversation have where the whole goes on otherwise.
 
-        A prompt can end in `<think>`, for example: an answer that begins so has more in common with it than a stand-in.
+        A prompt can end in `<think>`, for example: an answer that begins so shares more with it than a placeholder.
         """
         whole = self._template.render(turns)
-        others = [
-            self._template.render(turns[:i], prompt=True) for i, turn in enumerate(turns) if turn["role"] == "assistant"
-        ]
-        others += [self._template.render(turns[: i + 1]) for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        beginnings = [self._template.render(turns[:i], prompt=True) for i in answers]
+        beginnings += [self._template.render(turns[: i + 1]) for i in answers]
         return frozenset(
-            other[place] for other in others if (place := self._template.common(other, whole)) < len(other)
+            text[n] for text in beginnings if (n := self._template.common_prefix_length(text, whole)) < len(text)
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known of a sequence of roles: its shapes, and how no content may begin for them to hold."""
+class _RoleSequence:
+    """The span templates of a sequence of roles, and the characters no content may begin with for them to hold."""
 
-    shapes: tuple[_Shape, ...]
-    rivals: frozenset[str]
+    templates: tuple[_SpanTemplate, ...]
+    ambiguous_starts: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """A script without its contents: content k stands between literals k and k + 1."""
+class _SpanTemplate:
+    """An annotated text without its contents: content k stands between literals k and k + 1."""
 
     literals: tuple[str, ...]
     sizes: tuple[int, ...]  # UTF-8 bytes of each literal
     borders: tuple[tuple[int, int, int], ...]  # of each span: literal, characters of it, bytes of it
-    like: AnnotatedText
+    annotated: AnnotatedText  # of the placeholders
 
     @classmethod
-    def of(cls, script: AnnotatedText, contents: Sequence[str]) -> _Shape | None:
+    def of(cls, annotated: AnnotatedText, contents: Sequence[str]) -> _SpanTemplate | None:
         literals, starts, position = [], [], 0
-        used = [content for content in contents if content in script.text]
+        used = [content for content in contents if content in annotated.text]
         if used != list(contents[: len(used)]):
             return None
         for content in used:
-            if script.text.count(content) != 1 or (place := script.text.find(content, position)) < 0:
+            if annotated.text.count(content) != 1 or (place := annotated.text.find(content, position)) < 0:
                 return None
-            literals.append(script.text[position:place])
+            literals.append(annotated.text[position:place])
             starts.append(position)
             position = place + len(content)
-        literals.append(script.text[position:])
+        literals.append(annotated.text[position:])
         starts.append(position)
         borders = []
-        for stop in script.stops:
+        for stop in annotated.stops:
             number = next((n for n, at in enumerate(starts) if at <= stop <= at + len(literals[n])), None)
             if number is None:
                 return None
             characters = stop - starts[number]
             borders.append((number, characters, len(literals[number][:characters].encode())))
-        return cls(tuple(literals), tuple(len(one.encode()) for one in literals), tuple(borders), script)
+        return cls(tuple(literals), tuple(len(text.encode()) for text in literals), tuple(borders), annotated)
 
     def fill(self, contents: Sequence[str], offsets_in_bytes: bool) -> AnnotatedText:
         parts, starts, position = [self.literals[0]], [0], 0
@@ -373,5 +383,4 @@ class _Shape:
                 position += len(self.literals[number]) + len(content)
             starts.append(position)
         stops = tuple([starts[number] + (size if offsets_in_bytes else width) for number, width, size in self.borders])
-        like = self.like
-        return AnnotatedText("".join(parts), stops, like.reasons, like.turns, like.trained, like.closed)
+        return replace(self.annotated, text="".join(parts), stops=stops)

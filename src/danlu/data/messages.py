@@ -121,21 +121,21 @@ def _message(turn: Mapping[str, Any], where: str, is_context: bool) -> Message:
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise DataError(f"{where}: unknown role {abbreviate(name)}. Known roles: {', '.join(ROLES)}")
-    content, thought, said = _content(turn.get(content_key), where)
+    content, content_reasoning, content_calls = _content(turn.get(content_key), where)
     calls = turn.get("tool_calls") or turn.get("function_call")
     if role == "tool_call":
         role, calls, content = "assistant", content, ""
     reasoning = next((turn[key] for key in _REASONING_KEYS if turn.get(key)), None)
-    if (thought or said) and role != "assistant":
+    if (content_reasoning or content_calls) and role != "assistant":
         raise DataError(f"{where}: reasoning and tool_call parts are the assistant's, not of role {abbreviate(name)}")
-    for what, part, key in (("reasoning", thought, reasoning), ("tool calls", said, calls)):
+    for what, part, key in (("reasoning", content_reasoning, reasoning), ("tool calls", content_calls, calls)):
         if part and key:
             raise DataError(f"{where}: {what} both as a part of the content and as a key of the message; keep one")
     return Message(
         role,
         content,
-        _tool_calls(said or calls, where) if said or calls else None,
-        thought or _optional_string(reasoning, "reasoning", where),
+        _tool_calls(content_calls or calls, where) if content_calls or calls else None,
+        content_reasoning or _optional_string(reasoning, "reasoning", where),
         _optional_string(turn.get("name"), "name", where),
         _optional_string(turn.get("tool_call_id"), "tool_call_id", where),
         _weight(turn, where),
@@ -149,65 +149,67 @@ def _optional_string(value: Any, key: str, where: str) -> str | None:
 
 
 def _content(content: Any, where: str) -> tuple[str, str | None, list[Any]]:
-    """The text of a content, the thought and the tool calls among its parts; nothing for None."""
+    """(text, reasoning, tool calls) of a content, which is a string or a list of parts; no text for None."""
     if isinstance(content, str):
         return content, None, []
     if content is None:
         return "", None, []
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         raise DataError(f"{where}: content must be a string or a list of text parts, not {type_name(content)}")
-    found: list[tuple[str, Any]] = []
+    parts: list[tuple[str, Any]] = []  # type, what it says
     for part in content:
         kind = part.get("type") or "text"
         keys = _PART_KEYS.get(kind) if isinstance(kind, str) else None
         if keys is None:
             known = ", ".join(_PART_KEYS)
             raise DataError(f"{where}: content of type {abbreviate(kind)} cannot be trained on; the types are {known}")
-        said = next((part[key] for key in keys if part.get(key) is not None), None)
-        if said is None or (kind != "tool_call" and not isinstance(said, str)):
-            what = f"is {type_name(said)}" if said is not None else f"has {', '.join(part)}"
+        value = next((part[key] for key in keys if part.get(key) is not None), None)
+        if value is None or (kind != "tool_call" and not isinstance(value, str)):
+            what = f"is {type_name(value)}" if value is not None else f"has {', '.join(part)}"
             raise DataError(f"{where}: a content part of type {kind} needs a string as {' or '.join(keys)}; it {what}")
-        if found and _PART_ORDER[kind] < _PART_ORDER[found[-1][0]]:
+        if parts and _PART_ORDER[kind] < _PART_ORDER[parts[-1][0]]:
             raise DataError(
-                f"{where}: a {kind} part behind a {found[-1][0]} part: chat templates write reasoning, text and tool "
+                f"{where}: a {kind} part behind a {parts[-1][0]} part: chat templates write reasoning, text and tool "
                 "calls in this order; begin a new message where the order begins again"
             )
-        found.append((kind, said))
-    text = "".join(said for kind, said in found if kind == "text")
-    thought = "".join(said for kind, said in found if kind in ("reasoning", "thinking"))
-    calls = [decode_json(said, "a tool call", where) for kind, said in found if kind == "tool_call"]
-    return text, thought or None, calls
+        parts.append((kind, value))
+    text = "".join(value for kind, value in parts if kind == "text")
+    reasoning = "".join(value for kind, value in parts if kind in ("reasoning", "thinking"))
+    calls = [decode_json(value, "a tool call", where) for kind, value in parts if kind == "tool_call"]
+    return text, reasoning or None, calls
 
 
 def _weight(turn: Mapping[str, Any], where: str) -> float | None:
     """The loss weight a message gives itself, as a number or a bool under one of the names in use."""
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for key in WEIGHT_KEYS:
         given = turn.get(key)
         if given is None:
             continue
         if not isinstance(given, bool | int | float) or not 0 <= given <= _MAX_WEIGHT:
             raise DataError(f"{where}: '{key}' must be true, false or a number from 0 up, not {abbreviate(given)}")
-        found[key] = float(given)
-    if len(set(found.values())) > 1:
-        said = " and ".join(f"'{key}' {weight:g}" for key, weight in found.items())
-        raise DataError(f"{where}: {said} say different things about the loss of one message; keep one of them")
-    return next(iter(found.values()), None)
+        weights[key] = float(given)
+    if len(set(weights.values())) > 1:
+        listed = " and ".join(f"'{key}' {weight:g}" for key, weight in weights.items())
+        raise DataError(f"{where}: {listed} say different things about the loss of one message; keep one of them")
+    return next(iter(weights.values()), None)
 
 
 def _tool_calls(calls: Any, where: str) -> tuple[dict[str, Any], ...]:
     """Calls as `{"type": "function", "function": {"name", "arguments": {...}}}`, which chat templates expect."""
     calls = decode_json(calls, "a tool call", where)
-    found = []
+    normalized = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f"{where}: a tool call needs a name and arguments, not {abbreviate(call)}")
         arguments = function.get("arguments")
         arguments = {} if arguments is None else decode_json(arguments, "the arguments of a tool call", where)
-        kept = {"id": call["id"]} if call.get("id") else {}
-        found.append({**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
-    return tuple(found)
+        call_id = {"id": call["id"]} if call.get("id") else {}
+        normalized.append(
+            {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        )
+    return tuple(normalized)
 
 
 def parse_tools(tools: Any, where: str) -> tuple[dict[str, Any], ...] | None:
@@ -244,23 +246,25 @@ def check_turn_order(messages: Iterable[Message], where: str) -> tuple[Message, 
 
 
 def _order_problem(previous: Message | None, message: Message) -> str | None:
-    before = previous.role if previous else "nothing"
+    """Why `message` cannot follow `previous`, or cannot begin a conversation; None if it can."""
+    previous_role = previous.role if previous else "nothing"
     match message.role:
-        case "system" if before not in ("nothing", "system"):
+        case "system" if previous_role not in ("nothing", "system"):
             return "a system message must come first; move it to the front"
         case "user":
-            if before == "user":
+            if previous_role == "user":
                 return "two user turns in a row; join them into one, or add the assistant's answer between them"
-            if before == "tool":
+            if previous_role == "tool":
                 return "a tool result must be followed by the assistant, not by the user; add the assistant's answer"
         case "assistant":
-            if before in ("nothing", "system"):
+            if previous_role in ("nothing", "system"):
                 return "the conversation starts with the assistant; add the user's turn before it or remove this one"
-            if before == "assistant" and previous is not None and not previous.tool_calls:
+            if previous_role == "assistant" and previous is not None and not previous.tool_calls:
                 return "two assistant turns in a row; join them into one, or add the user's turn between them"
             if not message.content.strip() and not message.tool_calls:
                 return "the assistant's answer is empty; remove the row or fill the answer in"
         # The call itself may be a part of the assistant's text.
-        case "tool" if before not in ("tool", "assistant"):
-            return f"a tool result must follow the assistant's call, not {before}; add the call or remove the result"
+        case "tool" if previous_role not in ("tool", "assistant"):
+            problem = f"a tool result must follow the assistant's call, not {previous_role}"
+            return f"{problem}; add the call or remove the result"
     return None

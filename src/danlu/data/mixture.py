@@ -9,7 +9,7 @@ import numpy as np
 from danlu.data.permutation import Permutation
 from danlu.errors import DataError
 
-MOST_ROWS = 10**8
+MAX_ROWS = 10**8
 """Of a source in an epoch, when it has not that many itself."""
 
 
@@ -34,11 +34,11 @@ def hold_out(counts: Sequence[int], eval: float | int, seed: int) -> list[np.nda
     problem = f"data.eval: {eval} holds out {wanted} of {total} rows, which leaves"
     if wanted >= total:
         raise DataError(f"{problem} none to train on")
-    most = total - len(counts)
-    if wanted > most:
+    limit = total - len(counts)
+    if wanted > limit:
         smallest = int(np.argmin(counts))
         raise DataError(
-            f"{problem} {total - wanted} to train on for {len(counts)} sources; each keeps one, so at most {most} can "
+            f"{problem} {total - wanted} to train on for {len(counts)} sources; each keeps one, so at most {limit} can "
             f"be held out. data.train.{smallest} is the smallest, with {counts[smallest]} rows"
         )
     order, ends = Permutation.of(total, seed, "eval"), np.cumsum(counts)
@@ -54,11 +54,11 @@ def hold_out(counts: Sequence[int], eval: float | int, seed: int) -> list[np.nda
         while True:
             row = order[following]
             following += 1
-            other = int(np.searchsorted(ends, row, side="right"))
-            if kept[other] > 1:  # a source without rows left is never drawn again: all of its rows were drawn
+            row_source = int(np.searchsorted(ends, row, side="right"))
+            if kept[row_source] > 1:  # a source without rows left is never drawn again: all of its rows were drawn
                 break
         mask[row] = True
-        kept[other] -= 1
+        kept[row_source] -= 1
     return np.split(mask, ends[:-1])
 
 
@@ -73,7 +73,7 @@ def epoch_rows(counts: Sequence[int], weights: Sequence[float | None], seed: int
         weights: relative shares of rows; all None for no weights.
 
     Raises:
-        DataError: the weights repeat a source so often that an epoch would have `MOST_ROWS` of it and more.
+        DataError: the weights repeat a source so often that an epoch would have `MAX_ROWS` of it and more.
     """
     given = [weight for weight in weights if weight is not None]
     if not given:
@@ -82,7 +82,7 @@ def epoch_rows(counts: Sequence[int], weights: Sequence[float | None], seed: int
     chosen = []
     for number, (count, weight) in enumerate(zip(counts, given, strict=True)):
         share = count if number == largest else counts[largest] * weight / given[largest]
-        if share > max(MOST_ROWS, count):
+        if share > max(MAX_ROWS, count):
             raise DataError(
                 f"data.train.{number}.weight: {weight:g} beside {given[largest]:g} of data.train.{largest}, the "
                 f"largest source, asks for {share:.3g} rows of its {count:,} in each epoch. Give weights nearer to one "

@@ -52,7 +52,7 @@ class PackedDataset:
         epoch, place = divmod(number, self.packs_per_epoch)
         if self._shuffle:
             place = Permutation.of(self.packs_per_epoch, self._seed, "packs", epoch)[place]
-        return Pack(tuple(self._piece(*piece) for piece in self._layout.pack(place)))
+        return Pack(tuple(self._segment(*segment) for segment in self._layout.pack(place)))
 
     def epoch(self, number: int = 0) -> Sequence[Pack]:
         """The packs of one epoch in its order, each made when it is asked for."""
@@ -75,7 +75,7 @@ class PackedDataset:
                 "changed. Restore them, or start a new run"
             )
 
-    def _piece(self, place: int, start: int, stop: int) -> Sample:
+    def _segment(self, place: int, start: int, stop: int) -> Sample:
         sample = self._samples.sample(int(self._order[place]))
         return sample if (start, stop) == (0, len(sample.tokens)) else cut(sample, start, stop)
 

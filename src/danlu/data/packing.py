@@ -12,18 +12,18 @@ from danlu.errors import DataError
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Packs as flat arrays: pack i is pieces `offsets[i]` to `offsets[i + 1]`, a piece is some tokens of one sample."""
+    """Packs as flat arrays: pack i is segments `offsets[i]` to `offsets[i + 1]`; a segment is tokens of one sample."""
 
-    samples: np.ndarray  # [pieces] int64, index into the lengths given
-    starts: np.ndarray  # [pieces] int32
-    stops: np.ndarray  # [pieces] int32
+    samples: np.ndarray  # [segments] int64, index into the lengths given
+    starts: np.ndarray  # [segments] int32
+    stops: np.ndarray  # [segments] int32
     offsets: np.ndarray  # [packs + 1] int64
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def pack(self, number: int) -> list[tuple[int, int, int]]:
-        """The pieces of one pack as (sample, start, stop)."""
+        """The segments of one pack as (sample, start, stop)."""
         part = slice(self.offsets[number], self.offsets[number + 1])
         return list(
             zip(self.samples[part].tolist(), self.starts[part].tolist(), self.stops[part].tolist(), strict=True)
@@ -97,9 +97,9 @@ def _fill(indices: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[
 def concatenate(lengths: np.ndarray, capacity: int) -> PackingPlan:
     """Documents joined end to end and cut every `capacity` tokens.
 
-    A document cut by a border goes on in the next pack as a piece of its own: positions restart there and attention
-    does not look back over the border, exactly as if the piece were a document. Every token lies in one piece; the
-    first of a piece has nothing before it and is context only.
+    A document cut by a border goes on in the next pack as a segment of its own: positions restart there and attention
+    does not look back over the border, exactly as if the segment were a document. Every token lies in one segment; the
+    first of a segment has nothing before it and is context only.
 
     Args:
         lengths: [n] integers, tokens per document; documents of no tokens are left out.

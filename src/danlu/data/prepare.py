@@ -98,27 +98,27 @@ def prepare(spec: DatasetSpec, *, progress: Progress | None = None, require_ends
         ResourceError: the cache cannot be written.
     """
     data, job = spec.data, spec.tokenize_job()
-    cached = _Cached(spec, tokenizer_fingerprint(job.tokenizer_path, job.chat_template, job.date), progress)
+    cached = _CachedSources(spec, tokenizer_fingerprint(job.tokenizer_path, job.chat_template, job.date), progress)
     with WorkerPool(job, worker_count(data)) as workers:
         eval_stores = [cached.store(source, workers) for source in spec.eval_sources]
         train_stores = [] if data.streaming else [cached.store(source, workers) for source in data.train]
     train_statistics, eval_statistics = _statistics(train_stores), _statistics(eval_stores)
-    for stores, paths in ((train_stores, data.train), (eval_stores, spec.eval_sources)):
+    for stores, used in ((train_stores, data.train), (eval_stores, spec.eval_sources)):
         if stores:
-            check_trained(_statistics(stores), ", ".join(source.path for source in paths), require_ends=require_ends)
+            check_trained(_statistics(stores), ", ".join(source.path for source in used), require_ends=require_ends)
     for source, store in zip(spec.eval_sources, eval_stores, strict=True):
         if not len(store):
             raise DataError(f"{source.path}: no row is left to evaluate on: every one was skipped or dropped")
     train, held_out = _choose(train_stores, data, spec.seed) if train_stores else (None, None)
     eval_selection = Selection.all_of(eval_stores, source_names(spec.eval_sources)) if eval_stores else held_out
-    every = [*train_stores, *eval_stores]
+    stores = [*train_stores, *eval_stores]
     return PreparedData(
         train=train,
         eval=eval_selection,
         statistics=train_statistics,
         eval_statistics=eval_statistics if eval_stores else None,
-        tokenizer=TokenizerInfo(**every[0].statistics["tokenizer"]) if every else None,
-        max_token=max((store.max_token for store in every), default=-1),
+        tokenizer=TokenizerInfo(**stores[0].statistics["tokenizer"]) if stores else None,
+        max_token=max((store.max_token for store in stores), default=-1),
         date=job.date,
     )
 
@@ -160,34 +160,34 @@ def check_trained(statistics: Statistics, where: str, *, require_ends: bool = Tr
 
 
 class BadRowPolicy:
-    """What `on_bad_row` says, applied to the messages of bad rows in the order of the rows."""
+    """Applies data.on_bad_row and data.bad_row_limit to bad rows, which come in the order of the rows."""
 
     def __init__(self, data: Data) -> None:
         self._stop = data.on_bad_row == "error"
         self._limit = data.bad_row_limit
-        self._count = 0
-        self._good = 0
+        self._bad_rows = 0
+        self._good_rows = 0
 
-    def see(self, messages: Sequence[str], rows: int) -> None:
-        """Count the bad ones of the next `rows`.
+    def check(self, messages: Sequence[str], rows: int) -> None:
+        """Count the bad ones among the next `rows` rows. `messages`: what is wrong with each of them.
 
         Raises:
             DataError: bad rows are errors, or there are too many.
         """
-        self._good += rows - len(messages)
+        self._good_rows += rows - len(messages)
         for message in messages:
-            if self._stop and self._good:
+            if self._stop and self._good_rows:
                 raise DataError(f"{message}\nSet data.on_bad_row: skip to leave such rows out")
             if self._stop:  # to leave out such rows would leave nothing
-                these = "the only row" if rows == 1 else f"all of the first {rows} rows"
-                raise DataError(f"{message}\nSo is {these}: mend them, or give rows of a known format")
-            self._count += 1
-            if self._count > self._limit:
+                which = "the only row" if rows == 1 else f"all of the first {rows} rows"
+                raise DataError(f"{message}\nSo is {which}: mend them, or give rows of a known format")
+            self._bad_rows += 1
+            if self._bad_rows > self._limit:
                 raise DataError(f"more than {self._limit} bad rows (data.bad_row_limit); the last one: {message}")
 
 
-class _Cached:
-    """Stores of sources, tokenised when the cache does not have them."""
+class _CachedSources:
+    """The token stores of sources; a source that the cache does not have is tokenised."""
 
     def __init__(self, spec: DatasetSpec, tokenizer: str, progress: Progress | None) -> None:
         self._data = spec.data
@@ -195,7 +195,7 @@ class _Cached:
         self._tokenizer = tokenizer  # fingerprint
         self._cache = TokenCache(Path(spec.data.cache).expanduser())
         self._progress = progress or (lambda done, total: None)
-        self._done = 0
+        self._rows_done = 0
 
     def store(self, source: Source, workers: WorkerPool[Task, TokenizedChunk]) -> TokenStore:
         parts = {
@@ -210,16 +210,16 @@ class _Cached:
             statistics, bad_rows = Statistics(), BadRowPolicy(self._data)
             writer: StoreWriter | None = None
             format, raw = read(source, self._data, self._stage)
-            for part in tokenise_rows(raw, TokenizeSettings.of(self._data, format), workers):
-                bad_rows.see(part.bad, part.statistics.rows)
-                writer = writer or open_writer(part.tokenizer.vocab_size)
-                writer.add(part.block)
-                statistics.add(part.statistics)
-                self._done += part.statistics.rows
-                self._progress(self._done, None)
+            for chunk in tokenise_rows(raw, TokenizeSettings.of(self._data, format), workers):
+                bad_rows.check(chunk.bad, chunk.statistics.rows)
+                writer = writer or open_writer(chunk.tokenizer.vocab_size)
+                writer.add(chunk.block)
+                statistics.add(chunk.statistics)
+                self._rows_done += chunk.statistics.rows
+                self._progress(self._rows_done, None)
             if writer is None:
                 raise DataError(f"{source.path}: no rows")
-            writer.finish({"statistics": statistics.to_json(), "tokenizer": asdict(part.tokenizer)})
+            writer.finish({"statistics": statistics.to_json(), "tokenizer": asdict(chunk.tokenizer)})
 
         return self._cache.get(Path(source.path.partition("#")[0]).stem, parts, build)
 
@@ -238,11 +238,11 @@ def read(source: Source, data: Data, stage: Stage) -> tuple[Format | Literal["au
         if isinstance(row.value, BadRow):
             continue
         try:
-            found = detect_format(row.value, row.where) if format == "auto" else format
-            refuse_unpaired_preferences(row.value, found, row.where)
-            format = found
+            row_format = detect_format(row.value, row.where) if format == "auto" else format
+            refuse_unpaired_preferences(row.value, row_format, row.where)
+            format = row_format
             break
-        except DataError:  # one such row is a bad row, but too many of them are no rows of ours
+        except DataError:  # one such row is a bad row; too many are a file of another kind
             if data.on_bad_row == "error" or len(seen) > data.bad_row_limit:
                 raise
     plain = format in ("text", "tokenized", "auto")
@@ -273,9 +273,9 @@ def _statistics(stores: Iterable[TokenStore]) -> Statistics:
 
 
 def _choose(stores: list[TokenStore], data: Data, seed: int) -> tuple[Selection, Selection | None]:
-    """The samples of an epoch, and the held-out ones; a row is wholly on one side, however many samples it gave."""
-    usable = [np.unique(store.row_numbers) for store in stores]
-    counts = [len(one) for one in usable]
+    """The samples of an epoch and the held-out ones. All samples of a row are on the same side."""
+    usable = [np.unique(store.row_numbers) for store in stores]  # [rows] of each store that gave a sample
+    counts = [len(rows) for rows in usable]
     for source, count in zip(data.train, counts, strict=True):
         if not count:
             raise DataError(f"{source.path}: no row is left to train on: every one was skipped or dropped")
@@ -287,14 +287,14 @@ def _choose(stores: list[TokenStore], data: Data, seed: int) -> tuple[Selection,
             names,
             [_samples_of(store, rows[mask]) for store, rows, mask in zip(stores, usable, masks, strict=True)],
         )
-        usable = [one[~mask] for one, mask in zip(usable, masks, strict=True)]
-    rows = mixture.epoch_rows([len(one) for one in usable], [source.weight for source in data.train], seed)
-    chosen = [_samples_of(store, one[some]) for store, one, some in zip(stores, usable, rows, strict=True)]
+        usable = [rows[~mask] for rows, mask in zip(usable, masks, strict=True)]
+    positions = mixture.epoch_rows([len(rows) for rows in usable], [source.weight for source in data.train], seed)
+    chosen = [_samples_of(store, rows[at]) for store, rows, at in zip(stores, usable, positions, strict=True)]
     return Selection.some_of(stores, names, chosen), held_out
 
 
 def _samples_of(store: TokenStore, row_numbers: np.ndarray) -> np.ndarray:
-    """The samples of rows [n], row after row: [samples] int64."""
+    """Numbers of the samples that rows [n] gave, row after row: [samples] int64."""
     starts = np.searchsorted(store.row_numbers, row_numbers, side="left")
     counts = np.searchsorted(store.row_numbers, row_numbers, side="right") - starts
     ends = np.cumsum(counts)

@@ -69,9 +69,9 @@ class _Draft:
     reasons: Sequence[int]
     turns: Sequence[int]
     weights: Sequence[float]
-    before: int | None = None
-    after: int | None = None
-    after_as: tuple[Reason, int, float] = (Reason.EOS, -1, 1.0)
+    first_token: int | None = None
+    last_token: int | None = None
+    last_label: tuple[Reason, int, float] = (Reason.EOS, -1, 1.0)
 
 
 def render(row: Row, where: str, tokenizer: Tokenizer, rendering: RenderSettings) -> list[RenderedSample]:
@@ -94,20 +94,24 @@ def render_rows(
     Raises:
         DataError: the tokenizer lacks what every row needs (a chat template, an end-of-text token).
     """
-    writer = _writer(tokenizer, rendering)
+    renderer = _renderer(tokenizer, rendering)
     drafts: list[_Draft] = []
     owners: list[int] = []
     outcomes: list[list[RenderedSample] | DataError] = []
     for number, (row, where) in enumerate(zip(rows, wheres, strict=True)):
         outcome: list[RenderedSample] | DataError = []
         if isinstance(row, Tokenized):
-            outcome = [_given(row, where, tokenizer)] if _fits(row, tokenizer) else _too_large(row, where, tokenizer)
+            outcome = (
+                [_pretokenized(row, where, tokenizer)]
+                if _is_in_vocabulary(row, tokenizer)
+                else _out_of_vocabulary(row, where, tokenizer)
+            )
         else:
-            writer.prepare(row)
+            renderer.prepare(row)
             try:
-                made = writer.drafts(row)
-                drafts += made
-                owners += [number] * len(made)
+                row_drafts = renderer.drafts(row)
+                drafts += row_drafts
+                owners += [number] * len(row_drafts)
             except DataError as error:
                 outcome = DataError(f"{where}: {error}")
             except UnicodeEncodeError as error:
@@ -123,19 +127,19 @@ def render_rows(
 
 
 @lru_cache(maxsize=4)
-def _writer(tokenizer: Tokenizer, rendering: RenderSettings) -> _Writer:
+def _renderer(tokenizer: Tokenizer, rendering: RenderSettings) -> _Renderer:
     """Kept for the next rows: what is found out about a template takes longer than a row."""
-    return _Writer(tokenizer, rendering)
+    return _Renderer(tokenizer, rendering)
 
 
-class _Writer:
+class _Renderer:
     """Turns rows into drafts; holds what is found out about the templates on the way."""
 
     def __init__(self, tokenizer: Tokenizer, rendering: RenderSettings) -> None:
         self._tokenizer = tokenizer
         self._rendering = rendering
         self._bos = tokenizer.bos_id if tokenizer.adds_bos else None
-        self._shapes: dict[bool, tuple[ChatTemplate, SpanRenderer]] = {}
+        self._span_renderers: dict[bool, tuple[ChatTemplate, SpanRenderer]] = {}
 
     def prepare(self, row: Conversation | Text | Completion) -> None:
         """Make sure of what all rows of this kind need.
@@ -146,11 +150,11 @@ class _Writer:
         """
         if not isinstance(row, Conversation):
             self._eos()
-        elif (tools := bool(row.tools)) not in self._shapes:
+        elif (tools := bool(row.tools)) not in self._span_renderers:
             template = self._tokenizer.template(tools)
             if not template.terminators:
                 self._eos()
-            self._shapes[tools] = template, SpanRenderer(template, self._tokenizer.offsets_in_bytes)
+            self._span_renderers[tools] = template, SpanRenderer(template, self._tokenizer.offsets_in_bytes)
 
     def _eos(self) -> int | None:
         return self._tokenizer.require_eos() if self._rendering.append_eos else None
@@ -182,13 +186,13 @@ class _Writer:
         return len(text.encode()) if self._tokenizer.offsets_in_bytes else len(text)
 
     def _conversation(self, row: Conversation) -> list[_Draft]:
-        template, shapes = self._shapes[bool(row.tools)]
+        template, spans = self._span_renderers[bool(row.tools)]
         messages = self._messages(row, template)
         weights = _turn_weights(messages, self._rendering.train_on)
         wanted = tuple([i for i, message in enumerate(messages) if message.role == "assistant" and weights[i] > 0])
         turns = [turn_of(message) for message in messages]
-        made = shapes.scripts(turns, row.tools, wanted)
-        drafts = [self._draft(script, weights, whole=number == 0) for number, script in enumerate(made)]
+        texts = spans.annotate(turns, row.tools, wanted)
+        drafts = [self._draft(text, weights, whole=number == 0) for number, text in enumerate(texts)]
         # Turns that are rewritten later on are all trained in samples of their own; the whole may then train nothing.
         return drafts if any(drafts[0].weights) or len(drafts) == 1 else drafts[1:]
 
@@ -211,26 +215,26 @@ class _Writer:
             )
         return messages
 
-    def _draft(self, script: AnnotatedText, turn_weights: Sequence[float], *, whole: bool) -> _Draft:
+    def _draft(self, annotated: AnnotatedText, turn_weights: Sequence[float], *, whole: bool) -> _Draft:
         on_template = 1.0 if whole and self._rendering.train_on == "all" else 0.0
         weights = []
-        for reason, turn in zip(script.reasons, script.turns, strict=True):
+        for reason, turn in zip(annotated.reasons, annotated.turns, strict=True):
             if reason is Reason.TEMPLATE:
                 weights.append(on_template)
             elif reason in _ASSISTANT_REASONS:
-                weights.append(turn_weights[turn] if turn in script.trained else 0.0)
+                weights.append(turn_weights[turn] if turn in annotated.trained else 0.0)
             else:
                 weights.append(turn_weights[turn] if whole else 0.0)
-        last = script.turns[-1]
-        close = not script.closed and last in script.trained  # the template has no token that closes an answer
+        last = annotated.turns[-1]
+        close = not annotated.closed and last in annotated.trained  # the template has no token that closes an answer
         return _Draft(
-            script.text,
-            script.stops,
-            script.reasons,
-            script.turns,
+            annotated.text,
+            annotated.stops,
+            annotated.reasons,
+            annotated.turns,
             weights,
-            after=self._eos() if close else None,
-            after_as=(Reason.TERMINATOR, last, turn_weights[last]),
+            last_token=self._eos() if close else None,
+            last_label=(Reason.TERMINATOR, last, turn_weights[last]),
         )
 
 
@@ -300,8 +304,8 @@ def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> np.ndarray:
     span_of = np.repeat(np.arange(len(borders)), np.diff(after, prepend=0))
     # A token across a border was counted to the span it begins in.
     weights = [weight for draft in drafts for weight in draft.weights]
-    across = np.flatnonzero((after > 0) & (encoded.stops[np.maximum(after - 1, 0)] > borders))
-    for border in np.setdiff1d(across, last).tolist():
+    crossed = np.flatnonzero((after > 0) & (encoded.stops[np.maximum(after - 1, 0)] > borders))
+    for border in np.setdiff1d(crossed, last).tolist():
         token = after[border] - 1
         if weights[border + 1] > 0 and weights[span_of[token]] == 0:
             span_of[token] = border + 1
@@ -309,10 +313,10 @@ def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> np.ndarray:
 
 
 def _with_ends(rendered: RenderedSample, draft: _Draft) -> RenderedSample:
-    if draft.before is not None:
-        rendered = _with_token(rendered, draft.before, (Reason.BOS, -1, 0.0), at_end=False)
-    if draft.after is not None:
-        rendered = _with_token(rendered, draft.after, draft.after_as, at_end=True)
+    if draft.first_token is not None:
+        rendered = _with_token(rendered, draft.first_token, (Reason.BOS, -1, 0.0), at_end=False)
+    if draft.last_token is not None:
+        rendered = _with_token(rendered, draft.last_token, draft.last_label, at_end=True)
     return rendered
 
 
@@ -325,8 +329,8 @@ def _with_token(
     rest = slice(0, -1 if has_own else None) if at_end else slice(1 if has_own else 0, None)
 
     def join(column: np.ndarray, value: float) -> np.ndarray:
-        one = np.array([value], column.dtype)
-        return np.concatenate([column[rest], one] if at_end else [one, column[rest]])
+        added = np.array([value], column.dtype)
+        return np.concatenate([column[rest], added] if at_end else [added, column[rest]])
 
     return RenderedSample(
         tokens=join(rendered.tokens, token),
@@ -337,17 +341,17 @@ def _with_token(
     )
 
 
-def _fits(row: Tokenized, tokenizer: Tokenizer) -> bool:
+def _is_in_vocabulary(row: Tokenized, tokenizer: Tokenizer) -> bool:
     return bool(row.tokens.min() >= 0 and row.tokens.max() < tokenizer.vocab_size)
 
 
-def _too_large(row: Tokenized, where: str, tokenizer: Tokenizer) -> DataError:
+def _out_of_vocabulary(row: Tokenized, where: str, tokenizer: Tokenizer) -> DataError:
     wrong = next(token for token in row.tokens.tolist() if not 0 <= token < tokenizer.vocab_size)
     problem = f"{where}: token {wrong} is not in the vocabulary of {tokenizer.path} (0 to {tokenizer.vocab_size - 1})"
     return DataError(f"{problem}; use the tokenizer that made these rows")
 
 
-def _given(row: Tokenized, where: str, tokenizer: Tokenizer) -> RenderedSample:
+def _pretokenized(row: Tokenized, where: str, tokenizer: Tokenizer) -> RenderedSample:
     count = len(row.tokens)
     weights = row.weights.copy()
     weights[0] = 0

@@ -35,7 +35,7 @@ class TookTooLong(BaseException):
 
 
 class _Process:
-    """What this process is at the moment."""
+    """What is known of this process: one for all templates that it renders."""
 
     ends_itself = False  # see `end_when_stuck`
     has_timers: bool | None = None
@@ -58,7 +58,7 @@ def limited() -> Iterator[None]:
         TookTooLong: the processor time is used up.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    before = _limit_memory()
+    old_limits = _limit_memory()
     timed = in_main_thread and _start_timers()
     try:
         yield
@@ -67,20 +67,20 @@ def limited() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             if _Process.ends_itself:
                 signal.setitimer(signal.ITIMER_PROF, 0)
-        _restore_memory(before)
+        _restore_memory(old_limits)
 
 
 def characters(value: Any) -> int:
-    """Of all texts in a conversation, however deep."""
+    """Characters of all texts in a conversation, however deep they lie."""
     count, waiting = 0, [value]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            count += len(one)
-        elif isinstance(one, Mapping):
-            waiting += one.values()
-        elif isinstance(one, list | tuple):
-            waiting += one
+        item = waiting.pop()
+        if isinstance(item, str):
+            count += len(item)
+        elif isinstance(item, Mapping):
+            waiting += item.values()
+        elif isinstance(item, list | tuple):
+            waiting += item
     return count
 
 
@@ -109,28 +109,28 @@ def _limit_memory() -> tuple[int, int] | None:
     except ImportError:
         return None
     _Process.renderings += 1
-    now = time.monotonic()
-    if _Process.renderings >= _EVERY or now > _Process.read_at + 1:
-        _Process.bytes, _Process.read_at, _Process.renderings = _size(resource.getpagesize()), now, 0
+    time_s = time.monotonic()
+    if _Process.renderings >= _EVERY or time_s > _Process.read_at + 1:
+        _Process.bytes, _Process.read_at, _Process.renderings = _address_space_bytes(resource.getpagesize()), time_s, 0
     if not _Process.bytes:
         return None
-    before = resource.getrlimit(resource.RLIMIT_AS)
+    old_limits = resource.getrlimit(resource.RLIMIT_AS)
     limit = _Process.bytes + MEMORY_BYTES
-    if before[0] != resource.RLIM_INFINITY and before[0] <= limit:
+    if old_limits[0] != resource.RLIM_INFINITY and old_limits[0] <= limit:
         return None
-    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-    return before
+    resource.setrlimit(resource.RLIMIT_AS, (limit, old_limits[1]))
+    return old_limits
 
 
-def _restore_memory(before: tuple[int, int] | None) -> None:
-    if before is not None:
+def _restore_memory(old_limits: tuple[int, int] | None) -> None:
+    if old_limits is not None:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, old_limits)
 
 
-def _size(page_bytes: int) -> int:
-    """Of this process's address space, in bytes; 0 where the system does not say."""
+def _address_space_bytes(page_bytes: int) -> int:
+    """Bytes of this process's address space; 0 where the system does not say."""
     with suppress(OSError, ValueError):
         return int(Path("/proc/self/statm").read_bytes().split()[0]) * page_bytes
     return 0

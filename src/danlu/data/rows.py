@@ -135,12 +135,12 @@ def unread_keys(value: Mapping[str, Any], row: Row) -> list[str]:
 def _format_mismatch(value: Mapping[str, Any], format: Format, missing: str, where: str) -> str:
     problem = f"{where}: no column '{missing}', which rows of format {format} have; the columns are {', '.join(value)}"
     try:
-        other = detect_format(value.keys(), where)
+        likely = detect_format(value.keys(), where)
     except DataError:
         return problem
-    if other == format:
+    if likely == format:
         return problem
-    return f"{problem}. This row looks like {other}: put rows of different formats in files of their own"
+    return f"{problem}. This row looks like {likely}: put rows of different formats in files of their own"
 
 
 def _text(value: Mapping[str, Any], where: str) -> Text:

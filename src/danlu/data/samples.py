@@ -55,7 +55,7 @@ class SampleBlock:
         rows: Sequence[str],
     ) -> SampleBlock:
         """A block of samples given one by one: tokens [S], weights [S], reasons [S] each."""
-        lengths = np.array([len(one) for one in tokens], dtype=np.int32)
+        lengths = np.array([len(ids) for ids in tokens], dtype=np.int32)
         bits = _flat(weights, np.float32).view(np.uint32).astype(np.uint64)
         keys = bits << np.uint64(8) | _flat(reasons, np.uint8)
         # One of each run of equal labels: sorting every token's would take as long as parsing the rows.
@@ -158,8 +158,8 @@ class Selection:
     def _gather(self, name: str, dtype: type) -> np.ndarray:
         values: np.ndarray = np.empty(len(self), dtype)
         for number, store in enumerate(self.stores):
-            here = self.store_numbers == number
-            values[here] = getattr(store, name)[self.sample_numbers[here]]
+            is_from_store = self.store_numbers == number
+            values[is_from_store] = getattr(store, name)[self.sample_numbers[is_from_store]]
         return values
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising proc
     from danlu.recipe.sections import Source
 
 _MAX_COMPARED_NAMES = 2000  # of a folder, among which a misspelt one is looked for
-_SETTLED_NS = 2_000_000_000
+_SETTLED_NS = 2_000_000_000  # after which a change of a file shows in its times, whatever their grain
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -97,32 +97,33 @@ def fingerprint(source: Source, memory: Path | None = None) -> str:
 
 
 def _file_digest(file: Path, memory: Path | None) -> str:
+    """A hash of a file's decompressed bytes, from `memory` where the file has not changed since it was hashed."""
     entry = memory and memory / f"{hashlib.blake2b(bytes(file.resolve()), digest_size=16).hexdigest()}.json"
-    before = _file_state(file)
+    state = _file_state(file)
     if entry:
         with suppress(OSError, ValueError, TypeError, KeyError):  # none, or a damaged one
             kept = json.loads(entry.read_text(encoding="utf-8"))
-            if kept["state"] == before:
+            if kept["state"] == state:
                 return str(kept["digest"])
     digest = hashlib.blake2b(digest_size=16)
     with reading_errors(file, str(file)), open_decompressed(file) as stream:
         while part := stream.read(READ_BYTES):
             digest.update(part)
     # Just after a change, another one could leave the times as they are: clocks have a grain.
-    is_settled = time.time_ns() - max(before[-2:]) > _SETTLED_NS and _file_state(file) == before
+    is_settled = time.time_ns() - max(state[-2:]) > _SETTLED_NS and _file_state(file) == state
     if entry and is_settled:
         with suppress(OSError):  # it only saves time
             entry.parent.mkdir(parents=True, exist_ok=True)
             unfinished = entry.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps({"state": before, "digest": digest.hexdigest()}), encoding="utf-8")
+            unfinished.write_text(json.dumps({"state": state, "digest": digest.hexdigest()}), encoding="utf-8")
             unfinished.replace(entry)
     return digest.hexdigest()
 
 
 def _file_state(file: Path) -> list[int]:
     """What changes whenever a file does. Unlike the time of change, nobody sets the time of the last status change."""
-    now = file.stat()
-    return [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+    stat = file.stat()
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _path_and_row_limit(source: Source) -> tuple[Path, int | None]:
@@ -164,15 +165,15 @@ def _files(path: Path) -> list[Path]:
             raise DataError(f"{path}: rows cannot be read from it: {error.strerror}") from error
     # The folder of `Dataset.save_to_disk` keeps its rows in arrow files; the json beside them is about them.
     kinds = {".arrow"} if (path / "dataset_info.json").is_file() and (path / "state.json").is_file() else set(READERS)
-    found = sorted(
+    files = sorted(
         file
         for file in path.rglob("*")
         # Tools keep notes of their own in hidden files and folders (.cache, .ipynb_checkpoints).
         if format_of(file) in kinds and file.is_file() and not _is_hidden(file.relative_to(path))
     )
-    if not found:
+    if not files:
         raise DataError(f"{path}: no data files in this folder; the kinds are {describe_formats()}")
-    return found
+    return files
 
 
 def _is_hidden(path: Path) -> bool:

@@ -10,14 +10,14 @@ import numpy as np
 
 from danlu.data.messages import MESSAGE_KEYS
 
-EXAMPLES = 5
-MANY_CUT = 0.1  # of the samples that train an answer
+MAX_EXAMPLES = 5
+REPORTED_CUT_SHARE = 0.1  # of the samples that train an answer
 BEYOND_POSITIONS = (
     "What lies beyond is trained at positions the model was not made for, and generate, chat and eval stop there. Set "
     "data.max_length to {positions}, or give the model more (max_position_embeddings, rope_scaling)"
 )
-UNREAD = 100  # different keys counted
-UNREAD_SHOWN = 8
+MAX_UNREAD_KEYS = 100  # counted
+SHOWN_KEYS = 8
 
 
 def beyond_positions(positions: int, max_length: int, lengths: np.ndarray | None) -> list[str]:
@@ -68,24 +68,24 @@ class Statistics:
     def trained_share(self) -> float:
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
-    def add(self, other: Statistics) -> None:
-        """Count the rows of `other` too."""
+    def add(self, more: Statistics) -> None:
+        """Count the rows of `more` too."""
         for name in (entry.name for entry in fields(self)):
-            mine, theirs = getattr(self, name), getattr(other, name)
+            value, added = getattr(self, name), getattr(more, name)
             if name == "longest":
-                self.longest = max(mine, theirs)
+                self.longest = max(value, added)
             elif name.endswith("_example"):
-                setattr(self, name, mine or theirs)
+                setattr(self, name, value or added)
             elif name == "bad_examples":
-                self.bad_examples = (mine + theirs)[:EXAMPLES]
+                self.bad_examples = (value + added)[:MAX_EXAMPLES]
             elif name == "unread":
-                self.unread = Counter(dict((mine + theirs).most_common(UNREAD)))
+                self.unread = Counter(dict((value + added).most_common(MAX_UNREAD_KEYS)))
             else:
-                setattr(self, name, mine + theirs)
+                setattr(self, name, value + added)
 
     def cut_lines(self) -> list[str]:
-        """Of answers of which many are cut before their end, so that little is learnt of when to stop."""
-        if not self.shortened or self.endless_answers < MANY_CUT * self.answers or not self.endless_answers:
+        """A line about answers that are cut before their end, where they are many; else none."""
+        if not self.shortened or self.endless_answers < REPORTED_CUT_SHARE * self.answers or not self.endless_answers:
             return []
         return [
             f"{self.endless_answers:,} of {self.answers:,} samples train an answer that is cut before its end, and "
@@ -97,9 +97,9 @@ class Statistics:
         if not self.unread:
             return []
         keys = [f"{name!r} in {rows:,} row{'' if rows == 1 else 's'}" for name, rows in self.unread.most_common()]
-        more = f" and {len(keys) - UNREAD_SHOWN} more" if len(keys) > UNREAD_SHOWN else ""
+        more = f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
         return [
-            f"not read: {', '.join(keys[:UNREAD_SHOWN])}{more}. The keys of a message that are read: "
+            f"not read: {', '.join(keys[:SHOWN_KEYS])}{more}. The keys of a message that are read: "
             f"{', '.join(MESSAGE_KEYS)}"
         ]
 
@@ -114,16 +114,17 @@ class Statistics:
                 "(model.chat_template)"
             )
         if self.written_specials:
-            held = [f"{token} in {samples:,}" for token, samples in self.written_specials.most_common(UNREAD_SHOWN)]
-            more = len(self.written_specials) - len(held)
+            examples = [f"{token} in {samples:,}" for token, samples in self.written_specials.most_common(SHOWN_KEYS)]
+            more = len(self.written_specials) - len(examples)
             lines.append(
                 f"special tokens are written out in the text of rows, and count as the tokens themselves: "
-                f"{', '.join(held)} samples{f' and {more} more tokens' if more else ''}, the first "
+                f"{', '.join(examples)} samples{f' and {more} more tokens' if more else ''}, the first "
                 f"{self.written_special_example}. Take them out where they are not meant"
             )
         return lines
 
     def to_json(self) -> dict[str, Any]:
+        """The counts as JSON values, which `from_json` reads."""
         return {
             entry.name: dict(value) if isinstance(value := getattr(self, entry.name), Counter) else value
             for entry in fields(self)

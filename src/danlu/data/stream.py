@@ -32,7 +32,7 @@ from danlu.errors import CheckpointError, DataError
 from danlu.types import Pack
 
 REMEMBERED_BLOCKS = 2**16
-"""A step that fails is given back, however many blocks it went through; so many positions take 25 MB at most."""
+"""Blocks whose positions are kept, so that `state` can go back to the start of a step that failed: at most 25 MB."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,8 @@ class InterleavedRows:
 
 @dataclass(frozen=True)
 class _PackedBlock:
+    """The packs of `data.shuffle_buffer` rows, with the positions before the first and behind the last of them."""
+
     number: int
     start: Position  # of its first row
     end: Position
@@ -219,7 +221,7 @@ class StreamingDataset:
 
     def _advance(self) -> None:
         block = self._next.result()
-        self._bad_rows.see(block.bad, block.statistics.rows)
+        self._bad_rows.check(block.bad, block.statistics.rows)
         check_trained(block.statistics, f"rows of block {block.number} of the stream")
         self.statistics.add(block.statistics)
         if self._block is not None:
@@ -235,10 +237,10 @@ class StreamingDataset:
         statistics = Statistics()
         taken = self._rows.take(self._data.shuffle_buffer)
         for settings, rows, blocks_of_source in zip(self._settings, taken, blocks, strict=True):
-            for part in tokenise_rows(rows, settings, self._workers):
-                blocks_of_source.append(part.block)
-                statistics.add(part.statistics)
-                bad += part.bad
+            for chunk in tokenise_rows(rows, settings, self._workers):
+                blocks_of_source.append(chunk.block)
+                statistics.add(chunk.statistics)
+                bad += chunk.bad
         samples = Selection.all_of([SampleBlock.join(blocks_of_source) for blocks_of_source in blocks], self._sources)
         seed = key(self._seed, "stream", number)
         packs = PackedDataset(samples, self._data.packing, self._data.max_length, seed) if len(samples) else None

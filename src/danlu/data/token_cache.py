@@ -272,15 +272,15 @@ class TokenCache:
             stack.callback(lock.release)
             yield free
 
-    def _remove_leftovers(self, mine: str) -> None:
-        """Remove what killed runs left; called with the lock of `mine`.
+    def _remove_leftovers(self, locked: str) -> None:
+        """Remove what killed runs left. The caller holds the lock of the store `locked`.
 
         A live writer holds the lock of its store, so an unfinished folder whose lock is free (or ours) belongs to
         nobody.
         """
         for unfinished in self.folder.glob(f"*{UNFINISHED}"):
             name = unfinished.name.removesuffix(UNFINISHED).rpartition(".")[0]
-            if name == mine:
+            if name == locked:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 continue
             with self._locked(name, wait=False) as free:
@@ -355,10 +355,10 @@ def _verify(folder: Path) -> None:
     files = _read_marker(folder)["files"]
     blocks = []
     for name, expected in files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != expected["bytes"]:
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != expected["bytes"]:
             raise DamagedStore(
-                f"{name}: {'missing' if found is None else f'{found} bytes'}, expected {expected['bytes']} bytes"
+                f"{name}: {'missing' if size is None else f'{size} bytes'}, expected {expected['bytes']} bytes"
             )
         blocks += [(name, number, crc) for number, crc in enumerate(expected["crc32"])]
     stride = -(-len(blocks) // CHECKED_AT_MOST)

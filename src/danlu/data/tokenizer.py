@@ -89,6 +89,7 @@ class Tokenizer:
 
     @property
     def offsets_in_bytes(self) -> bool:
+        """Whether places of tokens are counted in UTF-8 bytes; else in characters."""
         return self._byte_lengths is not None
 
     # -- text ---------------------------------------------------------------------------------------------------------
@@ -107,10 +108,11 @@ class Tokenizer:
         if self._byte_lengths is None:
             encodings = self._fast.encode_batch(texts, add_special_tokens=False)
             sizes = np.array([len(text) for text in texts], np.int64)
-            counts = np.array([len(one) for one in encodings], np.int64)
-            places = np.fromiter(chain.from_iterable(chain.from_iterable(one.offsets for one in encodings)), np.int64)
+            counts = np.array([len(encoding) for encoding in encodings], np.int64)
+            offsets = chain.from_iterable(encoding.offsets for encoding in encodings)
+            places = np.fromiter(chain.from_iterable(offsets), np.int64)
             places = places.reshape(-1, 2) + np.repeat(np.cumsum(sizes) - sizes, counts)[:, None]
-            return Encoded(_concatenate([one.ids for one in encodings]), *_monotonic(places), counts, sizes)
+            return Encoded(_concatenate([encoding.ids for encoding in encodings]), *_monotonic(places), counts, sizes)
         flat, counts = self._encode_bytewise(texts)
         sizes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
         ends = np.cumsum(counts)
@@ -133,16 +135,18 @@ class Tokenizer:
     def _encode_bytewise(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids end to end and how many each text has, of a byte-level tokenizer."""
         if self._encoder is None:
-            encodings = [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
-            return _concatenate(encodings), np.array([len(one) for one in encodings], np.int64)
-        ids = [self._encoder.encode(text) for text in texts]
-        return np.frombuffer(b"".join(ids), np.int32), np.array([len(one) // 4 for one in ids], np.int64)
+            encoded = [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+            return _concatenate(encoded), np.array([len(ids) for ids in encoded], np.int64)
+        encoded_bytes = [self._encoder.encode(text) for text in texts]
+        counts = np.array([len(ids) // 4 for ids in encoded_bytes], np.int64)
+        return np.frombuffer(b"".join(encoded_bytes), np.int32), counts
 
     @cached_property
     def _encoder(self) -> ByteLevelEncoder | None:
         return byte_level_encoder(self._fast)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included and spaces as they are."""
         return str(self._pretrained.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
@@ -247,25 +251,24 @@ class Tokenizer:
 
     @property
     def fast(self) -> Any:
-        """tokenizers.Tokenizer."""
+        """The `tokenizers.Tokenizer` behind it."""
         return self._fast
 
     @property
     def special_texts(self) -> dict[str, Any]:
-        """bos_token and so on."""
+        """Its special tokens by their names in tokenizer_config.json: bos_token, eos_token, ..."""
         return dict(self._pretrained.special_tokens_map)
 
-    def is_same(self, other: Tokenizer) -> bool:
-        """Whether two tokenizers have the same entries and templates, and give the same ids of texts of all kinds."""
+    def is_same(self, tokenizer: Tokenizer) -> bool:
+        """Whether both tokenizers have the same entries and templates, and give the same ids of texts of all kinds."""
 
-        def facts(one: Tokenizer) -> tuple[Any, ...]:
-            added = sorted(token.content for token in one._fast.get_added_tokens_decoder().values())
-            ids = [
-                one._fast.encode(text).ids for text in (_PROBE, " ".join(added), f"{_PROBE}{''.join(added)}{_PROBE}")
-            ]
-            return one._vocabulary, one._templates, one.special_ids, one.bos_id, one.eos_id, one.pad_id, ids
+        def facts(of: Tokenizer) -> tuple[Any, ...]:
+            added = sorted(token.content for token in of._fast.get_added_tokens_decoder().values())
+            texts = (_PROBE, " ".join(added), f"{_PROBE}{''.join(added)}{_PROBE}")
+            ids = [of._fast.encode(text).ids for text in texts]
+            return of._vocabulary, of._templates, of.special_ids, of.bos_id, of.eos_id, of.pad_id, ids
 
-        return facts(self) == facts(other)
+        return facts(self) == facts(tokenizer)
 
     def fingerprint(self) -> str:
         """A hash of everything that decides which ids a row becomes."""

@@ -190,24 +190,24 @@ def _from_sentencepiece(model: _Model, adds_bos: bool) -> ConvertedTokenizer | N
 
 def _sentencepiece_specials(model: _Model) -> dict[str, str]:
     ids = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2), "pad_token": (43, -1)}
-    found = {}
+    specials = {}
     for name, (field, default) in ids.items():
         number = model.trainer.get(field, default)
         if 0 <= number < len(model.pieces):  # -1, none at all, is a very large number to protobuf
-            found[name] = model.pieces[number][0]
-    return found
+            specials[name] = model.pieces[number][0]
+    return specials
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Every way to make a piece of two others, the piece with the highest score first: SentencePiece's order."""
-    found: list[tuple[float, int, str, str]] = []
+    merges: list[tuple[float, int, str, str]] = []
     for place, (piece, score) in enumerate(scores.items()):
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in scores and right in scores:
-                found.append((-score, place, left, right))
-    found.sort(key=lambda one: one[:2])
-    return [(left, right) for _, _, left, right in found]
+                merges.append((-score, place, left, right))
+    merges.sort(key=lambda merge: merge[:2])
+    return [(left, right) for _, _, left, right in merges]
 
 
 # -- tiktoken ---------------------------------------------------------------------------------------------------------
@@ -237,17 +237,17 @@ def _from_ranks(ranks: Mapping[bytes, int], file: Path, adds_bos: bool) -> Conve
             "Put a tokenizer.json beside it"
         )
     written = {token: token.decode("latin-1").translate(PRINTABLE) for token in ranks}
-    found: list[tuple[int, str, str]] = []
+    merges: list[tuple[int, str, str]] = []
     for token, rank in ranks.items():
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in ranks and right in ranks:
-                found.append((rank, written[left], written[right]))
-    found.sort(key=lambda one: one[0])
+                merges.append((rank, written[left], written[right]))
+    merges.sort(key=lambda merge: merge[0])
     fast = Tokenizer(
         models.BPE(
             {written[token]: rank for token, rank in ranks.items()},
-            [(left, right) for _, left, right in found],
+            [(left, right) for _, left, right in merges],
             ignore_merges=True,  # a piece that is a token is that token, whatever its merges
         )
     )

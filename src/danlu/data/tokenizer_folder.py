@@ -48,6 +48,7 @@ def resolve_tokenizer_folder(path: str) -> Path:
 
 
 def converted_folder(name: str) -> Path:
+    """Where the converted tokenizer of that name is kept."""
     return Path(CONVERTED).expanduser() / name
 
 
@@ -61,8 +62,8 @@ def fast_tokenizer_folder(path: str) -> Path:
     """
     folder = resolve_tokenizer_folder(path)
     model = folder / "tokenizer.model"
-    others = ("tokenizer.json", "vocab.json", "tekken.json")
-    if not model.is_file() or any((folder / name).is_file() for name in others):
+    preferred = ("tokenizer.json", "vocab.json", "tekken.json")
+    if not model.is_file() or any((folder / name).is_file() for name in preferred):
         return folder
     config = read_json_object(folder / "tokenizer_config.json")
     if "fast_tokenizer_files" in config:
@@ -111,6 +112,7 @@ def template_date(path: str, chat_template: str | None = None, date: str | None 
 
 
 def today() -> Date:
+    """The day that chat templates write where none is given; tests replace it."""
     return Date.today()
 
 

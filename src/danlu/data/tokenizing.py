@@ -132,7 +132,7 @@ def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-def tokenise(tokenizer: Tokenizer, facts: TokenizerInfo, task: Task) -> TokenizedChunk:
+def tokenise(tokenizer: Tokenizer, info: TokenizerInfo, task: Task) -> TokenizedChunk:
     """Rows as samples; rows that cannot be used are reported, not raised.
 
     Raises:
@@ -171,7 +171,7 @@ def tokenise(tokenizer: Tokenizer, facts: TokenizerInfo, task: Task) -> Tokenize
         rows = {place.index: row for place, row in parsed}
         _count_thoughts(block, rows, statistics)
         _count_specials(block, rows, tokenizer, statistics)
-    return TokenizedChunk(block, statistics, messages, facts)
+    return TokenizedChunk(block, statistics, messages, info)
 
 
 def _fit(outcome: list[RenderedSample], settings: TokenizeSettings, statistics: Statistics) -> list[RenderedSample]:
@@ -247,8 +247,8 @@ def _count_specials(block: SampleBlock, rows: Mapping[int, Row], tokenizer: Toke
     is_special, ends_turn = (np.zeros(tokenizer.vocab_size, bool) for _ in range(2))
     is_special[list(tokenizer.special_ids)] = True
     ends_turn[list(tokenizer.end_of_turn_ids)] = True
-    found = is_special[block.tokens] & is_text[block.codes] | ends_turn[block.tokens] & is_own[block.codes]
-    places = np.flatnonzero(found)
+    is_written = is_special[block.tokens] & is_text[block.codes] | ends_turn[block.tokens] & is_own[block.codes]
+    places = np.flatnonzero(is_written)
     numbers = np.searchsorted(block.offsets, places, side="right") - 1
     for number, token in dict.fromkeys(zip(numbers.tolist(), block.tokens[places].tolist(), strict=True)):
         if not isinstance(rows[int(block.row_numbers[number])], Tokenized):

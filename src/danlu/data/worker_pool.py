@@ -33,7 +33,7 @@ from danlu.errors import DanluError, DataError, ResourceError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-FEW_TASKS = 8  # below this a second process would spend longer starting than working
+MIN_TASKS_FOR_POOL = 8  # below this a second process would spend longer starting than working
 START = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from danlu.data.worker_pool import serve; serve()"
 
 
@@ -72,8 +72,8 @@ class WorkerPool(Generic[Task, Result]):
             ResourceError: a process ended, most likely for want of memory.
         """
         iterator = iter(tasks)
-        first = list(islice(iterator, FEW_TASKS))
-        count = self._count if len(first) == FEW_TASKS else 1
+        first = list(islice(iterator, MIN_TASKS_FOR_POOL))
+        count = self._count if len(first) == MIN_TASKS_FOR_POOL else 1
         # One thread for each busy process: it sends, waits and receives.
         threads = ThreadPoolExecutor(count, thread_name_prefix="tokenise")
         self._threads.append(threads)
@@ -145,10 +145,10 @@ def import_paths(job: object) -> list[str]:
     `python -m danlu` and `python -c` put the working directory in front, and PYTHONPATH comes before the standard
     library, so a file of the user's would take the place of a module. It stays where danlu or the job lies in it.
     """
-    here = Path.cwd()
+    working_directory = Path.cwd()
     modules = ("danlu.data.worker_pool", type(job).__module__)
-    needed = here in [Path(str(sys.modules[name].__file__)).parents[name.count(".")] for name in modules]
-    return [path for path in sys.path if path and (needed or Path(path) != here)]
+    needed = working_directory in [Path(str(sys.modules[name].__file__)).parents[name.count(".")] for name in modules]
+    return [path for path in sys.path if path and (needed or Path(path) != working_directory)]
 
 
 class UnexpectedError(RuntimeError):
