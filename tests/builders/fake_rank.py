@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from danlu.cli.worker import loaded_torch, print_into, work
+from danlu.cli.worker import redirect_output, report_torch_loaded, run_worker
 from danlu.errors import DataError, RecipeError, Stopped
 from danlu.parallel import exit_reports
 from danlu.parallel.world import World, world_from_environment
@@ -70,7 +70,7 @@ def misbehave(what: str, rank: int) -> None:
 
 
 def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
-    print_into(world, folder)
+    redirect_output(world, folder)
     print(f"hello from {world.rank} with {os.environ.get('OMP_NUM_THREADS')} threads", flush=True)
     stop = Stop()
     if plan.get("torch"):
@@ -91,7 +91,7 @@ def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
         time.sleep(plan.get("pause_s", 0))
         at, what = does.get(str(world.rank), (0, ""))
         if plan.get("loads", {}).get(str(world.rank)) == step:
-            loaded_torch(world)
+            report_torch_loaded(world)
         if at == step:
             misbehave(what, world.rank)
         number = stop.number
@@ -116,4 +116,4 @@ def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
 if __name__ == "__main__":
     this = world_from_environment(os.environ)
     assert this is not None, "to be started as one of several"
-    work(this, lambda: body(this, Path(sys.argv[1]), json.loads(sys.argv[2])))
+    run_worker(this, lambda: body(this, Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -100,10 +100,10 @@ def export_command(
     What was trained decides what it is: a model, or an adapter.
     """
     from danlu import run
-    from danlu.cli.train import what_to_try  # pydantic, for this command alone
+    from danlu.cli.train import suggested_commands  # pydantic, for this command alone
 
     checkpoint = run.export(path, target, average=average)
-    echo(f"{checkpoint.name} written: {what_to_try(target)}")
+    echo(f"{checkpoint.name} written: {suggested_commands(target)}")
 
 
 def _prune(folder: Path, keep: int, keep_every: int | None, keep_best: bool, *, delete: bool) -> None:

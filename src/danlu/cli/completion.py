@@ -1,6 +1,6 @@
-"""What could be typed next: verbs, options, keys of a recipe and their values, for bash, zsh and fish.
+"""Shell completion for bash, zsh and fish: verbs, options, keys of a recipe and their values.
 
-A shell's script hands over the line up to the cursor and gets one candidate a line, with what it means behind a tab.
+A shell's script passes the line up to the cursor and gets one candidate a line, with its meaning after a tab.
 Nothing heavy is imported: torch would make each Tab take seconds.
 """
 
@@ -35,7 +35,7 @@ LINE = "_DANLU_LINE"
 
 MAX_PATHS = 200
 
-# Values of options that are words, not paths, by the option's name.
+# Values that options take, by the option's name; options that are not listed take paths.
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -44,7 +44,7 @@ CHOICES = {
     "resume": ("auto", "never"),
     "show-completion": ("bash", "zsh", "fish"),
 }
-# Arguments whose words are keys of a recipe with values (`steps=100`), or keys alone.
+# The names of arguments that are keys of a recipe with values (`steps=100`), or keys alone.
 OVERRIDES, KEY = "overrides", "key"
 
 BASH = """\
@@ -90,12 +90,14 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 class Candidate(NamedTuple):
+    """A text that the word under the cursor could become, and its meaning."""
+
     text: str
     about: str = ""
 
 
 def script(shell: str) -> str:
-    """What a shell sources. Raises typer.BadParameter for a shell that there is none for."""
+    """The script that a shell sources. Raises typer.BadParameter for a shell that there is none for."""
     if shell not in SCRIPTS:
         raise typer.BadParameter(f"{shell!r}: there are scripts for {', '.join(SCRIPTS)}")
     return SCRIPTS[shell]
@@ -123,32 +125,31 @@ def install(shell: str) -> str:
                     appended.write(f"{'' if present.endswith(chr(10)) or not present else chr(10)}{line}\n")
     except OSError as error:
         raise ResourceError(f"{error.filename}: cannot be written: {error.strerror}") from None
-    read = f", which {startup} reads" if startup is not None else ""
-    return f"{file} written{read}: open a new {shell}, type `danlu ` and press Tab"
+    sourced = f", which {startup} reads" if startup is not None else ""
+    return f"{file} written{sourced}: open a new {shell}, type `danlu ` and press Tab"
 
 
 def answer(environ: Mapping[str, str]) -> str:
     """One candidate a line, as the script of the shell that asks reads it."""
     shell, line = environ.get("_DANLU_COMPLETE", ""), environ.get(LINE, "")
-    words = split(line)
-    current = words[-1] if words else ""
-    found = list(candidates(words[1:]))
+    arguments = split(line)
+    current = arguments[-1] if arguments else ""
+    matches = list(candidates(arguments[1:]))
     if shell == "bash":
-        # bash puts a candidate in the place of what stands behind the last of its word breaks.
-        behind = max(current.rfind("="), current.rfind(":")) + 1
-        return "".join(f"{_quoted(one.text[behind:])}\n" for one in found)
-    return "".join(f"{one.text}\t{one.about}\n" for one in found)
+        # bash replaces only what follows the last of its word breaks.
+        start = max(current.rfind("="), current.rfind(":")) + 1
+        return "".join(f"{_quoted(candidate.text[start:])}\n" for candidate in matches)
+    return "".join(f"{candidate.text}\t{candidate.about}\n" for candidate in matches)
 
 
 def split(line: str) -> list[str]:
-    """The words of a line, the last one up to the cursor: empty behind a space. An open quote ends where the line
-    does."""
+    """The arguments of a line, the last one up to the cursor: empty after a space. A quote that is open ends there."""
     for end in ("", "'", '"'):
         try:
-            words = shlex.split(line + end)
+            arguments = shlex.split(line + end)
         except ValueError:
             continue
-        return [*words, ""] if not end and (not line or line[-1].isspace()) else words
+        return [*arguments, ""] if not end and (not line or line[-1].isspace()) else arguments
     return line.split()
 
 
@@ -156,62 +157,64 @@ def _quoted(text: str) -> str:
     return text if re.fullmatch(r"[\w@%+=:,./~-]*", text) else shlex.quote(text)
 
 
-def candidates(words: Sequence[str]) -> Iterator[Candidate]:
-    """What the last of these words, which follow `danlu`, could become."""
-    *before, current = words or [""]
-    for one in _candidates(before, current):
-        if one.text.startswith(current):
-            yield one
+def candidates(arguments: Sequence[str]) -> Iterator[Candidate]:
+    """What the last of these arguments, which follow `danlu`, could become."""
+    *previous, current = arguments or [""]
+    for candidate in _candidates(previous, current):
+        if candidate.text.startswith(current):
+            yield candidate
 
 
-def _candidates(before: Sequence[str], current: str) -> Iterable[Candidate]:
+def _candidates(previous: Sequence[str], current: str) -> Iterable[Candidate]:
+    """What could follow the previous arguments; `current` only decides between options, keys and paths."""
     from danlu.cli.main import command, group
 
-    if not before:
+    if not previous:
         options = _options(group()) if current.startswith("-") else ()
         return (*(Candidate(name, verb.about) for name, verb in VERBS.items()), *options)
-    if before[0].startswith("-"):
-        return (Candidate(choice) for choice in CHOICES.get(before[0].lstrip("-"), ()))
-    if before[0] not in VERBS:
+    verb, *rest = previous
+    if verb.startswith("-"):
+        return (Candidate(choice) for choice in CHOICES.get(verb.lstrip("-"), ()))
+    if verb not in VERBS:
         return ()
-    found, rest, path = command(before[0], VERBS[before[0]].target), list(before[1:]), before[0]
-    while below := getattr(found, "commands", None):
+    node, path = command(verb, VERBS[verb].target), verb
+    while subcommands := getattr(node, "commands", None):
         if not rest:
-            return (Candidate(name, _sentence(one.help)) for name, one in below.items())
+            return (Candidate(name, _first_sentence(subcommand.help)) for name, subcommand in subcommands.items())
         name = rest.pop(0)
-        if name not in below:
+        if name not in subcommands:
             return ()
-        found, path = below[name], f"{path} {name}"
-    return _of_command(found, path, rest, current)
+        node, path = subcommands[name], f"{path} {name}"
+    return _of_command(node, path, rest, current)
 
 
-def _of_command(found: Any, path: str, before: Sequence[str], current: str) -> Iterable[Candidate]:
-    """Of a verb's own options and arguments."""
-    takes = {name: one for one in found.params for name in one.opts if one.param_type_name == "option"}
-    valued = {name for name, one in takes.items() if not one.is_flag}
-    if before and before[-1] in valued:
-        return _values_of_option(before[-1].lstrip("-"), current)
+def _of_command(command: Any, path: str, previous: Sequence[str], current: str) -> Iterable[Candidate]:
+    """Candidates for the options and arguments of a click command; `path` is its name with those above it."""
+    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    with_value = {name for option in options if not option.is_flag for name in option.opts}
+    if previous and previous[-1] in with_value:
+        return _values_of_option(previous[-1].lstrip("-"), current)
     if current.startswith("-"):
-        return _options(found)
-    place, skip = 0, False
-    for word in before:
-        if skip or word in valued:
+        return _options(command)
+    index, skip = 0, False  # of the positional argument under the cursor; whether the next word is an option's value
+    for word in previous:
+        if skip or word in with_value:
             skip = not skip
         elif not word.startswith("-"):
-            place += 1
-    arguments = [one for one in found.params if one.param_type_name == "argument"]
+            index += 1
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     if not arguments:
         return ()
-    here = arguments[min(place, len(arguments) - 1)]
-    if place >= len(arguments) and here.nargs == 1:
+    argument = arguments[min(index, len(arguments) - 1)]
+    if index >= len(arguments) and argument.nargs == 1:
         return ()
-    if here.name == OVERRIDES:
+    if argument.name == OVERRIDES:
         return _overrides(current, only="data." if path == "eval" else "")
-    if here.name == KEY:
-        return (Candidate(one.text.rstrip("="), one.about) for one in _keys(current))
-    if path == "recipes copy" and place == 0:
+    if argument.name == KEY:
+        return (Candidate(candidate.text.rstrip("="), candidate.about) for candidate in _keys(current))
+    if path == "recipes copy" and index == 0:
         return (Candidate(name, about) for name, about in shipped().items())
-    return _paths(current, (".yaml", ".yml") if here.name == "recipe" else None)
+    return _paths(current, (".yaml", ".yml") if argument.name == "recipe" else None)
 
 
 def _values_of_option(name: str, current: str) -> Iterable[Candidate]:
@@ -222,74 +225,76 @@ def _values_of_option(name: str, current: str) -> Iterable[Candidate]:
     return _paths(current, (".yaml", ".yml") if name == "recipe" else None)
 
 
-def _options(found: Any) -> Iterator[Candidate]:
-    for one in found.params:
-        if one.param_type_name == "option":
-            yield Candidate(max(one.opts, key=len), _sentence(one.help))
+def _options(command: Any) -> Iterator[Candidate]:
+    """The options of a click command, by their long names."""
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            yield Candidate(max(parameter.opts, key=len), _first_sentence(parameter.help))
     yield Candidate("--help", "Show this verb's arguments and options")
 
 
-def _sentence(text: str | None) -> str:
+def _first_sentence(text: str | None) -> str:
     return " ".join((text or "").split()).partition(". ")[0].rstrip(".")
 
 
 def _overrides(current: str, *, only: str) -> Iterator[Candidate]:
-    """Keys with an equals sign or a full stop behind; of a key that stands there, its values."""
+    """Keys followed by an equals sign or a full stop; after an equals sign, the values of the key."""
     key, equals, _ = current.partition("=")
     if equals:
         yield from (Candidate(f"{key}={value}") for value in _values(key))
         return
-    yield from (one for one in _keys(current) if one.text.startswith(only) or only.startswith(one.text))
+    yield from (each for each in _keys(current) if each.text.startswith(only) or only.startswith(each.text))
 
 
 def _keys(current: str) -> Iterator[Candidate]:
-    """Keys at the level of what stands there; a section also with the full stop that leads into it."""
-    above, _, _ = current.rpartition(".")
+    """Keys at the level of the one under the cursor; a section also with the full stop that leads into it."""
+    parent, _, _ = current.rpartition(".")
     seen: dict[str, Candidate] = {}
-    for section in _sections(above):
+    for section in _sections(parent):
         for name, hint in field_types(section).items():
-            key = f"{above}.{name}" if above else name
+            key = f"{parent}.{name}" if parent else name
             seen.setdefault(f"{key}=", Candidate(f"{key}=", first_sentence(section, name)))
             if section_types(hint) and list_item_type(hint) is None:
                 seen.setdefault(f"{key}.", Candidate(f"{key}.", f"the keys of {key}"))
     yield from seen.values()
 
 
-def _sections(above: str) -> list[type[Section]]:
+def _sections(parent: str) -> list[type[Section]]:
     """The section classes at a dotted key: several where a `kind` chooses between them."""
     level: list[type[Section]] = [Recipe]
-    for part in above.split(".") if above else ():
-        level = [below for one in level if part in field_types(one) for below in section_types(field_types(one)[part])]
+    for part in parent.split(".") if parent else ():
+        level = [child for section in level for child in section_types(field_types(section).get(part, str))]
     return level
 
 
 def _values(key: str) -> Iterator[str]:
-    above, _, name = key.rpartition(".")
-    found: dict[str, None] = {}
-    for section in _sections(above):
+    """The values that a key takes, of those that can be listed: kinds, literals, true, false, null."""
+    parent, _, name = key.rpartition(".")
+    values: dict[str, None] = {}
+    for section in _sections(parent):
         hint = field_types(section).get(name)
         if hint is not None:
-            types = [branch for branch, _ in union_members(hint)]
-            found |= dict.fromkeys(
-                [*sorted(variants_of(hint)), *(one for one in literal_values(hint) if isinstance(one, str))]
-            )
-            found |= dict.fromkeys(["true", "false"] if bool in types else [])
-            found |= dict.fromkeys(["null"] if type(None) in types else [])
-    yield from found
+            members = [member for member, _ in union_members(hint)]
+            texts = [value for value in literal_values(hint) if isinstance(value, str)]
+            values |= dict.fromkeys([*sorted(variants_of(hint)), *texts])
+            values |= dict.fromkeys(["true", "false"] if bool in members else [])
+            values |= dict.fromkeys(["null"] if type(None) in members else [])
+    yield from values
 
 
 def _paths(current: str, suffixes: tuple[str, ...] | None) -> Iterator[Candidate]:
-    """Files (with one of these endings) and folders that what stands there could lead to."""
+    """Folders, and files (with one of these suffixes), that begin with what is typed; hidden ones only after a dot."""
     folder, _, start = current.rpartition("/")
-    above = f"{folder}/" if "/" in current else ""
+    parent = f"{folder}/" if "/" in current else ""
     try:
-        with os.scandir(os.path.expanduser(above) or ".") as entries:
-            found = [one for one in entries if one.name.startswith(start) and one.name.isprintable()]
+        with os.scandir(os.path.expanduser(parent) or ".") as entries:
+            matches = [entry for entry in entries if entry.name.startswith(start) and entry.name.isprintable()]
     except OSError:
         return
-    wanted = (
-        f"{above}{one.name}/" if one.is_dir() else f"{above}{one.name}"
-        for one in sorted(found, key=lambda one: one.name)
-        if (start or not one.name.startswith(".")) and (one.is_dir() or suffixes is None or one.name.endswith(suffixes))
+    paths = (
+        f"{parent}{entry.name}/" if entry.is_dir() else f"{parent}{entry.name}"
+        for entry in sorted(matches, key=lambda entry: entry.name)
+        if (start or not entry.name.startswith("."))
+        and (entry.is_dir() or suffixes is None or entry.name.endswith(suffixes))
     )
-    yield from map(Candidate, islice(wanted, MAX_PATHS))
+    yield from map(Candidate, islice(paths, MAX_PATHS))

@@ -57,7 +57,7 @@ def launch(
     """Runs `python ARGUMENTS` in so many processes of one process group, to their end.
 
     Args:
-        arguments:  by the number of the attempt, 0 to `restarts`. Each process calls `danlu.cli.worker.work`.
+        arguments:  by the number of the attempt, 0 to `restarts`. Each process calls `danlu.cli.worker.run_worker`.
         folder:     of the run, which the processes print into.
         threads:    of each process, where OMP_NUM_THREADS is not set; by default an even share of the cores.
         from_where: where a restarted group begins, in words (``from step 500``).

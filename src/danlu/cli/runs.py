@@ -19,9 +19,9 @@ from danlu.train.units import format_duration
 ABOUT = "List the runs below a folder."
 app = typer.Typer(name="runs", help=ABOUT, no_args_is_help=True)
 
-HERE = Path("runs")
+DEFAULT_FOLDER = Path("runs")
 _HEADINGS = ("state", "step", "loss", "eval", "time", "last change", "run")
-_TO_THE_LEFT = ("state", "run")
+_LEFT_ALIGNED = ("state", "run")
 
 
 @app.callback()
@@ -31,22 +31,25 @@ def runs() -> None:
 
 @app.command("list")
 def list_command(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A run, or a folder with runs below it.")] = HERE,
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="A run, or a folder with runs below it.")
+    ] = DEFAULT_FOLDER,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each run, in a list.")] = False,
 ) -> None:
     """Show each run: running, finished or stopped, its steps, losses and time; the last one changed comes last."""
-    if not folder.is_dir() and folder != HERE:
+    if not folder.is_dir() and folder != DEFAULT_FOLDER:
         raise CheckpointError(f"{folder}: there is no such folder.")
-    found = find_runs(folder)
+    infos = find_runs(folder)
     if as_json:
-        echo(json.dumps([_fields(info) for info in found], indent=2, ensure_ascii=False))
-    elif found:
-        _show([_HEADINGS, *map(_row, found)])
+        echo(json.dumps([_fields(info) for info in infos], indent=2, ensure_ascii=False))
+    elif infos:
+        _show([_HEADINGS, *map(_row, infos)])
     else:
         echo(f"no runs in {folder}: `danlu train RECIPE` writes them where the recipe's `output` says")
 
 
 def _fields(info: RunInfo) -> dict[str, Any]:
+    """A run as JSON has it: paths as texts, the time in ISO 8601, NaN and infinities as texts."""
     values: dict[str, Any] = asdict(info) | {
         "folder": str(info.folder),
         "changed": datetime.fromtimestamp(info.changed, UTC).isoformat(timespec="seconds"),
@@ -59,6 +62,7 @@ def _fields(info: RunInfo) -> dict[str, Any]:
 
 
 def _row(info: RunInfo) -> tuple[str, ...]:
+    """The cells of a run in the table."""
     return (
         info.state,
         f"{info.step:,}" if info.steps is None else f"{info.step:,}/{info.steps:,}",
@@ -71,10 +75,11 @@ def _row(info: RunInfo) -> tuple[str, ...]:
 
 
 def _show(rows: list[tuple[str, ...]]) -> None:
+    """Prints the headings and rows with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
-            cell.ljust(width) if heading in _TO_THE_LEFT else cell.rjust(width)
+            cell.ljust(width) if heading in _LEFT_ALIGNED else cell.rjust(width)
             for heading, cell, width in zip(_HEADINGS, row, widths, strict=True)
         ]
         echo("  ".join(cells).rstrip())

@@ -16,7 +16,7 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.adapters.adapter_config import is_adapter
-from danlu.cli.worker import loaded_torch, print_into, work
+from danlu.cli.worker import redirect_output, report_torch_loaded, run_worker
 from danlu.errors import RecipeError
 from danlu.machine import total_memory_bytes, usable_cores
 from danlu.models.hf_folder import LENET, model_type
@@ -26,10 +26,10 @@ from danlu.parallel.world import World, world_from_environment
 from danlu.recipe import Loaded, Recipe
 from danlu.terminal import print_status, print_status_early
 
-LEAST_PROCESS_BYTES = 128 << 20
+MIN_PROCESS_BYTES = 128 << 20
 """Less than what a process that has loaded danlu's training holds for itself alone: 202 MiB of 283, as Linux counts."""
 PROGRESS_S = 3.0
-"""Between lines about how many of the processes have started, where there are more than cores."""
+"""Between lines about how many processes have started, where there are more of them than cores."""
 
 
 def train(
@@ -65,7 +65,7 @@ def train(
             "already. Leave --processes out there"
         )
     if world is not None:
-        work(world, lambda: _share(world, recipe, overrides or [], resume, dry_run, quiet))
+        run_worker(world, lambda: _run_rank(world, recipe, overrides or [], resume, dry_run, quiet))
     loaded = recipes.load(recipe, overrides or [])
     if processes is None or processes == 1:
         code = _train(loaded, resume, dry_run, quiet)
@@ -85,30 +85,34 @@ def train(
         raise typer.Exit(code)
 
 
-def _share(world: World, recipe: Path, overrides: list[str], resume: str, dry_run: bool, quiet: bool) -> int:
-    """What one process of several does."""
+def _run_rank(world: World, recipe: Path, overrides: list[str], resume: str, dry_run: bool, quiet: bool) -> int:
+    """Runs one process of several, and returns its exit code."""
     loaded = recipes.load(recipe, overrides)
-    tell = print_into(world, _folder_of_a_dry_run() if dry_run else Path(loaded.recipe.output).expanduser())
+    print_to_terminal = redirect_output(
+        world, _dry_run_folder() if dry_run else Path(loaded.recipe.output).expanduser()
+    )
     # Here: see `_train`.
     from danlu.parallel.process_group import join_process_group, leave_process_group
 
-    loaded_torch(world)
-    join_process_group(loaded.recipe.device, loaded.recipe.parallel.timeout_s, tell)
+    report_torch_loaded(world)
+    join_process_group(loaded.recipe.device, loaded.recipe.parallel.timeout_s, print_to_terminal)
     code = _train(loaded, resume, dry_run, quiet)
     leave_process_group()
     return code
 
 
-def _folder_of_a_dry_run() -> Path:
-    """For what processes print: the launcher's folder, or one of this process's own."""
-    told = os.environ.get(EXIT_REPORT)
-    return Path(tempfile.mkdtemp(prefix="danlu-dry-run-")) if told is None else Path(told).parent.parent
+def _dry_run_folder() -> Path:
+    """The folder that the processes of a dry run print into: the launcher's, or one of this process's own."""
+    report_file = os.environ.get(EXIT_REPORT)
+    if report_file is None:
+        return Path(tempfile.mkdtemp(prefix="danlu-dry-run-"))
+    return Path(report_file).parent.parent
 
 
 def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: int, logs: Path | None) -> int:
-    """Runs the verb with the same arguments in so many processes.
+    """Starts `danlu train` with the same arguments in so many processes, and returns the exit code.
 
-    logs: of a dry run, the folder that they print into; None where that is the run's.
+    logs: the folder that the processes of a dry run print into; None where that is the run's.
     """
     # Here: see `_train`.
     from danlu.cli.launcher import launch
@@ -127,8 +131,8 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
     def command(attempt: int) -> list[str]:
         latest = CheckpointStore(folder / CHECKPOINTS).latest() if attempt else None
         # What has been saved since the beginning is this run's, wherever it began.
-        ours = latest is not None and (latest.path / MARK).stat().st_mtime >= began
-        return ["-P", "-m", "danlu", "train", *arguments, "--resume", "auto" if ours else resume]
+        is_own = latest is not None and (latest.path / MARK).stat().st_mtime >= began
+        return ["-P", "-m", "danlu", "train", *arguments, "--resume", "auto" if is_own else resume]
 
     def from_where() -> str:
         latest = CheckpointStore(folder / CHECKPOINTS).latest()
@@ -147,11 +151,11 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
 
 
 def check_processes(processes: int) -> None:
-    """Tells of more processes than cores. Raises RecipeError for more than this machine's memory can hold."""
+    """Warns of more processes than cores. Raises RecipeError for more than this machine's memory can hold."""
     cores, memory = usable_cores(), total_memory_bytes()
-    if processes * LEAST_PROCESS_BYTES > memory:
+    if processes * MIN_PROCESS_BYTES > memory:
         raise RecipeError(
-            f"--processes {processes}: each takes {LEAST_PROCESS_BYTES >> 20} MiB before it holds any of the model, "
+            f"--processes {processes}: each takes {MIN_PROCESS_BYTES >> 20} MiB before it holds any of the model, "
             f"and this machine has {memory / 2**30:.0f} GiB in all. Use {cores}, as many as it has cores"
         )
     if processes > cores:
@@ -162,7 +166,7 @@ def check_processes(processes: int) -> None:
 
 
 def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
-    """Returns the exit code."""
+    """Trains in this process and returns the exit code."""
     if not quiet:
         print_status_early(f"training in {loaded.recipe.output}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
@@ -182,12 +186,12 @@ def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
     already = "was finished already, " if outcome.already else "finished "
     say(f"{already}after step {outcome.steps}: {outcome.folder}")
     for folder in outcome.exported:
-        say(f"  {'adapter' if is_adapter(folder) else 'model'} in {folder}: {what_to_try(folder)}")
+        say(f"  {'adapter' if is_adapter(folder) else 'model'} in {folder}: {suggested_commands(folder)}")
     return 0
 
 
-def what_to_try(folder: Path) -> str:
-    """What can be done with a result, a model or an adapter."""
+def suggested_commands(folder: Path) -> str:
+    """What can be done with a result, a model's or an adapter's folder."""
     if is_adapter(folder):
         return f"try `danlu chat {folder}` or `danlu merge {folder} MODEL_FOLDER`"
     if model_type(folder) == LENET:
@@ -200,4 +204,4 @@ def _say(text: str) -> None:
 
 
 def _silent(text: str) -> None:
-    """What --quiet says."""
+    """Takes the place of `_say` under --quiet."""

@@ -1,4 +1,4 @@
-"""One process of several that do the work of a verb: where its words go, and what it leaves for whoever started it."""
+"""One process of several that run a verb together: where its output goes, and the exit report that it leaves."""
 
 from __future__ import annotations
 
@@ -20,66 +20,69 @@ from danlu.parallel.world import World, format_ranks
 from danlu.terminal import printable
 
 LOGS = "logs"
-"""The folder, inside that of a run, for what each process but the first prints, and for how each ended."""
+"""The folder inside a run's for the output of each process but the first, and for the exit report of each."""
 
 
 def log_file(folder: Path, rank: int) -> Path:
+    """The file that a process other than the first prints into."""
     return folder / LOGS / f"rank-{rank}.txt"
 
 
 def exit_report_file(folder: Path, rank: int) -> Path:
+    """The file with the exit report of a process."""
     return folder / LOGS / f"rank-{rank}.json"
 
 
-def work(world: World, body: Callable[[], int]) -> NoReturn:
-    """Does one process's share of a run, and ends the process.
+def run_worker(world: World, body: Callable[[], int]) -> NoReturn:
+    """Runs `body`, one process's share of a verb, and ends the process.
 
-    body: calls `print_into` as soon as it knows the run's folder, and returns the exit code: 0, or 128 + the signal
-    that stopped it. An error is left for the launcher; where something else has started the processes, one of those
-    that met it tells the terminal. Ends by os._exit: gloo's threads may abort a process that ends in the ordinary way.
+    body: calls `redirect_output` as soon as it knows the run's folder, and returns the exit code: 0, or 128 + the
+    signal that stopped it. An error is left to the launcher in an exit report; where something else has started the
+    processes, one of those that raised it prints it. Ends by os._exit: gloo's threads may abort a process that ends in
+    the ordinary way.
     """
     terminal = os.dup(sys.stderr.fileno())
     try:
-        _leave_room(world)
+        _write_first_report(world)
         code = body()
         report = ExitReport(world.rank, "stopped" if code else "finished", code)
     except (Stopped, KeyboardInterrupt) as stop:
-        said = str(stop) or "interrupted"
-        _print(f"{said}\n")
-        report = ExitReport(world.rank, "stopped", getattr(stop, "exit_code", 128 + signal.SIGINT), (said,))
+        message = str(stop) or "interrupted"
+        _print(f"{message}\n")
+        report = ExitReport(world.rank, "stopped", getattr(stop, "exit_code", 128 + signal.SIGINT), (message,))
     except BaseException as error:
         report = exit_report_of(world.rank, error)
     try:
         exit_reports.write_report(report)
-        left = _launched()
+        has_launcher = _launched()
     except OSError:  # a full disk, where not even the room for this could be reserved
-        left = False
+        has_launcher = False
     if not report.succeeded:
-        _tell(world, report, terminal, left)
+        _print_error(world, report, terminal, is_reported=has_launcher)
     _print("")
     # The launcher would take a stopped process for one that failed, and end those that are still saving.
     os._exit(0 if report.succeeded and _launched() else report.exit_code)
 
 
-def loaded_torch(world: World) -> None:
-    """Lets the launcher know that this process has come so far, the longest part of its start."""
+def report_torch_loaded(world: World) -> None:
+    """Lets the launcher know that this process has loaded torch, the longest part of its start."""
     with suppress(OSError):  # a disk that is full is told of when there is something to lose
         exit_reports.write_report(ExitReport(world.rank, "begun", said=(exit_reports.LOADED,)))
 
 
-def print_into(world: World, folder: Path) -> Callable[[str], None]:
-    """From now on all that this process and its libraries print goes to a file in the run's folder; rank 0's does not.
+def redirect_output(world: World, folder: Path) -> Callable[[str], None]:
+    """Redirects stdout and stderr of this process and its libraries to a file in the run's folder, except rank 0's.
 
-    Returns what still tells the terminal something. Raises ResourceError if the file cannot be written.
+    Returns a function that prints to the terminal all the same. Raises ResourceError if the file cannot be written.
     """
     terminal = os.dup(sys.stderr.fileno())
 
-    def tell(text: str) -> None:
+    def print_to_terminal(text: str) -> None:
         # By write(2): a progress bar of the main thread may hold Python's own stream.
         os.write(terminal, printable(f"\n{text}\n").encode())
 
     if not world.rank:
-        return tell
+        return print_to_terminal
     file = log_file(folder, world.rank)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,31 +96,31 @@ def print_into(world: World, folder: Path) -> Callable[[str], None]:
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.close(log)
-    return tell
+    return print_to_terminal
 
 
 def exit_report_of(rank: int, error: BaseException) -> ExitReport:
-    """What is told of an error: a DanluError's text; else what it means, what the process was at, and the traceback."""
+    """The report of an error: a DanluError's text; else what it means, the phase of the run, and the traceback."""
     process_group = _process_group()
-    shown = error if process_group is None else process_group.error_to_report(error)
-    if isinstance(shown, RecipeError):
-        return ExitReport(rank, "error", shown.exit_code, tuple(shown.problems))
-    if isinstance(shown, DanluError):
-        return ExitReport(rank, "error" if shown is error else "hang", shown.exit_code, (str(shown),))
+    reported = error if process_group is None else process_group.error_to_report(error)
+    if isinstance(reported, RecipeError):
+        return ExitReport(rank, "error", reported.exit_code, tuple(reported.problems))
+    if isinstance(reported, DanluError):
+        return ExitReport(rank, "error" if reported is error else "hang", reported.exit_code, (str(reported),))
     where = "" if process_group is None else str(process_group.PHASE)
     trace = "".join(traceback.format_exception(error)).rstrip()
     if exit_reports.is_peer_failure(error):
-        said = (
+        message = (
             "another process of this run is gone, or does not answer; what it said last is in its own log. "
             f"{type(error).__name__}{f' at {where}' if where else ''}: {error}\n{trace}"
         )
-        return ExitReport(rank, "consequence", DanluError.exit_code, (said,))
+        return ExitReport(rank, "consequence", DanluError.exit_code, (message,))
     unexpected = as_danlu_error(error, where)
     return ExitReport(rank, "failure", unexpected.exit_code, (f"{unexpected}\n{trace}",))
 
 
-def _leave_room(world: World) -> None:
-    """Says that this process is at work, in a file with room for how it will end."""
+def _write_first_report(world: World) -> None:
+    """Reports that this process has begun, in a file with room for the report of how it ends."""
     try:
         exit_reports.write_report(ExitReport(world.rank, "begun"))
     except OSError as error:
@@ -128,7 +131,7 @@ def _leave_room(world: World) -> None:
 
 
 def _print(text: str) -> None:
-    """To stderr, with what is still held back of stdout; a log on a full disk takes nothing, and that ends no run."""
+    """Prints to stderr after flushing stdout; a log on a full disk takes nothing, and that ends no run."""
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.write(printable(text))
@@ -142,13 +145,14 @@ def _process_group() -> Any:
 
 
 def _launched() -> bool:
+    """Whether `danlu train --processes` has started this process, and reads its exit report."""
     return exit_reports.EXIT_REPORT in os.environ
 
 
-def _tell(world: World, report: ExitReport, terminal: int, left: bool) -> None:
-    """Into this process's log; and to the terminal, unless the launcher does it or another process has done it.
+def _print_error(world: World, report: ExitReport, terminal: int, *, is_reported: bool) -> None:
+    """Prints an error into this process's log, and to the terminal unless somebody else does.
 
-    left: whether it has been left for the launcher.
+    is_reported: whether the launcher will print it. Without a launcher the first process that fails does.
     """
     text = "".join(f"error: {said}\n" for said in report.said)
     in_a_log = not os.path.sameopenfile(terminal, sys.stderr.fileno())
@@ -156,12 +160,12 @@ def _tell(world: World, report: ExitReport, terminal: int, left: bool) -> None:
         _print(text)
     elif report.exit_code == RecipeError.exit_code and world.local_rank not in (0, None):
         return  # a recipe that cannot be read: the first process of this machine says it too
-    if left or (report.kind == "consequence" and report.rank):
+    if is_reported or (report.kind == "consequence" and report.rank):
         return
     process_group = _process_group()
     if process_group is None or process_group.is_first_to_report():
-        whose = "" if report.kind == "hang" or not report.rank else f"{format_ranks([report.rank])}: "
+        source = "" if report.kind == "hang" or not report.rank else f"{format_ranks([report.rank])}: "
         if report.kind == "failure":
             text = f"error: {without_traceback(report.said[0], sys.argv[1:])}\n"
         with suppress(OSError):  # the other end of a pipe is gone
-            os.write(terminal, printable(text.replace("error: ", f"error: {whose}", 1)).encode())
+            os.write(terminal, printable(text.replace("error: ", f"error: {source}", 1)).encode())
