@@ -157,12 +157,12 @@ def test_five_steps_equal_the_formula_in_float64(section: Optimizer) -> None:
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     parameters, optimizer = trained(Muon(), 1)
-    assert [type(part).__name__ for part in optimizer.parts] == ["Muon", "AdamW"]
-    muon_only = optimizer.parts[0].param_groups[0]["params"]
+    assert [type(part).__name__ for part in optimizer.optimizers] == ["Muon", "AdamW"]
+    muon_only = optimizer.optimizers[0].param_groups[0]["params"]
     assert len(muon_only) == 1 and muon_only[0] is parameters[MATRIX]
-    assert optimizer.parts[1].param_groups[0]["lr"] == Muon().adamw_learning_rate
+    assert optimizer.optimizers[1].param_groups[0]["lr"] == Muon().adamw_learning_rate
     matrix = {MATRIX: Parameter(torch.randn(4, 4))}
-    assert [type(part).__name__ for part in build(matrix.items(), Muon()).parts] == ["Muon"]
+    assert [type(part).__name__ for part in build(matrix.items(), Muon()).optimizers] == ["Muon"]
 
 
 @each
@@ -248,7 +248,7 @@ def test_learning_rate_is_the_base_times_the_multiplier_also_after_a_resume() ->
     fresh.load_state(optimizer.state_tensors(), optimizer.state_scalars())
     fresh.set_learning_rate(0.25)
     assert fresh.learning_rate == 0.005
-    assert {group["lr"] for part in fresh.parts for group in part.param_groups} == {0.005, 0.00025}
+    assert {group["lr"] for part in fresh.optimizers for group in part.param_groups} == {0.005, 0.00025}
 
 
 def test_a_ratio_of_learning_rates_by_name() -> None:
@@ -256,7 +256,7 @@ def test_a_ratio_of_learning_rates_by_name() -> None:
         names = {parameter: name for name, parameter in optimizer.parameters.items()}
         return {
             names[parameter]: group["lr"]
-            for part in optimizer.parts
+            for part in optimizer.optimizers
             for group in part.param_groups
             for parameter in group["params"]
         }

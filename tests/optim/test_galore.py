@@ -287,7 +287,7 @@ def test_hidden_matrices_are_projected_and_the_rest_is_adamw() -> None:
         "norm.weight": (8,),
     }
     parameters = {name: Parameter(torch.zeros(shape)) for name, shape in named.items()}
-    first, second = build(parameters.items(), SECTION).parts
+    first, second = build(parameters.items(), SECTION).optimizers
     assert isinstance(first, GaLore) and list(first.gradients) == [parameters["layers.0.q_proj.weight"]]
     assert sum(len(group["params"]) for group in second.param_groups) == 4
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.memory.page_file import PageFile, aligned, default_folder, whole_pages
-from danlu.optim.moments import Specs, State
+from danlu.optim.moments import State, TensorSpecs
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PagedState:
     Raises ResourceError when the file cannot be made there.
     """
 
-    def __init__(self, specs: Mapping[Parameter, Specs], folder: Path | None) -> None:
+    def __init__(self, specs: Mapping[Parameter, TensorSpecs], folder: Path | None) -> None:
         self._specs = dict(specs)
         self._extents: dict[Parameter, _Extent] = {}
         end = 0
@@ -104,7 +104,7 @@ class PagedState:
         return self._state[parameter]
 
 
-def paged_state(specs: Mapping[Parameter, Specs], folder: str | None) -> PagedState:
+def paged_state(specs: Mapping[Parameter, TensorSpecs], folder: str | None) -> PagedState:
     """Pages in a file in `folder` or, without one, in the default folder for parameters on CPU and in the host's memory
     for those on a GPU. Raises ResourceError when the file cannot be made there."""
     if folder is not None:
@@ -113,7 +113,7 @@ def paged_state(specs: Mapping[Parameter, Specs], folder: str | None) -> PagedSt
     return PagedState(specs, default_folder() if on_cpu else None)
 
 
-def _lay_out(tensor_specs: Specs, start: int) -> _Extent:
+def _lay_out(tensor_specs: TensorSpecs, start: int) -> _Extent:
     """Aligned offsets of the tensors of one parameter's state, from `start` on."""
     offsets, end = {}, start
     for name, spec in tensor_specs.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.optim.moments import Float32Moments, Moments, Spec, State, StatePages
+from danlu.optim.moments import Float32Moments, Moments, State, StatePages, TensorSpec
 from danlu.optim.sparse import MAX_ROW_SHARE
 
 
@@ -118,7 +118,7 @@ class AdamW:
             else:
                 self.state[parameter] = {name: tensor.to(parameter.device) for name, tensor in state.items()}
 
-    def _init_state(self, parameter: Parameter, zeros: Callable[[Spec, torch.device], Tensor]) -> State:
+    def _init_state(self, parameter: Parameter, zeros: Callable[[TensorSpec, torch.device], Tensor]) -> State:
         if self.pages is not None:
             state = self.pages.zeros(parameter)
         else:
@@ -128,11 +128,11 @@ class AdamW:
         return state
 
 
-def _zeros(spec: Spec, device: torch.device) -> Tensor:
+def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
     return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
 
 
-def _untouched_zeros(spec: Spec, device: torch.device) -> Tensor:
+def _untouched_zeros(spec: TensorSpec, device: torch.device) -> Tensor:
     """Zeros that take no memory until they are written: numpy asks the system for them, torch would write each."""
     assert device.type == "cpu", "only the CPU's memory is given out untouched"
     dtype = {torch.float32: np.float32, torch.uint8: np.uint8}[spec.dtype]

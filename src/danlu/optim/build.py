@@ -1,4 +1,4 @@
-"""From the recipe's optimizer section to one object that steps, is saved and is resumed, whatever is inside."""
+"""The optimizer of a recipe: one object that steps, is saved and is resumed, whichever optimizers are in it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from danlu.optim.adamw import AdamW
 from danlu.optim.clip import HasGradient
 from danlu.optim.eight_bit import EightBitMoments
 from danlu.optim.galore import GaLore
-from danlu.optim.groups import ParameterGroup, parameter_groups, role, trainable
+from danlu.optim.groups import parameter_groups, role, trainable
 from danlu.optim.lion import Lion
-from danlu.optim.moments import Float32Moments, Moments, Spec, Specs, StatePages
+from danlu.optim.moments import Float32Moments, Moments, StatePages, TensorSpecs
+from danlu.optim.optimizer_state import AnyOptimizer, check_state, replace_state, state_specs
 from danlu.optim.sparse import densify_gradient, has_sparse_gradient
 from danlu.recipe import sections
 
 NamedParameters = list[tuple[str, Parameter]]
 RateOf = Callable[[str], float]
-Part = torch.optim.Optimizer | AdamW | GaLore
-PagedState = Callable[[Mapping[Parameter, Specs], str | None], StatePages]
+PagedState = Callable[[Mapping[Parameter, TensorSpecs], str | None], StatePages]
 """(what is kept for each parameter, folder of the file) -> the pages it is kept in."""
 
 
@@ -36,37 +36,46 @@ class Optimizers:
     moments are kept in 8 bits; step counters are tensors of shape [].
     """
 
-    def __init__(self, kind: str, parts: Sequence[Part], named_parameters: NamedParameters) -> None:
+    def __init__(self, kind: str, optimizers: Sequence[AnyOptimizer], named_parameters: NamedParameters) -> None:
         self.kind = kind
-        self.parts = tuple(parts)
+        self.optimizers = tuple(optimizers)
         self.parameters = dict(named_parameters)
-        self._part_of = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
-        assert set(self._part_of) == set(self.parameters.values()), "the parts do not cover the parameters"
+        self._optimizer_of = {
+            p: optimizer for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        }
+        assert set(self._optimizer_of) == set(self.parameters.values()), "the optimizers do not cover the parameters"
         self._multiplier = 1.0
-        for part in self.parts:
-            for group in part.param_groups:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 group["base_lr"] = group["lr"]
         self.set_learning_rate(1.0)
 
     @property
     def learning_rate(self) -> float:
         """The current rate: the recipe's `learning_rate` times the schedule. Groups may have a ratio to it."""
-        return float(self.parts[0].param_groups[0]["base_lr"]) * self._multiplier
+        return float(self.optimizers[0].param_groups[0]["base_lr"]) * self._multiplier
 
     def set_learning_rate(self, multiplier: float) -> None:
         """Sets each group's rate to its own base rate times its ratio times `multiplier`."""
         self._multiplier = multiplier
-        for part in self.parts:
-            for group in part.param_groups:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * group["ratio"] * multiplier
 
     def gradient_holders(self) -> list[HasGradient]:
         """Everything whose `.grad` a step divides and clips: the parameters, and what holds low-rank gradients."""
-        return [*self.parameters.values(), *(low for part in self._projecting() for low in part.gradients.values())]
+        return [
+            *self.parameters.values(),
+            *(low for optimizer in self._galore_optimizers() for low in optimizer.gradients.values()),
+        ]
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """The gradient that each parameter has, low-rank where it is projected."""
-        low_rank = {parameter: low.grad for part in self._projecting() for parameter, low in part.gradients.items()}
+        low_rank = {
+            parameter: low.grad
+            for optimizer in self._galore_optimizers()
+            for parameter, low in optimizer.gradients.items()
+        }
         for name, parameter in self.parameters.items():
             yield name, low_rank.get(parameter) if parameter.grad is None else parameter.grad
 
@@ -78,39 +87,39 @@ class Optimizers:
         """
         # Row-sparse gradients come last, one at a time: those that must be made dense then find the others freed.
         row_sparse = {parameter for parameter in self.parameters.values() if has_sparse_gradient(parameter)}
-        for part in self.parts:
-            if isinstance(part, GaLore):
-                part.step(free_gradients)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, GaLore):
+                optimizer.step(free_gradients)
             elif (
                 free_gradients
                 or row_sparse
-                or all(p.device.type == "cpu" for group in part.param_groups for p in group["params"])
+                or all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
             ):
-                _step_one_by_one(part, set(self.parameters.values()) - row_sparse, free_gradients)
+                _step_one_by_one(optimizer, set(self.parameters.values()) - row_sparse, free_gradients)
             else:
-                part.step()
-        for part in self.parts if row_sparse else ():
-            _step_one_by_one(part, row_sparse, free_gradients)
+                optimizer.step()
+        for optimizer in self.optimizers if row_sparse else ():
+            _step_one_by_one(optimizer, row_sparse, free_gradients)
 
     def zero_grad(self) -> None:
         """Drops all gradients (sets them to None)."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        for part in self._projecting():
-            part.zero_grad()
+        for optimizer in self._galore_optimizers():
+            optimizer.zero_grad()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state, not a copy: a writer that runs beside training must copy before the next step."""
+        """The state itself by name, not a copy: the next step changes it."""
         return {
             f"{key}.{name}": value
             for name, parameter in self.parameters.items()
-            for key, value in self._part_of[parameter].state.get(parameter, {}).items()
+            for key, value in self._optimizer_of[parameter].state.get(parameter, {}).items()
             if value is not None  # torch keeps `momentum_buffer: None` for SGD without momentum
         }
 
     def state_scalars(self) -> dict[str, Any]:
         """The JSON part of the state: the kind, and the parameters that have had no gradient yet."""
-        unstepped = [name for name, p in self.parameters.items() if not self._part_of[p].state.get(p)]
+        unstepped = [name for name, p in self.parameters.items() if not self._optimizer_of[p].state.get(p)]
         return {"kind": self.kind, "unstepped": unstepped}
 
     def room_for_state(self, scalars: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -120,12 +129,12 @@ class Optimizers:
         """
         self._check_kind(scalars)
         room = {}
-        for name, spec in self._expected(unstepped=set(scalars.get("unstepped", ()))).items():
+        for name, spec in self._expected_state(unstepped=set(scalars.get("unstepped", ()))).items():
             key, _, parameter_name = name.partition(".")
             parameter = self.parameters[parameter_name]
-            part = self._part_of[parameter]
-            if isinstance(part, AdamW) and part.pages is not None:
-                room[name] = part.pages.tensors(parameter)[key]
+            optimizer = self._optimizer_of[parameter]
+            if isinstance(optimizer, AdamW) and optimizer.pages is not None:
+                room[name] = optimizer.pages.tensors(parameter)[key]
             else:
                 room[name] = torch.empty(spec.shape, dtype=spec.dtype)
         return room
@@ -138,46 +147,46 @@ class Optimizers:
         missing, unknown, or of another shape or type.
         """
         self._check_kind(scalars)
-        expected = self._expected(unstepped=set(scalars.get("unstepped", ())))
-        _check_state(tensors, expected)
-        states: dict[Part, dict[Parameter, dict[str, Tensor]]] = defaultdict(dict)
+        expected = self._expected_state(unstepped=set(scalars.get("unstepped", ())))
+        check_state(tensors, expected)
+        states: dict[AnyOptimizer, dict[Parameter, dict[str, Tensor]]] = defaultdict(dict)
         for name in expected:
             key, _, parameter_name = name.partition(".")
             parameter = self.parameters[parameter_name]
-            states[self._part_of[parameter]].setdefault(parameter, {})[key] = tensors[name]
-        for part in self.parts:
-            _replace_state(part, states[part])
+            states[self._optimizer_of[parameter]].setdefault(parameter, {})[key] = tensors[name]
+        for optimizer in self.optimizers:
+            replace_state(optimizer, states[optimizer])
 
     def state_bytes(self) -> int:
         """Bytes of state once every parameter has been stepped, known before the first step allocates it."""
-        return sum(spec.bytes for spec in self._expected(unstepped=set()).values())
+        return sum(spec.bytes for spec in self._expected_state(unstepped=set()).values())
 
     def resident_state_bytes(self) -> int:
         """Those of `state_bytes` that stay in memory: of paged state, what belongs to the largest parameter."""
         resident = 0
-        for part in self.parts:
+        for optimizer in self.optimizers:
             sizes = [
-                sum(spec.bytes for spec in _specs(part, parameter).values())
-                for group in part.param_groups
+                sum(spec.bytes for spec in state_specs(optimizer, parameter).values())
+                for group in optimizer.param_groups
                 for parameter in group["params"]
             ]
-            resident += max(sizes) if isinstance(part, AdamW) and part.pages is not None else sum(sizes)
+            resident += max(sizes) if isinstance(optimizer, AdamW) and optimizer.pages is not None else sum(sizes)
         return resident
 
     def gradient_bytes(self) -> int:
         """Bytes of all gradients of a step; projected ones are of low rank, and one of them is whole at a time."""
         total, largest = 0, 0
         for parameter in self.parameters.values():
-            part = self._part_of[parameter]
-            if isinstance(part, GaLore):
+            optimizer = self._optimizer_of[parameter]
+            if isinstance(optimizer, GaLore):
                 largest = max(largest, parameter.nbytes)
-                total += part.low_rank_shape(parameter).numel() * parameter.itemsize
+                total += optimizer.low_rank_shape(parameter).numel() * parameter.itemsize
             else:
                 total += parameter.nbytes
         return total + largest
 
-    def _projecting(self) -> list[GaLore]:
-        return [part for part in self.parts if isinstance(part, GaLore)]
+    def _galore_optimizers(self) -> list[GaLore]:
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, GaLore)]
 
     def _check_kind(self, scalars: Mapping[str, Any]) -> None:
         if scalars.get("kind") != self.kind:
@@ -186,12 +195,13 @@ class Optimizers:
                 f"{self.kind!r}. Resume with the recipe of the run, or start a new run from its weights."
             )
 
-    def _expected(self, unstepped: set[str]) -> Specs:
+    def _expected_state(self, unstepped: set[str]) -> TensorSpecs:
+        """Shape and type of every state tensor by its name, of parameters that are not in `unstepped`."""
         return {
             f"{key}.{name}": spec
             for name, parameter in self.parameters.items()
             if name not in unstepped
-            for key, spec in _specs(self._part_of[parameter], parameter).items()
+            for key, spec in state_specs(self._optimizer_of[parameter], parameter).items()
         }
 
 
@@ -223,8 +233,8 @@ def build(
                 "Load the model in float32; `precision` sets the type of activations."
             )
     # Named by the section's own kind: the state is the same, so a resumed run may begin to offload it, or cease to.
-    parts = _parts(named, _paged(section, folder) if offload else section, rate_of, paged_state)
-    return Optimizers(section.kind, parts, named)
+    optimizers = _make_optimizers(named, _paged(section, folder) if offload else section, rate_of, paged_state)
+    return Optimizers(section.kind, optimizers, named)
 
 
 def _paged(section: sections.Optimizer, folder: str | None) -> sections.Optimizer:
@@ -241,10 +251,10 @@ def _paged(section: sections.Optimizer, folder: str | None) -> sections.Optimize
     raise AssertionError(f"the recipe's rules offload AdamW's state alone, not that of {section.kind}")
 
 
-def _parts(
+def _make_optimizers(
     named: NamedParameters, section: sections.Optimizer, rate_of: RateOf | None, paged_state: PagedState | None
-) -> list[Part]:
-    groups = _for_torch(parameter_groups(named, section.decay, section.weight_decay, rate_of))
+) -> list[AnyOptimizer]:
+    groups = _param_groups(named, section, rate_of)
     rate = section.learning_rate
     match section:
         case sections.AdamW():
@@ -254,7 +264,7 @@ def _parts(
             return [AdamW(groups, rate, section.betas, section.eps, moments=moments)]
         case sections.PagedAdamW():
             paged: Moments = EightBitMoments() if section.bits == 8 else Float32Moments()
-            assert paged_state is not None, "whoever builds a paged optimizer says where its pages are"
+            assert paged_state is not None, "a paged optimizer needs `paged_state`, which makes its pages"
             pages = paged_state({parameter: paged.specs(parameter.shape) for _, parameter in named}, section.folder)
             return [AdamW(groups, rate, section.betas, section.eps, moments=paged, pages=pages)]
         case sections.SGD():
@@ -278,21 +288,21 @@ def _hidden(named: NamedParameters) -> tuple[NamedParameters, NamedParameters]:
     return hidden, [pair for pair in named if pair[0] not in names]
 
 
-def _muon(named: NamedParameters, section: sections.Muon, rate_of: RateOf | None) -> list[Part]:
+def _muon(named: NamedParameters, section: sections.Muon, rate_of: RateOf | None) -> list[AnyOptimizer]:
     """Muon for hidden matrices, AdamW for the rest."""
     hidden, rest = _hidden(named)
-    parts: list[Part] = []
+    optimizers: list[AnyOptimizer] = []
     if hidden:
-        groups = _for_torch(parameter_groups(hidden, section.decay, section.weight_decay, rate_of))
+        groups = _param_groups(hidden, section, rate_of)
         rate, steps = section.learning_rate, section.newton_schulz_steps
-        parts.append(torch.optim.Muon(groups, lr=rate, momentum=section.momentum, ns_steps=steps))
+        optimizers.append(torch.optim.Muon(groups, lr=rate, momentum=section.momentum, ns_steps=steps))
     if rest:
-        groups = _for_torch(parameter_groups(rest, section.decay, section.weight_decay, rate_of))
-        parts.append(AdamW(groups, section.adamw_learning_rate, section.adamw_betas, eps=1e-8))
-    return parts
+        groups = _param_groups(rest, section, rate_of)
+        optimizers.append(AdamW(groups, section.adamw_learning_rate, section.adamw_betas, eps=1e-8))
+    return optimizers
 
 
-def _galore(named: NamedParameters, section: sections.GaLore, rate_of: RateOf | None) -> list[Part]:
+def _galore(named: NamedParameters, section: sections.GaLore, rate_of: RateOf | None) -> list[AnyOptimizer]:
     """GaLore for hidden matrices, AdamW for the rest."""
     hidden, rest = _hidden(named)
     if not hidden:
@@ -305,95 +315,47 @@ def _galore(named: NamedParameters, section: sections.GaLore, rate_of: RateOf | 
         )
     moments: Moments = EightBitMoments() if section.states == "adamw8bit" else Float32Moments()
     rate, betas, eps = section.learning_rate, section.betas, section.eps
-    groups = _for_torch(parameter_groups(hidden, section.decay, section.weight_decay, rate_of))
+    groups = _param_groups(hidden, section, rate_of)
     rank, every, scale = section.rank, section.update_every, section.scale
-    parts: list[Part] = [GaLore(groups, rate, betas, eps, rank=rank, update_every=every, scale=scale, moments=moments)]
+    optimizers: list[AnyOptimizer] = [
+        GaLore(groups, rate, betas, eps, rank=rank, update_every=every, scale=scale, moments=moments)
+    ]
     if rest:
-        groups = _for_torch(parameter_groups(rest, section.decay, section.weight_decay, rate_of))
-        parts.append(AdamW(groups, rate, betas, eps, moments=moments))
-    return parts
+        groups = _param_groups(rest, section, rate_of)
+        optimizers.append(AdamW(groups, rate, betas, eps, moments=moments))
+    return optimizers
 
 
-def _for_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
+def _param_groups(named: NamedParameters, section: sections.Optimizer, rate_of: RateOf | None) -> list[dict[str, Any]]:
+    """The parameter groups as torch's optimizers take them; "ratio" is a group's learning rate over the optimizer's."""
     return [
-        {"params": list(group.parameters), "weight_decay": group.weight_decay, "ratio": group.ratio} for group in groups
+        {"params": list(group.parameters), "weight_decay": group.weight_decay, "ratio": group.ratio}
+        for group in parameter_groups(named, section.decay, section.weight_decay, rate_of)
     ]
 
 
-def _step_one_by_one(part: Part, parameters: Set[Parameter], free_gradients: bool) -> None:
-    """Steps those of a part's parameters that are in `parameters`, one at a time.
+def _step_one_by_one(optimizer: AnyOptimizer, parameters: Set[Parameter], free_gradients: bool) -> None:
+    """Steps those of an optimizer's parameters that are in `parameters`, one at a time.
 
-    For each, the part's groups are cut down to that parameter alone. The result is the same: no optimizer carries
+    For each, the optimizer's groups are cut down to that parameter alone. The result is the same: no optimizer carries
     anything from one parameter of a step to the next.
     """
-    members = [group["params"] for group in part.param_groups]
-    for group in part.param_groups:
+    members = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
         group["params"] = []
     try:
-        for group, own in zip(part.param_groups, members, strict=True):
+        for group, own in zip(optimizer.param_groups, members, strict=True):
             for parameter in own:
                 if parameter.grad is None or parameter not in parameters:
                     continue
                 sparse = has_sparse_gradient(parameter)
-                if not (sparse and isinstance(part, AdamW) and part.step_rows(group, parameter)):
+                if not (sparse and isinstance(optimizer, AdamW) and optimizer.step_rows(group, parameter)):
                     densify_gradient(parameter)
                     group["params"] = [parameter]
-                    part.step()
+                    optimizer.step()
                 if free_gradients:
                     parameter.grad = None
             group["params"] = []
     finally:
-        for group, own in zip(part.param_groups, members, strict=True):
+        for group, own in zip(optimizer.param_groups, members, strict=True):
             group["params"] = own
-
-
-def _specs(part: Part, parameter: Parameter) -> Specs:
-    """The state a part keeps for a parameter after its first step; a test holds this against every part's real one."""
-    shape, scalar = parameter.shape, Spec(torch.Size([]))
-    match part:
-        case AdamW():
-            return part.moments.specs(shape)
-        case GaLore():
-            return part.specs(parameter)
-        case torch.optim.SGD():
-            return {"momentum_buffer": Spec(shape)} if part.defaults["momentum"] else {}
-        case torch.optim.Adafactor() if parameter.ndim > 1:
-            rows, columns = torch.Size([*shape[:-1], 1]), torch.Size([*shape[:-2], 1, shape[-1]])
-            return {"step": scalar, "row_var": Spec(rows), "col_var": Spec(columns)}
-        case torch.optim.Adafactor():
-            return {"step": scalar, "variance": Spec(shape)}
-        case Lion():
-            return {"exp_avg": Spec(shape)}
-        case torch.optim.Muon():
-            return {"momentum_buffer": Spec(shape)}
-    raise AssertionError(f"no state is known for {type(part).__name__}")
-
-
-def _check_state(tensors: Mapping[str, Tensor], expected: Specs) -> None:
-    problem = None
-    if missing := sorted(expected.keys() - tensors.keys()):
-        problem = f"{len(missing)} tensors are missing, the first is {missing[0]}"
-    elif unknown := sorted(tensors.keys() - expected.keys()):
-        problem = f"{len(unknown)} tensors belong to no trained parameter, the first is {unknown[0]}"
-    else:
-        for name, spec in expected.items():
-            tensor = tensors[name]
-            if (tensor.shape, tensor.dtype) != (spec.shape, spec.dtype):
-                problem = f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {spec.dtype} {list(spec.shape)}"
-                break
-    if problem:
-        raise CheckpointError(
-            f"optimizer state of the checkpoint: {problem}. It was written by another model or recipe; "
-            "resume with the recipe of the run, or start a new run from its weights."
-        )
-
-
-def _replace_state(part: Part, states: Mapping[Parameter, dict[str, Tensor]]) -> None:
-    """Gives a part its state by its own method, which knows the device of each tensor (some step counters stay on the
-    host)."""
-    if isinstance(part, AdamW | GaLore):
-        part.load(states)
-        return
-    ordered = [parameter for group in part.param_groups for parameter in group["params"]]
-    indexed = {index: states[parameter] for index, parameter in enumerate(ordered) if parameter in states}
-    part.load_state_dict({"state": indexed, "param_groups": part.state_dict()["param_groups"]})

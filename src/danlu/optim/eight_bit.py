@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.optim.moments import Float32Moments, Spec, Specs, State, fused_adamw
+from danlu.optim.moments import Float32Moments, State, TensorSpec, TensorSpecs, fused_adamw
 
 # Elements that are decoded, updated and encoded together, in 14 bytes each. 63M parameters take 475 ms by 2^15, 354 by
 # 2^18 and 331 by 2^20 (two threads); where other processes want the cores, few large chunks wait less for threads.
@@ -93,14 +93,14 @@ class EightBitMoments:
         self._float32 = Float32Moments()
         self._buffers: dict[torch.device, _Buffers] = {}
 
-    def specs(self, shape: torch.Size) -> Specs:
+    def specs(self, shape: torch.Size) -> TensorSpecs:
         count = shape.numel()
         if count < self.smallest:
             return self._float32.specs(shape)
-        absmax = Spec(torch.Size([-(-count // self.block)]))
-        codes = Spec(shape, torch.uint8)
+        absmax = TensorSpec(torch.Size([-(-count // self.block)]))
+        codes = TensorSpec(shape, torch.uint8)
         return {
-            "step": Spec(torch.Size([])),
+            "step": TensorSpec(torch.Size([])),
             "exp_avg": codes,
             "exp_avg_sq": codes,
             "exp_avg_absmax": absmax,

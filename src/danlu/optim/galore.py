@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.optim.clip import non_finite
-from danlu.optim.moments import Moments, Spec, Specs, State
+from danlu.optim.moments import Moments, State, TensorSpec, TensorSpecs
 
 
 @dataclass
@@ -82,11 +82,11 @@ class GaLore:
         rows, columns = parameter.shape
         return torch.Size((rows, self.rank) if rows >= columns else (self.rank, columns))
 
-    def specs(self, parameter: Parameter) -> Specs:
+    def specs(self, parameter: Parameter) -> TensorSpecs:
         """The state that is kept for a parameter."""
         rows, columns = parameter.shape
         projector = torch.Size((self.rank, columns) if rows >= columns else (rows, self.rank))
-        return {"projector": Spec(projector), **self.moments.specs(self.low_rank_shape(parameter))}
+        return {"projector": TensorSpec(projector), **self.moments.specs(self.low_rank_shape(parameter))}
 
     @torch.no_grad()
     def project_gradient(self, parameter: Parameter) -> None:

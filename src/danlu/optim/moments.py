@@ -13,11 +13,11 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 State = dict[str, Tensor]
-Specs = dict[str, "Spec"]
+TensorSpecs = dict[str, "TensorSpec"]
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """Shape and type of a tensor that an optimizer keeps."""
 
     shape: torch.Size
@@ -32,7 +32,7 @@ class Spec:
 class Moments(Protocol):
     """A way of keeping the two moments. The state of a parameter is a dictionary of tensors, all zeros at first."""
 
-    def specs(self, shape: torch.Size) -> Specs:
+    def specs(self, shape: torch.Size) -> TensorSpecs:
         """What is kept for a parameter of this shape."""
 
     def update(
@@ -66,8 +66,8 @@ class StatePages(Protocol):
 class Float32Moments:
     """`step` (shape []), `exp_avg` and `exp_avg_sq` (of the parameter's shape), all float32: torch's own state."""
 
-    def specs(self, shape: torch.Size) -> Specs:
-        return {"step": Spec(torch.Size([])), "exp_avg": Spec(shape), "exp_avg_sq": Spec(shape)}
+    def specs(self, shape: torch.Size) -> TensorSpecs:
+        return {"step": TensorSpec(torch.Size([])), "exp_avg": TensorSpec(shape), "exp_avg_sq": TensorSpec(shape)}
 
     def update(
         self, group: Mapping[str, Any], weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[State]
