@@ -46,7 +46,9 @@ sys.addaudithook(kill)
 def tensors(folder: Path) -> dict[str, str]:
     """The hash of every tensor of the safetensors files below a folder, by file and name."""
     hashes = {}
-    for file in sorted(folder.rglob("*.safetensors")):
+    files = folder.rglob("*.safetensors")
+    # A hidden folder is what a killed process was writing; it goes when nothing has that process's number.
+    for file in sorted(file for file in files if not any(part.startswith(".") for part in file.parts)):
         with safe_open(file, "pt") as content:
             for name in content.keys():  # noqa: SIM118 - a file is no mapping
                 tensor = content.get_tensor(name).contiguous()

@@ -23,7 +23,8 @@ from danlu.placing import Parts
 from danlu.recipe import Recipe, load
 from danlu.types import Pack
 from danlu.verify.decoder_proxy import DecoderProxy
-from danlu.verify.trace import ProxyTraining, Trace, observe
+from danlu.verify.proxy import ProxyTraining
+from danlu.verify.trace import Trace, trace_training
 
 
 def steps_of(count: int, packs: int) -> list[list[Pack]]:
@@ -75,7 +76,7 @@ def matrices_left(file: str) -> list[tuple[int, int]]:
     Parts.layer_loaded = layer_loaded  # type: ignore[method-assign]
     recipe = load(Path(file)).recipe
     ranks = _groups(layout_of(recipe.parallel, torch.distributed.get_world_size()))
-    ProxyTraining.of(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
+    ProxyTraining.build(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
     return found
 
 
@@ -83,8 +84,8 @@ def _see(file: str, packs: int, micro: int, world: int | None) -> Trace:
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     ranks = _groups(layout)
-    learning = ProxyTraining.of(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
-    return observe(learning, steps_of(2, packs), steps_of(1, 3)[0])
+    learning = ProxyTraining.build(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
+    return trace_training(learning, steps_of(2, packs), steps_of(1, 3)[0])
 
 
 @functools.cache

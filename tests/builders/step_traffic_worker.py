@@ -14,7 +14,7 @@ from danlu.parallel.ranks import ranks_of
 from danlu.recipe import load
 from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
 from danlu.verify.decoder_proxy import DecoderProxy
-from danlu.verify.trace import ProxyTraining
+from danlu.verify.proxy import ProxyTraining
 
 
 def sendings(files: Mapping[str, str]) -> dict[str, StepTraffic]:
@@ -26,6 +26,6 @@ def sendings(files: Mapping[str, str]) -> dict[str, StepTraffic]:
     ranks = ranks_of(layouts.pop(), "cpu")
     found = {}
     for name, recipe in recipes.items():
-        learning = ProxyTraining.of(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=2)
+        learning = ProxyTraining.build(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=2)
         found[name] = measure_step_traffic(learning, steps_of(1, 5)[0])
     return found

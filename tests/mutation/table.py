@@ -542,20 +542,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- verify
     Mutation(
         "verify/comparison.py",
-        "farthest = worst_error(_finite((perturbed[name] - one[name]).norm().item() for name in one))",
-        "farthest = worst_error((perturbed[name] - one[name]).norm().item() for name in one)",
+        "farthest = worst_error(_finite((perturbed[name] - value).norm().item() for name, value in reference.items()))",
+        "farthest = worst_error((perturbed[name] - value).norm().item() for name, value in reference.items())",
         "verify/test_comparison.py",
     ),
     Mutation(
         "verify/comparison.py",
-        "ranks = None if other is None else (0, other)",
+        "ranks = None if unequal is None else (0, unequal)",
         "ranks = None",
         "verify/test_comparison.py",
     ),
     Mutation(
         "verify/diagnosis.py",
-        "none, more = (shares < 0.5).sum(), (shares > 1.5).sum()",
-        "none, more = (shares < 0.5).sum(), (shares < 0.5).sum()",
+        "missing, repeated = int((shares < 0.5).sum()), int((shares > 1.5).sum())",
+        "missing, repeated = int((shares < 0.5).sum()), int((shares < 0.5).sum())",
         "verify/test_diagnosis.py",
     ),
     # -- the surface

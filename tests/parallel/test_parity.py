@@ -16,7 +16,7 @@ from builders.tiny_world import World
 from torch import Tensor
 
 from danlu.numerics.relative_error import relative_error
-from danlu.verify.trace import Trace, whole
+from danlu.verify.trace import Trace, assemble_equal
 
 pytestmark = pytest.mark.distributed
 
@@ -118,11 +118,11 @@ def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple
 
 
 def gradients(seen: list[Trace], step: int) -> dict[str, Tensor]:
-    return whole([one.steps[step].gradients for one in seen])
+    return assemble_equal([one.steps[step].gradients for one in seen])
 
 
 def weights(seen: list[Trace], step: int) -> dict[str, Tensor]:
-    return whole([one.steps[step].weights for one in seen])
+    return assemble_equal([one.steps[step].weights for one in seen])
 
 
 def problems(matrix: Matrix, case: Case) -> list[str]:
@@ -141,7 +141,7 @@ def differences(many: list[Trace], one: Trace) -> list[str]:
             error, name = distance(got, want)
             found += [f"step {step + 1}: {what} of {name} is {error:.1e} off"] if not error < 1e-6 else []
         for seen in many:
-            got, want = (seen.steps[step].loss, seen.steps[step].norm), (wanted.loss, wanted.norm)
+            got, want = (seen.steps[step].loss, seen.steps[step].grad_norm), (wanted.loss, wanted.grad_norm)
             found += [f"step {step + 1}: loss and norm {got}, not {want}"] if got != approx(want) else []
     assert one.evaluation is not None
     evaluations = [seen.evaluation for seen in many]

@@ -20,7 +20,7 @@ from danlu.numerics.relative_error import worst_relative_error
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, load
-from danlu.verify.trace import Trace, whole
+from danlu.verify.trace import Trace, assemble_equal
 
 CPU = torch.device("cpu")
 # Rows that two processes cannot share evenly, in layers large enough to go to a file.
@@ -77,9 +77,12 @@ def test_a_layout_that_saves_memory_is_one_process(seen: Mapping[str, tuple[Trac
     for step, wanted in enumerate(one.steps):
         found = [each.steps[step] for each in many]
         for parts in ("gradients", "weights"):
-            ours, theirs = whole([getattr(each, parts) for each in found]), whole([getattr(wanted, parts)])
+            ours, theirs = (
+                assemble_equal([getattr(each, parts) for each in found]),
+                assemble_equal([getattr(wanted, parts)]),
+            )
             assert worst_relative_error(ours, theirs) < 1e-6
-    first, second = (whole([one.steps[step].gradients]) for step in (0, 1))
+    first, second = (assemble_equal([one.steps[step].gradients]) for step in (0, 1))
     assert worst_relative_error(first, second) > 1e-3, "negative control: the second step is another one"
 
 

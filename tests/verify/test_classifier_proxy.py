@@ -10,7 +10,7 @@ from builders.digits import digits_folder
 from danlu.data.images import Image
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load
-from danlu.verify.classifier_proxy import made_images, prepared
+from danlu.verify.classifier_proxy import prepare_proxy, synthetic_images
 from danlu.verify.proxy_model import EPS
 
 
@@ -25,25 +25,28 @@ def recipe(folder: Path, images: Path) -> Recipe:
 
 def test_its_own_images_come_first_and_only_eps_is_changed(tmp_path: Path) -> None:
     given = recipe(tmp_path, digits_folder(tmp_path / "digits", train=16, test=4))
-    small = prepared(given, Layout(shard=2), 20, tmp_path, full=False)
-    assert (len(small.items), small.counted_in, small.data) == (20, "images", "the recipe's own data")
+    small = prepare_proxy(given, Layout(shard=2), 20, tmp_path, full=False)
+    assert (len(small.items), small.item_name, small.data_summary) == (20, "images", "the recipe's own data")
     assert all("train-images" in item.rows[0] for item in small.items)
     assert small.recipe == given.model_copy(update={"optimizer": given.optimizer.model_copy(update={"eps": EPS})})
     assert small.notes == [f"optimizer.eps {EPS:g}, so that rounding alone turns no update round"]
-    assert prepared(given, Layout(shard=2), 20, tmp_path, full=True).recipe == given
+    assert prepare_proxy(given, Layout(shard=2), 20, tmp_path, full=True).recipe == given
 
 
 def test_images_that_cannot_be_read_are_made_and_it_is_told(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    small = prepared(recipe(tmp_path, tmp_path / "empty"), Layout(shard=2), 3, tmp_path, full=False)
-    assert small.data.startswith("synthetic data, for the recipe's cannot be used (") and "no images" in small.data
-    assert [item.rows for item in small.items] == [(f"made images image {number}",) for number in (1, 2, 3)]
+    small = prepare_proxy(recipe(tmp_path, tmp_path / "empty"), Layout(shard=2), 3, tmp_path, full=False)
+    assert (
+        small.data_summary.startswith("synthetic data, for the recipe's cannot be used (")
+        and "no images" in small.data_summary
+    )
+    assert [item.rows for item in small.items] == [(f"synthetic images image {number}",) for number in (1, 2, 3)]
 
 
 def test_made_images_are_a_function_of_the_seed() -> None:
     def pixels(images: list[Image]) -> np.ndarray:
         return np.stack([one.pixels for one in images])
 
-    assert np.array_equal(pixels(made_images(0, 4)), pixels(made_images(0, 4)))
-    assert not np.array_equal(pixels(made_images(0, 4)), pixels(made_images(1, 4)))
-    assert {one.label for one in made_images(0, 200)} == set(range(10))
+    assert np.array_equal(pixels(synthetic_images(0, 4)), pixels(synthetic_images(0, 4)))
+    assert not np.array_equal(pixels(synthetic_images(0, 4)), pixels(synthetic_images(1, 4)))
+    assert {one.label for one in synthetic_images(0, 200)} == set(range(10))

@@ -74,7 +74,7 @@ def named(adapter: str, memory: str, sequence: bool) -> str:
 
 @pytest.mark.parametrize("name", [named(*case) for case in CASES])
 def test_a_step_sends_what_the_formulas_say(found: Mapping[str, StepTraffic], name: str) -> None:
-    rows = table(found[name].counted, found[name].formula, beside_bytes=0)
+    rows = table(found[name].counted, found[name].predicted, beside_bytes=0)
     assert rows
     assert all(row.agrees for row in rows), "\n".join(" ".join(row.cells()) for row in rows)
 
@@ -90,7 +90,7 @@ def test_the_formula_of_another_recipe_does_not_fit(found: Mapping[str, StepTraf
         ("dora, kept, tensor", "dora, exact norm, kept, tensor"),
         ("bottlenecks, kept, sequence", "bottlenecks behind MLPs, kept, sequence"),
     ):
-        assert not fits(found[one].counted, found[other].formula), f"{one} as {other}"
+        assert not fits(found[one].counted, found[other].predicted), f"{one} as {other}"
 
 
 def fits(counted: list[CollectiveTraffic], formula: list[CollectiveTraffic]) -> bool:

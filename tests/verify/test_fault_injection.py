@@ -43,10 +43,10 @@ def state() -> list[object]:
 def test_nothing_stays_behind(name: str, tmp_path: Path) -> None:
     recipe = load(tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml")).recipe
     ranks = Ranks(Layout(shard=2), data=Group("data", (0, 1)), shard=Group("shard", (0, 1)))
-    before = state()
-    with FAULTS[name].injected(recipe, ranks):
-        assert state() != before
-    assert state() == before
-    with suppress(KeyError), FAULTS[name].injected(recipe, ranks):
+    original = state()
+    with FAULTS[name].inject(recipe, ranks):
+        assert state() != original
+    assert state() == original
+    with suppress(KeyError), FAULTS[name].inject(recipe, ranks):
         raise KeyError
-    assert state() == before
+    assert state() == original

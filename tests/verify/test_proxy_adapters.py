@@ -20,8 +20,8 @@ from danlu.models.loading import build, load
 from danlu.models.saving import save
 from danlu.parallel.layout import Layout
 from danlu.recipe import sections
-from danlu.verify.proxy_adapters import RANK, TOKENS, WIDTH, small_section, small_stack
-from danlu.verify.proxy_model import small_config
+from danlu.verify.proxy_adapters import RANK, TOKENS, WIDTH, proxy_adapter_folders, proxy_section
+from danlu.verify.proxy_model import proxy_config
 
 LARGE = read_config_values(
     {
@@ -35,7 +35,7 @@ LARGE = read_config_values(
         "mlp_bias": True,
     }
 )
-SMALL = small_config(LARGE, Layout(tensor=2))
+SMALL = proxy_config(LARGE, Layout(tensor=2))
 KINDS = {
     "bottleneck": sections.Bottleneck(width=16),
     "dora": sections.Dora(rank=8),
@@ -68,13 +68,13 @@ def test_one_of_the_same_kind_sits_on_the_small_model_and_matters(
 ) -> None:
     large, small = bases
     given = adapter_folder(large, tmp_path / "given", KINDS[kind])
-    (made,), words = small_stack([str(given)], LARGE, small, tmp_path / "small", seed=3)
+    (made,), words = proxy_adapter_folders([str(given)], LARGE, small, tmp_path / "small", seed=3)
     folder = read_adapter_config(Path(made))
     assert (folder.kind, words) == (read_adapter_config(given).kind, kind)
     without, along = logits(load(small)), adapted_logits(small, Path(made))
     assert float((along - without).abs().max()) > 5e-3 * float(without.abs().max())
-    (again,), _ = small_stack([str(given)], LARGE, small, tmp_path / "again", seed=3)
-    (other,), _ = small_stack([str(given)], LARGE, small, tmp_path / "other", seed=4)
+    (again,), _ = proxy_adapter_folders([str(given)], LARGE, small, tmp_path / "again", seed=3)
+    (other,), _ = proxy_adapter_folders([str(given)], LARGE, small, tmp_path / "other", seed=4)
     assert torch.equal(adapted_logits(small, Path(again)), along)
     assert not torch.equal(adapted_logits(small, Path(other)), along)
 
@@ -84,7 +84,7 @@ def test_what_lies_below_what_stays(bases: tuple[Path, Path], tmp_path: Path) ->
     below = adapter_folder(large, tmp_path / "below", sections.Lora(rank=8))
     upon = adapter_folder(large, tmp_path / "upon" / "adapter", sections.Ia3(), below=(below,))
     other = adapter_folder(large, tmp_path / "other", sections.Vera())
-    made, words = small_stack([str(other), str(tmp_path / "upon")], LARGE, small, tmp_path / "small", seed=0)
+    made, words = proxy_adapter_folders([str(other), str(tmp_path / "upon")], LARGE, small, tmp_path / "small", seed=0)
     assert words == "vera and lora and ia3"
     assert [[one.path.name for one in adapter_stack(path)] for path in made] == [["0-other"], ["1-below", "2-upon"]]
     assert upon.is_dir()
@@ -94,11 +94,11 @@ def test_an_adapter_of_another_base_is_told(bases: tuple[Path, Path], tmp_path: 
     wider = model_folder(replace(LARGE, hidden_size=96), tmp_path / "wider")
     given = adapter_folder(wider, tmp_path / "given", sections.Lora(rank=4))
     with pytest.raises(ModelError, match="the adapter is of another base"):
-        small_stack([str(given)], LARGE, bases[1], tmp_path / "small", seed=0)
+        proxy_adapter_folders([str(given)], LARGE, bases[1], tmp_path / "small", seed=0)
 
 
 def small(section: Any) -> Any:
-    return small_section(section, LARGE, SMALL)
+    return proxy_section(section, LARGE, SMALL)
 
 
 def test_sizes_get_small_and_scales_stay() -> None:

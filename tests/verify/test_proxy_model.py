@@ -24,7 +24,7 @@ from danlu.models.loading import load as load_model
 from danlu.parallel.layout import Layout, Sizes, problems
 from danlu.recipe import Recipe, load, sections
 from danlu.recipe.sections import Parallel
-from danlu.verify.proxy_model import EPS, LONGEST, WINDOW, small_config, small_recipe
+from danlu.verify.proxy_model import EPS, MAX_LENGTH, WINDOW, proxy_config, proxy_recipe
 
 LARGE: dict[str, dict[str, Any]] = {
     "gemma2": {
@@ -103,7 +103,7 @@ def test_what_decides_how_it_is_cut_is_kept(name: str, layout: Layout, quantized
     large = read_config_values(LARGE[name])
     if fits(large, layout):
         pytest.skip("the large model cannot be cut so")
-    small = small_config(large, layout, quantized=quantized)
+    small = proxy_config(large, layout, quantized=quantized)
     assert fits(small, layout) == []
     assert small.parameter_count() < 3_000_000 < 100 * 3_000_000 < large.parameter_count()
     degree = layout.tensor * layout.data
@@ -125,7 +125,7 @@ def test_what_large_sizes_do_not_divide_by_small_ones_do_not_either() -> None:
     even = read_config_values({**LARGE["llama"], "vocab_size": 128256})
     odd = read_config_values(LARGE["llama"])
     layout = Layout(shard=2, tensor=2)
-    assert [small_config(one, layout).vocab_size % 4 for one in (even, odd)] == [0, 1]
+    assert [proxy_config(one, layout).vocab_size % 4 for one in (even, odd)] == [0, 1]
 
 
 def recipe(folder: Path, **changes: Any) -> Recipe:
@@ -139,7 +139,7 @@ def on_base(folder: Path, **changes: Any) -> Recipe:
 
 def test_a_base_is_written_with_norms_that_differ(tmp_path: Path) -> None:
     given = on_base(tmp_path).model_copy(update={"adapter": None})
-    small = small_recipe(given, read_config_values(LARGE["llama"]), Layout(shard=2), tmp_path)
+    small = proxy_recipe(given, read_config_values(LARGE["llama"]), Layout(shard=2), tmp_path)
     assert small.recipe.model.path == str(tmp_path / "model")
     model = load_model(tmp_path / "model")
     assert model.config == small.config
@@ -160,17 +160,17 @@ def test_adapters_blocks_and_lengths_get_small(tmp_path: Path) -> None:
         ),
         [f"model={tiny_world().base}", f"adapter={adapter}", "quantization={kind: int8, group: 128}"],
     ).recipe
-    small = small_recipe(made, read_config_values(LARGE["llama"]), Layout(tensor=2), tmp_path).recipe
+    small = proxy_recipe(made, read_config_values(LARGE["llama"]), Layout(tensor=2), tmp_path).recipe
     assert small.adapter is not None and small.quantization is not None
     assert (small.adapter.rank, small.adapter.dropout, small.adapter.rank_pattern) == (4, 0.1, {"q_proj": 6})
     assert (small.quantization.kind, small.quantization.group) == ("int8", 16)
-    assert (small.data.max_length, small.optimizer.eps) == (LONGEST, EPS)
+    assert (small.data.max_length, small.optimizer.eps) == (MAX_LENGTH, EPS)
 
 
 def test_a_planned_recompute_has_something_to_plan(tmp_path: Path) -> None:
     given = recipe(tmp_path, memory={"recompute": {"kind": "planned", "budget": 8.0}}, batch={"micro": 2})
     for name in ("gemma2", "llama", "qwen3"):
-        small = small_recipe(given, read_config_values(LARGE[name]), Layout(shard=2), tmp_path)
+        small = proxy_recipe(given, read_config_values(LARGE[name]), Layout(shard=2), tmp_path)
         budget, length = small.recipe.memory.recompute.budget, small.recipe.data.max_length
         assert budget is not None and length == 64
         model = build(small.config)
@@ -192,7 +192,7 @@ def test_adapters_below_are_written_beside_the_small_base(tmp_path: Path) -> Non
     below = adapter_folder(tiny_world().base, tmp_path / "below", sections.Vera(rank=32))
     made = on_base(tmp_path)
     given = made.model_copy(update={"model": made.model.model_copy(update={"adapters": [str(below)]})})
-    small = small_recipe(given, read_config(tiny_world().base), Layout(shard=2), tmp_path)
+    small = proxy_recipe(given, read_config(tiny_world().base), Layout(shard=2), tmp_path)
     assert small.recipe.model.adapters == [str(tmp_path / "adapters" / "0-below")]
     assert read_adapter_config(Path(small.recipe.model.adapters[0])).kind == "VERA"
     assert small.notes[-1].endswith("with numbers of their own: vera")

@@ -16,7 +16,7 @@ from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load, sections
 from danlu.verify import verification
 from danlu.verify.fault_injection import FAULTS
-from danlu.verify.verification import Options, pretend, prove
+from danlu.verify.verification import Options, predict_traffic, verify
 
 TIED = {"tokenizer": None, "config": {**CONFIG, "tie_word_embeddings": True}}
 LORA = {"kind": "lora", "rank": 8, "dropout": 0.2}
@@ -54,7 +54,7 @@ def recipe(folder: Path, *overrides: str, tied: bool = False, base: bool = False
 def test_a_right_layout_is_the_same(
     overrides: list[str], options: dict[str, bool], layout: str, tmp_path: Path
 ) -> None:
-    found, rows = prove("recipe.yaml", recipe(tmp_path, *overrides, **options), Options(steps=2, traffic=True))
+    found, rows = verify("recipe.yaml", recipe(tmp_path, *overrides, **options), Options(steps=2, traffic=True))
     assert found.finding is None and all(check.holds for check in found.checks)
     assert found.layout == layout
     errors = {check.what: check.error for check in found.checks}
@@ -67,7 +67,7 @@ def test_a_right_layout_is_the_same(
 def test_precision_auto_is_decided_before_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "product_speeds", lambda device: {"fp32": 1e9, "bf16": 2e9})
     auto = recipe(tmp_path, "parallel=zero2", "precision=auto")
-    found, _ = prove("recipe.yaml", auto, Options(steps=1, precision="recipe"))
+    found, _ = verify("recipe.yaml", auto, Options(steps=1, precision="recipe"))
     assert found.finding is None
     assert "precision: auto is bf16 on this machine" in found.about
     assert "in bf16, which hides differences below 0.1" in found.about
@@ -104,10 +104,10 @@ def test_every_mistake_has_a_case() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path) -> None:
     overrides, options, parameter = CASES[name]
-    found, _ = prove("recipe.yaml", recipe(tmp_path, *overrides, **options), Options(steps=2, fault=name))
+    found, _ = verify("recipe.yaml", recipe(tmp_path, *overrides, **options), Options(steps=2, fault=name))
     assert found.finding is not None
     assert found.finding.parameter == parameter
-    assert FAULTS[name].named in found.finding.cause
+    assert FAULTS[name].diagnosis in found.finding.cause
     assert not all(check.holds for check in found.checks)
 
 
@@ -123,7 +123,7 @@ def images(folder: Path, *overrides: str) -> Recipe:
 
 @pytest.mark.distributed
 def test_a_classifier_of_images_is_verified_as_it_is(tmp_path: Path) -> None:
-    found, rows = prove("recipe.yaml", images(tmp_path, "parallel=zero2"), Options(steps=2, traffic=True))
+    found, rows = verify("recipe.yaml", images(tmp_path, "parallel=zero2"), Options(steps=2, traffic=True))
     assert found.finding is None and all(check.holds for check in found.checks)
     assert found.about[0] == "model: LeNet-5, which is small as it is; 61,706 parameters"
     assert "the recipe's own data; 2 steps of 5 images for 2 data ranks" in found.about[1]
@@ -142,19 +142,19 @@ def test_a_classifier_of_images_is_verified_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_with_images_are_named(fault: str, ratio: str, tmp_path: Path) -> None:
-    found, _ = prove("recipe.yaml", images(tmp_path, "parallel.data=2"), Options(steps=1, fault=fault))
+    found, _ = verify("recipe.yaml", images(tmp_path, "parallel.data=2"), Options(steps=1, fault=fault))
     assert found.finding is not None and found.finding.parameter == "c1.weight"
-    assert found.finding.ratio == ratio and FAULTS[fault].named in found.finding.cause
+    assert found.finding.ratio == ratio and FAULTS[fault].diagnosis in found.finding.cause
 
 
 def test_images_that_are_not_there_are_made(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
-    layout, rows = pretend(images(tmp_path, f"data={tmp_path / 'nothing'}", "parallel=zero3"), 8, Options())
+    layout, rows = predict_traffic(images(tmp_path, f"data={tmp_path / 'nothing'}", "parallel=zero3"), 8, Options())
     assert layout == Layout(shard=8) and rows and all(row.agrees for row in rows)
 
 
-def test_a_step_of_512_pretended_processes_is_counted(tmp_path: Path) -> None:
-    layout, rows = pretend(recipe(tmp_path, "parallel={shard: zero3, replicate: 8, tensor: 4}"), 512, Options())
+def test_a_step_of_512_fake_processes_is_counted(tmp_path: Path) -> None:
+    layout, rows = predict_traffic(recipe(tmp_path, "parallel={shard: zero3, replicate: 8, tensor: 4}"), 512, Options())
     assert layout == Layout(replicate=8, shard=16, tensor=4)
     assert {row.axis for row in rows} == {"replicate", "replicate x shard", "shard", "tensor"}
     assert all(row.agrees for row in rows)
@@ -174,26 +174,26 @@ def test_a_step_of_512_pretended_processes_is_counted(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_told(overrides: list[str], options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as error:
-        prove("recipe.yaml", recipe(tmp_path, *overrides), Options(**options))
+        verify("recipe.yaml", recipe(tmp_path, *overrides), Options(**options))
     assert message in str(error.value)
 
 
 @pytest.mark.distributed
 def test_many_data_ranks_are_verified_on_few(tmp_path: Path) -> None:
-    found, _ = prove("recipe.yaml", recipe(tmp_path, "parallel={data: 64}"), Options(steps=1))
+    found, _ = verify("recipe.yaml", recipe(tmp_path, "parallel={data: 64}"), Options(steps=1))
     assert found.processes == 2 and "2 data ranks instead of 64 (--processes)" in found.about
 
 
 @pytest.mark.distributed
 def test_processes_that_do_not_come_to_an_end_are_told(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"there is no result of many-0, many-1, one-0, perturbed-0"):
-        prove("recipe.yaml", recipe(tmp_path, "parallel.data=2"), Options(timeout_s=0.01))
+    with pytest.raises(TrainingError, match=r"there is no result of layout-0, layout-1, reference-0, perturbed-0"):
+        verify("recipe.yaml", recipe(tmp_path, "parallel.data=2"), Options(timeout_s=0.01))
 
 
 @pytest.mark.distributed
 def test_a_wrong_adapter_is_told_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"adapter\.targets: 'q_prj' matches no layer"):
-        prove(
+        verify(
             "recipe.yaml",
             recipe(tmp_path, "parallel.data=2", "adapter={kind: lora, targets: [q_prj]}", base=True),
             Options(),

@@ -22,31 +22,33 @@ def failed(folder: Path, name: str, error: DanluError | None, trace: str) -> Pat
 
 def test_an_error_of_danlus_own_is_told_before_what_followed_from_it(tmp_path: Path) -> None:
     files = [
-        failed(tmp_path, "many-1", None, "RuntimeError: Connection closed by peer"),
-        failed(tmp_path, "many-0", RecipeError(["adapter: cannot be cut"]), "RecipeError"),
+        failed(tmp_path, "layout-1", None, "RuntimeError: Connection closed by peer"),
+        failed(tmp_path, "layout-0", RecipeError(["adapter: cannot be cut"]), "RecipeError"),
     ]
     error = _failure(files)
     assert isinstance(error, RecipeError) and error.problems == ["adapter: cannot be cut"]
 
 
 def test_any_other_error_is_told_with_its_process_and_place(tmp_path: Path) -> None:
-    error = _failure([failed(tmp_path, "one-0", None, "Traceback ...\nKeyError: 'x'")])
+    error = _failure([failed(tmp_path, "reference-0", None, "Traceback ...\nKeyError: 'x'")])
     assert isinstance(error, TrainingError)
-    assert "process one-0" in str(error) and "KeyError: 'x'" in str(error)
+    assert "process reference-0" in str(error) and "KeyError: 'x'" in str(error)
 
 
 @pytest.mark.slow
 def test_files_of_the_working_directory_are_not_imported(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
+    cwd = tmp_path / "here"
+    cwd.mkdir()
     for name in ("signal", "selectors", "tokenize", "regex"):
-        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write({name!r})\n")
+        (cwd / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write({name!r})\n")
     # A script that lies elsewhere, as the command does; and a new process: a fork server that runs would be used again.
     script = tmp_path / "script.py"
     script.write_text(
-        "from pathlib import Path; from danlu.verify.workers import _run\n"
-        "if __name__ == '__main__':\n    _run(Path('.'), [('one', 0)], 60)\n"
+        "from pathlib import Path; from danlu.verify.workers import _run_processes\n"
+        "if __name__ == '__main__':\n    _run_processes(Path('.'), [('reference', 0)], 60)\n"
     )
-    done = subprocess.run([sys.executable, str(script)], cwd=here, capture_output=True, text=True, env=os.environ)
-    assert "process one-0 of the verification failed" in done.stderr and "'task'" in done.stderr, "there is no task"
+    done = subprocess.run([sys.executable, str(script)], cwd=cwd, capture_output=True, text=True, env=os.environ)
+    assert "process reference-0 of the verification failed" in done.stderr and "'task'" in done.stderr, (
+        "there is no task"
+    )
     assert not (tmp_path / "executed").exists()

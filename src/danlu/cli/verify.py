@@ -76,13 +76,13 @@ def verify(
         timeout_s=timeout,
     )
     if pretend is not None:
-        layout, rows = verification.pretend(loaded.recipe, pretend, options)
+        layout, rows = verification.predict_traffic(loaded.recipe, pretend, options)
         _show(
             f"one process of a simulated world size of {pretend} ({layout}) sends in a step with two micro-batches:",
             rows,
         )
         return
-    result, rows = verification.prove(recipe.name, loaded.recipe, options)
+    result, rows = verification.verify(recipe.name, loaded.recipe, options)
     _print(result)
     if traffic:
         _show("one process sends in a step:", rows)

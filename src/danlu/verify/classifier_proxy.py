@@ -1,4 +1,4 @@
-"""Classifiers of images in a verification: small as they are, so nothing of them is shrunk but the number of images."""
+"""Classifiers of images in a verification: LeNet-5 is small as it is, so only the number of images is reduced."""
 
 from __future__ import annotations
 
@@ -18,51 +18,54 @@ from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.stages import STAGES
 from danlu.train.run_folder import Start
-from danlu.verify.collective_traffic import sent_over_data
-from danlu.verify.proxy import Groups, PlacedProxy, Prepared
-from danlu.verify.proxy_model import small_optimizer
+from danlu.verify.collective_traffic import data_parallel_traffic
+from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining
+from danlu.verify.proxy_model import proxy_optimizer
 
 
 @dataclass(frozen=True)
 class ClassifierProxy:
     """A `Proxy`: the classifier itself."""
 
-    tied: bool = False
-    norms: bool = False
+    has_tied_head: bool = False
+    has_norms: bool = False
 
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedClassifier:
         start = None if resumed is None else Start(resumed, ())
         return ClassifierBuilder(recipe, STAGES["classify"]).place(ranks, device, start)
 
-    def sent(self, learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
-        return sent_over_data(learning, groups, gathered=torch.float32)
+    def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
+        return data_parallel_traffic(training, micro_batches, gathered=torch.float32)
 
 
-def prepared(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: bool) -> Prepared:
-    """So many of the recipe's own images, or made ones with a reason where there are none to be read."""
+def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: bool) -> PreparedProxy:
+    """`count` of the recipe's own images, or synthetic ones, with the reason, where none can be read.
+
+    `layout` and `folder` are not used: nothing is cut, and nothing is started from.
+    """
     try:
-        pictures = ImageSampler(read_images(recipe.data.train, side=lenet.SIDE, classes=lenet.CLASSES), recipe.seed)
-        items, source = [pictures.at(number) for number in range(count)], "the recipe's own data"
+        images = ImageSampler(read_images(recipe.data.train, side=lenet.SIDE, classes=lenet.CLASSES), recipe.seed)
+        items, source = [images.at(number) for number in range(count)], "the recipe's own data"
     except DataError as error:
-        items = made_images(recipe.seed, count)
+        items = synthetic_images(recipe.seed, count)
         source = f"synthetic data, for the recipe's cannot be used ({str(error).splitlines()[0]})"
-    optimizer, notes = (recipe.optimizer, []) if full else small_optimizer(recipe.optimizer)
+    optimizer, notes = (recipe.optimizer, []) if full else proxy_optimizer(recipe.optimizer)
     parameters = sum(parameter.numel() for parameter in lenet.LeNet5().parameters())
-    return Prepared(
+    return PreparedProxy(
         recipe=recipe.model_copy(update={"optimizer": optimizer}),
         proxy=ClassifierProxy(),
         items=items,
         parameters=parameters,
-        counted_in="images",
-        model="LeNet-5, which is small as it is",
-        data=source,
+        item_name="images",
+        model_summary="LeNet-5, which is small as it is",
+        data_summary=source,
         notes=notes,
     )
 
 
-def made_images(seed: int, count: int) -> list[Image]:
-    """Images of noise; a function of the seed."""
+def synthetic_images(seed: int, count: int) -> list[Image]:
+    """`count` images of noise with random labels; a function of the seed."""
     random = np.random.default_rng(seed)
     shape = (count, lenet.SIDE, lenet.SIDE)
     pixels, labels = random.integers(0, 256, shape, dtype=np.uint8), random.integers(0, lenet.CLASSES, count)
-    return [Image(pixels[number], int(labels[number]), "made images", number) for number in range(count)]
+    return [Image(pixels[number], int(labels[number]), "synthetic images", number) for number in range(count)]

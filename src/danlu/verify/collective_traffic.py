@@ -1,4 +1,4 @@
-"""What a step of a recipe really sends, and what the formulas say it would: both for one process."""
+"""What one process really sends in a step of a recipe, and what the formulas of `plan.traffic` say it would."""
 
 from __future__ import annotations
 
@@ -28,49 +28,53 @@ from danlu.plan.traffic import TensorStep, Weight, data_traffic, decoder_regions
 from danlu.recipe.sections import Bottleneck
 from danlu.train.step import micro_batch_ranges
 from danlu.types import Item, Totals
-from danlu.verify.proxy import Groups, PlacedProxy
-from danlu.verify.trace import ProxyTraining
+from danlu.verify.proxy import MicroBatches, ProxyTraining
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What one process sends in a step."""
+    """What one process sends in a step: one entry for each collective, group and purpose."""
 
     counted: list[CollectiveTraffic]
-    formula: list[CollectiveTraffic]
+    predicted: list[CollectiveTraffic]
 
 
-def measure_step_traffic(learning: ProxyTraining, packs: Sequence[Item]) -> StepTraffic:
-    """Counted in one step, after one that is not: DDP sends the order of its buckets once.
+def measure_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> StepTraffic:
+    """Counts one step, after one that is not counted: DDP sends the order of its buckets in its first step alone.
 
-    Only forward and backward passes and the sums behind them: numbers may mean nothing (under `fake_process_group`).
+    Only forward and backward passes and the sums of gradients: the numbers computed may be meaningless (under
+    `fake_process_group`), so nothing is clipped or updated.
     """
-    _forward_and_backward(learning, packs)
-    with TrafficCounter(learning.ranks.layout) as traffic:
-        _forward_and_backward(learning, packs)
-    return StepTraffic(traffic.counted(), learning.proxy.sent(learning, list(_groups(learning, packs))))
+    _forward_and_backward(training, items)
+    with TrafficCounter(training.ranks.layout) as traffic:
+        _forward_and_backward(training, items)
+    predicted = training.proxy.expected_traffic(training, list(_micro_batches(training, items)))
+    return StepTraffic(traffic.counted(), predicted)
 
 
-def _forward_and_backward(learning: ProxyTraining, items: Sequence[Item]) -> None:
-    learner, totals = learning.learner, Totals.of(items)
-    groups = list(_groups(learning, items))
-    for group in groups:
-        batch = learner.collate([item for _, item in group])
-        with learner.dropout(1, group), learner.parallel.micro_batch(group is groups[-1]):
+def _forward_and_backward(training: ProxyTraining, items: Sequence[Item]) -> None:
+    learner, totals = training.learner, Totals.of(items)
+    micro_batches = list(_micro_batches(training, items))
+    for micro_batch in micro_batches:
+        batch = learner.collate([item for _, item in micro_batch])
+        with learner.dropout(1, micro_batch), learner.parallel.micro_batch(micro_batch is micro_batches[-1]):
             learner.losses(batch, totals).total.backward()
     learner.parallel.reduce_gradients()
-    for _, parameter in learning.placed.parameters():
+    for _, parameter in training.placed.parameters():
         parameter.grad = None
 
 
-def _groups(learning: ProxyTraining, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
-    for numbers in micro_batch_ranges(items, learning.learner.parallel, learning.learner.micro):
+def _micro_batches(training: ProxyTraining, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
+    """This process's micro-batches of a step; the last ones are empty where other ranks have more items."""
+    for numbers in micro_batch_ranges(items, training.learner.parallel, training.learner.micro):
         yield [(number, items[number]) for number in numbers]
 
 
-def sent_over_data(learning: PlacedProxy, groups: Groups, *, gathered: torch.dtype) -> list[CollectiveTraffic]:
+def data_parallel_traffic(
+    training: ProxyTraining, micro_batches: MicroBatches, *, gathered: torch.dtype
+) -> list[CollectiveTraffic]:
     """What data ranks send by `plan.traffic`; gathered: the type that parameters are gathered in."""
-    section, layout = learning.recipe.parallel, learning.ranks.layout
+    section, layout = training.recipe.parallel, training.ranks.layout
     weights = [
         Weight(
             tuple(parameter.shape),
@@ -80,60 +84,61 @@ def sent_over_data(learning: PlacedProxy, groups: Groups, *, gathered: torch.dty
             # The root's own are gathered once a micro-batch: the backward pass begins with them.
             gathers=2 if name.startswith("layers.") else 1,
         )
-        for name, parameter in learning.learner.model.named_parameters()
+        for name, parameter in training.learner.model.named_parameters()
     ]
-    return list(data_traffic(weights, layout, section, micro_batches=len(groups)))
+    return list(data_traffic(weights, layout, section, micro_batches=len(micro_batches)))
 
 
-def sent_by_decoder(learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
-    """What `plan.traffic` says of a decoder's step."""
-    placed, layout = learning.placed, learning.ranks.layout
+def decoder_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
+    """What data ranks and tensor ranks of a decoder send by `plan.traffic`."""
+    placed, layout = training.placed, training.ranks.layout
     assert isinstance(placed, PlacedDecoder), "that of a decoder"
-    narrow = placed.dtype if placed.placed.subject.adapters is None else torch.float32
-    found = sent_over_data(learning, groups, gathered=narrow)
+    gathered = placed.dtype if placed.placed.subject.adapters is None else torch.float32
+    traffic = data_parallel_traffic(training, micro_batches, gathered=gathered)
     if layout.tensor > 1:
-        found += tensor_traffic(_tensor_step(learning, groups), layout, learning.recipe.parallel)
-    return found
+        traffic += tensor_traffic(_tensor_step(training, micro_batches), layout, training.recipe.parallel)
+    return traffic
 
 
-def _tensor_step(learning: PlacedProxy, groups: Groups) -> TensorStep:
-    compute, placed = learning.learner, learning.placed
-    assert isinstance(compute, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
-    config = compute.model.config
+def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> TensorStep:
+    learner, placed = training.learner, training.placed
+    assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
+    config = learner.model.config
     tokens = targets = 0
-    for group in groups:
-        batch = compute.collate([pack for _, pack in group] or [EMPTY_PACK])
-        batch = pad_to_bucket(batch, compute.token_multiple)
+    for micro_batch in micro_batches:
+        batch = learner.collate([item for _, item in micro_batch] or [EMPTY_PACK])
+        batch = pad_to_bucket(batch, learner.token_multiple)
         tokens += len(batch.tokens)
         targets += len(batch.targets)
-    partial: Counter[int] = Counter()
-    for reduce_group, name in compute.parallel.partial_gradients:
-        parameter = compute.parallel.local_parameters[name].local
-        if parameter.requires_grad and set(reduce_group.ranks) <= set(learning.ranks.tensor.ranks):
+    partial: Counter[int] = Counter()  # numbers of gradients that tensor ranks sum, by the size of the group
+    for reduce_group, name in learner.parallel.partial_gradients:
+        parameter = learner.parallel.local_parameters[name].local
+        if parameter.requires_grad and set(reduce_group.ranks) <= set(training.ranks.tensor.ranks):
             partial[reduce_group.size] += parameter.numel()
     plan = placed.placed.plan
-    first_with_gradient, trained_between = _first_with_gradient(learning, config.layers)
-    keeping = [half for one in plan if one.kind != "full" for half in (2 * one.layer, 2 * one.layer + 1)]
+    first_with_gradient, trained_between = _first_with_gradient(training, config.layers)
+    # Recomputing a layer in full gathers its input anyway; elsewhere it is gathered again where a gradient takes it.
+    keeping = [half for entry in plan if entry.kind != "full" for half in (2 * entry.layer, 2 * entry.layer + 1)]
     regions = decoder_regions(
-        [(one.kind, one.segment) for one in plan],
+        [(entry.kind, entry.segment) for entry in plan],
         first_with_gradient=first_with_gradient,
         trained_between=trained_between,
-        gathered_again=[n for n in keeping if n >= first_with_gradient and _wants_its_input(compute.model, n)],
-        to_the_end=config.sandwich_norms or isinstance(learning.recipe.adapter, Bottleneck),
+        gathered_again=[n for n in keeping if n >= first_with_gradient and _needs_input(learner.model, n)],
+        to_the_end=config.sandwich_norms or isinstance(training.recipe.adapter, Bottleneck),
     )
     return TensorStep(
         tokens=tokens,
         targets=targets,
         hidden_size=config.hidden_size,
-        element_bytes=compute.dtype.itemsize,
+        element_bytes=learner.dtype.itemsize,
         regions=regions,
         partial=partial,
-        row_norms=len(groups) * _row_norms(compute.model, plan),
+        row_norms=len(micro_batches) * _row_norms(learner.model, plan),
     )
 
 
-def _wants_its_input(model: Decoder, half: int) -> bool:
-    """Whether what is trained in the products at the entrance of a half of a layer takes their input for its gradient.
+def _needs_input(model: Decoder, half: int) -> bool:
+    """Whether the gradient of what is trained in the first products of a half of a layer takes their input.
 
     half: attention of layer 0, its MLP, attention of layer 1, and so on.
     """
@@ -145,7 +150,7 @@ def _wants_its_input(model: Decoder, half: int) -> bool:
 
 
 def _takes_input(module: nn.Module, linear: nn.Module) -> bool:
-    """Whether this part of a linear layer does."""
+    """The same of one module of a linear layer: the layer itself, or a part of an adapter on it."""
     slot = linear.adapter
     if isinstance(module, LowRank) and module.dropout_p and isinstance(slot, Slot) and slot.stack()[0] is not module:
         return False  # upon another adapter it takes what dropout has left
@@ -156,28 +161,31 @@ def _takes_input(module: nn.Module, linear: nn.Module) -> bool:
 
 def _row_norms(model: Decoder, plan: Plan) -> int:
     """`plan.traffic.TensorStep.row_norms` of a micro-batch."""
-    ends = {one.segment: one.layer for one in plan}
+    last_layers = {entry.segment: entry.layer for entry in plan}
     numbers = 0
-    for one in plan:
-        runs = 1 + (one.kind == "full") + (one.segment is not None and one.layer != ends[one.segment])
-        for module in model.layers[str(one.layer)].modules():
+    for entry in plan:
+        # A layer runs again where it is recomputed, and once more within a segment, but for the segment's last layer.
+        is_inside = entry.segment is not None and entry.layer != last_layers[entry.segment]
+        runs = 1 + (entry.kind == "full") + is_inside
+        for module in model.layers[str(entry.layer)].modules():
             if (
                 isinstance(module, LowRank)
                 and module.tensor_group is not None
                 and module.lora_magnitude_vector is not None
             ):
-                outputs, rank = module.lora_B.shape
-                numbers += runs * (rank * rank + (outputs * rank if module.exact_norm else outputs))
+                outputs, lora_rank = module.lora_B.shape
+                numbers += runs * (lora_rank * lora_rank + (outputs * lora_rank if module.exact_norm else outputs))
                 numbers += outputs if module.exact_norm else 0  # in the backward pass
     return numbers
 
 
-def _first_with_gradient(learning: PlacedProxy, layers: int) -> tuple[int, bool]:
+def _first_with_gradient(training: ProxyTraining, layers: int) -> tuple[int, bool]:
     """`first_with_gradient` and `trained_between` of `plan.traffic.decoder_regions`."""
-    trained = [name for name, one in learning.learner.model.named_parameters() if one.requires_grad]
+    named = training.learner.model.named_parameters()
+    trained = [name for name, parameter in named if parameter.requires_grad]
 
-    def any_in(place: str) -> bool:
-        return any(name.startswith(place) for name in trained)
+    def any_in(prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in trained)
 
     if any(not name.startswith(("layers.", "norm.", "lm_head.")) for name in trained):
         return 0, False  # the embedding is trained, or something on it

@@ -1,9 +1,9 @@
-"""Many processes against one: every number they have seen, in the order in which a step computes them.
+"""A layout against one process: every number both have traced, in the order in which a step computes them.
 
 How much may two right computations differ? Sums are rounded in another order, and an optimizer that divides by the size
-of gradients (Adam) or takes their sign makes much of little where one is almost zero. So one process runs a second time
-with first weights that differ by rounding (`workers.PERTURBATION`), and the layout may be as far from the first run as
-a few times what this second one is.
+of gradients (Adam) or takes their sign (Lion) makes much of little where one is almost zero. So the reference, one
+process, runs a second time with initial weights that differ by rounding (`workers.PERTURBATION`), and the layout may be
+a few times as far from the first run as this second one is.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from danlu.numerics.relative_error import relative_error, worst_error
 from danlu.recipe.sections import Optimizer
 from danlu.report.verification import EXACT, Check, Module
 from danlu.verify.proxy_model import EPS
-from danlu.verify.trace import Parts, StepTrace, Trace, joined
-from danlu.verify.workers import Observed
+from danlu.verify.trace import LocalShards, StepTrace, assemble
+from danlu.verify.workers import Traces
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-1, "fp16": 3e-2}
-"""Relative, of each parameter's gradient; other types are told apart from float32 by their digits."""
-_TIMES = 8.0  # the effect of rounding
-_TURNS = 8  # numbers of a tensor whose update rounding may turn round in a step
-_FEW_LAYERS = 4  # more are shown together
+"""Relative, of each parameter's gradient; those of narrow types allow for the few digits that float32 does not lack."""
+_ROUNDING_FACTOR = 8.0  # how many times the effect of rounding is allowed
+_FLIPPED_PER_TENSOR = 8  # numbers of a tensor whose update may change its sign by rounding in a step
+_FEW_LAYERS = 4  # a model with more of them is shown with all layers together
 _LAYER = re.compile(r"^(layers)\.(\d+)\.([a-z_]+)")
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One tensor or number, of many processes and of one."""
+class ComparedTensor:
+    """One tensor, or one number as a tensor, of the layout and of the reference."""
 
     stage: str  # "gradients of step 1"
     kind: str  # "gradients", "weights", "loss", ...
     name: str | None  # of the parameter
     error: float  # relative
-    allowed: float
-    many: Tensor
-    one: Tensor
-    before: Tensor | None = None
-    """Of weights after an update: what they were."""
+    allowed: float  # relative
+    layout_value: Tensor  # of a number: one for each rank
+    reference: Tensor
+    previous: Tensor | None = None
+    """Of weights after an update: the reference's before it."""
     ranks: tuple[int, int] | None = None
     """Two processes that hold the same part of it with different numbers."""
 
@@ -57,36 +57,38 @@ class Compared:
 class Comparison:
     """Everything that was compared, in the order of computation."""
 
-    found: list[Compared] = field(default_factory=list)
+    compared: list[ComparedTensor] = field(default_factory=list)
 
-    def first_wrong(self) -> Compared | None:
-        return next((one for one in self.found if not one.holds), None)
+    def first_failure(self) -> ComparedTensor | None:
+        return next((tensor for tensor in self.compared if not tensor.holds), None)
 
-    def of(self, stage: str) -> list[Compared]:
-        return [one for one in self.found if one.stage == stage]
+    def of(self, stage: str) -> list[ComparedTensor]:
+        return [tensor for tensor in self.compared if tensor.stage == stage]
 
     def checks(self) -> tuple[Check, ...]:
         """The worst of each kind."""
-        kinds = dict.fromkeys(one.kind for one in self.found)
-        return tuple(_worst(kind, [one for one in self.found if one.kind == kind]) for kind in kinds)
+        kinds = dict.fromkeys(tensor.kind for tensor in self.compared)
+        return tuple(_worst(kind, [tensor for tensor in self.compared if tensor.kind == kind]) for kind in kinds)
 
     def modules(self) -> tuple[Module, ...]:
         """The worst of each part of the model, in the order of the forward pass."""
-        names = list(dict.fromkeys(one.name for one in self.found if one.name is not None and one.kind == "weights"))
-        layers = {match[2] for name in names if (match := _LAYER.match(name))}
-        together: dict[str, list[str]] = {}
+        names = dict.fromkeys(tensor.name for tensor in self.compared if tensor.kind == "weights")
+        layers = {match[2] for name in names if name is not None and (match := _LAYER.match(name))}
+        names_by_module: dict[str, list[str]] = {}
         for name in names:
-            together.setdefault(module_of(name, all_layers=len(layers) > _FEW_LAYERS), []).append(name)
-        return tuple(self._module(module, set(of)) for module, of in together.items())
+            if name is not None:
+                module = module_of(name, all_layers=len(layers) > _FEW_LAYERS)
+                names_by_module.setdefault(module, []).append(name)
+        return tuple(self._module(module, set(names)) for module, names in names_by_module.items())
 
     def _module(self, module: str, names: set[str]) -> Module:
-        mine = [one for one in self.found if one.name in names]
-        sizes = {one.name: one.one.numel() for one in mine}
+        own = [tensor for tensor in self.compared if tensor.name in names]
+        sizes = {tensor.name: tensor.reference.numel() for tensor in own}
         return Module(
             module,
             sum(sizes.values()),
-            _worst("gradients", [one for one in mine if one.kind == "gradients"]),
-            _worst("weights", [one for one in mine if one.kind == "weights"]),
+            _worst("gradients", [tensor for tensor in own if tensor.kind == "gradients"]),
+            _worst("weights", [tensor for tensor in own if tensor.kind == "weights"]),
         )
 
 
@@ -98,51 +100,52 @@ def module_of(name: str, *, all_layers: bool = False) -> str:
     return f"layers.{'*' if all_layers else match[2]}.{match[3]}"
 
 
-def _worst(kind: str, found: Sequence[Compared]) -> Check:
-    if not found:
+def _worst(kind: str, compared: Sequence[ComparedTensor]) -> Check:
+    if not compared:
         return Check(kind, 0.0, 1.0)
-    worst = max(found, key=lambda one: (not one.holds, one.error / one.allowed))
+    worst = max(compared, key=lambda tensor: (not tensor.holds, tensor.error / tensor.allowed))
     where = worst.stage if worst.name is None else f"{worst.name}, {worst.stage.rpartition(' of ')[2]}"
     return Check(kind, worst.error, worst.allowed, where, worst.ranks is not None)
 
 
-def compare(observed: Observed, tolerance: float, *, turns: float = 0.0) -> Comparison:
-    """Compares all that was observed.
+def compare(traces: Traces, tolerance: float, *, flip_distance: float = 0.0) -> Comparison:
+    """Compares all that was traced.
 
-    tolerance: what a parameter's gradient may be off without any allowance. turns: by how much an update moves a weight
-    the other way where rounding turns its sign; 0 for an optimizer that makes little of little.
+    Args:
+        tolerance: relative; what a parameter's gradient may be off in any case.
+        flip_distance: how far a weight ends from where it should where rounding changes the sign of its update
+            (`sign_flip_distance`); 0 for an optimizer whose updates are as small as the gradients.
     """
-    comparison = Comparison()
-    comparison.found += _compared(observed, _Rounding(tolerance, turns))
-    return comparison
+    return Comparison(list(_compared(traces, _Rounding(tolerance, flip_distance))))
 
 
-def turns_of(optimizer: Optimizer) -> float:
-    """`turns` of `compare`: twice the learning rate where small gradients count as much as large ones."""
+def sign_flip_distance(optimizer: Optimizer) -> float:
+    """`flip_distance` of `compare`: twice the learning rate where small gradients move weights as far as large ones."""
     eps = getattr(optimizer, "eps", None)
-    in_few_bits = optimizer.kind == "adamw8bit" or getattr(optimizer, "bits", 32) == 8
-    restless = optimizer.kind == "lion" or in_few_bits or (eps is not None and eps < EPS)
-    return 2 * optimizer.learning_rate if restless else 0.0
+    is_blockwise = optimizer.kind == "adamw8bit" or getattr(optimizer, "bits", 32) == 8
+    can_flip = optimizer.kind == "lion" or is_blockwise or (eps is not None and eps < EPS)
+    return 2 * optimizer.learning_rate if can_flip else 0.0
 
 
-def _compared(observed: Observed, rounding: _Rounding) -> Iterator[Compared]:
-    many, one, perturbed = observed.many, observed.one, observed.perturbed
-    lead = many[0]
-    for name, value in joined([one.first_weights])[0].items():
-        yield _tensor("first weights", "first weights", name, [seen.first_weights for seen in many], value, 0.0)
-    before = joined([one.first_weights])[0]
-    for number, (theirs, again) in enumerate(zip(one.steps, perturbed.steps, strict=True), 1):
-        if number > len(lead.steps):
-            yield _number(f"loss of step {number}", "loss", [math.nan], theirs.loss, 0.0)
+def _compared(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
+    by_rank, reference, perturbed = traces.by_rank, traces.reference, traces.perturbed
+    initial = assemble([reference.initial_weights])[0]
+    for name, value in initial.items():
+        yield _tensor("first weights", "first weights", name, [trace.initial_weights for trace in by_rank], value, 0.0)
+    previous = initial
+    for number, (step, perturbed_step) in enumerate(zip(reference.steps, perturbed.steps, strict=True), 1):
+        if number > len(by_rank[0].steps):  # the layout met numbers that are not finite here
+            yield _number(f"loss of step {number}", "loss", [math.nan], step.loss, 0.0)
             return
-        yield from _step(f"step {number}", [seen.steps[number - 1] for seen in many], theirs, again, before, rounding)
-        before = joined([theirs.weights])[0]
-    if one.evaluation is not None and perturbed.evaluation is not None:
-        allowed = rounding.number(perturbed.evaluation, one.evaluation)
-        scores = [math.nan if seen.evaluation is None else seen.evaluation for seen in many]
-        yield _number("evaluation", "evaluation", scores, one.evaluation, allowed)
-    if not lead.ended or lead.loaded:
-        yield from _resumed(many, one, perturbed, rounding, observed.reshards)
+        steps = [trace.steps[number - 1] for trace in by_rank]
+        yield from _step(f"step {number}", steps, step, perturbed_step, previous, rounding)
+        previous = assemble([step.weights])[0]
+    if reference.evaluation is not None and perturbed.evaluation is not None:
+        allowed = rounding.number(perturbed.evaluation, reference.evaluation)
+        losses = [math.nan if trace.evaluation is None else trace.evaluation for trace in by_rank]
+        yield _number("evaluation", "evaluation", losses, reference.evaluation, allowed)
+    if not by_rank[0].hit_non_finite or by_rank[0].loaded_weights:
+        yield from _resumed(traces, rounding)
 
 
 class _Rounding:
@@ -151,129 +154,138 @@ class _Rounding:
     Numbers of that run that are not finite allow nothing: as errors they would allow everything from there on.
     """
 
-    def __init__(self, tolerance: float, turns: float) -> None:
+    def __init__(self, tolerance: float, flip_distance: float) -> None:
         self.tolerance = tolerance
-        self._turned = _TURNS**0.5 * turns  # distance, of a tensor in which a few numbers went the other way
-        self._number = 0.0
-        self._turns = 0.0  # the same over all steps until now
-        self._moved = 0.0  # relative, by turned numbers in the steps before
+        # 2-norm of the error of a tensor of which a few updates had the other sign.
+        self._flipped_norm = _FLIPPED_PER_TENSOR**0.5 * flip_distance
+        self._worst_number = 0.0  # relative error of any number until now
+        self._flipped_sum = 0.0  # `_flipped_norm` over all steps until now
+        self._flipped_error = 0.0  # relative error of the weights by it, after the steps until now
 
-    def number(self, perturbed: float, one: float) -> float:
-        """For a number: the most that any number has been off until now."""
-        self._number = max(self._number, *_finite([_relative(perturbed, one)]))
-        return max(self.tolerance, _TIMES * self._number, _TIMES * self._moved)
+    def number(self, perturbed: float, reference: float) -> float:
+        """Relative, for a number (a loss, a norm): from the most that any number has been off until now."""
+        self._worst_number = max(self._worst_number, *_finite([_relative(perturbed, reference)]))
+        return max(self.tolerance, _ROUNDING_FACTOR * self._worst_number, _ROUNDING_FACTOR * self._flipped_error)
 
-    def gradients(self, perturbed: Mapping[str, Tensor], one: Mapping[str, Tensor], *, first: bool) -> dict[str, float]:
-        """Relative, by parameter; later than the first step weights differ too, and any of them anywhere counts."""
-        errors = {name: relative_error(perturbed[name], one[name]) for name in one}
-        worst = worst_error(_finite(errors.values()))
+    def gradients(
+        self, perturbed: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, is_first_step: bool
+    ) -> dict[str, float]:
+        """Relative, by parameter; after the first step weights differ too, and then the worst of all errors counts."""
+        errors = {name: relative_error(perturbed[name], value) for name, value in reference.items()}
+        worst = max(worst_error(_finite(errors.values())), self._flipped_error)
         return {
-            name: max(self.tolerance, _TIMES * (error if first and math.isfinite(error) else max(worst, self._moved)))
+            name: max(self.tolerance, _ROUNDING_FACTOR * (error if is_first_step and math.isfinite(error) else worst))
             for name, error in errors.items()
         }
 
-    def weights(self, perturbed: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> dict[str, float]:
+    def weights(self, perturbed: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
         """Relative, by parameter. A gradient that is zero but for rounding moves one number of any tensor by one
-        learning rate, so distances count, wherever they are."""
-        farthest = worst_error(_finite((perturbed[name] - one[name]).norm().item() for name in one))
-        lengths = {name: max(value.norm().item(), EXACT) for name, value in one.items()}
-        self._moved += worst_error(_finite(self._turned / length for length in lengths.values()))
-        self._turns += self._turned
-        return {name: self.tolerance + (_TIMES * farthest + self._turns) / length for name, length in lengths.items()}
+        learning rate, so absolute distances count, whichever tensor they were seen in."""
+        farthest = worst_error(_finite((perturbed[name] - value).norm().item() for name, value in reference.items()))
+        norms = {name: max(value.norm().item(), EXACT) for name, value in reference.items()}
+        self._flipped_error += worst_error(_finite(self._flipped_norm / norm for norm in norms.values()))
+        self._flipped_sum += self._flipped_norm
+        distance = _ROUNDING_FACTOR * farthest + self._flipped_sum
+        return {name: self.tolerance + distance / norm for name, norm in norms.items()}
 
 
 def _finite(errors: Iterable[float]) -> list[float]:
-    """Of what a second run by one process is off, what an allowance may be learnt from; 0 in any case."""
+    """The errors that an allowance may be learnt from; always 0 among them."""
     return [0.0, *filter(math.isfinite, errors)]
 
 
 def _step(
     label: str,
-    many: Sequence[StepTrace],
-    one: StepTrace,
+    by_rank: Sequence[StepTrace],
+    reference: StepTrace,
     perturbed: StepTrace,
-    before: Mapping[str, Tensor],
+    previous: Mapping[str, Tensor],
     rounding: _Rounding,
-) -> Iterator[Compared]:
-    loss = rounding.number(perturbed.loss, one.loss)
-    yield _number(f"targets of {label}", "targets", [s.trained_tokens for s in many], one.trained_tokens, 0)
-    yield _number(f"loss of {label}", "loss", [seen.loss for seen in many], one.loss, loss)
-    theirs, again = joined([one.gradients])[0], joined([perturbed.gradients])[0]
-    allowed = rounding.gradients(again, theirs, first=label == "step 1")
-    for name, value in theirs.items():
-        yield _tensor(f"gradients of {label}", "gradients", name, [s.gradients for s in many], value, allowed[name])
-    norm = max([rounding.number(perturbed.norm, one.norm), *allowed.values()])
-    yield _number(f"norm of {label}", "gradient norm", [seen.norm for seen in many], one.norm, norm)
-    yield _number(f"clipped norm of {label}", "clipped norm", [seen.clipped for seen in many], one.clipped, norm)
-    theirs, again = joined([one.weights])[0], joined([perturbed.weights])[0]
-    allowed = rounding.weights(again, theirs)
-    for name, value in theirs.items():
-        yield _tensor(
-            f"weights of {label}", "weights", name, [s.weights for s in many], value, allowed[name], before.get(name)
-        )
+) -> Iterator[ComparedTensor]:
+    loss = rounding.number(perturbed.loss, reference.loss)
+    targets = [step.trained_tokens for step in by_rank]
+    yield _number(f"targets of {label}", "targets", targets, reference.trained_tokens, 0)
+    yield _number(f"loss of {label}", "loss", [step.loss for step in by_rank], reference.loss, loss)
+    gradients = assemble([reference.gradients])[0]
+    allowed = rounding.gradients(assemble([perturbed.gradients])[0], gradients, is_first_step=label == "step 1")
+    shards = [step.gradients for step in by_rank]
+    for name, value in gradients.items():
+        yield _tensor(f"gradients of {label}", "gradients", name, shards, value, allowed[name])
+    norm = max([rounding.number(perturbed.grad_norm, reference.grad_norm), *allowed.values()])
+    norms, clipped = [step.grad_norm for step in by_rank], [step.clipped_norm for step in by_rank]
+    yield _number(f"norm of {label}", "gradient norm", norms, reference.grad_norm, norm)
+    yield _number(f"clipped norm of {label}", "clipped norm", clipped, reference.clipped_norm, norm)
+    weights = assemble([reference.weights])[0]
+    allowed = rounding.weights(assemble([perturbed.weights])[0], weights)
+    shards = [step.weights for step in by_rank]
+    for name, value in weights.items():
+        yield _tensor(f"weights of {label}", "weights", name, shards, value, allowed[name], previous.get(name))
 
 
-def _resumed(
-    many: Sequence[Trace], one: Trace, perturbed: Trace, rounding: _Rounding, reshards: bool
-) -> Iterator[Compared]:
-    """Saved on one side and loaded on the other (or the same): weights at once, and after the step that follows."""
-    assert one.next is not None and perturbed.next is not None
-    weights = joined([one.steps[-1].weights])[0]
-    after = joined([one.next.weights])[0]
-    allowed = rounding.weights(joined([perturbed.next.weights])[0], after)
-    saved_by_many = joined([seen.steps[-1].weights for seen in many])[0]
-    of_one, of_many = ("one process's", weights), ("the layout's", saved_by_many)
-    theirs, ours = (of_one, of_many) if reshards else (of_many, of_one)
-    stepped = [seen.resumed.weights for seen in many if seen.resumed is not None]
-    ways = (
-        (theirs, "in the layout", [seen.loaded for seen in many], stepped),
-        (ours, "in one process", [one.loaded], [] if one.resumed is None else [one.resumed.weights]),
-    )
-    for (whose, saved), where, loaded, then in ways:
-        way = f"{whose} checkpoint {where}"
+def _resumed(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
+    """Each side's checkpoint, loaded by the other side (or by the side itself, where it cannot be resharded).
+
+    Compares the weights as they were loaded, exactly, and those after the next step, with the reference's step from the
+    state in memory.
+    """
+    by_rank, reference = traces.by_rank, traces.reference
+    assert reference.next_step is not None and traces.perturbed.next_step is not None
+    after = assemble([reference.next_step.weights])[0]
+    allowed = rounding.weights(assemble([traces.perturbed.next_step.weights])[0], after)
+    of_reference = "one process's", assemble([reference.steps[-1].weights])[0]
+    of_layout = "the layout's", assemble([trace.steps[-1].weights for trace in by_rank])[0]
+    in_layout, in_reference = (of_reference, of_layout) if traces.reshards else (of_layout, of_reference)
+    layout_steps = [trace.resumed_step.weights for trace in by_rank if trace.resumed_step is not None]
+    reference_steps = [] if reference.resumed_step is None else [reference.resumed_step.weights]
+    for (whose, saved), where, loaded, stepped in (
+        (in_layout, "in the layout", [trace.loaded_weights for trace in by_rank], layout_steps),
+        (in_reference, "in one process", [reference.loaded_weights], reference_steps),
+    ):
+        label = f"{whose} checkpoint {where}"
         for name, value in saved.items():
-            yield _tensor(f"weights of {way}", "saved weights, loaded", name, loaded, value, 0.0)
-        if not then:
-            yield _number(f"a step of {way}", "a step after resuming", [math.nan], one.next.loss, 0.0)
+            yield _tensor(f"weights of {label}", "saved weights, loaded", name, loaded, value, 0.0)
+        kind = "a step after resuming"
+        if not stepped:
+            yield _number(f"a step of {label}", kind, [math.nan], reference.next_step.loss, 0.0)
             return
         for name, value in after.items():
-            yield _tensor(f"a step of {way}", "a step after resuming", name, then, value, allowed[name], saved[name])
+            yield _tensor(f"a step of {label}", kind, name, stepped, value, allowed[name], saved[name])
 
 
 def _tensor(
     stage: str,
     kind: str,
     name: str,
-    parts: Sequence[Parts],
-    one: Tensor,
+    shards_by_rank: Sequence[LocalShards],
+    reference: Tensor,
     allowed: float,
-    before: Tensor | None = None,
-) -> Compared:
-    mine = [{name: part[name]} if name in part else {} for part in parts]
-    if not any(mine):
-        return Compared(stage, kind, name, math.inf, max(allowed, EXACT), torch.zeros_like(one), one)
-    made, differing = joined(mine)
+    previous: Tensor | None = None,
+) -> ComparedTensor:
+    allowed = max(allowed, EXACT)
+    own = [{name: shards[name]} if name in shards else {} for shards in shards_by_rank]
+    if not any(own):
+        return ComparedTensor(stage, kind, name, math.inf, allowed, torch.zeros_like(reference), reference)
+    tensors, differing = assemble(own)
     # Two processes with one box must agree bit for bit: what they do with it from then on would drift apart.
-    ranks = differing.get(name)
-    return Compared(
-        stage, kind, name, relative_error(made[name], one), max(allowed, EXACT), made[name], one, before, ranks
-    )
+    ranks, value = differing.get(name), tensors[name]
+    error = relative_error(value, reference)
+    return ComparedTensor(stage, kind, name, error, allowed, value, reference, previous, ranks)
 
 
-def _number(stage: str, kind: str, many: Sequence[float], one: float, allowed: float) -> Compared:
-    values = torch.tensor(many, dtype=torch.float64)
-    worst = max(many, key=lambda value: _relative(value, one))
-    other = next((rank for rank, value in enumerate(many) if not _same(value, many[0])), None)
-    ranks = None if other is None else (0, other)
-    error, whole = _relative(worst, one), torch.tensor(one).double()
-    return Compared(stage, kind, None, error, max(allowed, EXACT), values, whole, ranks=ranks)
+def _number(stage: str, kind: str, by_rank: Sequence[float], reference: float, allowed: float) -> ComparedTensor:
+    values = torch.tensor(by_rank, dtype=torch.float64)
+    error = _relative(max(by_rank, key=lambda value: _relative(value, reference)), reference)
+    unequal = next((rank for rank, value in enumerate(by_rank) if not _is_same(value, by_rank[0])), None)
+    ranks = None if unequal is None else (0, unequal)
+    value = torch.tensor(reference).double()
+    return ComparedTensor(stage, kind, None, error, max(allowed, EXACT), values, value, ranks=ranks)
 
 
-def _same(value: float, other: float) -> bool:
-    return value == other or (math.isnan(value) and math.isnan(other))
+def _is_same(value: float, reference: float) -> bool:
+    return value == reference or (math.isnan(value) and math.isnan(reference))
 
 
-def _relative(value: float, one: float) -> float:
-    if not math.isfinite(value) or not math.isfinite(one):
+def _relative(value: float, reference: float) -> float:
+    if not math.isfinite(value) or not math.isfinite(reference):
         return math.inf
-    return abs(value - one) / abs(one) if one else (0.0 if value == one else math.inf)
+    return abs(value - reference) / abs(reference) if reference else (0.0 if value == reference else math.inf)

@@ -1,4 +1,4 @@
-"""The packs that a verification trains on: a few of the recipe's own where its data can be read, else made ones."""
+"""The packs that a verification trains on: the first ones of the recipe where its data can be read, else synthetic."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from danlu.recipe import Recipe
 from danlu.recipe.rules import is_local, language_stage
 from danlu.types import Item, Pack, Sample
 
-ROWS = 64  # of each source
-WORDS = 200  # of made data: fewer than any vocabulary has
+ROWS = 64  # read of each source
+SYNTHETIC_VOCAB_SIZE = 200  # smaller than any tokenizer's vocabulary
 
 
-class Listed:
+class ItemList:
     """Packs or images by number, over and over; satisfies `train.position.PackSource`."""
 
     def __init__(self, items: Sequence[Item]) -> None:
@@ -37,62 +37,65 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Fed:
+class ProxyData:
     """What a verification trains on."""
 
     packs: list[Pack]
-    words: int | None  # of the recipe's tokenizer; None where it was not asked
-    source: str  # in words
+    vocab_size: int | None  # of the recipe's tokenizer; None where none was loaded
+    source: str  # for the report: "the recipe's own data", or why it is synthetic
 
 
-def fed(recipe: Recipe, count: int) -> Fed:
-    """So many packs: the recipe's first ones, or made ones with a reason where its data is not at hand."""
+def proxy_data(recipe: Recipe, count: int) -> ProxyData:
+    """`count` packs: the recipe's first ones, or synthetic ones where its rows are remote or cannot be used."""
     remote = next((source.path for source in recipe.data.train if not is_local(source.path)), None)
     if remote is not None:
-        return Fed(made_packs(recipe, count), None, f"synthetic data, for rows of {remote} would have to be fetched")
+        reason = f"synthetic data, for rows of {remote} would have to be fetched"
+        return ProxyData(synthetic_packs(recipe, count), None, reason)
     try:
-        return _own(recipe, count)
+        return _own_data(recipe, count)
     except DanluError as error:
-        reason = str(error).splitlines()[0]
-        return Fed(made_packs(recipe, count), None, f"synthetic data, for the recipe's cannot be used ({reason})")
+        reason = f"synthetic data, for the recipe's cannot be used ({str(error).splitlines()[0]})"
+        return ProxyData(synthetic_packs(recipe, count), None, reason)
 
 
-def _own(recipe: Recipe, count: int) -> Fed:
+def _own_data(recipe: Recipe, count: int) -> ProxyData:
+    """Raises DanluError for rows or a tokenizer that cannot be used."""
     data, tokenizer = recipe.data, recipe.model.tokenizer or recipe.model.path
-    few = [source.model_copy(update={"rows": min(source.rows or ROWS, ROWS)}) for source in data.train]
-    changes: dict[str, object] = {"train": few, "eval": None, "streaming": False, "workers": 1}
+    sources = [source.model_copy(update={"rows": min(source.rows or ROWS, ROWS)}) for source in data.train]
+    changes: dict[str, object] = {"train": sources, "eval": None, "streaming": False, "workers": 1}
     if data.overlong == "drop":
-        changes["overlong"] = "truncate"  # of short packs nothing might be left
+        changes["overlong"] = "truncate"  # with the short packs of a proxy nothing might be left
     data = data.model_copy(update=changes)
     stage, model = language_stage(recipe, "danlu verify"), recipe.model
     spec = DatasetSpec(data, stage, str(tokenizer), model.chat_template, recipe.seed, model.chat_template_date)
     prepared = prepare(spec, require_ends=False)
     assert prepared.train is not None and prepared.tokenizer is not None, "it does not stream"
     packs = PackedDataset(prepared.train, data.packing, data.max_length, recipe.seed)
-    return Fed([packs.at(number) for number in range(count)], prepared.tokenizer.vocab_size, "the recipe's own data")
+    vocab_size = prepared.tokenizer.vocab_size
+    return ProxyData([packs.at(number) for number in range(count)], vocab_size, "the recipe's own data")
 
 
-def mapped(packs: list[Pack], words: int) -> list[Pack]:
-    """The same with every token inside of a vocabulary."""
+def fold_tokens(packs: list[Pack], vocab_size: int) -> list[Pack]:
+    """The same packs with each token id modulo `vocab_size`."""
     return [
-        Pack(tuple(replace(one, tokens=(one.tokens % words).astype(np.int32)) for one in pack.samples))
+        Pack(tuple(replace(sample, tokens=(sample.tokens % vocab_size).astype(np.int32)) for sample in pack.samples))
         for pack in packs
     ]
 
 
-def made_packs(recipe: Recipe, count: int) -> list[Pack]:
+def synthetic_packs(recipe: Recipe, count: int) -> list[Pack]:
     """Packs as the recipe's stage and packing would make them, of documents of all lengths; a function of the seed."""
-    return [_made_pack(recipe, np.random.default_rng([recipe.seed, number])) for number in range(count)]
+    return [_synthetic_pack(recipe, np.random.default_rng([recipe.seed, number])) for number in range(count)]
 
 
-def _made_pack(recipe: Recipe, random: np.random.Generator) -> Pack:
+def _synthetic_pack(recipe: Recipe, random: np.random.Generator) -> Pack:
     samples: list[Sample] = []
     left = max(4, recipe.data.max_length)
     while left > 3 and (not samples or (recipe.data.packing.kind != "none" and len(samples) < 4)):
         length = int(random.integers(3, left + 1))
-        tokens = random.integers(0, WORDS, length).astype(np.int32)
+        tokens = random.integers(0, SYNTHETIC_VOCAB_SIZE, length).astype(np.int32)
         weights = np.ones(length, dtype=np.float32)
         weights[: 1 if recipe.stage == "pretrain" else int(random.integers(1, length))] = 0
-        samples.append(Sample(tokens, weights, f"made document {len(samples)}"))
+        samples.append(Sample(tokens, weights, f"synthetic document {len(samples)}"))
         left -= length
     return Pack(tuple(samples))

@@ -20,12 +20,12 @@ from danlu.parallel.ranks import Ranks
 from danlu.placing import place, saved_adapter, subject_of
 from danlu.recipe import Recipe
 from danlu.stages import STAGES
-from danlu.verify.collective_traffic import sent_by_decoder
-from danlu.verify.data import fed, mapped
-from danlu.verify.proxy import Groups, PlacedProxy, Prepared
-from danlu.verify.proxy_model import LONGEST, Small, small_recipe
+from danlu.verify.collective_traffic import decoder_traffic
+from danlu.verify.data import fold_tokens, proxy_data
+from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining
+from danlu.verify.proxy_model import MAX_LENGTH, ProxyRecipe, proxy_recipe
 
-_WORDS = 32_000  # where nobody knows how large the vocabulary will be
+_VOCAB_SIZE = 32_000  # of a model from scratch whose tokenizer was not loaded
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class DecoderProxy:
     """A `Proxy`: a decoder."""
 
     config: ModelConfig
-    words: int | None = None
-    """Prompts in words become tokens below it; None: by the recipe's tokenizer."""
-    norms: bool = True
+    vocab_size: int | None = None
+    """Texts that adapters start from are encoded as bytes modulo this; None: by the recipe's tokenizer."""
+    has_norms: bool = True
 
     @property
-    def tied(self) -> bool:
+    def has_tied_head(self) -> bool:
         return self.config.tie_word_embeddings
 
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedDecoder:
@@ -54,13 +54,13 @@ class DecoderProxy:
         placed = place(subject, recipe, ranks, device, resumed=resumed is not None)
         return placed_decoder(recipe, STAGES[recipe.stage], placed, self.config, device)
 
-    def sent(self, learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
-        return sent_by_decoder(learning, groups)
+    def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
+        return decoder_traffic(training, micro_batches)
 
     def _encoded(self, text: str, recipe: Recipe) -> list[int]:
-        """For prompts that start from words."""
-        if self.words is not None:
-            return [byte % self.words for byte in text.encode()]
+        """Token ids of a text that prompt tuning starts from."""
+        if self.vocab_size is not None:
+            return [byte % self.vocab_size for byte in text.encode()]
         # transformers, seconds and hundreds of MiB that only such a recipe needs.
         from danlu.data.tokenizer import load_tokenizer
         from danlu.rollout.chat_tokenizer import ChatTokenizer
@@ -71,48 +71,49 @@ class DecoderProxy:
         ).encode_prompt(text)
 
 
-def prepared(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: bool) -> Prepared:
-    """So many packs, and a small model for them; what it starts from is made in `folder`.
+def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: bool) -> PreparedProxy:
+    """`count` packs and a shrunken model for them; the folders that it starts from are written into `folder`.
 
+    full: keep the recipe's own model and lengths.
     Raises RecipeError for a layout that the large model cannot be cut into, ModelError for adapters of another one.
     """
     check_adapters(recipe.model, recipe.adapter)
     if not full:
-        short = min(recipe.data.max_length, LONGEST)
+        short = min(recipe.data.max_length, MAX_LENGTH)
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": short})})
-    packs = fed(recipe, count)
-    config = _config(recipe, packs.words)
+    data = proxy_data(recipe, count)
+    config = _config(recipe, data.vocab_size)
     if wrong := list(problems(recipe.parallel, _sizes(config))):
         raise RecipeError(wrong)
-    small = Small(recipe, config) if full else small_recipe(recipe, config, layout, folder)
-    assert full or not list(problems(small.recipe.parallel, _sizes(small.config))), "made small alike"
-    words = small.config.vocab_size
-    return Prepared(
+    small = ProxyRecipe(recipe, config) if full else proxy_recipe(recipe, config, layout, folder)
+    assert full or not list(problems(small.recipe.parallel, _sizes(small.config))), "divides as the large one does"
+    vocab_size = small.config.vocab_size
+    return PreparedProxy(
         recipe=small.recipe,
-        proxy=DecoderProxy(small.config, None if full else words),
-        items=packs.packs if full and packs.words is not None else mapped(packs.packs, words),
+        proxy=DecoderProxy(small.config, None if full else vocab_size),
+        items=data.packs if full and data.vocab_size is not None else fold_tokens(data.packs, vocab_size),
         parameters=small.config.parameter_count(),
-        counted_in="packed sequences",
-        model=_said(small.config, config),
-        data=packs.source,
+        item_name="packed sequences",
+        model_summary=_summary(small.config, config),
+        data_summary=data.source,
         notes=small.notes,
     )
 
 
-def _config(recipe: Recipe, words: int | None) -> ModelConfig:
+def _config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:
     if recipe.model.path is not None:
         return read_config(resolve_folder(recipe.model.path))
     given = recipe.model.config if isinstance(recipe.model.config, dict) else {}
-    return from_scratch(recipe.model, words or int(given.get("vocab_size", _WORDS)), 1, 2)
+    return from_scratch(recipe.model, vocab_size or int(given.get("vocab_size", _VOCAB_SIZE)), 1, 2)
 
 
 def _sizes(config: ModelConfig) -> Sizes:
     return Sizes(config.heads, config.kv_heads, config.intermediate_size, config.vocab_size)
 
 
-def _said(small: ModelConfig, config: ModelConfig) -> str:
-    def said(one: ModelConfig) -> str:
-        return f"{one.layers} layers of {one.heads} heads ({one.kv_heads} of keys), width {one.hidden_size}"
+def _summary(small: ModelConfig, large: ModelConfig) -> str:
+    def sizes(config: ModelConfig) -> str:
+        return f"{config.layers} layers of {config.heads} heads ({config.kv_heads} of keys), width {config.hidden_size}"
 
-    instead = "" if small == config else f" in place of {said(config)}"
-    return f"{small.family}, {said(small)}{instead}"
+    instead = "" if small == large else f" in place of {sizes(large)}"
+    return f"{small.family}, {sizes(small)}{instead}"

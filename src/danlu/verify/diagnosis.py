@@ -22,11 +22,11 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.report.verification import Finding
 from danlu.types import Item
-from danlu.verify.comparison import Compared, Comparison
-from danlu.verify.trace import ItemGradient, Parts, joined
-from danlu.verify.workers import Observed, Task
+from danlu.verify.comparison import ComparedTensor, Comparison
+from danlu.verify.trace import ItemGradient, LocalShards, assemble
+from danlu.verify.workers import Task, Traces
 
-_SAME = 1e-3  # relative: what counts as one number, and as nothing left
+_SAME = 1e-3  # relative error up to which a value counts as explained
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Case:
     """What is needed beside the comparison to say what is wrong."""
 
     task: Task
-    observed: Observed
+    traces: Traces
 
     @property
     def layout(self) -> Layout:
@@ -55,29 +55,29 @@ class Case:
         return owners
 
 
-def finding(comparison: Comparison, case: Case) -> Finding | None:
+def diagnose(comparison: Comparison, case: Case) -> Finding | None:
     """The first thing that is wrong, and what usually causes it; None where nothing is."""
-    first = comparison.first_wrong()
+    first = comparison.first_failure()
     if first is None:
         return None
     parameter = first.name
     if first.kind in ("loss", "targets") and (step := first.stage.rpartition(" of ")[2]):
-        # A loss has no name: the first parameter whose gradient is off tells more.
-        wrong = [one for one in comparison.of(f"gradients of {step}") if not one.holds]
-        parameter = wrong[0].name if wrong else None
+        # A loss has no name: the first parameter whose gradient is off says more.
+        failed = [tensor for tensor in comparison.of(f"gradients of {step}") if not tensor.holds]
+        parameter = failed[0].name if failed else None
     ratio, cause = _explained(first, comparison, case)
     return Finding(first.stage, parameter, ratio, cause)
 
 
-def _explained(first: Compared, comparison: Comparison, case: Case) -> tuple[str, str]:
-    """(ratio in words, usual cause)."""
+def _explained(first: ComparedTensor, comparison: Comparison, case: Case) -> tuple[str, str]:
+    """Returns (the ratio of the layout's value to the reference's in words, the usual cause)."""
     match first.kind:
         case "first weights":
             return _ratio_of(first, case), (
                 "parameters are not drawn or read alike: their values must come from (seed, name) and be cut afterwards"
             )
         case "targets":
-            return f"{float(first.many[0]):,.0f} targets instead of {float(first.one):,.0f}", (
+            return f"{float(first.layout_value[0]):,.0f} targets instead of {float(first.reference):,.0f}", (
                 "rows are not dealt out once each: a sampler that fills up by repeating counts some rows more than "
                 "once, one that cuts off drops some"
             )
@@ -97,8 +97,8 @@ def _explained(first: Compared, comparison: Comparison, case: Case) -> tuple[str
     return _ratio_of(first, case), _of_checkpoint(first)
 
 
-def _of_loss(first: Compared, comparison: Comparison, case: Case) -> str:
-    if not bool(first.many.isfinite().all()):
+def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
+    if not bool(first.layout_value.isfinite().all()):
         return (
             "numbers that are finite in one process are not here: memory that was never filled or is used after it was "
             "given back, or a division by the weight of a process that has no rows"
@@ -120,10 +120,10 @@ def _of_loss(first: Compared, comparison: Comparison, case: Case) -> str:
     )
 
 
-def _of_gradient(first: Compared, comparison: Comparison, case: Case) -> tuple[str, str]:
-    wrong = [one for one in comparison.of(first.stage) if not one.holds]
-    all_of = comparison.of(first.stage)
-    if first.ranks is not None or all(one.ranks is not None for one in wrong):
+def _of_gradient(first: ComparedTensor, comparison: Comparison, case: Case) -> tuple[str, str]:
+    gradients = comparison.of(first.stage)
+    failed = [tensor for tensor in gradients if not tensor.holds]
+    if first.ranks is not None or all(tensor.ranks is not None for tensor in failed):
         axis = _missing_sum(first, case)
         where = f"ranks {first.ranks[0]} and {first.ranks[1]} hold it with other numbers" if first.ranks else ""
         if axis is not None:
@@ -132,19 +132,23 @@ def _of_gradient(first: Compared, comparison: Comparison, case: Case) -> tuple[s
                 f"the all-reduce of this gradient over {axis} ranks is missing",
             )
         return where, "processes that hold one parameter do not sum its gradient to the same"
-    if case.task.proxy.tied and [one.name for one in wrong] == ["embed_tokens.weight"] and len(all_of) > 1:
+    if (
+        case.task.proxy.has_tied_head
+        and [tensor.name for tensor in failed] == ["embed_tokens.weight"]
+        and len(gradients) > 1
+    ):
         return _ratio_of(first, case), (
             "the tie of head and embedding is lost: the head's gradient does not arrive at the shared parameter"
         )
-    if first.stage == "gradients of step 1" and case.observed.one.by_item:
-        shares = _shares_of_items(first, case.observed.one.by_item)
+    if first.stage == "gradients of step 1" and case.traces.reference.item_gradients:
+        shares = _shares_of_items(first, case.traces.reference.item_gradients)
         if shares is not None:
             return _by_shares(shares, case)
-    return _ratio_of(first, case), _of_some_gradients(wrong, case)
+    return _ratio_of(first, case), _of_some_gradients(failed, case)
 
 
-def _of_some_gradients(wrong: Sequence[Compared], case: Case) -> str:
-    if wrong and all("norm" in (one.name or "") for one in wrong):
+def _of_some_gradients(failed: Sequence[ComparedTensor], case: Case) -> str:
+    if failed and all("norm" in (tensor.name or "") for tensor in failed):
         return (
             "only norms are wrong: their gradients are parts of a sum (over tokens under sequence parallelism, over "
             "rows under sharding), and one all-reduce is missing or done twice"
@@ -157,100 +161,111 @@ def _of_some_gradients(wrong: Sequence[Compared], case: Case) -> str:
     )
 
 
-def _missing_sum(first: Compared, case: Case) -> str | None:
-    """The axis over which the copies on its ranks would add up to the gradient of one process."""
+def _missing_sum(first: ComparedTensor, case: Case) -> str | None:
+    """The axis over whose ranks the copies of a gradient would add up to that of one process; None for no axis."""
     step = int(first.stage.rpartition(" ")[2]) - 1
-    parts = [seen.steps[step].gradients for seen in case.observed.many]
+    gradients = [trace.steps[step].gradients for trace in case.traces.by_rank]
     assert first.name is not None
     for count in range(1, len(AXES) + 1):
         for axes in itertools.combinations([axis for axis in AXES if getattr(case.layout, axis) > 1], count):
-            ranks = _line(case.layout, axes)
-            value = _sum_of(first.name, [parts[rank] for rank in ranks], first.one)
-            if value is not None and _close(value, first.one, 1e-4):
+            ranks = _ranks_along(case.layout, axes)
+            total = _sum_of_copies(first.name, [gradients[rank] for rank in ranks], first.reference)
+            if total is not None and _is_close(total, first.reference, 1e-4):
                 names = {("replicate",): "data", ("shard",): "data", ("replicate", "shard"): "data"}
                 return names.get(axes, " x ".join(axes))
     return None
 
 
-def _line(layout: Layout, axes: Sequence[str]) -> list[int]:
-    """The ranks that differ from rank 0 along some axes alone."""
-    places = ((rank, layout.coordinates(rank)) for rank in range(layout.world))
-    return [rank for rank, place in places if all(at == 0 for axis, at in place.items() if axis not in axes)]
+def _ranks_along(layout: Layout, axes: Sequence[str]) -> list[int]:
+    """The ranks whose coordinates are those of rank 0 but along some axes."""
+    coordinates = ((rank, layout.coordinates(rank)) for rank in range(layout.world))
+    return [rank for rank, at in coordinates if all(index == 0 for axis, index in at.items() if axis not in axes)]
 
 
-def _sum_of(name: str, parts: Sequence[Parts], one: Tensor) -> Tensor | None:
-    total = torch.zeros_like(one)
-    for part in parts:
-        if name not in part or part[name][0].sizes != tuple(one.shape):
+def _sum_of_copies(name: str, shards_by_rank: Sequence[LocalShards], reference: Tensor) -> Tensor | None:
+    """The sum of what ranks have of a tensor; None where one of them does not have all of it."""
+    total = torch.zeros_like(reference)
+    for shards in shards_by_rank:
+        if name not in shards or shards[name][0].sizes != tuple(reference.shape):
             return None
-        total += part[name][1]
+        total += shards[name][1]
     return total
 
 
-def _shares_of_items(first: Compared, by_item: Sequence[ItemGradient]) -> Tensor | None:
-    """[items] by how much each counts in the layout's gradient; None where no numbers for them explain it."""
+def _shares_of_items(first: ComparedTensor, item_gradients: Sequence[ItemGradient]) -> Tensor | None:
+    """[items] float64, how many times each counts in the layout's gradient; None where no factors explain it.
+
+    Least squares: the layout's gradient as a combination of the gradients that one process has of each item.
+    """
     assert first.name is not None
-    columns = [joined([one.gradients])[0].get(first.name, torch.zeros_like(first.one)) for one in by_item]
+    columns = [
+        assemble([item.gradients])[0].get(first.name, torch.zeros_like(first.reference)) for item in item_gradients
+    ]
     matrix = torch.stack([column.flatten().double() for column in columns], dim=1)  # [numbers, items]
     if matrix.shape[0] < 2 * matrix.shape[1]:
         return None
-    wanted = first.many.flatten().double()
-    shares: Tensor = torch.linalg.lstsq(matrix, wanted.unsqueeze(1)).solution.squeeze(1)
-    left = (matrix @ shares - wanted).norm().item()
-    return shares if left <= _SAME * wanted.norm().item() else None
+    target = first.layout_value.flatten().double()
+    shares: Tensor = torch.linalg.lstsq(matrix, target.unsqueeze(1)).solution.squeeze(1)
+    residual = (matrix @ shares - target).norm().item()
+    return shares if residual <= _SAME * target.norm().item() else None
 
 
 def _by_shares(shares: Tensor, case: Case) -> tuple[str, str]:
-    """What it means that items count so much."""
-    items = case.task.counted_in
+    """(ratio in words, usual cause) where items count `shares` times."""
+    items = case.task.item_name
     mean = float(shares.mean())
     if _all_are(shares, mean):
         return _named(mean, case), _of_constant(mean, case)
     ranks = case.rank_of(case.task.steps[0])
-    weights = torch.tensor([one.weight for one in case.observed.one.by_item], dtype=torch.float64)
-    said = (
+    weights = torch.tensor([item.weight for item in case.traces.reference.item_gradients], dtype=torch.float64)
+    shares_by_rank = (
         f"{items} count {float(shares.min()):.2f} to {float(shares.max()):.2f} times, by rank {_by_rank(shares, ranks)}"
     )
-    whole = torch.round(shares)
-    if _all_are(shares - whole, 0.0):
-        none, more = (shares < 0.5).sum(), (shares > 1.5).sum()
-        counted = f"{int(none)} {items} are not counted, {int(more)} more than once"
-        if int(more) == 0 and len({rank for rank, share in zip(ranks, whole, strict=True) if share}) < case.layout.data:
-            return counted, "gradients are not summed over data ranks: only some ranks' rows count"
-        return counted, "a sampler that repeats or drops rows, so that some count more than once or not at all"
+    rounded = torch.round(shares)
+    if _all_are(shares - rounded, 0.0):
+        missing, repeated = int((shares < 0.5).sum()), int((shares > 1.5).sum())
+        ratio = f"{missing} {items} are not counted, {repeated} more than once"
+        counted_ranks = {rank for rank, share in zip(ranks, rounded, strict=True) if share}
+        if repeated == 0 and len(counted_ranks) < case.layout.data:
+            return ratio, "gradients are not summed over data ranks: only some ranks' rows count"
+        return ratio, "a sampler that repeats or drops rows, so that some count more than once or not at all"
     if _constant_within(shares * _sum_within(weights, ranks), [0] * len(ranks)) and _constant_within(shares, ranks):
-        return said, (
+        return shares_by_rank, (
             "a mean over data ranks of their own means: with uneven rows each rank must add its sum, to be divided "
             "once by the weight of all"
         )
-    micro = [(rank, place // case.task.micro) for rank, place in _places(ranks)]
-    if _constant_within(shares, micro) and _constant_within(shares * _sum_within(weights, micro), ranks):
-        return said, (
+    micro_batches = [(rank, number // case.task.micro) for rank, number in _numbers_on_rank(ranks)]
+    if _constant_within(shares, micro_batches) and _constant_within(
+        shares * _sum_within(weights, micro_batches), ranks
+    ):
+        return shares_by_rank, (
             "a loss scale that is wrong when gradients accumulate: each micro-batch counts alike, however many targets "
             "it has"
         )
-    return said, f"{items} are weighted by something else than their targets"
+    return shares_by_rank, f"{items} are weighted by something else than their targets"
 
 
-def _places(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(data rank, number of the item among its own)."""
-    seen: dict[int, int] = {}
+def _numbers_on_rank(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """For each item (its data rank, its number among the items of that rank)."""
+    counts: dict[int, int] = {}
     for rank in ranks:
-        yield rank, seen.get(rank, 0)
-        seen[rank] = seen.get(rank, 0) + 1
+        yield rank, counts.get(rank, 0)
+        counts[rank] = counts.get(rank, 0) + 1
 
 
 def _by_rank(shares: Tensor, ranks: Sequence[int]) -> str:
-    own = (shares[[place for place, one in enumerate(ranks) if one == rank]] for rank in sorted(set(ranks)))
-    return ", ".join(f"{float(one.mean()):.2f}" for one in own)
+    """The mean share of each rank's items: `1.20, 0.80`."""
+    own = (shares[[item for item, owner in enumerate(ranks) if owner == rank]] for rank in sorted(set(ranks)))
+    return ", ".join(f"{float(values.mean()):.2f}" for values in own)
 
 
 def _sum_within(values: Tensor, keys: Sequence[object]) -> Tensor:
-    return torch.stack([values[[other == key for other in keys]].sum() for key in keys])
+    """For each value the sum of all values of the same key."""
+    return torch.stack([values[[item_key == key for item_key in keys]].sum() for key in keys])
 
 
 def _constant_within(values: Tensor, keys: Sequence[object]) -> bool:
-    groups = (values[[other == key for other in keys]] for key in set(keys))
+    groups = (values[[item_key == key for item_key in keys]] for key in set(keys))
     return all(_all_are(group, float(group.mean())) for group in groups)
 
 
@@ -258,11 +273,11 @@ def _all_are(values: Tensor, value: float) -> bool:
     return bool(((values - value).abs() <= 0.01 * max(1.0, abs(value))).all())
 
 
-def _of_norm(first: Compared, case: Case) -> tuple[str, str]:
+def _of_norm(first: ComparedTensor, case: Case) -> tuple[str, str]:
     ratio = _ratio_of(first, case)
     if first.ranks is not None:
-        norms = ", ".join(f"{float(one):.4g}" for one in first.many)
-        return f"by rank {norms} instead of {float(first.one):.4g}", (
+        norms = ", ".join(f"{float(norm):.4g}" for norm in first.layout_value)
+        return f"by rank {norms} instead of {float(first.reference):.4g}", (
             "each process clips by the norm of what it holds: squares must be summed over all processes first"
         )
     return ratio, (
@@ -271,7 +286,7 @@ def _of_norm(first: Compared, case: Case) -> tuple[str, str]:
     )
 
 
-def _of_weights(first: Compared, case: Case) -> str:
+def _of_weights(first: ComparedTensor, case: Case) -> str:
     if first.ranks is not None:
         return "processes that hold the same parameter update it differently: it drifts apart from here on"
     kind = case.recipe.optimizer.kind
@@ -283,7 +298,7 @@ def _of_weights(first: Compared, case: Case) -> str:
     return "the gradients are right and the update is not: another learning rate, decay or clipping factor on a part"
 
 
-def _of_checkpoint(first: Compared) -> str:
+def _of_checkpoint(first: ComparedTensor) -> str:
     if first.stage.startswith("weights"):
         return "weights do not come back as they were saved: shards written or read at the wrong offset"
     return (
@@ -292,45 +307,48 @@ def _of_checkpoint(first: Compared) -> str:
     )
 
 
-def _ratio_of(first: Compared, case: Case) -> str:
-    """By least squares of many against one; of weights after an update, of what it has changed."""
-    many, one = first.many.flatten().double(), first.one.flatten().double()
-    if first.before is not None and bool(many.isfinite().all()):
-        before = first.before.flatten().double()
-        return f"of the update: {_ratio(many - before, one - before, case)}"
-    return _ratio(many, one, case)
+def _ratio_of(first: ComparedTensor, case: Case) -> str:
+    """The layout's value against the reference's by least squares; of weights after an update, of the update."""
+    value, reference = first.layout_value.flatten().double(), first.reference.flatten().double()
+    if first.previous is not None and bool(value.isfinite().all()):
+        previous = first.previous.flatten().double()
+        return f"of the update: {_ratio(value - previous, reference - previous, case)}"
+    return _ratio(value, reference, case)
 
 
-def _ratio(many: Tensor, one: Tensor, case: Case) -> str:
-    if many.shape != one.shape:
-        one = one.expand_as(many)
-    if not bool(many.isfinite().all()):
+def _ratio(value: Tensor, reference: Tensor, case: Case) -> str:
+    if value.shape != reference.shape:  # a number, of each rank
+        reference = reference.expand_as(value)
+    if not bool(value.isfinite().all()):
         return "not finite"
-    square = float(one @ one)
+    square = float(reference @ reference)
     if square == 0:
         return "not zero, as it is in one process"
-    ratio = float(many @ one) / square
-    left = float((many - ratio * one).norm())
-    if left <= _SAME * float(many.norm()) and abs(ratio - 1) > _SAME:
+    ratio = float(value @ reference) / square
+    residual = float((value - ratio * reference).norm())
+    if residual <= _SAME * float(value.norm()) and abs(ratio - 1) > _SAME:
         return _named(ratio, case)
-    return f"no constant one: nearest x{ratio:.4g}, which leaves {left / max(float(many.norm()), 1e-30):.1e} of it"
+    share = residual / max(float(value.norm()), 1e-30)
+    return f"no constant one: nearest x{ratio:.4g}, which leaves {share:.1e} of it"
 
 
 def _named(ratio: float, case: Case) -> str:
     """`x2 (data)`: a constant ratio, with whatever of the layout is just as large."""
     layout = case.layout
-    rounds = max(-(-case.rank_of(case.task.steps[0]).count(rank) // case.task.micro) for rank in range(layout.data))
+    micro_batches = max(
+        -(-case.rank_of(case.task.steps[0]).count(rank) // case.task.micro) for rank in range(layout.data)
+    )
     sizes = {
         "data": layout.data,
         "shard": layout.shard,
         "replicate": layout.replicate,
         "tensor": layout.tensor,
         "world": layout.world,
-        "micro-batches": rounds,
+        "micro-batches": micro_batches,
     }
-    up = [name for name, size in sizes.items() if size > 1 and math.isclose(ratio, size, rel_tol=0.01)]
-    down = [f"/{name}" for name, size in sizes.items() if size > 1 and math.isclose(ratio * size, 1, rel_tol=0.01)]
-    names = up + down
+    factors = [name for name, size in sizes.items() if size > 1 and math.isclose(ratio, size, rel_tol=0.01)]
+    divisors = [f"/{name}" for name, size in sizes.items() if size > 1 and math.isclose(ratio * size, 1, rel_tol=0.01)]
+    names = factors + divisors
     return f"x{ratio:.4g}" + (f" ({', '.join(names)})" if names else "")
 
 
@@ -346,5 +364,5 @@ def _of_constant(ratio: float, case: Case) -> str:
     )
 
 
-def _close(value: Tensor, one: Tensor, share: float) -> bool:
-    return float((value.double() - one.double()).norm()) <= share * float(one.double().norm())
+def _is_close(value: Tensor, reference: Tensor, share: float) -> bool:
+    return float((value.double() - reference.double()).norm()) <= share * float(reference.double().norm())

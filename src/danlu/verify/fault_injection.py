@@ -24,33 +24,34 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.train import loop
-from danlu.train import step as training
+from danlu.train import step as step_module
 from danlu.train.step import AnyLearner
 from danlu.types import Item, Loss, Totals
 from danlu.verify import trace
 from danlu.verify.proxy import Proxy
 
-Injected = Callable[[Recipe, Ranks], AbstractContextManager[None]]
+Inject = Callable[[Recipe, Ranks], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake: what it is, where it can be made at all, and how it is."""
+    """One mistake: what it is, in which layouts it can be made at all, and how it is injected."""
 
-    about: str
-    possible: Callable[[Recipe, Layout, Proxy], bool]
-    injected: Injected
-    named: str  # a part of what a verification says of it
+    description: str
+    is_possible: Callable[[Recipe, Layout, Proxy], bool]
+    inject: Inject
+    diagnosis: str  # a part of the cause that a verification reports
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = owner.__dict__[name]
+    """Replaces an attribute; taken from `__dict__`, so that properties and functions are put back as they were."""
+    original = owner.__dict__[name]
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, original)
 
 
 Factor = Callable[[AnyLearner, Sequence[Item], Any], float]
@@ -73,17 +74,17 @@ class _Scaled:
 
 @contextmanager
 def _scaled(factor: Factor) -> Iterator[None]:
-    """Each micro-batch's gradient times a factor."""
+    """Multiplies the gradient of each micro-batch by a factor."""
 
     def accumulate(learner: Any, items: Sequence[Item], **options: Any) -> Any:
-        return training.accumulate(_Scaled(learner, items, factor), items, **options)
+        return step_module.accumulate(_Scaled(learner, items, factor), items, **options)
 
     with _replaced(loop, "accumulate", accumulate):
         yield
 
 
 def _weight(learner: AnyLearner, items: Sequence[Item]) -> float:
-    """What items weigh in a mean: the sum of their targets' weights."""
+    """The sum of the weights of the items' targets."""
     weight: float = learner.collate(items).weight
     return weight
 
@@ -94,9 +95,11 @@ def _own_weight(learner: AnyLearner, items: Sequence[Item]) -> float:
 
 @contextmanager
 def _mean_of_means(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    """Each data rank divides by its own weight, and the ranks are averaged."""
+
     def factor(learner: AnyLearner, items: Sequence[Item], batch: Any) -> float:
-        own = _own_weight(learner, items)
-        return _weight(learner, items) / (ranks.data.size * own) if own else 1.0
+        own_weight = _own_weight(learner, items)
+        return _weight(learner, items) / (ranks.data.size * own_weight) if own_weight else 1.0
 
     with _scaled(factor):
         yield
@@ -104,9 +107,11 @@ def _mean_of_means(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    """Each micro-batch is divided by its own weight, and the micro-batches are averaged."""
+
     def factor(learner: AnyLearner, items: Sequence[Item], batch: Any) -> float:
-        rounds = -(-len(learner.parallel.local_range(items)) // learner.micro)
-        return _own_weight(learner, items) / (rounds * batch.weight) if batch.weight else 1.0
+        micro_batches = -(-len(learner.parallel.local_range(items)) // learner.micro)
+        return _own_weight(learner, items) / (micro_batches * batch.weight) if batch.weight else 1.0
 
     with _scaled(factor):
         yield
@@ -114,13 +119,14 @@ def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _doubled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    real, size = StepParallel.reduce_gradients, ranks.data.size if ranks.data.size > 1 else ranks.tensor.size
+    """Gradients are as many times too large as an axis has ranks, as after a second all-reduce."""
+    original, size = StepParallel.reduce_gradients, ranks.data.size if ranks.data.size > 1 else ranks.tensor.size
 
     def reduce_gradients(self: StepParallel) -> None:
-        real(self)
-        for one in self.local_parameters.values():
-            if one.local.grad is not None:
-                one.local.grad.mul_(size)
+        original(self)
+        for parameter in self.local_parameters.values():
+            if parameter.local.grad is not None:
+                parameter.local.grad.mul_(size)
 
     with _replaced(StepParallel, "reduce_gradients", reduce_gradients):
         yield
@@ -128,14 +134,13 @@ def _doubled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _without_sum_of_norms(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    real = StepParallel.reduce_gradients
+    """Norms' gradients, which each rank has a part of, are not all-reduced over one axis."""
+    original = StepParallel.reduce_gradients
     axis = "tensor" if recipe.parallel.sequence else ranks.data.name
 
     def reduce_gradients(self: StepParallel) -> None:
-        left = replace(
-            self, partial_gradients=[(group, name) for group, name in self.partial_gradients if group.name != axis]
-        )
-        real(left)
+        kept = [(group, name) for group, name in self.partial_gradients if group.name != axis]
+        original(replace(self, partial_gradients=kept))
 
     with _replaced(StepParallel, "reduce_gradients", reduce_gradients):
         yield
@@ -143,15 +148,19 @@ def _without_sum_of_norms(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _local_clip(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    """The norm that decides on clipping is not summed over processes."""
+
     def local(parameters: Any, max_norm: Any, **options: Any) -> float:
         return clip_grad_norm(parameters, max_norm, **{**options, "group": None})
 
-    with _replaced(training, "clip_grad_norm", local), _replaced(trace, "clip_grad_norm", local):
+    with _replaced(step_module, "clip_grad_norm", local), _replaced(trace, "clip_grad_norm", local):
         yield
 
 
 @contextmanager
 def _untied(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    """The head's gradient stops before the embedding that it shares its weight with."""
+
     def head_weight(self: Decoder) -> Tensor:
         return self.embed_tokens.weight.detach()
 
@@ -161,18 +170,19 @@ def _untied(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _same_masks(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    real_begin, real_call = dropout.DropoutState.begin, dropout.Dropout.__call__
+    """Dropout masks depend on the number of a row on its rank and of a feature in its shard, not in the whole."""
+    original_begin, original_call = dropout.DropoutState.begin, dropout.Dropout.__call__
 
     def begin(self: dropout.DropoutState, number: int, packs: Sequence[tuple[int, int]]) -> None:
         first = min((pack for pack, _ in packs), default=0)
-        real_begin(self, number, [(pack - first, tokens) for pack, tokens in packs])
+        original_begin(self, number, [(pack - first, tokens) for pack, tokens in packs])
 
     def call(self: dropout.Dropout, *args: Any, **options: Any) -> Tensor:
-        there, self.first_feature = self.first_feature, 0
+        first_feature, self.first_feature = self.first_feature, 0
         try:
-            return real_call(self, *args, **options)
+            return original_call(self, *args, **options)
         finally:
-            self.first_feature = there
+            self.first_feature = first_feature
 
     with _replaced(dropout.DropoutState, "begin", begin), _replaced(dropout.Dropout, "__call__", call):
         yield
@@ -180,10 +190,11 @@ def _same_masks(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _stale(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    real = FSDPModule.set_reshard_after_backward
+    """FSDP keeps the gathered parameters after the backward pass, and the update does not reach them."""
+    original = FSDPModule.set_reshard_after_backward
 
     def never(self: Any, reshard_after_backward: bool, **options: Any) -> None:
-        real(self, False, **options)
+        original(self, False, **options)
 
     with _replaced(FSDPModule, "set_reshard_after_backward", never):
         yield
@@ -191,11 +202,12 @@ def _stale(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _repeated_rows(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    """Each data rank gets equally many rows, which a sampler reaches by giving some rows to two ranks."""
+
     def local_range(self: StepParallel, packs: Sequence[Any]) -> range:
-        """As many for each, which a sampler reaches by giving some rows to two processes."""
-        data, each = self.ranks.data, -(-len(packs) // self.ranks.data.size)
-        first = min(data.index * each, len(packs) - each)
-        return range(first, first + each)
+        data, per_rank = self.ranks.data, -(-len(packs) // self.ranks.data.size)
+        first = min(data.index * per_rank, len(packs) - per_rank)
+        return range(first, first + per_rank)
 
     with _replaced(StepParallel, "local_range", local_range):
         yield
@@ -203,15 +215,16 @@ def _repeated_rows(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
-    real = Optimizers.load_state
+    """Each rank loads the next rank's optimizer state, where all have the same shapes."""
+    original = Optimizers.load_state
     group = ranks.shard if ranks.shard.size > 1 else ranks.tensor
 
     def load_state(self: Optimizers, tensors: Any, scalars: Any) -> None:
         for tensor in tensors.values():
             if tensor.ndim and len(set(group.all_gather_objects(tuple(tensor.shape)))) == 1:
-                everyones = group.all_gather(tensor.detach().clone().unsqueeze(0))
-                tensor.copy_(everyones[(group.index + 1) % group.size])
-        real(self, tensors, scalars)
+                by_rank = group.all_gather(tensor.detach().clone().unsqueeze(0))
+                tensor.copy_(by_rank[(group.index + 1) % group.size])
+        original(self, tensors, scalars)
 
     with _replaced(Optimizers, "load_state", load_state):
         yield
@@ -219,42 +232,44 @@ def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _never_filled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    """A weight of the last rank is NaN at the second step, as memory may be that nothing was written to."""
+
     def accumulate(learner: AnyLearner, items: Sequence[Item], *, step: int, **options: Any) -> Any:
         if step == 2 and ranks.world.index == ranks.world.size - 1:
-            trained = (one.local for one in learner.parallel.local_parameters.values() if one.local.requires_grad)
-            next(one for one in trained if one.numel()).detach().fill_(math.nan)
-        return training.accumulate(learner, items, step=step, **options)
+            shards = (parameter.local for parameter in learner.parallel.local_parameters.values())
+            next(shard for shard in shards if shard.requires_grad and shard.numel()).detach().fill_(math.nan)
+        return step_module.accumulate(learner, items, step=step, **options)
 
     with _replaced(loop, "accumulate", accumulate):
         yield
 
 
-def _several(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+def _has_data_ranks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return layout.data > 1
 
 
-def _sharded(recipe: Recipe, layout: Layout) -> bool:
+def _is_sharded(recipe: Recipe, layout: Layout) -> bool:
     return recipe.parallel.shard != "none" and layout.shard > 1
 
 
-def _norms_in_parts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return proxy.norms and recipe.adapter is None and (recipe.parallel.sequence or _sharded(recipe, layout))
+def _has_partial_norm_gradients(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return proxy.has_norms and recipe.adapter is None and (recipe.parallel.sequence or _is_sharded(recipe, layout))
 
 
-def _cut(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return _sharded(recipe, layout) or layout.tensor > 1
+def _is_cut(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return _is_sharded(recipe, layout) or layout.tensor > 1
 
 
 def _has_dropout(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return bool(getattr(recipe.adapter, "dropout", 0.0))
 
 
-def _gathered_once(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return _sharded(recipe, layout) and recipe.parallel.shard in ("zero1", "zero2")
+def _keeps_gathered_parameters(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return _is_sharded(recipe, layout) and recipe.parallel.shard in ("zero1", "zero2")
 
 
-def _tied(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return recipe.adapter is None and proxy.tied
+def _has_tied_head(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return recipe.adapter is None and proxy.has_tied_head
 
 
 FAULTS: dict[str, Fault] = {
@@ -265,10 +280,10 @@ FAULTS: dict[str, Fault] = {
         "too large by a constant",
     ),
     "local-clip": Fault(
-        "each process clips by the norm of what it holds", _cut, _local_clip, "the norm of what it holds"
+        "each process clips by the norm of what it holds", _is_cut, _local_clip, "the norm of what it holds"
     ),
     "mean-of-means": Fault(
-        "a mean over ranks of uneven means", _several, _mean_of_means, "mean over data ranks of their own means"
+        "a mean over ranks of uneven means", _has_data_ranks, _mean_of_means, "mean over data ranks of their own means"
     ),
     "mean-of-micro-batches": Fault(
         "a loss scale that is wrong when gradients accumulate",
@@ -278,7 +293,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "missing-norm-sum": Fault(
         "gradients of norm weights are not summed over the ranks that share tokens or rows",
-        _norms_in_parts,
+        _has_partial_norm_gradients,
         _without_sum_of_norms,
         "is missing",
     ),
@@ -288,14 +303,19 @@ FAULTS: dict[str, Fault] = {
         _never_filled,
         "never filled",
     ),
-    "repeated-rows": Fault("a sampler that gives some rows to two ranks", _several, _repeated_rows, "more than once"),
+    "repeated-rows": Fault(
+        "a sampler that gives some rows to two ranks", _has_data_ranks, _repeated_rows, "more than once"
+    ),
     "same-masks": Fault("the same dropout mask on every rank", _has_dropout, _same_masks, "dropout"),
     "stale": Fault(
-        "the parameters of an earlier all-gather are used after the step", _gathered_once, _stale, "out of date"
+        "the parameters of an earlier all-gather are used after the step",
+        _keeps_gathered_parameters,
+        _stale,
+        "out of date",
     ),
     "state-of-another-shard": Fault(
-        "optimizer state is loaded for the shard of another rank", _cut, _state_of_another_shard, "optimizer's state"
+        "optimizer state is loaded for the shard of another rank", _is_cut, _state_of_another_shard, "optimizer's state"
     ),
-    "untied": Fault("a tied head whose gradient does not come to the embedding", _tied, _untied, "tie"),
+    "untied": Fault("a tied head whose gradient does not come to the embedding", _has_tied_head, _untied, "tie"),
 }
 """By name, sorted."""

@@ -1,6 +1,6 @@
-"""What a verification asks of the kind of thing that a recipe trains. All else is the same for all kinds.
+"""What a verification asks of the kind of model that a recipe trains. All else is the same for all kinds.
 
-`language.py` has the answers for decoders on packs of tokens, `images.py` those for classifiers of images.
+`decoder_proxy.py` answers for decoders on packs of tokens, `classifier_proxy.py` for classifiers of images.
 """
 
 from __future__ import annotations
@@ -12,54 +12,116 @@ from typing import Any, Protocol
 
 import torch
 
+from danlu.numerics.loss_scaling import LossScaler
+from danlu.optim.ema import Ema
 from danlu.parallel.collective_traffic import CollectiveTraffic
+from danlu.parallel.comm import ALONE, new_group
 from danlu.parallel.ranks import Ranks
+from danlu.placing import optimizer_of
 from danlu.recipe import Recipe
+from danlu.recipe.sections import Schedule
+from danlu.recipe.sections import Watch as WatchSection
 from danlu.stage_protocols import PlacedModel
+from danlu.train.checkpoints.store import CheckpointStore
+from danlu.train.position import Feed
+from danlu.train.signals import StopRequest
+from danlu.train.state import Cadence, Run
 from danlu.train.step import AnyLearner
+from danlu.train.watch import Watch
 from danlu.types import Item
+from danlu.verify.data import ItemList
 
-Groups = Sequence[Sequence[tuple[int, Any]]]
-"""The micro-batches of a process: (number in the step, item)."""
-
-
-@dataclass
-class PlacedProxy:
-    """A recipe's model on the processes of a layout."""
-
-    placed: PlacedModel
-    learner: AnyLearner
-    recipe: Recipe
-    ranks: Ranks
+MicroBatches = Sequence[Sequence[tuple[int, Any]]]
+"""The micro-batches of one process in a step: for each item its number in the step, and the item."""
+_FP16_SCALE = 1024.0  # at first; small enough that none of the few steps overflows and is skipped
+_CONSTANT = Schedule(kind="constant", warmup=0)  # a warm-up would make the first steps too small to see
 
 
 class Proxy(Protocol):
-    """What all processes of a verification know of the small model, beside the recipe."""
+    """What all processes of a verification know of the shrunken model, beside the recipe; pickled to each of them."""
 
     @property
-    def tied(self) -> bool: ...  # its head is its embedding
+    def has_tied_head(self) -> bool: ...  # its head is its embedding
 
     @property
-    def norms(self) -> bool: ...  # it has parameters that shards leave whole
+    def has_norms(self) -> bool: ...  # it has parameters of one dimension that tensor parallelism does not cut
 
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedModel:
         """The model on the processes of a layout; resumed: a checkpoint that will be loaded into it."""
         ...
 
-    def sent(self, learning: PlacedProxy, groups: Groups) -> list[CollectiveTraffic]:
-        """What this process sends in a step, by formulas."""
+    def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
+        """What this process sends in a step of these micro-batches, by the formulas of `plan.traffic`."""
         ...
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A recipe made ready to be verified: small, unless it was asked for as it is."""
+class PreparedProxy:
+    """A recipe made ready to be verified: shrunken, unless it was asked for as it is."""
 
     recipe: Recipe
     proxy: Proxy
-    items: Sequence[Item]
-    parameters: int
-    counted_in: str  # "packed sequences", "images"
-    model: str  # in words
-    data: str  # where items are from, in words
+    items: Sequence[Item]  # of all steps, then those held out
+    parameters: int  # numbers in the model
+    item_name: str  # "packed sequences", "images"
+    model_summary: str
+    data_summary: str  # where the items are from
     notes: Sequence[str] = ()  # what is not as the recipe says, beside sizes
+
+
+@dataclass
+class ProxyTraining:
+    """A recipe's model on the processes of a layout, ready for steps; no data, and no folder but for checkpoints."""
+
+    placed: PlacedModel
+    learner: AnyLearner
+    recipe: Recipe
+    ranks: Ranks
+    proxy: Proxy
+
+    @classmethod
+    def build(
+        cls,
+        recipe: Recipe,
+        proxy: Proxy,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        micro: int,
+        resumed: Path | None = None,
+    ) -> ProxyTraining:
+        """Places the model on the processes of `ranks`; all of them call this together.
+
+        Args:
+            micro: items in a micro-batch.
+            resumed: a checkpoint that will be loaded, so that memory for weights is enough.
+        """
+        placed = proxy.place(recipe, ranks, device, resumed)
+        return cls(placed, placed.learner(micro), recipe, ranks, proxy)
+
+    def run(self, steps: Sequence[Sequence[Item]], folder: Path | None = None) -> Run:
+        """A `Run` over the items of `steps`, which all have the same number of them, at a constant learning rate.
+
+        folder: where its checkpoints go, if any. No metrics are written and no signals are handled.
+        """
+        parameters = self.placed.parameters()
+        checkpoint_group = (
+            ALONE
+            if self.ranks.alone or folder is None
+            else new_group("checkpoint", self.ranks.world.ranks, backend="gloo")
+        )
+        return Run(
+            learner=self.learner,
+            optimizer=optimizer_of(parameters, self.recipe, self.learner.device),
+            schedule=_CONSTANT,
+            clip=self.recipe.gradient_clipping,
+            feed=Feed(ItemList([item for step in steps for item in step]), per_step=len(steps[0]), total=None),
+            cadence=Cadence(total=len(steps), log=1, checkpoint=len(steps), evaluation=None),
+            watch=Watch(WatchSection()),
+            store=CheckpointStore(folder or Path("no checkpoints"), background=False, group=checkpoint_group),
+            metrics=None,
+            recorders=(),
+            stop_request=StopRequest(),
+            scaler=LossScaler(_FP16_SCALE) if self.recipe.precision == "fp16" else None,
+            ema=None if self.recipe.ema is None else Ema(parameters, self.recipe.ema.decay),
+        )

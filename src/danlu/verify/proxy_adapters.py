@@ -1,4 +1,4 @@
-"""Adapters made small, as their base is: the section of the one that is trained, and the folders of those below it."""
+"""Adapters for a shrunken base: the section of the one that is trained, and the folders of those below it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from danlu.models.loading import load, meta_decoder
 from danlu.recipe import sections
 from danlu.types import Site
 
-RANK = 4
-WIDTH = 8
-TOKENS = 3
+RANK = 4  # of low-rank adapters
+WIDTH = 8  # of bottlenecks and projections
+TOKENS = 3  # virtual ones
 _PERTURBATION = 0.1  # standard deviation that is put on every number, of which many begin as zero
+_NAME = "made"  # of each adapter while it is written; a part of the names that seed its numbers
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
 
 
-def small_section(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
-    """An adapter's section for the small model of a config: small sizes, and layers that are there.
+def proxy_section(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
+    """An adapter's section for the small model of a config: small sizes, and layers that it has.
 
     Its scale (alpha / rank) stays. Raises RecipeError for targets that no layer of the large model has.
     """
@@ -43,8 +44,8 @@ def small_section(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
                 update={
                     "rank": rank,
                     "alpha": section.alpha * ratio,
-                    "rank_pattern": {name: min(one, RANK + 2) for name, one in section.rank_pattern.items()},
-                    "alpha_pattern": {name: one * ratio for name, one in section.alpha_pattern.items()},
+                    "rank_pattern": {name: min(rank, RANK + 2) for name, rank in section.rank_pattern.items()},
+                    "alpha_pattern": {name: alpha * ratio for name, alpha in section.alpha_pattern.items()},
                 }
             )
         case sections.Vera() | sections.Mora():
@@ -59,32 +60,32 @@ def small_section(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
     return section
 
 
-def small_stack(
+def proxy_adapter_folders(
     paths: Sequence[str], config: ModelConfig, base: Path, folder: Path, *, seed: int
 ) -> tuple[list[str], str]:
-    """Small adapters in place of those that `model.adapters` names, with all that these were trained upon.
+    """Writes small adapters in place of those that `model.adapters` names and of all that these were trained upon.
 
-    They are of the same kinds on the same layers, with numbers of their own; what lies below what stays.
+    They are of the same kinds on the same layers and stacked alike; their numbers are random.
 
     Args:
         config: of the large base; the small one is the model folder `base`.
-        folder: where theirs are made.
+        folder: where they are written.
 
-    Returns (their paths, what they are in words). Raises ModelError and RecipeError for those that do not fit the large
-    base.
+    Returns (paths in place of `paths`, the kinds of all adapters in words).
+    Raises ModelError and RecipeError for adapters that do not fit the large base.
     """
-    large, found = adapters_of(meta_decoder(config)), find_base(base)
-    made: dict[Path, Path] = {}
+    large, small_base = adapters_of(meta_decoder(config)), find_base(base)
+    written: dict[Path, Path] = {}  # by the path of the adapter that it stands for
     kinds: list[str] = []
-    for one in (one for path in paths for one in adapter_stack(path)):
-        if one.path.resolve() not in made:
-            section = section_of(large, open_adapter(one.path))
-            below = [str(made[resolve_adapter(path).resolve()]) for path in one.below]
-            target = folder / f"{len(made)}-{_named(one)}"
-            _write(small_section(section, config, load(base).config), found, target, below, seed)
-            made[one.path.resolve()] = target
+    for adapter in (adapter for path in paths for adapter in adapter_stack(path)):
+        if adapter.path.resolve() not in written:
+            section = section_of(large, open_adapter(adapter.path))
+            below = [str(written[resolve_adapter(path).resolve()]) for path in adapter.below]
+            target = folder / f"{len(written)}-{_named(adapter)}"
+            _write(proxy_section(section, config, load(base).config), small_base, target, below, seed)
+            written[adapter.path.resolve()] = target
             kinds.append(section.kind)
-    return [str(made[resolve_adapter(path).resolve()]) for path in paths], " and ".join(kinds)
+    return [str(written[resolve_adapter(path).resolve()]) for path in paths], " and ".join(kinds)
 
 
 def _named(folder: AdapterFolder) -> str:
@@ -94,43 +95,43 @@ def _named(folder: AdapterFolder) -> str:
 
 @torch.no_grad()
 def _write(section: Any, base: Base, target: Path, below: Sequence[str], seed: int) -> None:
-    """An adapter of a small base as after training, alone on it."""
+    """Writes an adapter of a small base, with random numbers as after training; it is initialized alone on the base."""
     adapters = adapters_of(load(base.folder), seed=seed)
-    adapters.add("made", section, check_ranks=False)
-    adapters.train_only("made")
-    for name, parameter in adapters.tensors("made").items():
+    adapters.add(_NAME, section, check_ranks=False)
+    adapters.train_only(_NAME)
+    for name, parameter in adapters.tensors(_NAME).items():
         if parameter.requires_grad:
             generator = named_generator(seed, f"{name} of {target.name}")
             parameter.add_(torch.empty_like(parameter).normal_(std=_PERTURBATION, generator=generator))
     target.mkdir(parents=True)
-    write_adapter(adapters, "made", target, base=base.named, base_fingerprint=base.fingerprint, below=below)
+    write_adapter(adapters, _NAME, target, base=base.named, base_fingerprint=base.fingerprint, below=below)
 
 
 def _on_layers(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
     """Names of single layers become those of the layers that stand for them: the first half of 28 is the first of 2."""
-    here, there = adapter_sites(meta_decoder(small)), adapter_sites(meta_decoder(config))
-    single = {name for site in there for name in (site.name, site.hf_name) if site.layer is not None}
+    small_sites, large_sites = adapter_sites(meta_decoder(small)), adapter_sites(meta_decoder(config))
+    single = {name for site in large_sites for name in (site.name, site.hf_name) if site.layer is not None}
 
     def moved(name: str) -> str:
         return _LAYER.sub(lambda match: f"layers.{int(match[1]) * small.layers // config.layers}", name)
 
     def target(given: str) -> list[str]:
-        if given not in single and _selects(here, given):
+        if given not in single and _selects(small_sites, given):
             return [given]
-        return [moved(site.name) for site in select(there, [given])]
+        return [moved(site.name) for site in select(large_sites, [given])]
 
     def pattern(given: str) -> list[str]:
-        if given not in single and not unmatched(here, {given: True}):
+        if given not in single and not unmatched(small_sites, {given: True}):
             return [given]
-        return [moved(site.name) for site in there if by_pattern(site, {given: True}, False)]
+        return [moved(site.name) for site in large_sites if by_pattern(site, {given: True}, False)]
 
     changes: dict[str, Any] = {}
-    for key, names in (("targets", target), ("feedforward", target), ("modules_to_save", lambda one: [moved(one)])):
+    for key, names in (("targets", target), ("feedforward", target), ("modules_to_save", lambda name: [moved(name)])):
         if (given := getattr(section, key, None)) is not None:
-            changes[key] = list(dict.fromkeys(name for one in given for name in names(one)))
+            changes[key] = list(dict.fromkeys(name for target_name in given for name in names(target_name)))
     for key in ("rank_pattern", "alpha_pattern"):
         if (given := getattr(section, key, None)) is not None:
-            changes[key] = {name: value for one, value in given.items() for name in pattern(one)}
+            changes[key] = {name: value for key, value in given.items() for name in pattern(key)}
     return section.model_copy(update=changes)
 
 

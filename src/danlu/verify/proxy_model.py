@@ -1,4 +1,4 @@
-"""A recipe made small: every size of its model shrunk, and everything that decides how a layout cuts it kept.
+"""A recipe with a shrunken model: small in every size, the same in everything that decides how a layout cuts it.
 
 Kept are the family with its norms, biases, ties, windows and caps, whether and how often each size divides by the
 layout's degrees, the kind of adapter, packing, objective and optimizer. What is left runs in seconds on a laptop.
@@ -24,61 +24,61 @@ from danlu.plan.activation_memory import activation_bytes
 from danlu.plan.flops import Shape
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
-from danlu.verify.proxy_adapters import RANK, small_section, small_stack
+from danlu.verify.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
 
-LONGEST = 128  # tokens of a pack
+MAX_LENGTH = 128  # tokens of a pack
 WINDOW = 24  # tokens, of sliding attention
-VOCABULARY = 256
+VOCAB_SIZE = 256
 BLOCK, GROUP = 32, 16  # of quantized weights: the smallest in 4 bits, and of integers
 EPS = 1e-4
 """Of Adam, whose step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding moves
 its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-3."""
-_KEPT = 0.7
+_BUDGET_SHARE = 0.7
 """Of what all activations of a micro-batch are estimated to take: with 0.6 of it a small Gemma 2 has no plan, with all
-of it a small Llama makes nothing again."""
+of it a small Llama recomputes nothing."""
 _PERTURBATION = 0.1  # standard deviation that is put on norms and biases, which otherwise are all alike
 
 
 @dataclass(frozen=True)
-class Small:
-    """What is verified in place of the recipe."""
+class ProxyRecipe:
+    """What is verified in place of a recipe."""
 
     recipe: Recipe
     config: ModelConfig
     notes: tuple[str, ...] = ()  # what is not as the recipe says, beside sizes
 
 
-def small_config(config: ModelConfig, layout: Layout, *, quantized: bool = False, deep: bool = False) -> ModelConfig:
+def proxy_config(config: ModelConfig, layout: Layout, *, quantized: bool = False, deep: bool = False) -> ModelConfig:
     """The config with small sizes; what of it divides by the layout's degrees does so still, and the rest does not.
 
     quantized: widths stay multiples of a block. deep: four layers, for what works on segments of them.
     """
     tensor = layout.tensor
-    several = 2 if tensor <= 2 else 1
-    kv_heads = config.kv_heads if config.kv_heads <= tensor else tensor * min(several, config.kv_heads // tensor)
-    shared = _queries_per_key(config.heads // config.kv_heads, kv_heads, tensor)
+    kv_per_rank = 2 if tensor <= 2 else 1
+    kv_heads = config.kv_heads if config.kv_heads <= tensor else tensor * min(kv_per_rank, config.kv_heads // tensor)
+    queries = _queries_per_key(config.heads // config.kv_heads, kv_heads, tensor)
     head_dim = next(
         size
         for size in (8, 16, 32, 64, 128, 256)
         if (turned := int(size * config.partial_rotary_factor)) and turned % 2 == 0
         if size >= (16 if quantized else 8)
     )
-    attention = kv_heads * shared * head_dim
+    attention = kv_heads * queries * head_dim
     unit = BLOCK * tensor if quantized else 8
-    hidden = _near(attention * config.hidden_size / (config.heads * config.head_dim), unit)
-    intermediate = _near(hidden * config.intermediate_size / config.hidden_size, unit if quantized else 4 * tensor)
-    windows = _few(config.windows, 4 if deep or len(set(config.windows)) > 1 else 2)
+    hidden = _round_to(attention * config.hidden_size / (config.heads * config.head_dim), unit)
+    intermediate = _round_to(hidden * config.intermediate_size / config.hidden_size, unit if quantized else 4 * tensor)
+    windows = _sample_windows(config.windows, 4 if deep or len(set(config.windows)) > 1 else 2)
     scalar, multiplier = config.query_pre_attn_scalar, config.embedding_multiplier
     return replace(
         config,
-        vocab_size=_as_uneven(config.vocab_size, VOCABULARY, layout.tensor * layout.data),
+        vocab_size=_with_remainder(config.vocab_size, VOCAB_SIZE, layout.tensor * layout.data),
         hidden_size=hidden,
         intermediate_size=intermediate,
         layers=len(windows),
-        heads=kv_heads * shared,
+        heads=kv_heads * queries,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        windows=tuple(None if one is None else WINDOW for one in windows),
+        windows=tuple(None if window is None else WINDOW for window in windows),
         query_pre_attn_scalar=None if scalar is None else scalar * head_dim / config.head_dim,
         embedding_multiplier=math.sqrt(hidden) if multiplier == math.sqrt(config.hidden_size) else multiplier,
         bos_token_id=1,
@@ -87,25 +87,26 @@ def small_config(config: ModelConfig, layout: Layout, *, quantized: bool = False
     )
 
 
-def _queries_per_key(shared: int, kv_heads: int, tensor: int) -> int:
-    """Query heads for each key/value head: the fewest that can be cut, but several where there were."""
-    fit = [one for one in range(1, shared + 1) if shared % one == 0 and kv_heads * one % tensor == 0]
-    return min([one for one in fit if one > 1] or fit, default=shared)
+def _queries_per_key(large: int, kv_heads: int, tensor: int) -> int:
+    """Query heads for each key/value head: the fewest that tensor ranks can share, but several where there were."""
+    fitting = [count for count in range(1, large + 1) if large % count == 0 and kv_heads * count % tensor == 0]
+    return min([count for count in fitting if count > 1] or fitting, default=large)
 
 
-def _near(size: float, unit: int) -> int:
+def _round_to(size: float, unit: int) -> int:
+    """The multiple of `unit` nearest to `size`, at least one."""
     return max(1, round(size / unit)) * unit
 
 
-def _as_uneven(size: int, small: int, degree: int) -> int:
-    """About `small`, with what remains of `size` when it is divided by `degree`."""
+def _with_remainder(size: int, small: int, degree: int) -> int:
+    """About `small`, with the remainder of `size` modulo `degree`: what was uneven for a layout stays uneven."""
     if size <= small:
         return size
     return max(degree, small // degree * degree) + size % degree
 
 
-def _few(windows: tuple[int | None, ...], count: int) -> tuple[int | None, ...]:
-    """The first layers; some from all over where the first ones are all of one kind and others are not."""
+def _sample_windows(windows: tuple[int | None, ...], count: int) -> tuple[int | None, ...]:
+    """Windows of `count` layers: of the first ones, or, where those lack a kind that others have, spread over all."""
     count = min(count, len(windows))
     first = windows[:count]
     if len(set(first)) == len(set(windows)):
@@ -113,26 +114,30 @@ def _few(windows: tuple[int | None, ...], count: int) -> tuple[int | None, ...]:
     return tuple(windows[place * (len(windows) - 1) // max(1, count - 1)] for place in range(count))
 
 
-def small_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Path) -> Small:
-    """The recipe with a small model; where it starts from folders, of a model and adapters, such are made in `folder`.
+def proxy_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Path) -> ProxyRecipe:
+    """The recipe with a small model; where it starts from folders, of a model or adapters, small ones are written.
 
-    Raises ModelError for what cannot be made small, and names --full.
+    Args:
+        config: of the large model.
+        folder: where those are written.
+
+    Raises ModelError, which names --full, for weights that are stored in a way that has no small form.
     """
-    optimizer, notes = small_optimizer(recipe.optimizer)
+    optimizer, notes = proxy_optimizer(recipe.optimizer)
     section, stored = recipe.quantization, None
     if recipe.model.path is not None:
-        stored = _stored_in_bits(recipe.model.path)
+        stored = _stored_quantization(recipe.model.path)
         if stored is not None:
             section = stored
             notes.append(f"the base is stored in {stored.kind}: a small one is packed when it is loaded")
     deep = recipe.memory.recompute.kind in ("every", "planned")
-    small = small_config(config, layout, quantized=section is not None, deep=deep)
+    small = proxy_config(config, layout, quantized=section is not None, deep=deep)
     changes: dict[str, object] = {
-        "adapter": None if recipe.adapter is None else small_section(recipe.adapter, config, small),
+        "adapter": None if recipe.adapter is None else proxy_section(recipe.adapter, config, small),
         "quantization": _small_blocks(section),
         "optimizer": optimizer,
         "memory": _small_budget(recipe, small, layout),
-        "data": recipe.data.model_copy(update={"max_length": min(recipe.data.max_length, LONGEST)}),
+        "data": recipe.data.model_copy(update={"max_length": min(recipe.data.max_length, MAX_LENGTH)}),
     }
     if recipe.model.path is not None:
         model = build(small)
@@ -147,15 +152,16 @@ def small_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Pa
         save(model, folder / "model")
         start: dict[str, object] = {"path": str(folder / "model")}
         if recipe.model.adapters:
-            start["adapters"], kinds = small_stack(
+            start["adapters"], kinds = proxy_adapter_folders(
                 recipe.model.adapters, config, folder / "model", folder / "adapters", seed=recipe.seed
             )
             notes.append(f"adapters of the same kinds as in model.adapters, with numbers of their own: {kinds}")
         changes["model"] = recipe.model.model_copy(update=start)
-    return Small(recipe.model_copy(update=changes), small, tuple(notes))
+    return ProxyRecipe(recipe.model_copy(update=changes), small, tuple(notes))
 
 
-def _stored_in_bits(path: str) -> sections.QuantizationSection | None:
+def _stored_quantization(path: str) -> sections.QuantizationSection | None:
+    """The section that would quantize a base as it is stored; None for plain weights. Raises ModelError (see above)."""
     file = Path(path).expanduser() / CONFIG
     if not file.is_file():
         return None
@@ -178,12 +184,12 @@ def _small_blocks(section: sections.QuantizationSection | None) -> sections.Quan
 
 
 def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> sections.Memory:
-    """Of planned recompute, so much memory that some is made again and some is kept."""
+    """For planned recompute, a memory budget with which some activations are recomputed and some kept."""
     memory, micro, cut = recipe.memory, recipe.batch.micro, layout.tensor
     if memory.recompute.kind != "planned":
         return memory
     assert isinstance(micro, int), "the recipe's rules ask for it"
-    here = Shape(
+    local_shape = Shape(
         hidden_size=small.hidden_size // (cut if recipe.parallel.sequence else 1),
         layers=small.layers,
         heads=small.heads // cut,
@@ -193,15 +199,15 @@ def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> section
         vocab_size=small.vocab_size,
         windows=small.windows,
     )
-    lengths = [min(recipe.data.max_length, LONGEST)] * micro
-    kept = _KEPT * activation_bytes(here, lengths, DTYPES[recipe.precision].itemsize).kept / 2**30
+    lengths = [min(recipe.data.max_length, MAX_LENGTH)] * micro
+    kept = _BUDGET_SHARE * activation_bytes(local_shape, lengths, DTYPES[recipe.precision].itemsize).kept / 2**30
     return memory.model_copy(update={"recompute": memory.recompute.model_copy(update={"budget": kept})})
 
 
-def small_optimizer(section: sections.Optimizer) -> tuple[sections.Optimizer, list[str]]:
+def proxy_optimizer(section: sections.Optimizer) -> tuple[sections.Optimizer, list[str]]:
     """Blocks and ranks that fit small matrices, and `eps` above what rounding makes of gradients that are zero.
 
-    With notes of what is not as the recipe says, beside sizes.
+    Returns (the section, notes of what is not as the recipe says beside sizes).
     """
     given = getattr(section, "eps", None)
     match section:

@@ -1,4 +1,4 @@
-"""`danlu verify`: a recipe made small, run in its layout and in one process, compared, and explained."""
+"""`danlu verify`: a recipe with a shrunken model, trained in its layout and in one process, compared, diagnosed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from danlu.plan.precision import fastest, product_speeds
 from danlu.recipe import Recipe
 from danlu.report.verification import Verification
 from danlu.verify import classifier_proxy, decoder_proxy
-from danlu.verify.comparison import TOLERANCES, compare, turns_of
-from danlu.verify.diagnosis import Case, finding
+from danlu.verify.comparison import TOLERANCES, compare, sign_flip_distance
+from danlu.verify.diagnosis import Case, diagnose
 from danlu.verify.fault_injection import FAULTS
 from danlu.verify.proxy import Proxy
-from danlu.verify.workers import Task, observed, pretended_traffic
+from danlu.verify.workers import Task, fake_world_traffic, run_task
 
-MOST_DATA_RANKS = 4  # that a verification starts by itself
-_MOST_NUMBERS = 100_000_000  # of gradients by item that are kept
+MAX_DATA_RANKS = 4  # that a verification starts unless --processes asks for more
+_MAX_TRACED_NUMBERS = 100_000_000  # of the gradients of single items
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,18 @@ class Options:
     timeout_s: float = 300.0
 
 
-def prove(name: str, recipe: Recipe, options: Options) -> tuple[Verification, list[Row]]:
-    """Whether a recipe's layout computes what one process does; and what it sends, where asked for.
+def verify(name: str, recipe: Recipe, options: Options) -> tuple[Verification, list[Row]]:
+    """Whether a recipe's layout computes what one process does; and rows of what it sends, where asked for.
 
     Raises RecipeError for a layout or model that does not fit, TrainingError for processes that fail or hang.
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="danlu-verify-") as folder:
         task, about = _task(recipe, options, Path(folder))
-        found = observed(task)
-    comparison = compare(found, TOLERANCES[task.recipe.precision], turns=turns_of(task.recipe.optimizer))
+        traces = run_task(task)
+    comparison = compare(
+        traces, TOLERANCES[task.recipe.precision], flip_distance=sign_flip_distance(task.recipe.optimizer)
+    )
     verification = Verification(
         recipe=name,
         layout=_named(recipe, task.layout),
@@ -57,62 +59,63 @@ def prove(name: str, recipe: Recipe, options: Options) -> tuple[Verification, li
         about=about,
         checks=comparison.checks(),
         modules=comparison.modules(),
-        finding=finding(comparison, Case(task, found)),
+        finding=diagnose(comparison, Case(task, traces)),
         seconds=time.perf_counter() - started,
     )
-    sending = found.sending
-    return verification, [] if sending is None else table(sending.counted, sending.formula)
+    traffic = traces.traffic
+    return verification, [] if traffic is None else table(traffic.counted, traffic.predicted)
 
 
-def pretend(recipe: Recipe, world: int, options: Options) -> tuple[Layout, list[Row]]:
-    """What the first of so many processes would send in a step, with a small model and without the others."""
+def predict_traffic(recipe: Recipe, world: int, options: Options) -> tuple[Layout, list[Row]]:
+    """What rank 0 of `world` processes would send in a step of the shrunken model, without starting the others."""
     with tempfile.TemporaryDirectory(prefix="danlu-verify-") as folder:
         task, _ = _task(recipe, replace(options, processes=world, steps=1), Path(folder))
         item = task.steps[0][0]
-        # Two micro-batches for each data rank; what they hold decides tokens alone.
+        # Two micro-batches for each data rank; which item they hold changes the number of tokens alone.
         task = replace(task, steps=[[item] * (2 * task.layout.data)], micro=1)
-        sending = pretended_traffic(task)
-    return task.layout, table(sending.counted, sending.formula)
+        traffic = fake_world_traffic(task)
+    return task.layout, table(traffic.counted, traffic.predicted)
 
 
 def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[str, ...]]:
+    """The task, and what the report says of it: model, data, changes. folder: for models and adapters to start from."""
     about: list[str] = []
     recipe, layout = _layout(recipe, options, about)
     recipe = _comparable(recipe, layout, options, about)
-    if _in_blocks(recipe):
+    if _has_blockwise_state(recipe):
         about.append("8-bit optimizer state is resumed at the layout that saved it: its blocks cannot be resharded")
-    per_step = 2 * layout.data + 1  # so that data ranks have other numbers of items
+    per_step = 2 * layout.data + 1  # not a multiple: data ranks have unequal numbers of items
     held_out = layout.data + 2
     count = per_step * (options.steps + 1) + held_out
-    kind = classifier_proxy if recipe.stage == "classify" else decoder_proxy
-    small = kind.prepared(recipe, layout, count, folder, full=options.full)
-    items = small.items
+    module = classifier_proxy if recipe.stage == "classify" else decoder_proxy
+    prepared = module.prepare_proxy(recipe, layout, count, folder, full=options.full)
+    items = prepared.items
     steps = [items[start : start + per_step] for start in range(0, len(items) - held_out, per_step)]
-    micro = 2 if small.recipe.batch.micro == "auto" else min(2, small.recipe.batch.micro)
+    micro = 2 if prepared.recipe.batch.micro == "auto" else min(2, prepared.recipe.batch.micro)
     task = Task(
-        recipe=small.recipe,
-        proxy=small.proxy,
+        recipe=prepared.recipe,
+        proxy=prepared.proxy,
         layout=layout,
         steps=steps,
         held_out=items[-held_out:],
         micro=micro,
         device=_device(recipe, layout),
-        by_item=per_step * small.parameters <= _MOST_NUMBERS,
-        traffic=options.traffic,
-        reshards=not _in_blocks(small.recipe),
-        fault=_fault(options.fault, small.recipe, layout, small.proxy),
-        counted_in=small.counted_in,
+        trace_items=per_step * prepared.parameters <= _MAX_TRACED_NUMBERS,
+        measure_traffic=options.traffic,
+        reshards=not _has_blockwise_state(prepared.recipe),
+        fault=_fault(options.fault, prepared.recipe, layout, prepared.proxy),
+        item_name=prepared.item_name,
         timeout_s=options.timeout_s,
     )
     shares = (
-        f"{options.steps} steps of {per_step} {small.counted_in} for {layout.data} data ranks, micro-batches of "
+        f"{options.steps} steps of {per_step} {prepared.item_name} for {layout.data} data ranks, micro-batches of "
         f"{micro}, and one step more after a checkpoint of either side was loaded by the other"
     )
     return task, (
-        f"model: {small.model}; {small.parameters:,} parameters",
-        f"data: {small.data}; {shares}",
+        f"model: {prepared.model_summary}; {prepared.parameters:,} parameters",
+        f"data: {prepared.data_summary}; {shares}",
         *about,
-        *small.notes,
+        *prepared.notes,
     )
 
 
@@ -135,7 +138,10 @@ def _comparable(recipe: Recipe, layout: Layout, options: Options, about: list[st
 
 
 def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe, Layout]:
-    """The layout on so many processes, or on the fewest that show what it does."""
+    """The recipe at its layout on --processes processes, or on the fewest that show what the layout does.
+
+    Raises RecipeError for a layout of one process.
+    """
     section = recipe.parallel
     if section.workers == "threads":
         raise RecipeError("parallel.workers: threads are one process, which verify compares with. Use processes")
@@ -143,12 +149,13 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
         section = section.model_copy(update={"data": "auto"})
         world = options.processes
     else:
-        least = section.replicate if section.shard == "none" else 2 * section.replicate
-        data = max(least, 2 if section.tensor == 1 else least)
+        min_data = section.replicate if section.shard == "none" else 2 * section.replicate
+        data = max(min_data, 2) if section.tensor == 1 else min_data
         if section.data != "auto":
-            if section.data > max(MOST_DATA_RANKS, least):
-                about.append(f"{max(least, 2)} data ranks instead of {section.data} (--processes)")
-            data = max(least, 2) if section.data > max(MOST_DATA_RANKS, least) else section.data
+            data = section.data
+            if section.data > max(MAX_DATA_RANKS, min_data):
+                data = max(min_data, 2)
+                about.append(f"{data} data ranks instead of {section.data} (--processes)")
         section = section.model_copy(update={"data": data})
         world = data * section.tensor
     layout = layout_of(section, world)
@@ -160,8 +167,9 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
     return recipe.model_copy(update={"parallel": section}), layout
 
 
-def _in_blocks(recipe: Recipe) -> bool:
-    """Whether the optimizer's state is in blocks of numbers, which a checkpoint cannot cut into other boxes."""
+def _has_blockwise_state(recipe: Recipe) -> bool:
+    """Whether the optimizer's state is quantized in blocks, which a checkpoint cannot cut into the shards of another
+    layout."""
     return recipe.optimizer.kind == "adamw8bit" or getattr(recipe.optimizer, "bits", 32) == 8
 
 
@@ -171,19 +179,19 @@ def _device(recipe: Recipe, layout: Layout) -> str:
     return "cuda" if wanted and torch.cuda.device_count() >= layout.world else "cpu"
 
 
-def _fault(name: str | None, recipe: Recipe, layout: Layout, proxy: Proxy) -> str | None:
-    if name is None:
+def _fault(chosen: str | None, recipe: Recipe, layout: Layout, proxy: Proxy) -> str | None:
+    if chosen is None:
         return None
-    possible = [one for one, fault in FAULTS.items() if fault.possible(recipe, layout, proxy)]
-    if name not in possible:
+    possible = [name for name, fault in FAULTS.items() if fault.is_possible(recipe, layout, proxy)]
+    if chosen not in possible:
         raise RecipeError(
-            f"--inject {name}: not a mistake that this layout can make. It can make {', '.join(possible)}"
+            f"--inject {chosen}: not a mistake that this layout can make. It can make {', '.join(possible)}"
         )
-    return name
+    return chosen
 
 
 def _named(recipe: Recipe, layout: Layout) -> str:
-    """`zero3, tensor 2 with sequence, recompute selective`."""
+    """The layout in words: `zero3, tensor 2, sequence, recompute selective`."""
     section, memory = recipe.parallel, recipe.memory
     parts = [str(layout) if section.shard == "none" or layout.data == 1 else f"{section.shard}, {layout}"]
     parts += ["sequence"] if section.sequence else []

@@ -1,4 +1,4 @@
-"""The processes of a verification: the recipe's layout as a group, and beside it one process, on this machine.
+"""The processes of a verification, on this machine: the recipe's layout as a group, and one process as the reference.
 
 A fork server loads torch once, and each process is a fork of it. All are judged by the files they leave, never by exit
 codes: gloo's threads may abort a process that ends in the ordinary way.
@@ -28,100 +28,106 @@ from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.traffic_counter import fake_process_group
 from danlu.recipe import Recipe
+from danlu.train.state import Run
 from danlu.types import Item
 from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
 from danlu.verify.fault_injection import FAULTS
-from danlu.verify.proxy import Proxy
+from danlu.verify.proxy import Proxy, ProxyTraining
 from danlu.verify.trace import (
-    ProxyTraining,
     Trace,
-    go_on,
     gradients_by_item,
-    observe,
-    perturb,
+    perturb_weights,
     save_checkpoint,
-    take_step,
+    trace_resumed_step,
+    trace_step,
+    trace_training,
 )
 
 PERTURBATION = 2.0**-22
 """By which share of itself each number is changed where the effect of rounding is measured: two units of float32."""
 Result = tuple[Trace, StepTraffic | None]
-_MARK = "checkpoint-is-in"
-_SECONDS_TO_TELL = 0.5  # for other processes, once one has failed
+_CHECKPOINT = "checkpoint-path"  # ends the name of the file in which a side writes where its checkpoint is
+_GRACE_S = 0.5  # for other processes to write their errors, once one has failed
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all processes of a verification are told."""
+    """What all processes of a verification are given; pickled."""
 
     recipe: Recipe
     proxy: Proxy
     layout: Layout
     steps: Sequence[Sequence[Item]]  # one more than are compared: the last is taken after a checkpoint was loaded
     held_out: Sequence[Item]
-    micro: int
+    micro: int  # items in a micro-batch
     device: str  # "cpu" or "cuda"
-    by_item: bool = True  # whether one process tells what each item adds to the first gradient
-    traffic: bool = False
-    reshards: bool = True  # whether each side takes up the other's checkpoint; or its own, where state cannot be cut
-    fault: str | None = None  # of `faults.FAULTS`, injected into the processes of the layout
-    counted_in: str = "packed sequences"  # what items are called
+    trace_items: bool = True  # whether the reference traces what each item adds to the first gradient
+    measure_traffic: bool = False
+    reshards: bool = True  # whether each side loads the other's checkpoint; or its own, where state cannot be cut anew
+    fault: str | None = None  # of `fault_injection.FAULTS`, injected into the processes of the layout
+    item_name: str = "packed sequences"
     timeout_s: float = 300.0
 
 
 @dataclass(frozen=True)
-class Observed:
+class Traces:
     """What came of a task."""
 
-    many: list[Trace]  # by rank
-    one: Trace
-    perturbed: Trace  # one process again, with first weights that differ by rounding
-    sending: StepTraffic | None = None  # of the first process in a step, where asked for
+    by_rank: list[Trace]  # of the layout's processes
+    reference: Trace  # of one process
+    perturbed: Trace  # of one process with initial weights that differ by rounding
+    traffic: StepTraffic | None = None  # of rank 0 in a step, where asked for
     reshards: bool = True  # as the task had it
 
 
-def observed(task: Task) -> Observed:
-    """Runs a task in its layout, in one process, and in one whose first weights differ by rounding, side by side.
+def run_task(task: Task) -> Traces:
+    """Runs a task in its layout, in one process, and in one whose initial weights differ by rounding, side by side.
 
     Raises the DanluError of the first process that had one, TrainingError for one that failed otherwise or did not come
     to an end in time.
     """
+    world = range(task.layout.world)
+    results = _run(task, [*(("layout", rank) for rank in world), ("reference", 0), ("perturbed", 0)])
+    return Traces(
+        by_rank=[results["layout", rank][0] for rank in world],
+        reference=results["reference", 0][0],
+        perturbed=results["perturbed", 0][0],
+        traffic=results["layout", 0][1],
+        reshards=task.reshards,
+    )
+
+
+def fake_world_traffic(task: Task) -> StepTraffic:
+    """What rank 0 of a layout sends in a step, though there are no other processes. Raises as `run_task` does."""
+    _, traffic = _run(task, [("fake_world", 0)])["fake_world", 0]
+    assert traffic is not None, "measured in this role"
+    return traffic
+
+
+def _run(task: Task, roles: Sequence[tuple[str, int]]) -> dict[tuple[str, int], Result]:
+    """Runs each (role, rank) of a task in a process of its own; what they leave."""
     with tempfile.TemporaryDirectory(prefix="danlu-verify-") as name:
         folder = Path(name)
         (folder / "task").write_bytes(pickle.dumps(task))
-        roles = [*(("many", rank) for rank in range(task.layout.world)), ("one", 0), ("perturbed", 0)]
-        _run(folder, roles, task.timeout_s)
-        found = {role: _result(folder, *role) for role in roles}
-        many = [found["many", rank] for rank in range(task.layout.world)]
-        return Observed(
-            [seen for seen, _ in many], found["one", 0][0], found["perturbed", 0][0], many[0][1], task.reshards
-        )
+        _run_processes(folder, roles, task.timeout_s)
+        # Written a moment ago by processes of ours, into a folder that only this user can read.
+        return {role: torch.load(_file(folder, *role), weights_only=False) for role in roles}
 
 
-def pretended_traffic(task: Task) -> StepTraffic:
-    """What the first process of a layout sends in a step, though there are no others. Raises as `observed` does."""
-    with tempfile.TemporaryDirectory(prefix="danlu-verify-") as name:
-        folder = Path(name)
-        (folder / "task").write_bytes(pickle.dumps(task))
-        _run(folder, [("pretended", 0)], task.timeout_s)
-        _, sending = _result(folder, "pretended", 0)
-        assert sending is not None
-        return sending
-
-
-def _run(folder: Path, roles: Sequence[tuple[str, int]], timeout_s: float) -> None:
+def _run_processes(folder: Path, roles: Sequence[tuple[str, int]], timeout_s: float) -> None:
+    """Starts the processes, and ends them when all are done, when one has failed, or when time is up."""
     server = multiprocessing.get_context("forkserver")
-    kinds = ["danlu.verify.classifier_proxy", "danlu.verify.decoder_proxy"]
-    server.set_forkserver_preload(["danlu.verify.workers", *kinds, "torch.distributed.fsdp", "torch.nn.parallel"])
+    proxies = ["danlu.verify.classifier_proxy", "danlu.verify.decoder_proxy"]
+    server.set_forkserver_preload([__name__, *proxies, "torch.distributed.fsdp", "torch.nn.parallel"])
     processes: list[Any] = [server.Process(target=_work, args=(str(folder), *role), daemon=True) for role in roles]
     try:
         with _safe_path():
             for process in processes:
                 process.start()
-        until = time.monotonic() + timeout_s
-        while time.monotonic() < until and any(process.is_alive() for process in processes):
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(process.is_alive() for process in processes):
             if any(folder.glob("*.failed")):
-                time.sleep(_SECONDS_TO_TELL)
+                time.sleep(_GRACE_S)
                 break
             time.sleep(0.02)
     finally:
@@ -146,40 +152,35 @@ def _safe_path() -> Iterator[None]:
 
     Both are `python -c`, for which a file there takes the place of a module of the standard library (signal.py).
     """
-    before = os.environ.get("PYTHONSAFEPATH")
+    previous = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ["PYTHONSAFEPATH"]
         else:
-            os.environ["PYTHONSAFEPATH"] = before
+            os.environ["PYTHONSAFEPATH"] = previous
 
 
 def _file(folder: Path, role: str, rank: int) -> Path:
     return folder / f"{role}-{rank}.done"
 
 
-def _result(folder: Path, role: str, rank: int) -> Result:
-    # Written a moment ago by a process of ours, into a folder that only this user can read.
-    found: Result = torch.load(_file(folder, role, rank), weights_only=False)
-    return found
-
-
 def _failure(files: Sequence[Path]) -> DanluError:
     """The first error of danlu's own kind, or else the first."""
-    told = [pickle.loads(file.read_bytes()) for file in files]  # noqa: S301 - written by our own processes
-    for error, _ in told:
+    errors = [pickle.loads(file.read_bytes()) for file in files]  # noqa: S301 - written by our own processes
+    for error, _ in errors:
         if isinstance(error, DanluError):
             return error
     name = files[0].stem
-    return TrainingError(f"process {name} of the verification failed:\n{told[0][1]}")
+    return TrainingError(f"process {name} of the verification failed:\n{errors[0][1]}")
 
 
 def _work(folder: str, role: str, rank: int) -> None:
+    """The whole of a process: leaves ROLE-RANK.done with a `Result`, or ROLE-RANK.failed with (error, traceback)."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module="torch")  # what torch would have us do otherwise; told once by training
+    warnings.filterwarnings("ignore", module="torch")  # advice about usage, which training shows once
     place = Path(folder)
     try:
         task: Task = pickle.loads((place / "task").read_bytes())  # noqa: S301 - written by our own process
@@ -189,85 +190,84 @@ def _work(folder: str, role: str, rank: int) -> None:
         done.with_suffix(".part").rename(done)
     except BaseException as error:
         failed = place / f"{role}-{rank}.failed"
-        told = (error if isinstance(error, DanluError) else None, traceback.format_exc())
-        failed.with_suffix(".writing").write_bytes(pickle.dumps(told))
+        content = (error if isinstance(error, DanluError) else None, traceback.format_exc())
+        failed.with_suffix(".writing").write_bytes(pickle.dumps(content))
         failed.with_suffix(".writing").rename(failed)
     os._exit(0)
 
 
-def _many(task: Task, folder: Path, rank: int) -> Result:
+def _layout_rank(task: Task, folder: Path, rank: int) -> Result:
     """One process of the layout."""
-    device = _join(task, folder, rank)
+    device = _init_process_group(task, folder, rank)
     ranks = ranks_of(task.layout, device.type)
     with _injected(task, ranks):
-        learning, run = _begun(task, task.recipe, ranks, device, folder / "many")
-        seen = observe(learning, task.steps[:-1], task.held_out, run=run)
-        path = None if seen.ended else save_checkpoint(run)
+        training, run = _start(task, task.recipe, ranks, device, folder / "layout")
+        trace = trace_training(training, task.steps[:-1], task.held_out, run=run)
+        path = None if trace.hit_non_finite else save_checkpoint(run)
         if ranks.leads:
-            _tell(folder / f"many-{_MARK}", path)
+            _publish(folder / f"layout-{_CHECKPOINT}", path)
         if path is None:
-            return seen, None
-        theirs = _await(folder / f"{'one' if task.reshards else 'many'}-{_MARK}", task.timeout_s)
-        assert theirs is not None, "both sides have got so far"
-        _resume(task, task.recipe, ranks, device, theirs, seen)
-    return seen, measure_step_traffic(learning, task.steps[0]) if task.traffic else None
+            return trace, None
+        side = "reference" if task.reshards else "layout"
+        checkpoint = _await(folder / f"{side}-{_CHECKPOINT}", task.timeout_s)
+        assert checkpoint is not None, "both sides have got so far"
+        _resume(task, task.recipe, ranks, device, checkpoint, trace)
+    return trace, measure_step_traffic(training, task.steps[0]) if task.measure_traffic else None
 
 
-def _pretended(task: Task, folder: Path, rank: int) -> Result:
-    """The first process of the layout, without the others."""
+def _fake_world(task: Task, folder: Path, rank: int) -> Result:
+    """Rank 0 of the layout, without the others."""
     with fake_process_group(task.layout.world):
         ranks = ranks_of(task.layout, "cpu")
-        learning = ProxyTraining.of(task.recipe, task.proxy, ranks, torch.device("cpu"), micro=task.micro)
-        return Trace(), measure_step_traffic(learning, task.steps[0])
+        training = ProxyTraining.build(task.recipe, task.proxy, ranks, torch.device("cpu"), micro=task.micro)
+        return Trace(), measure_step_traffic(training, task.steps[0])
 
 
-def _one(task: Task, folder: Path, rank: int) -> Result:
-    return _alone(task, folder, perturbed=False)
+def _reference(task: Task, folder: Path, rank: int) -> Result:
+    """One process with the whole model, in the arithmetic of the layout's."""
+    recipe, device = reference_recipe(task.recipe), torch.device(task.device)
+    training, run = _start(task, recipe, Ranks(), device, folder / "reference")
+    item_gradients = gradients_by_item(training, task.steps[0]) if task.trace_items else []
+    trace = trace_training(training, task.steps[:-1], task.held_out, run=run)
+    trace.item_gradients = item_gradients
+    _publish(folder / f"reference-{_CHECKPOINT}", save_checkpoint(run))
+    trace.next_step = trace_step(training, run)
+    checkpoint = _await(folder / f"{'layout' if task.reshards else 'reference'}-{_CHECKPOINT}", task.timeout_s)
+    if checkpoint is not None:
+        _resume(task, recipe, Ranks(), device, checkpoint, trace)
+    return trace, None
 
 
 def _perturbed(task: Task, folder: Path, rank: int) -> Result:
-    return _alone(task, folder, perturbed=True)
+    """The reference with initial weights that differ by rounding; without checkpoints."""
+    recipe = reference_recipe(task.recipe)
+    training, run = _start(task, recipe, Ranks(), torch.device(task.device), folder / "perturbed")
+    perturb_weights(training, PERTURBATION, recipe.seed)
+    trace = trace_training(training, task.steps[:-1], task.held_out, run=run)
+    trace.next_step = trace_step(training, run)
+    return trace, None
 
 
-_ROLES = {"many": _many, "one": _one, "perturbed": _perturbed, "pretended": _pretended}
+_ROLES = {"layout": _layout_rank, "reference": _reference, "perturbed": _perturbed, "fake_world": _fake_world}
 
 
-def _alone(task: Task, folder: Path, *, perturbed: bool) -> Result:
-    """One process with the whole model, in the arithmetic of the layout's."""
-    recipe, device = reference(task.recipe), torch.device(task.device)
-    learning, run = _begun(task, recipe, Ranks(), device, folder / ("perturbed" if perturbed else "one"))
-    if perturbed:
-        perturb(learning, PERTURBATION, recipe.seed)
-    by_item = gradients_by_item(learning, task.steps[0]) if task.by_item and not perturbed else []
-    seen = observe(learning, task.steps[:-1], task.held_out, run=run)
-    seen.by_item = by_item
-    if not perturbed:
-        _tell(folder / f"one-{_MARK}", save_checkpoint(run))
-    seen.next = take_step(learning, run)
-    if not perturbed:
-        theirs = _await(folder / f"{'many' if task.reshards else 'one'}-{_MARK}", task.timeout_s)
-        if theirs is not None:
-            _resume(task, recipe, Ranks(), device, theirs, seen)
-    return seen, None
-
-
-def reference(recipe: Recipe) -> Recipe:
-    """The recipe without what verification is about."""
+def reference_recipe(recipe: Recipe) -> Recipe:
+    """The recipe without what verification is about: one process, all memory."""
     return recipe.model_copy(update={"parallel": type(recipe.parallel)(), "memory": type(recipe.memory)()})
 
 
-def _begun(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, folder: Path) -> tuple[ProxyTraining, Any]:
-    learning = ProxyTraining.of(recipe, task.proxy, ranks, device, micro=task.micro)
-    return learning, learning.run(task.steps, folder)
+def _start(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, folder: Path) -> tuple[ProxyTraining, Run]:
+    training = ProxyTraining.build(recipe, task.proxy, ranks, device, micro=task.micro)
+    return training, training.run(task.steps, folder)
 
 
-def _resume(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path, seen: Trace) -> None:
-    """Anew, as another start of the program would, from a checkpoint."""
-    learning = ProxyTraining.of(recipe, task.proxy, ranks, device, micro=task.micro, resumed=checkpoint)
-    go_on(learning, learning.run(task.steps), checkpoint, seen)
+def _resume(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path, trace: Trace) -> None:
+    """Builds everything anew, as another start of the program would, and takes a step from a checkpoint."""
+    training = ProxyTraining.build(recipe, task.proxy, ranks, device, micro=task.micro, resumed=checkpoint)
+    trace_resumed_step(training, training.run(task.steps), checkpoint, trace)
 
 
-def _join(task: Task, folder: Path, rank: int) -> torch.device:
+def _init_process_group(task: Task, folder: Path, rank: int) -> torch.device:
     """Makes this process one of the layout's; its device."""
     world = task.layout.world
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
@@ -289,22 +289,26 @@ def _injected(task: Task, ranks: Ranks) -> Iterator[None]:
     if task.fault is None:
         yield
     else:
-        with FAULTS[task.fault].injected(task.recipe, ranks):
+        with FAULTS[task.fault].inject(task.recipe, ranks):
             yield
 
 
-def _tell(mark: Path, path: Path | None) -> None:
-    writing = mark.with_suffix(".writing")
-    writing.write_text("" if path is None else str(path))
-    writing.rename(mark)
+def _publish(file: Path, checkpoint: Path | None) -> None:
+    """Lets the other side know where a checkpoint is; None: that there is none."""
+    writing = file.with_suffix(".writing")
+    writing.write_text("" if checkpoint is None else str(checkpoint))
+    writing.rename(file)
 
 
-def _await(mark: Path, timeout_s: float) -> Path | None:
-    """What the other side has told, None where it has no checkpoint; the parent ends this process where that fails."""
-    until = time.monotonic() + timeout_s
-    while not mark.exists():
-        if time.monotonic() > until:
-            raise TrainingError(f"no checkpoint to take up within {timeout_s:.0f} s")
+def _await(file: Path, timeout_s: float) -> Path | None:
+    """What a side has published; None where it has no checkpoint. The parent ends this process where that side fails.
+
+    Raises TrainingError after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TrainingError(f"no checkpoint to resume from within {timeout_s:.0f} s")
         time.sleep(0.01)
-    told = mark.read_text()
-    return Path(told) if told else None
+    path = file.read_text()
+    return Path(path) if path else None
