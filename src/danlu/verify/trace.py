@@ -36,7 +36,7 @@ class StepTrace:
     loss: float  # mean over the step's weight
     grad_norm: float  # global, before clipping
     clipped_norm: float  # after clipping
-    trained_tokens: int  # on all processes
+    trained_tokens: int  # targets, counted by the processes that took them, and summed
     gradients: LocalShards  # of the mean loss, before clipping
     weights: LocalShards  # after the update
 
@@ -125,7 +125,14 @@ def trace_step(training: ProxyTraining, run: Run) -> StepTrace:
     step = train_step(run, StepObserver(before_clipping, after_clipping))
     assert step is not None, "the items of a verification have targets"
     weights = local_shards(placed, weights=True)
-    return StepTrace(step.loss, step.norm, clipped_norm, step.totals.targets, gradients, weights)
+    return StepTrace(step.loss, step.norm, clipped_norm, _targets_taken(run), gradients, weights)
+
+
+def _targets_taken(run: Run) -> int:
+    """Targets of the items that processes took in the last step, summed: `Totals` has what they should add up to."""
+    items, parallel = [run.feed.source.at(number) for number in run.feed.last_taken], run.learner.parallel
+    own = sum(items[number].targets for number in parallel.local_range(items))
+    return int(parallel.all_reduce_data(torch.tensor([own])).item())
 
 
 def save_checkpoint(run: Run) -> Path:
