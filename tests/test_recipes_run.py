@@ -11,7 +11,6 @@ import torch
 from builders.digits import digits_folder
 from builders.tiny_world import CONFIG, World, danlu
 
-from danlu import study
 from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
 from danlu.models.attend import PackedAttention
@@ -22,7 +21,8 @@ from danlu.models.saving import save
 from danlu.recipe import library
 from danlu.recipe.sections import Model
 from danlu.rollout.load_model import load_chat_tokenizer
-from danlu.study import PlannedRun
+from danlu.study import runner
+from danlu.study.plan import PlannedRun
 
 PROMPT = "The fox lives in"
 SIZE = ["steps=4", "data.max_length=64", "data.cache=cache", "checkpoint.every=2"]
@@ -129,7 +129,7 @@ class Ended:
 def test_the_rank_study_compares_ranks(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(study, "launch", Ended)
+    monkeypatch.setattr(runner, "launch", Ended)
     recipe, size = library.folder() / "rank_study.yaml", [*SIZE, "batch={sequences: 2, micro: 2}", "evaluation.every=2"]
     assert danlu("study", recipe, *size, "--vary", "adapter.rank=1,2") == 0
     headings, *rows = (

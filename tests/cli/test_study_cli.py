@@ -15,8 +15,8 @@ import pytest
 from builders.study_folders import write_run
 from builders.tiny_world import World, danlu, start
 
-from danlu import study
-from danlu.study import PlannedRun
+from danlu.study import runner
+from danlu.study.plan import PlannedRun
 
 
 class Ended:
@@ -34,7 +34,7 @@ class Ended:
 
 @pytest.fixture
 def launching(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[PlannedRun], Ended]], None]:
-    return lambda launch: monkeypatch.setattr(study, "launch", launch)
+    return lambda launch: monkeypatch.setattr(runner, "launch", launch)
 
 
 def trained(run: PlannedRun) -> Ended:

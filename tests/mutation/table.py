@@ -567,10 +567,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "precision_auto",
     ),
     Mutation(
-        "study.py",
-        "names = {one.run.name for one in planned}",
+        "study/plan.py",
+        "names = {run.name for run in planned}",
         "names = set()",
-        "test_study.py",
+        "study/test_runner.py",
     ),
     Mutation("cli/main.py", "return exit_.exit_code", "return 0", "cli/test_recipe_cli.py cli/test_checkpoint_cli.py"),
 )

@@ -64,6 +64,7 @@ def launch(
         say:        takes lines for the console.
         grace_s:    as `GRACE_S`.
         progress_s: between lines about how many of the processes have started; None for none.
+
     Returns 0, or 128 + the signal that stopped the run. Raises the DanluError that the first failing process met.
     """
     try:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from danlu.report.study_results import Study
-    from danlu.study import Outcome, Plan, PlannedRun
+    from danlu.study.plan import Plan, PlannedRun
+    from danlu.study.runner import Outcome
 
 
 def study(
@@ -43,17 +44,18 @@ def study(
     The same command goes on after an interruption. Other values of the same keys, other keys and seeds join the study.
     """
     # A tenth of a second, which `danlu study --help` need not take.
-    from danlu import study as studies
     from danlu.recipe.parameter_grid import parse_vary_options
     from danlu.report.study_results import read_study
+    from danlu.study.plan import make_plan, notes
+    from danlu.study.runner import run
 
-    plan = studies.plan(recipe, parse_vary_options(vary or [], seeds), overrides or [])
+    plan = make_plan(recipe, parse_vary_options(vary or [], seeds), overrides or [])
     noun = "runs" if len(plan.runs) > 1 else "run"
     print_status(f"{len(plan.runs)} {noun} in {plan.folder}")
-    for note in studies.notes(plan):
+    for note in notes(plan):
         print_status(note)
     with _console(plan, verbose) as console:
-        outcome = studies.run(plan, console)
+        outcome = run(plan, console)
     if outcome.stopped:
         _print_stopped(outcome)
         assert outcome.signal is not None

@@ -1,20 +1,10 @@
-"""Runs a study: every combination of the values that vary, each by a `danlu train` of its own.
-
-A process of its own gives each run its own peak of memory, and lets the others go on when one fails. This file loads no
-torch: beside a run that trains, the study itself is small.
-"""
+"""Which runs a study has: every combination of the values that vary, with its recipe and its name in the folder."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
 
 from danlu import recipe as recipes
 from danlu.atomic_write import write_atomically
@@ -26,11 +16,7 @@ from danlu.recipe.explanation import value_at
 from danlu.recipe.parameter_grid import SEED, Combination, VariedKey, parameter_grid
 from danlu.recipe.sections import Section
 from danlu.report.study_results import STUDY, is_finished, known_runs, study_json
-from danlu.train.run_lock import LOCK_FILE, RunLock
-
-POLL_S = 0.2  # between looks at the log of the run under way
-MAX_LOG_LINES = 12  # of a failed run's log, in the message about it
-_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from danlu.train.run_lock import LOCK_FILE
 
 
 @dataclass(frozen=True)
@@ -67,49 +53,7 @@ class Plan:
     other_runs: tuple[Combination, ...]
 
 
-class Process(Protocol):
-    """A process that runs: what is used of `subprocess.Popen`."""
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int, /) -> None: ...
-
-
-class StudyObserver(Protocol):
-    """Is called as runs are skipped, started, print something and end."""
-
-    def run_skipped(self, run: PlannedRun) -> None: ...
-
-    def run_started(self, run: PlannedRun) -> None: ...
-
-    def run_printed(self, text: str) -> None:
-        """`text`: the whole lines that the run under way has written to its log since the last call."""
-        ...
-
-    def run_ended(self, run: PlannedRun, failure: str | None) -> None:
-        """`failure`: why the run failed; None for one that finished."""
-        ...
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a study ended."""
-
-    finished: int  # runs
-    total: int  # runs
-    failed: tuple[str, ...]  # names of runs
-    signal: int | None  # the number of the signal that stopped the study
-    stopped_in: str | None  # the name of the run that was under way then
-
-    @property
-    def stopped(self) -> bool:
-        return self.signal is not None and self.finished < self.total
-
-
-# -- what is to be run ------------------------------------------------------------------------------------------------
-
-
-def plan(path: Path, varied: Sequence[VariedKey], overrides: Sequence[str]) -> Plan:
+def make_plan(path: Path, varied: Sequence[VariedKey], overrides: Sequence[str]) -> Plan:
     """The runs that the arguments ask for, each with its checked recipe, and the folder that they go to.
 
     A combination that the folder knows already keeps the name that it has there; others join it. Nothing is written.
@@ -207,9 +151,6 @@ def value_text(recipe: Recipe, key: str) -> str:
     return "null" if value is None else str(value)
 
 
-# -- the folder -------------------------------------------------------------------------------------------------------
-
-
 def _refuse_foreign_folder(folder: Path) -> None:
     """Raises ResourceError for a folder that holds other things than a study."""
     if not folder.is_dir() or (folder / STUDY).is_file():
@@ -277,7 +218,7 @@ def _unused(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _write(plan: Plan) -> None:
+def write_plan(plan: Plan) -> None:
     """Writes study.json and the recipes of runs that are not finished. Raises ResourceError if it cannot."""
     try:
         for run in plan.runs:
@@ -290,121 +231,3 @@ def _write(plan: Plan) -> None:
             f"{plan.folder}: the study folder cannot be written: {error.strerror}. "
             "Free some space, or choose another `output`."
         ) from error
-
-
-# -- running ----------------------------------------------------------------------------------------------------------
-
-
-def launch(run: PlannedRun) -> Process:
-    """Starts `danlu train` of the run's recipe; what it prints is appended to its log.
-
-    The process has a group of its own, so that Ctrl-C reaches it once: through `SignalForwarder`.
-    """
-    # -P: a file of the working directory that is named like a package (datasets.py) must not take its place.
-    command = [sys.executable, "-P", "-m", "danlu", "train", str(run.recipe_file)]
-    with run.log.open("ab") as log:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, process_group=0
-        )
-
-
-class SignalForwarder:
-    """While entered, SIGINT, SIGTERM and SIGHUP are forwarded to the run under way, which saves and stops.
-
-    A signal that was ignored before (`nohup`) stays so.
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._child: Process | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> SignalForwarder:
-        for number in _FORWARDED_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def stopping(self) -> bool:
-        return self.received is not None
-
-    def forward_to(self, child: Process | None) -> None:
-        """Forwards signals to this process from now on, and at once the one that came while it was being started."""
-        self._child = child
-        if child is not None and self.received is not None:
-            child.send_signal(self.received)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        effect = b"stops at once" if self.stopping() else b"saves and stops; once more to stop it at once"
-        # A run knows what to do about these two; the terminal that was closed is the study's, not its own.
-        self.received = signal.SIGTERM if number == signal.SIGHUP else number
-        if self._child is not None:
-            os.write(2, b"\nthe run under way " + effect + b"\n")  # print may find its own buffer half-written
-            self._child.send_signal(self.received)
-
-
-def run(plan: Plan, observer: StudyObserver) -> Outcome:
-    """Trains what is not finished, in order. Another `danlu study` of the folder is kept out meanwhile.
-
-    A run that fails is reported, and the next one begins. After a signal the run under way saves and stops, and no
-    other begins. Raises ResourceError for a folder that cannot be written or is in use.
-    """
-    failed: list[str] = []
-    stopped_in = None
-    with RunLock(plan.folder), SignalForwarder() as forwarder:
-        _write(plan)
-        for planned in plan.runs:
-            if forwarder.stopping():
-                break
-            if is_finished(planned.folder):
-                observer.run_skipped(planned)
-                continue
-            observer.run_started(planned)
-            start = planned.log.stat().st_size if planned.log.is_file() else 0
-            try:
-                child = launch(planned)
-            except OSError as error:
-                raise ResourceError(f"{planned.name}: its process cannot be started: {error}") from error
-            forwarder.forward_to(child)
-            code = _follow(child, planned.log, start, observer)
-            forwarder.forward_to(None)
-            if code and forwarder.stopping():
-                stopped_in = planned.name
-                break
-            failure = _failure(code, planned.log, start) if code else None
-            observer.run_ended(planned, failure)
-            failed += [planned.name] if failure is not None else []
-    finished = sum(is_finished(planned.folder) for planned in plan.runs)
-    return Outcome(finished, len(plan.runs), tuple(failed), forwarder.received, stopped_in)
-
-
-def _follow(child: Process, log: Path, start: int, observer: StudyObserver) -> int:
-    """Waits for the end of a process and reports what it writes to its log from byte `start` on; its exit code."""
-    with log.open("rb") as output:
-        output.seek(start)
-        rest = b""
-        while True:
-            try:
-                code: int | None = child.wait(timeout=POLL_S)
-            except subprocess.TimeoutExpired:
-                code = None
-            whole, newline, rest = (rest + output.read()).rpartition(b"\n")
-            if newline:
-                observer.run_printed((whole + newline).decode(errors="replace"))
-            if code is not None:
-                return code
-
-
-def _failure(code: int, log: Path, start: int) -> str:
-    """Why a run failed: its error message, or the end of what it wrote."""
-    lines = [line for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
-    first = next((number for number, line in enumerate(lines) if line.startswith("error: ")), None)
-    shown = lines[-MAX_LOG_LINES:] if first is None else lines[first : first + MAX_LOG_LINES]
-    if code < 0:
-        name = signal.Signals(-code).name
-        shown.append(f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else ""))
-    return "\n".join(shown) or f"ended with exit code {code}"

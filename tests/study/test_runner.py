@@ -20,11 +20,11 @@ from builders.study_folders import write_run
 from builders.tiny_world import World, differences, last_state, metrics, start
 
 from danlu import recipe as recipes
-from danlu import study
 from danlu.errors import CheckpointError, RecipeError, ResourceError
 from danlu.recipe.parameter_grid import parse_vary_options
 from danlu.report.study_results import known_runs, read_study
-from danlu.study import Plan, PlannedRun, plan
+from danlu.study import runner
+from danlu.study.plan import Plan, PlannedRun, make_plan, notes, value_text
 
 
 class RecordingObserver:
@@ -95,11 +95,11 @@ def written(run: PlannedRun) -> Over:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "launch", written)
+    monkeypatch.setattr(runner, "launch", written)
 
 
 def planned(recipe: Path, *vary: str, seeds: str | None = None, overrides: tuple[str, ...] = ()) -> Plan:
-    return plan(recipe, parse_vary_options(vary, seeds), overrides)
+    return make_plan(recipe, parse_vary_options(vary, seeds), overrides)
 
 
 def names(of: Plan) -> list[str]:
@@ -115,7 +115,7 @@ def test_each_run_has_the_recipe_with_its_values(tiny_world: World, tmp_path: Pa
     wanted = planned(recipe, "optimizer.learning_rate=1e-3,1e-2", "batch.micro=1", seeds="0,7", overrides=("steps=3",))
     assert (wanted.folder, wanted.other_runs) == (folder, ())
     assert wanted.keys == ("optimizer.learning_rate", "batch.micro", "seed")
-    study.run(wanted, RecordingObserver())
+    runner.run(wanted, RecordingObserver())
     for one, (rate, seed) in zip(wanted.runs, [(1e-3, 0), (1e-3, 7), (1e-2, 0), (1e-2, 7)], strict=True):
         own = recipes.load(one.recipe_file).recipe
         assert own == one.recipe
@@ -180,12 +180,12 @@ def test_two_ways_of_writing_one_value(tiny_world: World, tmp_path: Path) -> Non
 
 def test_seeds_that_draw_their_own_held_out_rows_are_noted(tiny_world: World, tmp_path: Path) -> None:
     drawn = tiny_world.recipe(tmp_path / "study", data={"eval": 0.1})
-    (note,) = study.notes(planned(drawn, seeds="0,1"))
+    (note,) = notes(planned(drawn, seeds="0,1"))
     assert note.startswith("data.eval: 0.1 is drawn by the seed, so runs of another seed are judged by other rows")
-    assert study.notes(planned(drawn, "steps=2,3")) == []
-    assert study.notes(planned(tiny_world.recipe(tmp_path / "study"), seeds="0,1")) == []
+    assert notes(planned(drawn, "steps=2,3")) == []
+    assert notes(planned(tiny_world.recipe(tmp_path / "study"), seeds="0,1")) == []
     named = tiny_world.recipe(tmp_path / "study", data={"eval": [{"path": str(tiny_world.chat)}]})
-    assert study.notes(planned(named, seeds="0,1")) == []
+    assert notes(planned(named, seeds="0,1")) == []
 
 
 # -- a folder that is there already -----------------------------------------------------------------------------------
@@ -194,13 +194,13 @@ def test_seeds_that_draw_their_own_held_out_rows_are_noted(tiny_world: World, tm
 def test_a_study_is_extended(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     recipe = tiny_world.recipe(tmp_path / "study")
     observer = RecordingObserver()
-    study.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), observer)
+    runner.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), observer)
     # Other values of the key,
-    study.run(planned(recipe, "optimizer.learning_rate=0.02,5e-2"), observer)
+    runner.run(planned(recipe, "optimizer.learning_rate=0.02,5e-2"), observer)
     assert observer.begins == ["learning_rate-1e-2", "learning_rate-2e-2", "learning_rate-5e-2"]
     assert observer.skips == ["learning_rate-2e-2"]
     # and seeds: the runs that are there had the recipe's own, 0.
-    study.run(planned(recipe, "optimizer.learning_rate=1e-2", seeds="0,1"), observer)
+    runner.run(planned(recipe, "optimizer.learning_rate=1e-2", seeds="0,1"), observer)
     assert observer.skips[1:] == ["learning_rate-1e-2"] and observer.begins[3:] == ["learning_rate-1e-2_seed-1"]
     found = read_study(tmp_path / "study")
     assert found.keys == ("optimizer.learning_rate", "seed")
@@ -212,30 +212,30 @@ def test_a_study_is_extended(tiny_world: World, tmp_path: Path, pretended: None)
 
 def test_what_does_not_matter_may_change(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     folder, observer = tmp_path / "study", RecordingObserver()
-    study.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0,0.1"), observer)
-    study.run(planned(tiny_world.recipe(folder, checkpoint={"every": 5}), "optimizer.weight_decay=0"), observer)
+    runner.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0,0.1"), observer)
+    runner.run(planned(tiny_world.recipe(folder, checkpoint={"every": 5}), "optimizer.weight_decay=0"), observer)
     assert observer.skips == ["weight_decay-0"]
     # But a run that is compared for its batch.micro is one of its own.
-    study.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0", "batch.micro=4,2"), observer)
+    runner.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0", "batch.micro=4,2"), observer)
     assert observer.begins[2:] == ["weight_decay-0_micro-4"] and observer.skips[1:] == ["weight_decay-0"]
 
 
 def test_a_name_is_given_once(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     folder = tmp_path / "study"
     auto, one = (tiny_world.recipe(folder, tmp_path / f"{micro}.yaml", batch={"micro": micro}) for micro in ("auto", 1))
-    study.run(planned(auto, "seed=0"), RecordingObserver())
-    study.run(planned(auto, "seed=0", "batch.micro=2"), RecordingObserver())
+    runner.run(planned(auto, "seed=0"), RecordingObserver())
+    runner.run(planned(auto, "seed=0", "batch.micro=2"), RecordingObserver())
     # Now that batch.micro varies, a recipe with another one is another run, whose name is taken.
     for _ in range(2):
         wanted = planned(one, "seed=0")
         assert names(wanted) == ["seed-0-2"] and wanted.runs[0].combination.values == {"seed": "0", "batch.micro": "1"}
-        study.run(wanted, RecordingObserver())
+        runner.run(wanted, RecordingObserver())
     assert [run.name for run in known_runs(folder)[1]] == ["seed-0", "seed-0_micro-2", "seed-0-2"]
 
 
 def test_another_recipe_is_refused(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     folder = tmp_path / "study"
-    study.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0,0.1"), RecordingObserver())
+    runner.run(planned(tiny_world.recipe(folder), "optimizer.weight_decay=0,0.1"), RecordingObserver())
     before = sorted(folder.iterdir())
     with pytest.raises(CheckpointError) as caught:
         planned(tiny_world.recipe(folder, steps=13), "optimizer.weight_decay=0.2")
@@ -253,9 +253,9 @@ def test_another_recipe_is_refused(tiny_world: World, tmp_path: Path, pretended:
 def test_a_whole_section_may_vary(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     folder = tmp_path / "study"
     recipe = tiny_world.recipe(folder)
-    study.run(planned(recipe, "optimizer.kind=adamw,lion"), RecordingObserver())
+    runner.run(planned(recipe, "optimizer.kind=adamw,lion"), RecordingObserver())
     assert names(planned(recipe, "optimizer.kind=muon")) == ["kind-muon"]
-    study.run(
+    runner.run(
         planned(recipe, "optimizer={kind: sgd, momentum: 0},{kind: adamw, learning_rate: 0.01}"), RecordingObserver()
     )
     _, runs = known_runs(folder)
@@ -279,7 +279,7 @@ def test_a_folder_of_something_else_is_refused(tiny_world: World, tmp_path: Path
 def test_a_run_whose_recipe_is_gone(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     folder = tmp_path / "study"
     recipe = tiny_world.recipe(folder)
-    study.run(planned(recipe, seeds="0"), RecordingObserver())
+    runner.run(planned(recipe, seeds="0"), RecordingObserver())
     (folder / "seed-0.yaml").unlink()
     with pytest.raises(
         CheckpointError, match="the recipe of a run of this study does not hold any more:\n.*no such file"
@@ -292,7 +292,7 @@ def test_one_study_at_a_time(tiny_world: World, tmp_path: Path, pretended: None)
     from danlu.train.run_lock import RunLock
 
     with RunLock(wanted.folder), pytest.raises(ResourceError, match="another danlu process"):
-        study.run(wanted, RecordingObserver())
+        runner.run(wanted, RecordingObserver())
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_one_study_at_a_time(tiny_world: World, tmp_path: Path, pretended: None)
      ("data.train.0.rows", "null"), ("data.train.3.rows", "null"), ("optimizer.momentum", "null")],
 )  # fmt: skip
 def test_values_of_runs_that_did_not_vary_the_key(tiny_world: World, tmp_path: Path, key: str, value: str) -> None:
-    assert study.value_text(recipes.load(tiny_world.recipe(tmp_path / "run")).recipe, key) == value
+    assert value_text(recipes.load(tiny_world.recipe(tmp_path / "run")).recipe, key) == value
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_the_command(tiny_world: World, tmp_path: Path, monkeypatch: pytest.Monk
         started.update(options, command=command)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    study.launch(one)
+    runner.launch(one)
     assert started["command"][1:] == ["-P", "-m", "danlu", "train", str(tmp_path / "study" / "seed-0.yaml")]
     assert started["process_group"] == 0 and started["stdin"] == subprocess.DEVNULL
     assert started["stdout"].name == str(one.log) and started["stderr"] == subprocess.STDOUT
@@ -325,7 +325,7 @@ def test_the_command(tiny_world: World, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_real_process(tiny_world: World, tmp_path: Path) -> None:
     wanted, observer = planned(tiny_world.recipe(tmp_path / "study", steps=2), seeds="0"), RecordingObserver()
-    outcome = study.run(wanted, observer)
+    outcome = runner.run(wanted, observer)
     assert (outcome.finished, observer.failures) == (1, {})
     assert observer.said == wanted.runs[0].log.read_text() and "finished after step 2" in observer.said
     assert read_study(tmp_path / "study").finished[0].losses
@@ -339,24 +339,24 @@ def test_a_run_that_fails_does_not_stop_the_others(
     first, second = names(wanted)
     wanted.folder.mkdir()
     wanted.runs[0].log.write_text("error: of another time\n")
-    monkeypatch.setattr(study, "launch", forked())
+    monkeypatch.setattr(runner, "launch", forked())
     observer = RecordingObserver()
-    outcome = study.run(wanted, observer)
+    outcome = runner.run(wanted, observer)
     assert (outcome.finished, outcome.total, outcome.failed, outcome.stopped) == (1, 2, (first,), False)
     assert list(observer.failures) == [first] and observer.begins == [first, second]
     assert observer.failures[first].startswith("error: batch.memory: 1e-06 GiB do not hold one packed sequence")
     assert "finished after step 2" in observer.said and "of another time" not in observer.said
     again = RecordingObserver()
-    assert study.run(planned(recipe, "batch.memory=1e-6,8"), again).failed == (first,)
+    assert runner.run(planned(recipe, "batch.memory=1e-6,8"), again).failed == (first,)
     assert (again.skips, again.begins) == ([second], [first])
 
 
 def test_a_failure_without_a_message_shows_the_end_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     log.write_text("before\n" + "".join(f"line {number}\n\n" for number in range(20)))
-    assert study._failure(1, log, 7) == "\n".join(f"line {number}" for number in range(8, 20))
-    assert study._failure(-signal.SIGSEGV, log, log.stat().st_size) == "ended by SIGSEGV"
-    assert study._failure(3, log, log.stat().st_size) == "ended with exit code 3"
+    assert runner._failure(1, log, 7) == "\n".join(f"line {number}" for number in range(8, 20))
+    assert runner._failure(-signal.SIGSEGV, log, log.stat().st_size) == "ended by SIGSEGV"
+    assert runner._failure(3, log, log.stat().st_size) == "ended with exit code 3"
 
 
 def kill_me_at(step: int) -> None:
@@ -409,23 +409,23 @@ def test_interrupted_and_killed_it_goes_on_to_the_same_bits(
     recipe = tiny_world.recipe(tmp_path / "study")
     wanted = planned(recipe, "optimizer.learning_rate=1e-2,2e-2")
     first, second = names(wanted)
-    monkeypatch.setattr(study, "launch", forked(partial(interrupt, os.getpid(), 6)))
+    monkeypatch.setattr(runner, "launch", forked(partial(interrupt, os.getpid(), 6)))
     observer = RecordingObserver()
-    outcome = study.run(wanted, observer)
+    outcome = runner.run(wanted, observer)
     assert (outcome.signal, outcome.stopped, outcome.stopped_in, outcome.finished) == (signal.SIGINT, True, first, 0)
     assert observer.begins == [first] and not observer.failures
     assert "stopped after step 6, saved in" in observer.said
     assert "the run under way saves and stops; once more to stop it at once" in capfd.readouterr().err
     assert last_state(wanted.runs[0].folder)[0].name == "step-00000006"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    monkeypatch.setattr(study, "launch", forked(partial(kill_me_at, 7)))
+    monkeypatch.setattr(runner, "launch", forked(partial(kill_me_at, 7)))
     observer = RecordingObserver()
-    outcome = study.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), observer)
+    outcome = runner.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), observer)
     assert outcome.failed == (first, second) and not outcome.stopped
     assert all(told.endswith("ended by SIGKILL (out of memory?)") for told in observer.failures.values())
     assert [line["step"] for line in metrics(wanted.runs[1].folder)] == [1, 2, 3, 4, 5, 6]
-    monkeypatch.setattr(study, "launch", forked())
-    outcome = study.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), RecordingObserver())
+    monkeypatch.setattr(runner, "launch", forked())
+    outcome = runner.run(planned(recipe, "optimizer.learning_rate=1e-2,2e-2"), RecordingObserver())
     assert (outcome.finished, outcome.failed, outcome.signal) == (2, (), None)
     for one, rate in zip(wanted.runs, (1e-2, 2e-2), strict=True):
         whole = tmp_path / f"whole-{rate}"
@@ -452,8 +452,8 @@ def test_a_signal_that_comes_while_a_run_is_started_reaches_it(
         signal.raise_signal(signal.SIGHUP)
         return Told()
 
-    monkeypatch.setattr(study, "launch", launch)
-    outcome = study.run(planned(tiny_world.recipe(tmp_path / "study"), seeds="0,1"), RecordingObserver())
+    monkeypatch.setattr(runner, "launch", launch)
+    outcome = runner.run(planned(tiny_world.recipe(tmp_path / "study"), seeds="0,1"), RecordingObserver())
     assert told == [signal.SIGTERM]  # a closed terminal is nothing that a run would save for
     assert (outcome.signal, outcome.stopped_in) == (signal.SIGTERM, "seed-0")
 
@@ -466,7 +466,7 @@ def ignored() -> Iterator[None]:
 
 
 def test_what_nohup_ignores_stays_ignored(ignored: None) -> None:
-    with study.SignalForwarder() as forwarder:
+    with runner.SignalForwarder() as forwarder:
         signal.raise_signal(signal.SIGHUP)
         assert not forwarder.stopping()
         signal.raise_signal(signal.SIGTERM)
