@@ -1,4 +1,4 @@
-"""Getting bytes onto the disk for certain."""
+"""Writing small files atomically and durably: written aside, flushed to the disk, then renamed into place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from danlu.machine import pid_is_alive
 
 UNFINISHED = re.compile(r"\.(.+)\.danlu-(\d+)\.tmp")
-"""What `write_atomically` calls a file until it is whole: of which name, by which process. A kill may leave one."""
+"""A file that `write_atomically` has begun: (name it will have), (pid of the writer). A kill may leave one."""
 
 
 def sync_file(path: Path) -> None:
@@ -30,8 +30,8 @@ def sync_folder(path: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a small file that, after a crash at any instant, has all of `content` or is what it was before.
 
-    It is first written beside its place, under a name that nobody else uses, and what a killed process left there is
-    cleared away. Raises OSError, leaving nothing.
+    It is first written in the same folder, under a name of this process (`UNFINISHED`); such files of processes that
+    have ended are deleted. Raises OSError, and then leaves nothing.
     """
     for entry in path.parent.iterdir():
         match = UNFINISHED.fullmatch(entry.name)
@@ -46,7 +46,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_folder(path.parent)  # the renaming itself is not on the disk before
 
 
 def _sync(fd: int) -> None:

@@ -66,8 +66,8 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 class _Buffers:
     """Work space for the elements of one chunk, of which a shorter chunk takes the beginning."""
 
-    first: Tensor  # [n] float32
-    second: Tensor  # [n] float32
+    first: Tensor  # [n] float32: first moments
+    second: Tensor  # [n] float32: second moments
     halves: Tensor  # [n] float16
     index: Tensor  # [n] int32 or int64: what is looked up
 
@@ -135,11 +135,14 @@ class EightBitMoments:
             blocks = slice(start // self.block, -(-end // self.block))
             absmax, absmax_sq = flat["exp_avg_absmax"][blocks], flat["exp_avg_sq_absmax"][blocks]
             codes, codes_sq = flat["exp_avg"][start:end], flat["exp_avg_sq"][start:end]
+            # Decode both moments into float32, make AdamW's step with them, then encode what became of them.
             _decode(codes, absmax, block, first, buffers, signed=True)
             _decode(codes_sq, absmax_sq, block, second, buffers, signed=False)
             step = state["step"].clone()  # the kernel counts it up, and every chunk is of the same step
             weight_chunk, gradient_chunk = flat["weight"][start:end], flat["gradient"][start:end]
             fused_adamw(group, [weight_chunk], [gradient_chunk], [first], [second], [step])
+            # The second moment first: it is not negative, so its maximum is its absmax, and once it is encoded its
+            # memory is free for the magnitudes of the first.
             torch.amax(second.view(-1, block), 1, out=absmax_sq)
             _encode(second, absmax_sq, block, codes_sq, buffers, signed=False)
             torch.amax(torch.abs(first, out=second).view(-1, block), 1, out=absmax)
@@ -176,10 +179,11 @@ def _decode(codes: Tensor, absmax: Tensor, block: int, into: Tensor, buffers: _B
 
 
 def _encode(values: Tensor, absmax: Tensor, block: int, into: Tensor, buffers: _Buffers, *, signed: bool) -> None:
-    """Writes the codes of `values` into `into`, and each block's absmax has to be there; overwrites `values`."""
+    """Writes the codes of `values` over their block's absmax into `into`; overwrites `values`."""
     _, codes = _tables(signed, values.device)
     index, halves = buffers.index[: len(values)], buffers.halves[: len(values)]
     values.view(-1, block).mul_((_HALF_SCALE / absmax.clamp_min(_MIN_ABSMAX)).unsqueeze(1))
+    # A half-precision number's 16 bits are the index into a table of all of them: no search among 256 values.
     halves.copy_(values)
     index.copy_(halves.view(torch.uint16))
     _look_up(codes, index, into)

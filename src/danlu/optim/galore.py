@@ -129,8 +129,10 @@ class GaLore:
         if low is None and self._renews_projector(parameter):
             self._renew_projector(parameter, whole)
         if self._renews_projector(parameter) and parameter not in self._new_projectors:
+            # The first micro-batch's gradient is not finite. NaN makes the norm so too, and the step is left out.
             return whole.new_full(self.low_rank_shape(parameter), math.nan)
         projector = self._projector(parameter)
+        # G P^T for a tall matrix, P^T G for a wide one
         pair = (whole, projector.T) if whole.shape[0] >= whole.shape[1] else (projector.T, whole)
         return torch.mm(*pair) if low is None else low.addmm_(*pair)
 

@@ -66,6 +66,7 @@ class TensorBoard:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
+        """Says what an error of the system means here, and what to do."""
         try:
             yield
         except OSError as error:
@@ -137,6 +138,6 @@ def wandb_problem() -> str | None:
 
 
 def _numbers(values: Mapping[str, Value]) -> dict[str, float]:
-    """What can be drawn as a curve. Non-finite numbers stay: a gap in a curve would hide them."""
+    """The values that can be drawn as curves. Non-finite numbers stay: a gap in a curve would hide them."""
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float) and name != "step"}
     return {name: float(value) if math.isfinite(value) else value for name, value in numbers.items()}

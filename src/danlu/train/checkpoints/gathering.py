@@ -55,6 +55,7 @@ class Gathering:
         sent_boxes = {
             member: _box(header, box.global_shape) for member, header in enumerate(headers) if header[0] == _SENDS
         }
+        # One after the other, in the order of ranks: only one part is in memory beside the whole.
         for member, part_box in sent_boxes.items():
             part = local.detach() if member == 0 else torch.empty(part_box.sizes, dtype=local.dtype)
             if member:
@@ -85,6 +86,7 @@ class Gathering:
 
         Raises on the others what the first one failed of.
         """
+        # Padded to one length: all_gather takes tensors of one shape, and the first process may have failed already.
         pad = [0] * (_MAX_DIMS - len(box.offsets))
         header = torch.tensor([[state, *box.offsets, *pad, *box.sizes, *pad]])
         headers: list[list[int]] = self.group.all_gather(header).tolist()

@@ -126,7 +126,10 @@ def _require_fit(path: Path, manifest: Manifest, into: Groups, boxes: Boxes, amo
 def _fill(
     path: Path, manifest: Manifest, group: str, tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox]
 ) -> None:
-    """Read each tensor's box out of all saved boxes that overlap it, after `_require_fit`."""
+    """Read each tensor's box out of all saved boxes that overlap it, after `_require_fit`.
+
+    Files are opened one at a time, and those without anything for this process not at all.
+    """
     for shard in manifest.shards:
         if shard.group != group:
             continue
