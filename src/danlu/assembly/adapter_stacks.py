@@ -12,7 +12,7 @@ from danlu.adapters.peft_folder import add_adapter
 
 
 class AdapterStacks:
-    """The stacks of one set of adapters. An adapter that lies in several is there once."""
+    """Stacks of adapters, each trained upon those below it, in one AdapterSet; an adapter of several is loaded once."""
 
     def __init__(self, adapters: AdapterSet) -> None:
         self.adapters = adapters
@@ -21,7 +21,7 @@ class AdapterStacks:
         self._opened: dict[Path, str] = {}
 
     def add(self, folders: Sequence[AdapterFolder]) -> int:
-        """One more stack, lowest first; its number. None is active afterwards.
+        """Loads one more stack, lowest adapter first, and returns its number. No stack is active afterwards.
 
         Raises ModelError for what does not fit the base.
         """
@@ -40,11 +40,11 @@ class AdapterStacks:
         return len(self.names) - 1
 
     def use(self, number: int | None) -> None:
-        """Makes one of the stacks active; None leaves the base. Raises ModelError for an order without a meaning."""
+        """Activates one of the stacks; None leaves the bare base. Raises ModelError if they cannot be stacked."""
         self.adapters.activate(*(() if number is None else self.names[number]))
 
 
 def _word(path: Path) -> str:
-    """What a folder is called, in characters that a module's name may have."""
+    """The name of a folder, with characters that a module's name may not have replaced."""
     named = path.parent if path.name == "adapter" else path
     return re.sub(r"\W", "-", named.name)

@@ -102,7 +102,7 @@ def write_result(
     value: Callable[[str], Tensor | None] | None = None,
     writes: bool = True,
 ) -> None:
-    """The trained adapter as a PEFT folder with the words beside it; it appears whole or not at all.
+    """Writes the trained adapter as a PEFT folder with the tokenizer beside it; it appears whole or not at all.
 
     started_from: `model.adapters`, upon which it was trained and which it needs; continued: all but the last.
     quantization: how the base was held meanwhile, so that it is held the same way when the adapter is used.

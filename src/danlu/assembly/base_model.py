@@ -18,7 +18,7 @@ _SNAPSHOTS = "snapshots"
 
 @dataclass(frozen=True)
 class Base:
-    """The model that adapters sit on: how it is named and where it is."""
+    """The model that adapters are trained on: what the recipe calls it, its folder, and its fingerprint."""
 
     named: str
     folder: Path
@@ -33,7 +33,7 @@ class Base:
 
 
 def find_base(path: str | Path) -> Base:
-    """The base that a recipe's `model.path` means; a local folder is named by its whole path."""
+    """Resolves the base that a recipe's `model.path` names; a local folder is named by its absolute path."""
     folder = resolve_folder(path)
     named = str(folder.resolve()) if Path(path).expanduser().is_dir() else str(path)
     origin = read_json(folder / ORIGIN).get(ORIGIN_KEY) if (folder / ORIGIN).is_file() else None
@@ -41,7 +41,7 @@ def find_base(path: str | Path) -> Base:
 
 
 def base_of(stack: Sequence[AdapterFolder], given: str | Path | None, option: str) -> Base:
-    """The base of adapters that lie one upon the other: the one given, or else the one they name.
+    """Resolves the base of a stack of adapters: `given`, or else the one that the top adapter names.
 
     option: what the command line calls the given one, for messages.
     Raises ModelError where it is not there.

@@ -46,7 +46,7 @@ _LARGE, _POWER_ITERATIONS = 16, 16
 
 @dataclass(frozen=True)
 class Combined:
-    """What was written, and how far it is from the combination of the changes."""
+    """The report of `combine`: the adapters, and how far the result is from the exact combination of their changes."""
 
     adapters: tuple[Path, ...]
     errors: Mapping[str, float]
@@ -54,11 +54,13 @@ class Combined:
 
     @property
     def mean(self) -> float:
+        """The mean of `errors`; 0 without any."""
         return sum(self.errors.values()) / len(self.errors) if self.errors else 0.0
 
     @property
     def worst(self) -> tuple[str, float]:
         # What is not finite comes first, as `max` alone would pass over a NaN.
+        """The module with the largest error, and that; one that is not finite comes first."""
         return max(self.errors.items(), key=lambda item: (not math.isfinite(item[1]), item[1]), default=("", 0.0))
 
 
@@ -71,7 +73,7 @@ def combine(
     rank: int | None = None,
     into: str | Path | None = None,
 ) -> Combined:
-    """Writes one LoRA folder from several.
+    """Combines several LoRA folders into one.
 
     rank: of what ties and dare leave; by default the sum of the ranks. into: the base, if not the one they name; its
     weights are read only for an adapter whose start PEFT takes out of them.
@@ -135,7 +137,7 @@ def concatenated(parts: Sequence[tuple[Factors, float]]) -> Factors:
 
 
 def summed_apart(name: str, parts: Sequence[tuple[Factors, float]]) -> Factors:
-    """PEFT's `linear`: A and B are summed each by itself, times the root of weight and scale; the sign goes to A.
+    """PEFT's `linear`: the As and the Bs are summed, each times the root of weight x scale; the sign goes to A.
 
     The product of the sums has cross terms, each A with the B of another adapter, beside the sum of the products.
     """
@@ -160,7 +162,7 @@ def refactored(change: Tensor, rank: int, generator: torch.Generator, *, embeddi
 
 
 def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | None) -> dict[str, Factors]:
-    """The factors of a plain LoRA, by module.
+    """Reads the factors of a plain LoRA, by module.
 
     PEFT writes the base's embedding beside an adapter of it; it goes into `embeddings`, where it must be the same.
     """

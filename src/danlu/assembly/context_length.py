@@ -12,7 +12,7 @@ from danlu.recipe import sections
 
 
 def max_sample_length(model: sections.Model, adapter: Any) -> int:
-    """Tokens of a sample that the model has positions for, after the virtual tokens of its adapters.
+    """The most tokens a sample may have: the model's context length less the virtual tokens of its adapters.
 
     adapter: section of the recipe, or None. Raises ModelError for a config that danlu cannot read.
     """

@@ -33,7 +33,7 @@ from danlu.recipe import sections
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model and what sits in its slots."""
+    """A decoder and the AdapterSet that fills its slots."""
 
     model: Decoder
     adapters: AdapterSet
@@ -52,7 +52,7 @@ def adapters_of(
     encode: Callable[[str], Sequence[int]] | None = None,
     quantization: Any = None,
 ) -> AdapterSet:
-    """An empty set of adapters for a decoder, which is frozen by it.
+    """An empty AdapterSet for a decoder, whose parameters it freezes.
 
     encode: text to tokens, for prompts that start from words. quantization: section of the base's, for LoftQ.
     """
@@ -81,7 +81,7 @@ def load_frozen(
     restore_adapters: Callable[[AdapterSet], None] | None = None,
     layer_hook_factory: LayerHookFactory | None = None,
 ) -> Adapted:
-    """The model of a folder, frozen: matrices in `dtype` or packed, norms and biases in float32.
+    """Loads the model of a folder, frozen: matrices in `dtype` or quantized, norms and biases in float32.
 
     A matrix in the type of activations multiplies to the same bits as a float32 one, which is rounded to that type for
     each product. Peak memory is the result plus one weight as it is stored.
@@ -106,6 +106,7 @@ def load_frozen(
     linears = {site.name: site.module for site in adapters.sites if site.layer is not None}
 
     def take(parameter: str, value: Tensor) -> Tensor | None:
+        """For `load_into`: quantizes the value, converts it, or keeps it in float32."""
         owner, _, attribute = parameter.rpartition(".")
         if attribute == "weight" and value.ndim == 2:
             value = adapters.prepare_weight(owner, value)
@@ -131,7 +132,7 @@ def load_frozen(
 
 
 def check_frozen(folder: Path, quantization: Any = None) -> None:
-    """Raises ModelError as `load_frozen` would, for all that can be told without reading weights: before data is."""
+    """Raises ModelError as `load_frozen` would, for everything that shows without reading weights."""
     _refuse_twice(folder, quantization)
     check_prequantized(
         folder,
@@ -150,13 +151,13 @@ def _refuse_twice(folder: Path, quantization: Any) -> None:
 
 
 def model_bytes(model: Decoder) -> int:
-    """What this process holds of a model as it stands: weights, codes and adapters; a tied matrix counts once."""
+    """Bytes that this process holds of a model: weights, codes and adapters; a tied matrix counts once."""
     tensors = (*model.parameters(), *model.buffers())
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def quantize_weight(weight: Tensor, section: Any, name: str = "a matrix") -> QuantizedWeightModule:
-    """A matrix in the few bits that a section of the recipe says."""
+    """Quantizes a matrix [O, I] as a section of the recipe says; a float64 one by way of float32."""
     if weight.dtype == torch.float64:
         weight = weight.float()
     match section:

@@ -33,7 +33,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 @dataclass
 class Rounding:
-    """What the one rounding at the end does to each matrix: ||rounded - W|| / ||W||, Frobenius norms.
+    """The relative error of rounding each merged matrix to the written dtype: ||rounded - W|| / ||W||, Frobenius norms.
 
     W is base and adapters in float32; of a base in 4 bits, what its codes stand for.
     """
@@ -42,6 +42,7 @@ class Rounding:
 
     @property
     def mean(self) -> float:
+        """The mean over all matrices; 0 where nothing was rounded."""
         return sum(self.by_name.values()) / len(self.by_name) if self.by_name else 0.0
 
     @property
@@ -74,7 +75,7 @@ def merge(
     combination: Combination | None = None,
     quantization: Any = None,
 ) -> Merged:
-    """Writes a base with adapters in it as a Hugging Face model folder.
+    """Merges adapters into their base and writes the result as a Hugging Face model folder.
 
     Adapters that the sources were trained upon are merged with them. Memory: the base as it is stored, and a few times
     its largest matrix in float32.
@@ -128,7 +129,7 @@ def merge(
 
 
 def common_below(stacks: Sequence[Sequence[AdapterFolder]]) -> list[AdapterFolder]:
-    """What all sources were trained upon. Raises ModelError if it is not the same: their changes are of two bases."""
+    """The adapters that all stacks have below their top one. Raises ModelError if they differ."""
     under = [[folder.path.resolve() for folder in stack[:-1]] for stack in stacks]
     for stack, paths in zip(stacks, under, strict=True):
         if paths != under[0]:
@@ -140,7 +141,7 @@ def common_below(stacks: Sequence[Sequence[AdapterFolder]]) -> list[AdapterFolde
 
 
 def find_tokenizer(folders: Sequence[Path]) -> Path | None:
-    """The first of the folders that has a tokenizer; None where none has."""
+    """The first of the folders that has a tokenizer; None if none has."""
     for folder in folders:
         try:
             return fast_tokenizer_folder(str(folder))
@@ -150,7 +151,7 @@ def find_tokenizer(folders: Sequence[Path]) -> Path | None:
 
 
 def _check(stack: Sequence[AdapterFolder], base: Base, *, given: bool) -> None:
-    """Raises ModelError for adapters that belong to another base, as far as they say."""
+    """Raises ModelError for adapters that were trained on another base, as far as their folders say."""
     for folder in stack:
         try:
             check_base(folder, base)
@@ -167,7 +168,7 @@ def _check(stack: Sequence[AdapterFolder], base: Base, *, given: bool) -> None:
 def _values(
     opened: AdapterStacks, lowest: int, combination: Combination | None
 ) -> tuple[Callable[[str], Tensor], bool]:
-    """Parameter -> its merged value, float32; and whether a tied head needs a matrix of its own by it."""
+    """Returns (parameter -> its merged value in float32, whether a tied head must be untied for it)."""
     adapters = opened.adapters
     sources = range(lowest)
     if combination is None:
@@ -192,7 +193,7 @@ class _Combining:
         self._parts = {part: tensor.parts for tensor in hf_tensors(model.config) for part in tensor.parts}
 
     def value(self, name: str) -> Tensor:
-        """A parameter, float32."""
+        """The combined value of a parameter, float32."""
         if name not in self._pending:
             self._pending = self._combined(self._parts.get(name, (name,)))
         return self._pending.pop(name)
@@ -218,7 +219,7 @@ class _Combining:
 
 
 def _changed_names(adapters: AdapterSet) -> set[str]:
-    """Names of parameters that some adapter changes."""
+    """Names of the parameters that some adapter changes."""
     names = set(adapters.fully_trained())
     for added in adapters.added.values():
         names |= {f"{site.name}.{attribute}" for site in added.sites for attribute in ("weight", "bias")}

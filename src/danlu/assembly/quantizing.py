@@ -62,7 +62,7 @@ class Quantized:
 
 
 def refuse_quantized(folder: Path) -> None:
-    """Raises ModelError for a folder whose weights are in few bits already."""
+    """Raises ModelError for a folder whose weights are quantized already."""
     stored = read_quantization(read_json(folder / CONFIG), str(folder / CONFIG))
     if stored is not None:
         raise ModelError(
@@ -80,7 +80,7 @@ def quantize(
     progress: Progress | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> Quantized:
-    """Writes `folder` with its linear layers in 4 bits; embedding, head and norms stay.
+    """Writes a copy of `folder` with its linear layers in 4 bits; embedding, head and norms stay as they are.
 
     dtype: of what stays, and of products; by default the one it is stored in. Codes are made of what is stored.
 
@@ -139,7 +139,7 @@ class _Writer:
         self._progress, self._done, self._total = progress, 0, len(tensors)
 
     def take(self, parameter: str, value: Tensor) -> None:
-        """For `load_into`: nothing is left in the model."""
+        """For `load_into`: writes the value and returns None, so that nothing stays in the model."""
         tensor = self._tensor_of[parameter]
         self._parts_read.append(value)
         if len(self._parts_read) < len(tensor.parts):
@@ -176,5 +176,5 @@ def _size_bytes(tensor: HFTensor, linears: set[str], dtype: torch.dtype) -> int:
 
 
 def refuse_four_bit(name: str, tensors: object, where: str, rows: object) -> list[FourBitWeight]:
-    """For `load_into`, of a folder that is not quantized."""
+    """For `load_into` of a folder that is not quantized: raises ModelError at a weight in 4 bits."""
     raise ModelError(f"{where}: {name} is in 4 bits, though config.json does not say so")

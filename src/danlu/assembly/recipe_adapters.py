@@ -20,7 +20,7 @@ from danlu.safetensors_format import read_header
 
 
 def check_adapters(model: sections.Model, adapter: sections.AdapterSection | None) -> None:
-    """What can be told of a recipe's adapters before its data is read: folders, their base, targets, ranks.
+    """Validates a recipe's adapters before its data is read: folders, their base, targets and ranks.
 
     Raises ModelError and RecipeError as `trained.adapted_model` would.
     """
@@ -35,7 +35,7 @@ def check_adapters(model: sections.Model, adapter: sections.AdapterSection | Non
 
 
 def check_without_weights(model: sections.Model, adapter: sections.AdapterSection | None) -> None:
-    """`check_adapters` for what does not need the base's weights: those of a hub id are not downloaded for it."""
+    """`check_adapters` without the checks that need the base's weights, which are not downloaded for it."""
     if model.path is None or Path(model.path).expanduser().is_dir():
         check_adapters(model, adapter)
         return
@@ -64,8 +64,9 @@ def base_identity(model: sections.Model) -> dict[str, Any]:
 
 
 def base_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """How what lies under an adapter differs between two `base_identity`, each as "saved -> current"; none if it is the
-    same. Keys of the config that only one of them has are of another version of danlu and are not judged.
+    """The differences between two `base_identity`, each as "saved -> current"; empty if they are the same.
+
+    A key of the config that only one of them has is of another version of danlu and is not judged.
     """
     changes = []
     if saved["model"]["fingerprint"] != current["model"]["fingerprint"]:
@@ -95,7 +96,7 @@ def _named(model: Mapping[str, Any]) -> str:
 
 
 def doubts(model: sections.Model) -> list[str]:
-    """For the console: adapters of other tools that name a base of another name than the recipe does."""
+    """Warnings for the console: adapters of other tools that name another base than the recipe does."""
     if not model.adapters or model.path is None:
         return []
     base = find_base(model.path)
@@ -110,6 +111,7 @@ def doubts(model: sections.Model) -> list[str]:
 
 
 def open_named(paths: Sequence[str], base: Base) -> list[AdapterFolder]:
+    """Opens the adapters at `paths`, with those below them, and checks that they fit the base. Raises ModelError."""
     folders = [open_adapter(folder.path) for folder in named_stack(paths)]
     for folder in folders:
         check_base(folder, base)
@@ -118,13 +120,13 @@ def open_named(paths: Sequence[str], base: Base) -> list[AdapterFolder]:
 
 
 def named_stack(paths: Sequence[str]) -> list[AdapterFolder]:
-    """The adapters named, each with those that it was trained upon below it and none twice."""
+    """The adapters at `paths`, each with the adapters below it, lowest first and none twice."""
     folders = {folder.path.resolve(): folder for path in paths for folder in adapter_stack(path)}
     return list(folders.values())
 
 
 def take_last(stack: list[AdapterFolder], paths: Sequence[str]) -> AdapterFolder:
-    """Takes the adapter named last off the stack. Raises ModelError if another named one was trained upon it."""
+    """Removes the adapter of `paths[-1]` from the stack and returns it. Raises ModelError if it is not on top."""
     last = resolve_adapter(paths[-1])
     if stack[-1].path.resolve() != last.resolve():
         raise ModelError(

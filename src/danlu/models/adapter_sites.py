@@ -11,7 +11,7 @@ from danlu.types import Site
 
 
 def adapter_sites(model: Decoder) -> list[Site]:
-    """Every linear layer, the embedding and the head, in the order of the forward pass.
+    """Where adapters may sit: every linear layer, the embedding and the head, in the order of the forward pass.
 
     The site of a tied head has no module yet: `Decoder.head_as_linear` makes it.
     """

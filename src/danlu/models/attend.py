@@ -86,7 +86,7 @@ def attend_for(batch: Batch) -> PackedAttention:
 
 
 def _whole_document(q: Tensor, k: Tensor, v: Tensor, scale: float, kernels: Kernels) -> Tensor:
-    """A document [S, heads, C] by the kernel that torch picks."""
+    """Attention of one document [S, heads, C] by `scaled_dot_product_attention`."""
     length = q.shape[0]
     if more := -length % kernels.document_multiple:  # what comes after every real query, which does not see it
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
@@ -299,7 +299,7 @@ def masked_attention(
 
 
 class ReferenceAttention:
-    """The same as PackedAttention by one dense mask over the whole pack: slow and obvious, for tests."""
+    """What PackedAttention computes, by one dense mask over the whole pack: slow and obvious, for tests."""
 
     def __init__(self, boundaries: tuple[int, ...]) -> None:
         self.boundaries = boundaries

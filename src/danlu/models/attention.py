@@ -63,7 +63,7 @@ class Attention(nn.Module):
         return out
 
     def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """What lies between the products: norms, rotation, attention. q [T, H*C]; k, v [T, K*C] -> [T, H*C]."""
+        """Everything between the projections: norms, rotation, attention. q [T, H*C]; k, v [T, K*C] -> [T, H*C]."""
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [T, H, C], [T, K, C], [T, K, C]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -81,7 +81,9 @@ class Attention(nn.Module):
 
 @cache
 def leave_attention_uncompiled() -> None:
-    """torch.compile makes constants of what it reads: with document lengths among them it would compile for every pack,
-    and with the number of the layer for every layer, from the ninth on (torch's limit) not at all."""
+    """Excludes attention from torch.compile, which makes constants of what it reads: with document lengths among
+    them it would compile for every pack, and with the layer's number for every layer, from the ninth on (torch's limit)
+    not at all.
+    """
     # No decorator of `_mix`: it would import torch._dynamo, a second that only a process which compiles should wait.
     Attention._mix = torch.compiler.disable(Attention._mix)  # type: ignore[method-assign]

@@ -98,7 +98,7 @@ class Flex:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a device can do about attention; by default nothing but torch's own choice, one document at a time."""
+    """The attention kernels of a device besides `scaled_dot_product_attention`; by default none."""
 
     varlen: Varlen | None = None
     flex: Flex | None = None
@@ -111,7 +111,7 @@ class Kernels:
 
 
 def kernels_of(device: torch.device) -> Kernels:
-    """Those of a device with the torch that is installed."""
+    """The attention kernels that the installed torch has for a device."""
     if device.type == "cuda":
         return _cuda_kernels(device)
     short, multiple = (SHORT_DOCUMENT, DOCUMENT_MULTIPLE) if device.type == "cpu" else (-1, 1)
@@ -134,7 +134,7 @@ def _cuda_kernels(device: torch.device) -> Kernels:
 
 
 def _compiled_flex() -> Flex | None:
-    """None without the compiler that it needs: uncompiled it keeps all scores of a pack."""
+    """flex_attention, compiled; None without a compiler: uncompiled it would keep all scores of a pack."""
     if importlib.util.find_spec("triton") is None:
         return None
     from torch.nn.attention.flex_attention import flex_attention
@@ -201,6 +201,6 @@ def documents_mask(boundaries: Sequence[int], window: int | None, device: torch.
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are chosen, and which: [1, 1, blocks] and [1, 1, blocks, blocks] int32."""
+    """The count and the indices of the chosen blocks of each row: [1, 1, blocks], [1, 1, blocks, blocks] int32."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1)[None, None].int(), order[None, None].int()

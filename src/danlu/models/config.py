@@ -89,7 +89,7 @@ RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder, fully said. Raises ModelError when the sizes do not fit each other."""
+    """The architecture of one decoder. Raises ModelError when its sizes do not fit each other."""
 
     family: str
     """Key of `families.FAMILIES`; the `model_type` of config.json."""
@@ -185,7 +185,7 @@ class ModelConfig:
 
     @property
     def largest_size(self) -> tuple[str, int]:
-        """Which of its sizes is the largest, for messages about a model that is too large."""
+        """The name and value of its largest size, for messages about a model that is too large."""
         name = max(MAXIMUMS, key=lambda name: int(getattr(self, name)) / MAXIMUMS[name])
         return name, getattr(self, name)
 

@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         """Where the vocabulary is cut over processes: what is here of it."""
 
     def compiled(self) -> Callable[..., Tensor]:
-        """`forward` under torch.compile, all but attention, which goes by the documents of each pack."""
+        """`forward` under torch.compile, except attention: the documents of each pack differ."""
         leave_attention_uncompiled()
         return torch.compile(self, dynamic=True)
 
@@ -124,7 +124,7 @@ class Decoder(nn.Module):
         return self.lm_head.weight if self.lm_head.adapter is None else self.lm_head.adapter.effective(self.lm_head)
 
     def head_as_linear(self) -> Linear:
-        """The head as a layer of its own; where it is tied, one that shares the embedding's weight."""
+        """The head as a Linear; of a tied head, one that is made here and shares the embedding's weight."""
         if self.lm_head is None:
             with torch.device("meta"):
                 self.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
         return self.enter_head(self.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [.., D] -> [.., V] float32, with the family's softcap; all words, also where they are cut."""
+        """hidden [.., D] -> [.., V] float32, with the family's softcap; all of V, also where it is sharded."""
         head = ops.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
         logits: Tensor = head.float()
         cap = self.config.final_softcap

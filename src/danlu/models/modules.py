@@ -44,7 +44,7 @@ class Linear(nn.Module):
         return self.bias if self.bias is None or self.adds_bias else self.bias * 0
 
     def store(self, quantized: QuantizedWeight) -> None:
-        """Holds the weight in few bits from now on."""
+        """Replaces the weight by a quantized one."""
         self.weight = None
         self.quantized = quantized
 
@@ -61,7 +61,7 @@ class Linear(nn.Module):
 
     @contextmanager
     def weight_in_workspace(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """[out, in] to be read until the block ends: a packed weight is made dense in memory that all share."""
+        """[out, in], valid until the block ends; a quantized weight is dequantized into the shared workspace."""
         if self.weight is not None:
             yield self.weight.to(dtype)
             return
@@ -70,12 +70,12 @@ class Linear(nn.Module):
             yield weight
 
     def scaled_rows(self, matrix: Tensor, factors: Tensor) -> Tensor:
-        """What `weight_in_workspace` gives, each row times a factor [out]; in place if that is a copy."""
+        """A matrix of `weight_in_workspace`, each row times a factor [out]; in place if the matrix is a copy."""
         column = factors.to(matrix.dtype).unsqueeze(1)
         return matrix.mul_(column) if self.weight is None else matrix * column
 
     def base(self, x: Tensor) -> Tensor:
-        """The product without any adapter."""
+        """The product without the adapter."""
         if self.weight is not None:
             return ops.linear(x, self.weight, self.added_bias)
         assert self.quantized is not None, "a linear layer has a weight or a quantized one"
@@ -138,13 +138,13 @@ class Embedding(nn.Module):
         return x * torch.tensor(self.multiplier, dtype=dtype, device=x.device)
 
     def base(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows themselves, before any multiplier."""
+        """The rows of the tokens, without adapter and multiplier; zeros for rows that another process has."""
         rows, elsewhere = self.local_rows(tokens)
         x = ops.embedding(rows, self.weight, dtype, sparse_gradient=self.sparse_gradient)
         return x if elsewhere is None else x.masked_fill(elsewhere.unsqueeze(1), 0)
 
     def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """For tokens [T] the rows of `weight`, and which words have theirs elsewhere (None: all are here).
+        """For tokens [T] the rows of `weight` [T], and a mask [T] of those whose row another process has, or None.
 
         A token outside of the vocabulary stays outside on the process with the nearest row: an error of the look-up.
         """

@@ -33,7 +33,7 @@ def read_exactly(handle: FileIO, values: Tensor) -> int:
 
 
 def is_finite(values: Tensor) -> bool:
-    """No NaN and no infinity. One pass without a temporary: minimum and maximum carry both."""
+    """Whether a tensor has no NaN and no infinity. One pass without a temporary: minimum and maximum carry both."""
     if not values.numel():
         return True
     low, high = torch.aminmax(values)
@@ -46,7 +46,7 @@ def ranges(total: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 class TensorStream:
-    """Tensors go to the file as they come. The header stands in front, so room is kept for it and filled at the end."""
+    """A safetensors file written tensor by tensor, as they are made. Space for the header is reserved."""
 
     def __init__(self, file: Path, names: Iterable[str]) -> None:
         """names: of every tensor that may come."""
@@ -60,7 +60,7 @@ class TensorStream:
         self._handle.seek(self._header_bytes)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """The next tensor; of floating-point numbers or bytes."""
+        """Writes the next tensor: floating-point numbers or bytes."""
         whole = tensor.detach().to("cpu").contiguous()
         self._entries.append((name, dtype_name(whole.dtype), tuple(whole.shape)))
         self.names.append(name)

@@ -81,7 +81,7 @@ def save(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer and the generation config of `source`, byte for byte. Raises ModelError if it has no tokenizer."""
+    """Copies tokenizer and generation config of `source`, byte for byte. Raises ModelError if it has no tokenizer."""
     for file in _files_to_copy(source):
         copy = folder / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def write_template(folder: Path, source: str) -> None:
-    """A chat template, Jinja source, in the place of all the tokenizer's own: the named ones were not used either."""
+    """Writes a chat template (Jinja source) in place of all the tokenizer's own ones."""
     shutil.rmtree(folder / NAMED_TEMPLATES, ignore_errors=True)
     (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
 
@@ -120,6 +120,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """Writes a JSON file as transformers formats its own."""
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

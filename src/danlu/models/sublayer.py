@@ -26,11 +26,12 @@ BoundaryOp = Callable[[Tensor], Tensor]
 
 
 def identity(x: Tensor) -> Tensor:
+    """x: at a boundary that nothing is cut at."""
     return x
 
 
 class Sublayer(Protocol):
-    """What the parts of danlu that place a model ask of a sublayer, which is an `nn.Module` too."""
+    """Attention or feed-forward network as parallelism, recomputation and adapters see it; an `nn.Module`, too."""
 
     tensor_roles: ClassVar[Mapping[str, Role]]
     """Its linear layers by name, in the order of the forward pass. What is no linear layer and in no slot is held whole

@@ -16,7 +16,7 @@ _ADVICE = "danlu reads bitsandbytes' nf4 and fp4; use a model in one of them, or
 
 @dataclass(frozen=True)
 class FourBitConfig:
-    """What a folder says of its 4-bit weights; what each weight says of itself counts where they differ."""
+    """The 4-bit settings of a folder's config.json. Those that each weight has beside it count where they differ."""
 
     kind: Kind
     double: bool
@@ -25,7 +25,7 @@ class FourBitConfig:
 
 
 def config_values(kind: Kind, *, double: bool, dtype: torch.dtype, skip: Sequence[str] | None = None) -> dict[str, Any]:
-    """The `quantization_config` of a folder of such weights, as transformers writes it.
+    """The `quantization_config` of a folder with 4-bit weights, as transformers writes it.
 
     dtype: of the products of a transformers model. skip: modules that are not packed.
     """
@@ -48,7 +48,7 @@ def config_values(kind: Kind, *, double: bool, dtype: torch.dtype, skip: Sequenc
 
 
 def read_config(config: Mapping[str, Any], where: str) -> FourBitConfig | None:
-    """From the values of a config.json, whether its weights are in 4 bits; None if they are not quantized.
+    """The 4-bit settings in the values of a config.json; None if its weights are not quantized.
 
     Raises:
         ModelError: they are quantized in a way that danlu does not read, or the values make no sense.

@@ -38,6 +38,8 @@ UnpackBytes = Callable[[int, int, int, int, int, int], None]  # values, codes, a
 
 
 class Library(NamedTuple):
+    """The functions of bitsandbytes' CPU library that are used."""
+
     unpack: dict[tuple[Kind, torch.dtype], Unpack]
     dequantize_bytes: UnpackBytes
 
@@ -65,7 +67,7 @@ def unpack_kernel(device: torch.device, dtype: torch.dtype, block: int) -> Unpac
 
 
 def dequantize_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
-    """`four_bit.dequantize_into` by the fastest means there is; the same bits.
+    """`four_bit.dequantize_into` by the fastest kernel available; the same bits.
 
     Numbers below 1.2e-38 aside: CPUs with bfloat16 instructions make them 0, plain torch does not. Blocks that
     bitsandbytes does not know, as those of a matrix that was cut may be, are left to plain torch.
@@ -82,7 +84,7 @@ def dequantize_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, bloc
 
 
 def dequantize_absmax(nested: Nested) -> Tensor:
-    """`four_bit.dequantize_absmax` by the fastest means there is; the same bits."""
+    """`four_bit.dequantize_absmax` by the fastest kernel available; the same bits."""
     cpu_library = library()[0] if nested.codes.device.type == "cpu" else None
     if cpu_library is None:
         return four_bit.dequantize_absmax(nested)
@@ -90,13 +92,13 @@ def dequantize_absmax(nested: Nested) -> Tensor:
 
 
 def kernels_in_use() -> str:
-    """A sentence on what unpacks on a CPU, and on why it is not bitsandbytes if it is not."""
+    """A sentence for the console: what dequantizes on a CPU, and if that is not bitsandbytes, why."""
     return library()[1]
 
 
 @cache
 def operators() -> tuple[bool, str]:
-    """Whether bitsandbytes' operators are there on CUDA and give what `four_bit` gives, and a sentence on it."""
+    """Whether bitsandbytes' CUDA operators can be used and give the values of `four_bit`, and a sentence on it."""
     if find_spec("bitsandbytes") is None:
         return False, f"{_PLAIN}: bitsandbytes is not installed."
     try:
@@ -122,7 +124,7 @@ def operators() -> tuple[bool, str]:
 
 @cache
 def library() -> tuple[Library | None, str]:
-    """bitsandbytes' CPU library and a sentence on it; None where it is missing or has other results than `four_bit`."""
+    """bitsandbytes' CPU library and a sentence on it; None if it is missing or gives other values than `four_bit`."""
     path = library_file()
     if path is None:
         return None, f"{_PLAIN}: bitsandbytes is not installed."
@@ -136,7 +138,7 @@ def library() -> tuple[Library | None, str]:
 
 
 def library_file() -> Path | None:
-    """Where bitsandbytes' CPU library would be; None if bitsandbytes is not installed."""
+    """The path of bitsandbytes' CPU library; None if bitsandbytes is not installed."""
     spec = find_spec("bitsandbytes")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -144,7 +146,7 @@ def library_file() -> Path | None:
 
 
 def _bind(loaded: ctypes.CDLL) -> Library:
-    """Raises AttributeError if a function is missing."""
+    """The library's functions with their signatures. Raises AttributeError if one is missing."""
     pointer, size = ctypes.c_void_p, ctypes.c_longlong
 
     def function(name: str, arguments: list[type]) -> Callable[..., None]:
@@ -161,7 +163,7 @@ def _bind(loaded: ctypes.CDLL) -> Library:
 
 
 def _disagreement(loaded: Library) -> str | None:
-    """What this library does otherwise than `four_bit`, tried on every code and every type."""
+    """The format in which the library gives other values than `four_bit`, tried on every code; None if in none."""
     codes, absmax = _example(torch.device("cpu"))
     for (kind, dtype), function in loaded.unpack.items():
         for block in (32, 64):
@@ -177,13 +179,13 @@ def _disagreement(loaded: Library) -> str | None:
 
 
 def _example(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes of 1024 numbers, [512, 1], and magnitudes for their blocks."""
+    """Codes of 1024 numbers, [512, 1], and the absmax of their blocks."""
     codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(2).unsqueeze(1)
     return codes, torch.linspace(0.01, 3, 32, device=device)
 
 
 def _unpack(function: Unpack, out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
-    """out [N]. Whole blocks by the library, a short last one by plain torch."""
+    """Dequantizes into out [N]: whole blocks by the library, a short last block by plain torch."""
     blocks = out.numel() // block
     if blocks:
         function(codes.data_ptr(), absmax.data_ptr(), out.data_ptr(), block, blocks, block)

@@ -32,7 +32,7 @@ _CODEBOOK_TOLERANCE = 1e-3
 
 
 def packed_weight(name: str) -> str | None:
-    """The packed weight that a tensor on disk is a constant of; None for every other tensor, the codes among them."""
+    """The 4-bit weight that a tensor of a folder is a constant of; None for any other tensor, codes included."""
     known = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
     if known is not None:
         return name.removesuffix(known)
@@ -41,7 +41,7 @@ def packed_weight(name: str) -> str | None:
 
 
 def write(name: str, packed: FourBitMatrix) -> dict[str, Tensor]:
-    """Every tensor of the weight `name`. Constants that weights share are copies: safetensors shares no memory."""
+    """The tensors of the weight `name` by name. Shared constants are copied: safetensors shares no memory."""
     state: dict[str, Any] = {
         "quant_type": packed.kind,
         "blocksize": packed.block,
@@ -71,7 +71,7 @@ def write(name: str, packed: FourBitMatrix) -> dict[str, Tensor]:
 
 
 def read(name: str, tensors: Mapping[str, Tensor], where: str) -> FourBitMatrix:
-    """The weight `name` out of `tensors`; see `FourBitWeight.from_tensors`.
+    """Reads the weight `name` out of `tensors`; see `FourBitWeight.from_tensors`.
 
     Of tensors on the meta device type and size are checked, which is all they have.
     """

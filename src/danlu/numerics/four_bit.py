@@ -44,7 +44,7 @@ _SMALLEST = 1e-38
 
 
 class Nested(NamedTuple):
-    """Magnitudes of blocks in 8 bits each."""
+    """The absmax of blocks, quantized to 8 bits each (double quantization)."""
 
     codes: Tensor  # [B] uint8
     absmax: Tensor  # [ceil(B / 256)] float32
@@ -53,7 +53,7 @@ class Nested(NamedTuple):
 
 
 class FourBitMatrix(NamedTuple):
-    """A matrix in 4 bits a number."""
+    """A matrix quantized to 4 bits a number, with what dequantizing it takes."""
 
     kind: Kind
     block: int
@@ -106,7 +106,7 @@ def dequantize_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, bloc
 
 
 def tile_size(count: int, device: torch.device) -> int:
-    """Of so many numbers, those that are worked on at a time: a multiple of every block.
+    """How many of `count` numbers are worked on at a time: a multiple of every block size.
 
     On a CPU small tiles are faster, though there are 586 of them in a 4096 x 4096 matrix: 26 ms against 101 for all of
     it at once (bfloat16, two threads). Elsewhere it is halves, which take half the memory of the whole.
@@ -117,7 +117,7 @@ def tile_size(count: int, device: torch.device) -> int:
 
 
 def quantize_absmax(absmax: Tensor) -> Nested:
-    """absmax [B] -> the same in 8 bits each.
+    """Quantizes absmax [B] float32 to 8 bits each.
 
     torch's mean over hundreds of thousands of numbers changes in its last bit with the number of threads, and with it
     `offset`: here as in bitsandbytes.
@@ -133,7 +133,7 @@ def quantize_absmax(absmax: Tensor) -> Nested:
 
 
 def dequantize_absmax(nested: Nested) -> Tensor:
-    """-> [B] float32."""
+    """The absmax of blocks, [B] float32, out of 8 bits each."""
     values = torch.index_select(nested.values, 0, nested.codes.to(torch.int32))
     return _times(values, nested.absmax, NESTED_BLOCK).add_(nested.offset)
 
@@ -183,7 +183,7 @@ def _nearest(scaled: Tensor, kind: Kind) -> Tensor:
 
 
 def _times(numbers: Tensor, absmax: Tensor, block: int) -> Tensor:
-    """Each block of numbers [n] (float32, changed in place) times its magnitude."""
+    """Multiplies each block of numbers [n] float32, in place, by its absmax."""
     whole = numbers.numel() // block
     numbers[: whole * block].view(-1, block).mul_(absmax[:whole].unsqueeze(1))
     if whole * block < numbers.numel():
@@ -192,5 +192,5 @@ def _times(numbers: Tensor, absmax: Tensor, block: int) -> Tensor:
 
 
 def _parts(count: int, size: int) -> int:
-    """Pieces of `size` that `count` takes."""
+    """(start, stop) of stretches of `size` out of `count`."""
     return -(-count // size)

@@ -57,7 +57,7 @@ class FourBitWeight(QuantizedWeightModule):
     def quantize(
         cls, weight: Tensor, *, kind: Kind = "nf4", block: int = 64, double: bool = True, where: str = "a matrix"
     ) -> Self:
-        """weight [O, I], of any strides -> the same in 4 bits a number; the codes are made on its device.
+        """Quantizes weight [O, I], of any strides; the codes are made on its device.
 
         double: magnitudes of blocks in 8 bits each (0.127 bits a number instead of 0.5 in blocks of 64).
 
@@ -86,11 +86,11 @@ class FourBitWeight(QuantizedWeightModule):
         return cls(bitsandbytes_layout.read(name, tensors, where))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """What a safetensors file holds for this weight, as bitsandbytes and transformers write and read it."""
+        """The tensors of this weight in a safetensors file, as bitsandbytes and transformers write and read them."""
         return bitsandbytes_layout.write(name, self.packed())
 
     def split(self, rows: Sequence[int], *, where: str = "a matrix") -> list[FourBitWeight]:
-        """The same cut into so many rows each: the same numbers, as nothing is packed anew.
+        """Splits the matrix into parts of so many rows each, by the same codes: nothing is quantized again.
 
         Magnitudes in 8 bits stay so where a part begins with a block of theirs, and are else float32.
 
@@ -115,7 +115,7 @@ class FourBitWeight(QuantizedWeightModule):
         return parts
 
     def shard(self, rows: slice, columns: slice) -> FourBitWeight:
-        """Some rows and columns, by the same codes.
+        """The sub-matrix of some rows and columns, by the same codes: nothing is quantized again.
 
         A block of the box is never of two blocks here, so blocks get smaller where the box does not begin and end with
         them: by 2 down to the next number that divides where it does. Magnitudes in 8 bits stay so for rows that begin
@@ -139,6 +139,7 @@ class FourBitWeight(QuantizedWeightModule):
         )
 
     def packed(self) -> FourBitMatrix:
+        """The codes and constants, as `four_bit` works with them."""
         nested = self._nested()
         return FourBitMatrix(
             self.kind, self.block, self.shape, self.dtype, self.codes, self.absmax if nested is None else nested
@@ -160,7 +161,7 @@ class FourBitWeight(QuantizedWeightModule):
 
 
 def _absmax_of(absmax: Tensor | Nested, start: int, stop: int) -> Tensor | Nested:
-    """The magnitudes of some blocks."""
+    """The absmax of the blocks from `start` to `stop`."""
     if isinstance(absmax, Tensor):
         return absmax[start:stop].clone()
     if start % NESTED_BLOCK:

@@ -48,7 +48,7 @@ class IntegerWeight(QuantizedWeightModule):
 
     @classmethod
     def quantize(cls, weight: Tensor, bits: Bits, *, group: int = 128, where: str = "a matrix") -> Self:
-        """weight [O, I], of any strides.
+        """Quantizes weight [O, I], of any strides.
 
         Raises:
             ModelError: `where` is no matrix of float32, bfloat16 or float16, or not all of it is finite.
@@ -76,7 +76,7 @@ class IntegerWeight(QuantizedWeightModule):
         return cls(codes, scales, bits=bits, group=group, shape=(outputs, inputs), dtype=weight.dtype)
 
     def shard(self, rows: slice, columns: slice) -> IntegerWeight:
-        """Some rows and columns, by the same codes; groups get smaller where the columns do not begin with one."""
+        """Some rows and columns, by the same codes; groups get smaller where the columns split one."""
         shape = rows.stop - rows.start, columns.stop - columns.start
         group = gcd(self.group, columns.start)
         firsts = torch.arange(columns.start, columns.stop, group, device=self.device)

@@ -11,7 +11,7 @@ from danlu.errors import CheckpointError, TrainingError
 
 @dataclass(frozen=True)
 class ScaleChange:
-    """The scale moved: halved after an overflow (whose update is left out), or doubled after a good stretch."""
+    """A change of the loss scale: halved after an overflow (the update is skipped), or doubled after a good stretch."""
 
     step: int
     before: float
@@ -49,7 +49,7 @@ class LossScaler:
         self.overflows = 0  # over the whole run
 
     def update(self, step: int, finite: bool) -> ScaleChange | None:
-        """Takes in whether the gradient of `step` was finite; returns the change of scale, if there is one.
+        """Updates the scale after `step`, whose gradient was finite or not; returns the change, if there is one.
 
         Raises TrainingError when the gradient overflows at the smallest scale: scaling cannot help then.
         """
@@ -73,11 +73,11 @@ class LossScaler:
         return ScaleChange(step, old_scale, self.scale, overflow=False) if self.scale != old_scale else None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """The state for a checkpoint, as JSON values."""
         return {"scale": self.scale, "good_steps": self.good_steps, "overflows": self.overflows}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state()`; CheckpointError if a value is missing."""
+        """Restores `state()`. Raises CheckpointError if a value is missing."""
         if missing := {"scale", "good_steps", "overflows"} - state.keys():
             raise CheckpointError(f"loss scaling: the checkpoint lacks {', '.join(sorted(missing))}.")
         self.scale = float(state["scale"])

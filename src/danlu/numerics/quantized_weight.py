@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class QuantizedWeightModule(nn.Module):
-    """A frozen matrix [O, I] in few bits a number, as buffers that keep their types whatever the model is cast to."""
+    """A frozen quantized matrix [O, I], as buffers that keep their dtypes whatever the model is cast to."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -25,21 +25,21 @@ class QuantizedWeightModule(nn.Module):
 
     @abstractmethod
     def write(self, out: Tensor) -> None:
-        """The matrix, into `out` [O, I]: contiguous, any float type, on this weight's device."""
+        """Dequantizes the matrix into `out` [O, I]: contiguous, any float dtype, on this weight's device."""
 
     @abstractmethod
     def shard(self, rows: slice, columns: slice) -> QuantizedWeightModule:
-        """Some rows and columns of the matrix, by the same codes: the same numbers, as nothing is rounded anew."""
+        """The sub-matrix of some rows and columns, by the same codes: nothing is quantized again."""
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[O, I], made anew by each call; in the type of the matrix that was packed unless told otherwise."""
+        """The matrix [O, I] dequantized into new memory, in `dtype` or that of the original matrix."""
         out = torch.empty(self.shape, dtype=self.dtype if dtype is None else dtype, device=self.device)
         self.write(out)
         return out
 
     @contextmanager
     def in_workspace(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """[O, I] in memory that all products share: to be read until the block ends, and not kept."""
+        """The matrix [O, I] dequantized into the shared workspace: valid until the block ends."""
         with _workspace(self.shape, dtype, self.device) as matrix:
             self.write(matrix)
             yield matrix
@@ -57,7 +57,7 @@ class QuantizedWeightModule(nn.Module):
         return sum(tensor.nbytes for tensor in (*self.buffers(), *self.parameters()))
 
     def share_codes(self) -> None:
-        """Makes the codes a frozen parameter, which is what processes can share among them; constants stay here."""
+        """Makes the codes a frozen parameter, so that FSDP shards them; the constants stay buffers."""
         if (codes := self._buffers.pop("codes", None)) is not None:
             self.register_parameter("codes", nn.Parameter(codes, requires_grad=False))
 
@@ -96,7 +96,7 @@ class _Product(torch.autograd.Function):
 
 @cache
 def leave_products_uncompiled() -> None:
-    """Before torch.compile of a model with packed weights: it cannot follow kernels that are not torch's.
+    """Excludes products with quantized weights from torch.compile, which cannot follow kernels that are not torch's.
 
     Products are then made as ever, between the compiled pieces.
     """
@@ -109,17 +109,18 @@ _spare: list[Tensor] = []
 
 
 def dense_workspace_bytes() -> int:
-    """What is held between products: one dense matrix, the largest so far."""
+    """Bytes of the workspace: one dense matrix, the largest so far."""
     return sum(memory.nbytes for memory in _spare)
 
 
 def release_workspace() -> None:
+    """Frees the workspace; the next product makes a new one."""
     _spare.clear()
 
 
 @contextmanager
 def _workspace(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-    """A tensor to write in and use until the block ends; its content is arbitrary.
+    """A tensor from the shared workspace, valid until the block ends; its content is arbitrary.
 
     On a CPU it is the same memory over and over: unpacking into fresh pages takes five times as long (4096 x 4096 in
     bfloat16: 18 ms against 3.2). CUDA's allocator keeps memory by itself.
