@@ -69,7 +69,7 @@ def hold(path: Path) -> None:
         time.sleep(5)  # a data worker that outlives its parent
         os._exit(0)
     path.with_name("held").touch()
-    time.sleep(30)
+    time.sleep(600)  # it is killed before
 
 
 def test_what_a_killed_process_held_is_free(tmp_path: Path, no_locks: None) -> None:

@@ -43,7 +43,7 @@ class Stop:
         self.number = number
 
 
-def misbehave(what: str, rank: int) -> None:
+def misbehave(what: str, rank: int, folder: Path) -> None:
     match what:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -65,6 +65,9 @@ def misbehave(what: str, rank: int) -> None:
         case "error on a full disk":
             exit_reports.write_report = full  # type: ignore[assignment]
             raise DataError(f"rows.jsonl:{rank}: a bad row")
+        case str() if what.startswith("wait for "):
+            while not (folder / what.removeprefix("wait for ")).exists():
+                time.sleep(0.01)
         case "abort at the end":  # as gloo's threads may: the work is done, and that is noted
             os._exit = lambda code: os.abort()  # type: ignore[assignment]
 
@@ -93,7 +96,7 @@ def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
         if plan.get("loads", {}).get(str(world.rank)) == step:
             report_torch_loaded(world)
         if at == step:
-            misbehave(what, world.rank)
+            misbehave(what, world.rank, folder)
         number = stop.number
         if plan.get("torch"):
             asked = torch.tensor(number)

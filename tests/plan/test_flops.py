@@ -16,7 +16,6 @@ from danlu.plan.flops import (
     forward_flops,
     layer_parameters,
     training_flops,
-    training_flops_per_token,
 )
 
 SHAPE = Shape(hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=6, intermediate_size=20, vocab_size=50)
@@ -80,7 +79,7 @@ def test_per_token_is_six_n_and_attention() -> None:
     shape = Shape(256, 6, 8, 4, 32, 1024, 4096)
     six_n = 6 * (6 * layer_parameters(shape) + 256 * 4096)
     attention = 3 * 4 * 8 * 32 * 6 * (1024 + 1) / 2
-    assert training_flops_per_token(shape, 1024) == six_n + attention
+    assert training_flops(shape, (1024,), 1024) / 1024 == six_n + attention
 
 
 def test_importing_the_formulas_does_not_import_torch() -> None:

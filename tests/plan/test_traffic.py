@@ -33,7 +33,6 @@ from danlu.plan.traffic import (
     data_traffic,
     decoder_regions,
     padded_elements,
-    padding_elements,
     tensor_traffic,
 )
 from danlu.recipe.sections import Parallel
@@ -213,12 +212,6 @@ def test_half_as_many_bytes_are_sent_where_they_are_said_to_be() -> None:
 )
 def test_rows_are_filled_up(shape: tuple[int, ...], shards: int, travel: int) -> None:
     assert padded_elements(shape, shards) == travel
-
-
-def test_padding_counts_what_is_sharded() -> None:
-    weights = [Weight((10, 3)), Weight((12, 3)), Weight((7,), sharded=False)]
-    assert padding_elements(weights, Layout(shard=4)) == 6
-    assert padding_elements(weights, Layout(replicate=4)) == 0
 
 
 NO_RECOMPUTE = [("none", None)] * 3

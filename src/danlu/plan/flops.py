@@ -77,8 +77,3 @@ def training_flops(shape: Shape, lengths: Sequence[int], targets: int, *, frozen
     what is saved.
     """
     return (_FROZEN if frozen else _TRAINING) * forward_flops(shape, lengths, targets)
-
-
-def training_flops_per_token(shape: Shape, length: int) -> float:
-    """The mean over a document of `length` tokens, all targets: 6 x parameters without embedding, and attention."""
-    return training_flops(shape, (length,), length) / length

@@ -43,12 +43,6 @@ def padded_elements(shape: Sequence[int], shards: int) -> int:
     return -(-rows // shards) * shards * math.prod(rest)
 
 
-def padding_elements(weights: Sequence[Weight], layout: Layout) -> int:
-    """Numbers among them that mean nothing: fewer rows of each parameter than there are shards."""
-    sharded = [weight for weight in weights if weight.sharded]
-    return sum(padded_elements(weight.shape, layout.shard) - math.prod(weight.shape) for weight in sharded)
-
-
 def data_traffic(
     weights: Sequence[Weight], layout: Layout, section: Parallel, *, micro_batches: int
 ) -> Iterator[CollectiveTraffic]:
