@@ -215,7 +215,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_mistakes_and_interrupts_end_nothing(chanting, capsys, monkeypatch, typed):
     typed("/rest", "Hello", KeyboardInterrupt, "long " * 600, "a\udcff", "Hello", EOFError)
     asked = []
-    real = chat_verb.answer
+    real = chat_verb.print_answer
 
     def answer(conversation: Conversation, turn: str) -> None:
         asked.append(turn)
@@ -223,7 +223,7 @@ def test_mistakes_and_interrupts_end_nothing(chanting, capsys, monkeypatch, type
             raise KeyboardInterrupt
         real(conversation, turn)
 
-    monkeypatch.setattr(chat_verb, "answer", answer)
+    monkeypatch.setattr(chat_verb, "print_answer", answer)
     assert main(["chat", str(chanting), "--max-new-tokens", "4"]) == 0
     out = capsys.readouterr()
     assert "/rest: no such command; there are /reset, /system, /undo, /adapter, /exit, /help" in out.err

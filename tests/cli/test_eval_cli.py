@@ -40,8 +40,8 @@ TALKS = [
 @pytest.fixture(scope="module")
 def folder(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Llama that is sure of itself, with a byte-level tokenizer and ChatML."""
-    words = load_tokenizer(str(tiny_world.tokenizer))
-    config = from_scratch(sections.Model(config=CONFIG, tokenizer="none"), words.size, None, words.eos_id)
+    tokenizer = load_tokenizer(str(tiny_world.tokenizer))
+    config = from_scratch(sections.Model(config=CONFIG, tokenizer="none"), tokenizer.vocab_size, None, tokenizer.eos_id)
     model, generator = build(config), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

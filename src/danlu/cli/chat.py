@@ -25,12 +25,12 @@ from danlu.cli.generate import (
     TopK,
     TopP,
     check_flags,
+    check_utf8,
+    escape_unencodable,
+    print_notes,
     quantization_section,
     sampling_flags,
     sampling_options,
-    say_notes,
-    whole_characters,
-    write_any_character,
 )
 from danlu.errors import DanluError, DataError
 from danlu.terminal import echo, print_status, print_status_early
@@ -76,8 +76,8 @@ def chat(
 
     When stdin is not a terminal, each line is a user's turn, and the answers alone go to stdout.
     """
-    asked = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
-    precision = check_flags(asked, seed, dtype, device, stop or [], quantization)
+    sampling = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
+    precision = check_flags(sampling, seed, dtype, device, stop or [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.models.hf_folder import read_config
     from danlu.rollout.resolve_model import resolve_model
@@ -85,48 +85,48 @@ def chat(
     resolved = resolve_model(model, base, adapter or [])
     print_status_early(f"reading {resolved.given_path}")
     context = read_config(resolved.folder).context_length
-    options = sampling_options(resolved, asked, seed)
+    options = sampling_options(resolved, sampling, seed)
     from danlu.rollout.chat import Conversation
     from danlu.rollout.chat_adapters import ChatAdapters
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
 
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
     chat_tokenizer.require_chat_template()
-    opened = load_model(
+    loaded = load_model(
         resolved,
         chat_tokenizer,
         precision=precision,
         device=device,
         quantization=quantization_section(quantization, resolved),
     )
-    say_notes(opened)
-    chat_adapters = ChatAdapters(resolved, opened, chat_template)
+    print_notes(loaded)
+    chat_adapters = ChatAdapters(resolved, loaded, chat_template)
     active = chat_adapters.switch(chat_adapters.active_name)
     stopping, stop_strings = active.stopping(stop or [], max_new_tokens, context)
     conversation = Conversation(
-        opened.model,
+        loaded.model,
         active.chat_tokenizer.encode_chat,
         active.chat_tokenizer.decode,
         options,
         stopping,
         stop_strings=stop_strings,
         system=system,
-        dtype=opened.dtype,
+        dtype=loaded.dtype,
         virtual_token_ids=active.virtual_token_ids,
     )
     session = Session(conversation, chat_adapters, stop or [], max_new_tokens, context)
-    write_any_character()
+    escape_unencodable()
     if sys.stdin.isatty():
         speaks = f", adapter {chat_adapters.active_name}" if chat_adapters.adapters else ""
         print_status(f"{resolved.folder}{speaks}  (/help lists the commands, Ctrl-D leaves)")
-        talk(session)
+        chat_in_terminal(session)
     else:
-        listen(session)
+        chat_over_pipe(session)
 
 
 @dataclass
 class Session:
-    """A conversation, and who can go on with it."""
+    """A conversation, the adapters that it can be continued with, and what limits its answers."""
 
     conversation: Conversation
     chat_adapters: ChatAdapters
@@ -135,7 +135,7 @@ class Session:
     context: int
 
     def switch(self, name: str) -> None:
-        """The turns stay; the next answer is the other adapter's. Raises DataError if there is none of that name."""
+        """Continues the conversation with another adapter. Raises DataError if there is none of that name."""
         if name == self.chat_adapters.active_name:
             return
         active = self.chat_adapters.switch(name)
@@ -146,21 +146,21 @@ class Session:
         )
 
 
-def listen(session: Session) -> None:
-    """Reads turns from a pipe until it ends. Raises DataError for bytes that are no text."""
+def chat_over_pipe(session: Session) -> None:
+    """Reads one turn per line of stdin until it ends. Raises DataError for bytes that are no text."""
     number = 0
     try:
         for number, line in enumerate(sys.stdin, start=1):
-            if not obey(session, whole_characters(line.strip(), f"stdin, line {number}"), strict=False):
+            if not handle_line(session, check_utf8(line.strip(), f"stdin, line {number}"), strict=False):
                 return
     except UnicodeDecodeError:
         raise DataError(f"stdin, line {number + 1} or one soon after it: not UTF-8 text; convert it first") from None
     except KeyboardInterrupt:
-        echo("")  # what was written of an answer ends its line
+        echo("")  # ends the line of the answer so far
         raise
 
 
-def talk(session: Session) -> None:
+def chat_in_terminal(session: Session) -> None:
     """Reads turns from the terminal until the user leaves."""
     with suppress(ImportError):  # Python can be built without it, and input() works without
         import readline  # noqa: F401  # line editing and history
@@ -174,7 +174,7 @@ def talk(session: Session) -> None:
             print_status("\n(Ctrl-D or /exit leaves)")
             continue
         try:
-            if not obey(session, whole_characters(line.strip(), "this line"), strict=True):
+            if not handle_line(session, check_utf8(line.strip(), "this line"), strict=True):
                 return
         except KeyboardInterrupt:
             print_status("\n(interrupted; what was said so far is kept)")
@@ -182,10 +182,10 @@ def talk(session: Session) -> None:
             print_status(f"error: {error}. Say something else; /undo takes the last turn back, /reset all")
 
 
-def obey(session: Session, line: str, *, strict: bool) -> bool:
-    """One line: a command or a turn. False when it asks to leave.
+def handle_line(session: Session, line: str, *, strict: bool) -> bool:
+    """Carries out one line, a command or a turn. Returns False for the command to leave.
 
-    strict: an unknown /word is a mistake, not a turn (a person typed it; a pipe may mean it).
+    strict: whether an unknown /word is a mistake, as of a person who types, or a turn, as in a pipe.
     """
     conversation = session.conversation
     command, _, rest = line.partition(" ")
@@ -211,12 +211,12 @@ def obey(session: Session, line: str, *, strict: bool) -> bool:
         case _ if strict and command.startswith("/"):
             print_status(f"{command}: no such command; there are {', '.join(COMMANDS)}")
         case _:
-            answer(conversation, line)
+            print_answer(conversation, line)
     return True
 
 
 def change_adapter(session: Session, name: str, *, strict: bool) -> None:
-    """Switches; a name that is not there is told, and in a pipe ends it: the next answers would be another's."""
+    """Switches adapters. An unknown name is reported, or where not strict raises DataError, so that a pipe ends."""
     try:
         session.switch(name)
     except DataError as error:
@@ -228,7 +228,7 @@ def change_adapter(session: Session, name: str, *, strict: bool) -> None:
 
 
 def adapters_line(chat_adapters: ChatAdapters) -> str:
-    """All adapters, with a mark at the one that speaks."""
+    """The names of all adapters, the active one in brackets."""
     if not chat_adapters.adapters:
         return "no adapters; `danlu chat MODEL --adapter PATH` brings some"
     return "  ".join(
@@ -236,11 +236,11 @@ def adapters_line(chat_adapters: ChatAdapters) -> str:
     )
 
 
-def answer(conversation: Conversation, turn: str) -> None:
-    """Asks, and shows the answer as it is written; says so when it was cut."""
+def print_answer(conversation: Conversation, turn: str) -> None:
+    """Asks a question and prints the answer as it is generated, with a remark on stderr where it was cut."""
 
-    def show(piece: str) -> None:
-        echo(piece, end="")
+    def show(text: str) -> None:
+        echo(text, end="")
 
     completion = conversation.ask(turn, show)
     echo("")

@@ -19,8 +19,8 @@ from danlu.cli.generate import (
     ModelArgument,
     Quantization,
     check_flags,
+    print_notes,
     quantization_section,
-    say_notes,
 )
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.recipe.from_arguments import recipe_from_arguments
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from danlu.rollout.load_model import LoadedModel
     from danlu.train.evaluation import Scores
 
-LONGEST = 2048  # of a piece, where neither the user nor the model's context asks for less
-MICRO_BATCH_TOKENS = 4096  # what goes through the model at once
+DEFAULT_MAX_LENGTH = 2048  # tokens of a sample, where neither the user nor the model's context asks for fewer
+MICRO_BATCH_TOKENS = 4096  # tokens per forward pass
 KEYS = (
     "data.max_length", "data.overlong", "data.train_on", "data.system", "data.append_eos",
     "data.on_bad_row", "data.bad_row_limit", "data.workers", "data.cache",
@@ -94,20 +94,20 @@ def eval(
     config = read_config(resolved.folder)
     check_headers(resolved.folder, config, quantized=True)  # before rows are tokenised
     context = config.context_length - resolved.virtual_tokens_per_prompt
-    held = quantization_section(quantization, resolved)
+    section = quantization_section(quantization, resolved)
     recipe = evaluation_recipe(resolved.folder, data, overrides or [], context)
     prepared = tokenised(recipe, resolved.tokenizer_folder, chat_template)
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
 
-    opened = load_model(
+    loaded = load_model(
         resolved,
         load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder),
         precision=precision,
         device=device,
-        quantization=held,
+        quantization=section,
     )
-    say_notes(opened)
-    scores = score(opened, prepared, recipe)
+    print_notes(loaded)
+    scores = score(loaded, prepared, recipe)
     statistics = prepared.statistics
     row: dict[str, Any] = {
         "model": str(resolved.given_path),
@@ -115,7 +115,7 @@ def eval(
         "loss": scores.loss,
         "perplexity": scores.perplexity,
         "accuracy": scores.accuracy,
-        "bits_per_byte": bits_per_byte(scores, samples_of(prepared), opened),
+        "bits_per_byte": bits_per_byte(scores, samples_of(prepared), loaded),
         "scored_tokens": scores.trained_tokens,
         "tokens": scores.tokens,
         "rows": statistics.rows,
@@ -136,13 +136,16 @@ def eval(
 
 
 def evaluation_recipe(folder: Path, data: str, overrides: list[str], context: int) -> Recipe:
-    """How the rows are to be read. Raises RecipeError for what an evaluation has no use for."""
+    """A recipe that reads the rows of an evaluation. context: tokens that the model has for a row.
+
+    Raises RecipeError for settings that an evaluation has no use for.
+    """
     values = {
         "stage": "sft",
         "model": str(folder),
         "data": {
             "train": data,
-            "max_length": min(context, LONGEST),
+            "max_length": min(context, DEFAULT_MAX_LENGTH),
             "packing": "best-fit",
             "overlong": "split",
             "append_eos": False,
@@ -160,7 +163,7 @@ def evaluation_recipe(folder: Path, data: str, overrides: list[str], context: in
 
 
 def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> PreparedData:
-    """The rows as samples. Raises DataError when none of their tokens is to be scored."""
+    """The rows of `recipe.data` as samples. Raises DataError when none of their tokens is to be scored."""
     from danlu.data.prepare import DatasetSpec, prepare
     from danlu.train.progress import RowProgress
 
@@ -174,11 +177,12 @@ def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> Prepa
 
 
 def samples_of(prepared: PreparedData) -> Selection:
+    """The samples to be scored."""
     assert prepared.train is not None, "only a streaming data section has no samples"
     return prepared.train
 
 
-def score(opened: LoadedModel, prepared: PreparedData, recipe: Recipe) -> Scores:
+def score(loaded: LoadedModel, prepared: PreparedData, recipe: Recipe) -> Scores:
     """Scores over every sample, once."""
     from danlu.data.packed_dataset import PackedDataset
     from danlu.language.learner import DecoderLearner
@@ -188,12 +192,12 @@ def score(opened: LoadedModel, prepared: PreparedData, recipe: Recipe) -> Scores
     length = recipe.data.max_length
     packs = PackedDataset(samples_of(prepared), recipe.data.packing, length, seed=0, shuffle=False)
     learner = DecoderLearner(
-        model=opened.model,
-        forward=opened.model,
-        device=opened.model.embed_tokens.weight.device,
-        dtype=opened.dtype,
+        model=loaded.model,
+        forward=loaded.model,
+        device=loaded.model.embed_tokens.weight.device,
+        dtype=loaded.dtype,
         micro=max(1, MICRO_BATCH_TOKENS // length),
-        adapters=None if opened.stacks is None else opened.stacks.adapters,
+        adapters=None if loaded.stacks is None else loaded.stacks.adapters,
     )
     with closing(RowProgress(sys.stderr, doing="scoring", units="packed sequences")) as progress:
         scores = evaluate(
@@ -202,14 +206,14 @@ def score(opened: LoadedModel, prepared: PreparedData, recipe: Recipe) -> Scores
     assert scores is not None, "prepare refuses data without a token to score"
     if math.isnan(scores.loss):
         raise ModelError(
-            f"{opened.folder}: the loss is not a number: the model's numbers leave the range of "
-            f"{str(opened.dtype).removeprefix('torch.')}; try --dtype fp32"
+            f"{loaded.folder}: the loss is not a number: the model's numbers leave the range of "
+            f"{str(loaded.dtype).removeprefix('torch.')}; try --dtype fp32"
         )
     return scores
 
 
-def bits_per_byte(scores: Scores, samples: Selection, opened: LoadedModel) -> float | None:
-    """The loss by bytes of text instead of tokens, which models with different tokenizers can be compared by.
+def bits_per_byte(scores: Scores, samples: Selection, loaded: LoadedModel) -> float | None:
+    """The loss per byte of text in bits, by which models with different tokenizers can be compared.
 
     None unless the rows are plain text.
     """
@@ -217,12 +221,12 @@ def bits_per_byte(scores: Scores, samples: Selection, opened: LoadedModel) -> fl
 
     if not is_plain_text(samples):
         return None
-    weight, text_bytes = weighted_bytes(samples, opened.chat_tokenizer.tokenizer)
+    weight, text_bytes = weighted_bytes(samples, loaded.chat_tokenizer.tokenizer)
     return scores.loss * weight / (math.log(2) * text_bytes) if text_bytes else None
 
 
 def show(row: dict[str, Any], bad_examples: list[str], context: int) -> None:
-    """The scores for people, and what became of rows that could not be used as they are.
+    """Prints the scores, and on stderr what became of rows that could not be used as they are.
 
     context: the most tokens that the model can see of a row.
     """

@@ -17,26 +17,26 @@ from danlu.terminal import echo
 from danlu.train.evaluation import evaluate
 
 
-def evaluate_images(model: str, data: str, useless: list[str], *, as_json: bool, precision: str, device: str) -> None:
+def evaluate_images(model: str, data: str, unusable: list[str], *, as_json: bool, precision: str, device: str) -> None:
     """Prints loss and accuracy over the test files of a folder, or over a file of images.
 
-    useless: arguments that were given and mean nothing here.
+    unusable: arguments that were given and mean nothing here.
     Raises RecipeError for those, DataError, ModelError, and ResourceError for a device that is not there.
     """
-    if useless:
-        raise RecipeError(f"{', '.join(useless)}: of no use for a classifier of images. Leave it out")
+    if unusable:
+        raise RecipeError(f"{', '.join(unusable)}: of no use for a classifier of images. Leave it out")
     if device == "cuda" and not torch.cuda.is_available():
         raise ResourceError("device cuda: torch sees no CUDA device here. Use auto or cpu")
-    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    target = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     folder = resolve_folder(model)
-    pictures = read_images([Source(path=data, split="test")], side=lenet.SIDE, classes=lenet.CLASSES)
+    images = read_images([Source(path=data, split="test")], side=lenet.SIDE, classes=lenet.CLASSES)
     learner = ClassifierLearner(
-        lenet.load(folder, device=place),
-        place,
+        lenet.load(folder, device=target),
+        target,
         DTYPES["fp32" if precision == "auto" else precision],
         MAX_IMAGES_PER_MICRO_BATCH,
     )
-    scores = evaluate(learner, [pictures.image(number) for number in range(len(pictures))])
+    scores = evaluate(learner, [images.image(number) for number in range(len(images))])
     if scores is None or scores.loss != scores.loss:
         raise ModelError(f"{folder}: no image of {data} has a loss that is a number; try --dtype fp32")
     wrong = round((1 - scores.accuracy) * scores.tokens)

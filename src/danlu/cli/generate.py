@@ -80,15 +80,15 @@ def generate(
 
     An adapter is merged into its base in memory where it can be, so that it costs no time at each token.
     """
-    asked = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
-    precision = check_flags(asked, seed, dtype, device, stop or [], quantization)
+    sampling = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
+    precision = check_flags(sampling, seed, dtype, device, stop or [], quantization)
     text = read_prompt(prompt, file)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.rollout.resolve_model import resolve_model
 
     resolved = resolve_model(model, base)
     print_status_early(f"reading {resolved.given_path}")
-    options = sampling_options(resolved, asked, seed)
+    options = sampling_options(resolved, sampling, seed)
     from danlu.models.hf_folder import read_config
     from danlu.rollout.generate import check_prompts
     from danlu.rollout.generate import generate as complete
@@ -99,7 +99,7 @@ def generate(
         chat_tokenizer.require_chat_template()
     tokens = chat_tokenizer.encode_chat_prompt(text) if chat else chat_tokenizer.encode_prompt(text)
     check_prompts(read_config(resolved.folder), [tokens], resolved.virtual_tokens_per_prompt)
-    opened = load_model(
+    loaded = load_model(
         resolved,
         chat_tokenizer,
         precision=precision,
@@ -107,28 +107,28 @@ def generate(
         quantization=quantization_section(quantization, resolved),
         merged=True,
     )
-    say_notes(opened)
+    print_notes(loaded)
     silent_stops, stop_strings = chat_tokenizer.split_stops(stop or [])
-    write_any_character()
+    escape_unencodable()
 
-    def show(sample: int, token: int, piece: str) -> None:
-        echo(piece, end="")
+    def show(sample: int, token: int, text: str) -> None:
+        echo(text, end="")
 
     try:
         (answer,) = complete(
-            opened.model,
+            loaded.model,
             [tokens],
             options,
             max_new_tokens,
-            sorted(opened.stop_ids | silent_stops),
+            sorted(loaded.stop_ids | silent_stops),
             stop_strings,
             None if as_json else show,
             decode=chat_tokenizer.decode,
-            dtype=opened.dtype,
-            virtual_token_ids=opened.virtual_token_ids,
+            dtype=loaded.dtype,
+            virtual_token_ids=loaded.virtual_token_ids,
         )
     except KeyboardInterrupt:
-        if not as_json:  # what was written ends its line; an object is whole or not there
+        if not as_json:  # ends the line of the text so far
             echo("")
         raise
     if as_json:
@@ -149,18 +149,18 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise RecipeError("give the text to continue with either --prompt TEXT or --file FILE (--file - reads stdin)")
     if file is None:
-        return whole_characters(prompt or "", "--prompt")
+        return check_utf8(prompt or "", "--prompt")
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 text (byte {error.start}); convert it first") from None
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from None
-    return whole_characters(text, "stdin" if str(file) == "-" else str(file))
+    return check_utf8(text, "stdin" if str(file) == "-" else str(file))
 
 
-def whole_characters(text: str, where: str) -> str:
-    """The text itself. Raises DataError for bytes that are no UTF-8: Python carries them along as lone surrogates."""
+def check_utf8(text: str, where: str) -> str:
+    """The text itself. Raises DataError for bytes that are no UTF-8, which Python keeps as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -168,14 +168,14 @@ def whole_characters(text: str, where: str) -> str:
     return text
 
 
-def say_notes(opened: LoadedModel) -> None:
-    """On stderr, what there is to know of how a model was opened."""
-    for note in opened.notes:
+def print_notes(loaded: LoadedModel) -> None:
+    """Prints remarks on how a model was loaded to stderr."""
+    for note in loaded.notes:
         print_status(note)
 
 
-def write_any_character() -> None:
-    """Characters that the terminal's encoding lacks come out as \\u escapes, where Python would stop with an error."""
+def escape_unencodable() -> None:
+    """Makes stdout print characters that its encoding lacks as \\u escapes, where Python would raise an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -199,14 +199,14 @@ def sampling_flags(
 
 
 def check_flags(
-    asked: dict[str, Any], seed: int, dtype: str, device: str, stops: list[str], quantization: str | None = None
+    sampling: dict[str, Any], seed: int, dtype: str, device: str, stops: list[str], quantization: str | None = None
 ) -> Precision:
     """The precision that --dtype names. Raises RecipeError with everything that is wrong, before anything is loaded."""
     from danlu.rollout.request import DEVICES, PRECISIONS, SamplingOptions
 
     problems = []
     try:
-        SamplingOptions(**asked, seed=seed)
+        SamplingOptions(**sampling, seed=seed)
     except RecipeError as error:
         problems += error.problems
     if dtype not in PRECISIONS:
@@ -225,18 +225,22 @@ def check_flags(
 
 
 def quantization_section(kind: str | None, resolved: ResolvedModel | None = None) -> QuantizationSection | None:
-    """What --quantization names, as a recipe would say it; without it, how an adapter's base was held in training."""
+    """The recipe's section for --quantization; without the flag, that of an adapter's base while it was trained.
+
+    None keeps weights as they are stored. Raises ModelError for values of danlu.json that no recipe may have.
+    """
     values: Mapping[str, Any] = {"kind": kind}
     if kind is None:
         from danlu.models.hf_folder import CONFIG, read_json
 
-        stored = resolved is not None and "quantization_config" in read_json(resolved.folder / CONFIG)
-        if stored or resolved is None or not resolved.stacks or (own := resolved.stacks[0][-1].quantization) is None:
+        if resolved is None or "quantization_config" in read_json(resolved.folder / CONFIG) or not resolved.stacks:
             return None
-        values = own
+        if (trained_with := resolved.stacks[0][-1].quantization) is None:
+            return None
+        values = trained_with
     elif kind == "none":
         return None
-    # Here: it brings pydantic, half a second that those who do not ask for it need not wait.
+    # Imported here: it brings pydantic, which takes half a second.
     from pydantic import ValidationError
 
     from danlu.recipe import sections
@@ -251,9 +255,9 @@ def quantization_section(kind: str | None, resolved: ResolvedModel | None = None
         raise ModelError(f"{resolved.stacks[0][-1].path / 'danlu.json'}: {key}: {first['msg']}") from None
 
 
-def sampling_options(resolved: ResolvedModel, asked: dict[str, Any], seed: int) -> SamplingOptions:
-    """The flags, then what the model's makers advise (generation_config.json), then danlu's own defaults."""
+def sampling_options(resolved: ResolvedModel, sampling: dict[str, Any], seed: int) -> SamplingOptions:
+    """Sampling options by the flags, else by the model's generation_config.json, else by danlu's own defaults."""
     from danlu.rollout.request import SamplingOptions, sampling_defaults
 
-    advised = sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder) or FALLBACK
-    return SamplingOptions(**{**advised, **asked}, seed=seed)
+    recommended = sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder) or FALLBACK
+    return SamplingOptions(**{**recommended, **sampling}, seed=seed)

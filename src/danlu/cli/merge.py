@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 METHODS = ("linear", "cat", "ties", "dare-linear", "dare-ties")
 MAJORITIES = ("total", "frequency")
-THINNING = ("ties", "dare-linear", "dare-ties")
+SPARSIFYING = ("ties", "dare-linear", "dare-ties")
 
 
 def merge(
@@ -57,7 +57,7 @@ def merge(
     It is computed in float32 and rounded once. A base in 4 bits is written in full, and the error of it all is said.
     """
     chosen = method or ("cat" if as_adapter else "linear")
-    strengths = check(len(sources), chosen, weights, density, majority, dtype, quantization)
+    adapter_weights = check_options(len(sources), chosen, weights, density, majority, dtype, quantization)
     if as_adapter and (len(sources) == 1 or force or quantization or dtype != "auto"):
         raise RecipeError(
             "--as-adapter makes one adapter of several, without a base: give two or more, and leave out --force, "
@@ -67,8 +67,8 @@ def merge(
     # torch and pydantic: for this verb, not for its --help.
     from danlu.adapters.combine import Combination
 
-    plain = len(sources) == 1 and strengths == (1.0,) and chosen in ("linear", "cat")
-    combination = Combination(strengths, chosen, density or 1.0, majority, seed)  # type: ignore[arg-type]
+    plain = len(sources) == 1 and adapter_weights == (1.0,) and chosen in ("linear", "cat")
+    combination = Combination(adapter_weights, chosen, density or 1.0, majority, seed)  # type: ignore[arg-type]
     if as_adapter:
         write_adapter(sources, out, combination, rank, into)
     else:
@@ -84,7 +84,7 @@ def write_model(
     dtype: str,
     quantization: str | None,
 ) -> None:
-    """Merges into a base and says what became of it."""
+    """Merges adapters into a base, and prints the result and its rounding errors."""
     import torch
 
     from danlu.assembly import merging
@@ -101,47 +101,49 @@ def write_model(
     )
     if quantization is None and merged.trained_over is not None and not merged.quantized:
         kind = merged.trained_over
-        say(f"trained over the base in {kind}, merged into the base as stored: --quantization {kind} takes the former")
-    how = "" if combination is None else f" ({told(combination)})"
-    say(f"{', '.join(map(str, merged.adapters))}{how} merged into {merged.base}")
+        print_status(
+            f"trained over the base in {kind}, merged into the base as stored: --quantization {kind} takes the former"
+        )
+    how = "" if combination is None else f" ({describe(combination)})"
+    print_status(f"{', '.join(map(str, merged.adapters))}{how} merged into {merged.base}")
     for line in rounding_lines(merged):
-        say(line)
-    say(f"model in {out}: try `danlu generate {out} --prompt ...` or `danlu chat {out}`")
+        print_status(line)
+    print_status(f"model in {out}: try `danlu generate {out} --prompt ...` or `danlu chat {out}`")
 
 
 def rounding_lines(merged: Merged) -> list[str]:
-    """What the written weights are, and what rounding them did."""
+    """Lines on the type of the written weights, and on the errors of rounding to it."""
     name = str(merged.dtype).removeprefix("torch.")
     lines = []
     if merged.quantized:
         lines.append("the base is quantized: merged into its dequantized weights, and written unquantized")
     if not merged.rounding.by_name:
         return [*lines, f"written in {name}, as it was computed: nothing was rounded"]
-    worst, most = merged.rounding.worst
+    worst, largest = merged.rounding.worst
     return [
         *lines,
         f"written in {name}: against base and adapters unmerged, the matrices differ by {merged.rounding.mean:.2%} on "
-        f"average, at most by {most:.2%} ({worst}); ||difference|| / ||matrix||, Frobenius norms",
+        f"average, at most by {largest:.2%} ({worst}); ||difference|| / ||matrix||, Frobenius norms",
     ]
 
 
 def write_adapter(sources: list[str], out: Path, combination: Combination, rank: int | None, into: str | None) -> None:
-    """Makes one adapter and says how near it is to what was asked for."""
+    """Combines adapters into one, and prints how far that is from the combination of their changes."""
     from danlu.assembly import combining
 
     combined = combining.combine(sources, out, combination, rank=rank, into=into)
-    say(f"{', '.join(map(str, combined.adapters))} ({told(combination)}) in one adapter")
+    print_status(f"{', '.join(map(str, combined.adapters))} ({describe(combination)}) in one adapter")
     if combined.errors:
-        worst, most = combined.worst
-        say(
-            f"it differs from the combined changes by {combined.mean:.2%} on average, at most by {most:.2%} ({worst}); "
-            "||difference|| / ||change||, Frobenius norms. Merging into the base has no such error"
+        worst, largest = combined.worst
+        print_status(
+            f"it differs from the combined changes by {combined.mean:.2%} on average, at most by {largest:.2%} "
+            f"({worst}); ||difference|| / ||change||, Frobenius norms. Merging into the base has no such error"
             + (", nor has --method cat" if combination.method == "linear" else "")
         )
-    say(f"adapter in {out}: try `danlu chat {out}` or `danlu merge {out} MODEL_FOLDER`")
+    print_status(f"adapter in {out}: try `danlu chat {out}` or `danlu merge {out} MODEL_FOLDER`")
 
 
-def check(
+def check_options(
     sources: int,
     method: str,
     weights: str | None,
@@ -150,18 +152,18 @@ def check(
     dtype: str,
     quantization: str | None,
 ) -> tuple[float, ...]:
-    """The weights. Raises RecipeError with everything that is wrong, before anything is loaded."""
+    """The weight of each adapter. Raises RecipeError with all that is wrong, before anything is loaded."""
     problems = []
-    strengths = (1.0,) * sources
+    adapter_weights = (1.0,) * sources
     if weights is not None:
         try:
-            strengths = tuple(float(one) for one in weights.split(","))
+            adapter_weights = tuple(float(text) for text in weights.split(","))
         except ValueError:
             problems.append(f"--weights: {weights!r} are no numbers; give one for each adapter, as 0.7,0.3")
-        if not all(math.isfinite(one) for one in strengths):
+        if not all(math.isfinite(weight) for weight in adapter_weights):
             problems.append(f"--weights: {weights!r} are not all finite")
-        elif len(strengths) != sources:
-            problems.append(f"--weights: {len(strengths)} are given for {sources} adapters")
+        elif len(adapter_weights) != sources:
+            problems.append(f"--weights: {len(adapter_weights)} are given for {sources} adapters")
     for option, value, known in (
         ("method", method, METHODS),
         ("majority", majority, MAJORITIES),
@@ -169,23 +171,19 @@ def check(
         ("quantization", quantization, (None, *QUANTIZATIONS)),
     ):
         if value not in known:
-            problems.append(f"--{option}: {value!r} is unknown; use {', '.join(one for one in known if one)}")
+            problems.append(f"--{option}: {value!r} is unknown; use {', '.join(choice for choice in known if choice)}")
     if density is not None and not 0 < density <= 1:
         problems.append(f"--density: {density} is out of range; it must be above 0 and at most 1")
-    if (density is None) == (method in THINNING):
-        said = "needs one, the share of each change that is kept, such as 0.2" if density is None else "keeps all"
-        problems.append(f"--density: --method {method} {said}")
+    if (density is None) == (method in SPARSIFYING):
+        rule = "needs one, the share of each change that is kept, such as 0.2" if density is None else "keeps all"
+        problems.append(f"--density: --method {method} {rule}")
     if problems:
         raise RecipeError(problems)
-    return strengths
+    return adapter_weights
 
 
-def told(combination: Combination) -> str:
+def describe(combination: Combination) -> str:
     """`ties, weights 0.7 and 0.3, density 0.2`."""
-    weights = " and ".join(f"{one:g}" for one in combination.weights)
-    kept = f", density {combination.density:g}" if combination.method in THINNING else ""
+    weights = " and ".join(f"{weight:g}" for weight in combination.weights)
+    kept = f", density {combination.density:g}" if combination.method in SPARSIFYING else ""
     return f"{combination.method}, weights {weights}{kept}"
-
-
-def say(line: str) -> None:
-    print_status(line)
