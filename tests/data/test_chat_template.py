@@ -285,12 +285,12 @@ def test_the_constants_it_looks_for() -> None:
     ],
 )
 def test_common_cuts_no_mark(one: str, other: str, length: int) -> None:
-    assert template(PHI3).common(one, other) == template(PHI3).common(other, one) == length
+    assert template(PHI3).common_prefix_length(one, other) == template(PHI3).common_prefix_length(other, one) == length
 
 
 @given(st.lists(st.sampled_from(["a", "b", "<", *MARKS])), st.lists(st.sampled_from(["a", "b", "<", *MARKS])))
 def test_common_is_the_longest_that_cuts_no_mark(one: list[str], other: list[str]) -> None:
-    common = template(CHATML).common("".join(one), "".join(other))
+    common = template(CHATML).common_prefix_length("".join(one), "".join(other))
     # The slow way: piece by piece.
     expected = 0
     for a, b in zip(one, other, strict=False):

@@ -169,24 +169,18 @@ def test_a_fingerprint_changes_with_anything_that_changes_ids(tmp_path: Path) ->
     jinja = tmp_path / "own.jinja"
     jinja.write_text(PHI3)
 
-    def prints() -> tuple[str, str]:
-        return tokenizer_fingerprint(str(folder)), load_tokenizer(str(folder)).fingerprint()
-
-    seen = [
-        prints(),
-        (tokenizer_fingerprint(str(folder), str(jinja)), load_tokenizer(str(folder), str(jinja)).fingerprint()),
-    ]
+    seen = [tokenizer_fingerprint(str(folder)), tokenizer_fingerprint(str(folder), str(jinja))]
     (folder / "chat_template.jinja").write_text(LLAMA3)
-    seen.append(prints())
+    seen.append(tokenizer_fingerprint(str(folder)))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|end|>"}))
-    seen.append(prints())
+    seen.append(tokenizer_fingerprint(str(folder)))
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/tool_use.jinja").write_text(CHATML)
-    seen.append(prints())
+    seen.append(tokenizer_fingerprint(str(folder)))
     make_tokenizer(folder, CHATML, "metaspace")
-    seen.append(prints())
-    assert len({of_files for of_files, _ in seen}) == len({loaded for _, loaded in seen}) == len(seen)
+    seen.append(tokenizer_fingerprint(str(folder)))
+    assert len(set(seen)) == len(seen)
 
 
 def test_a_fingerprint_does_not_depend_on_the_place_or_on_other_files(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from danlu.data import resource_limits
-from danlu.data.jinja_sandbox import OutOfBounds, count_passes, describe_limit, sandboxed_environment
-from danlu.data.resource_limits import TookTooLong
+from danlu.data.resource_limits import OutOfBounds, TookTooLong, describe_limit
 from danlu.errors import DataError
 
 Turn = Mapping[str, Any]
@@ -58,6 +57,8 @@ class ChatTemplate:
     ) -> None:
         # Imported here: 60 ms that a run on cached tokens does not need.
         import jinja2
+
+        from danlu.data.jinja_sandbox import count_passes, sandboxed_environment
 
         self.source = source
         self._name = name

@@ -30,6 +30,10 @@ SECONDS_IN_C = 60.0
 _EVERY = 100  # renderings, or a second: how often the size of the process is read, which takes as long as a short one
 
 
+class OutOfBounds(Exception):
+    """A template exceeds a limit that is counted: passes through loops, or characters."""
+
+
 class TookTooLong(BaseException):
     """The processor time is used up. Not an Exception: what catches those on the way must not go on."""
 
@@ -68,6 +72,18 @@ def limited() -> Iterator[None]:
             if _Process.ends_itself:
                 signal.setitimer(signal.ITIMER_PROF, 0)
         _restore_memory(old_limits)
+
+
+def describe_limit(error: BaseException) -> str:
+    """What of its limits a template has used up."""
+    match error:
+        case MemoryError():
+            return f"it needs more than {MEMORY_BYTES / 2**30:g} GiB of memory"
+        case RecursionError():
+            return "it calls itself without end"
+        case TookTooLong():
+            return f"it works for more than {SECONDS:g} s"
+    return str(error)
 
 
 def characters(value: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import unicodedata
@@ -269,12 +268,6 @@ class Tokenizer:
             return of._vocabulary, of._templates, of.special_ids, of.bos_id, of.eos_id, of.pad_id, ids
 
         return facts(self) == facts(tokenizer)
-
-    def fingerprint(self) -> str:
-        """A hash of everything that decides which ids a row becomes."""
-        digest = hashlib.blake2b(self._fast.to_str().encode(), digest_size=16)
-        digest.update(repr((sorted(self._templates.items()), self._pretrained.special_tokens_map)).encode())
-        return digest.hexdigest()
 
 
 def load_tokenizer(path: str, chat_template: str | None = None, date: str | None = None) -> Tokenizer:
