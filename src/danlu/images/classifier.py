@@ -13,7 +13,6 @@ from torch.nn import Parameter
 
 from danlu.data.images import Image, ImageBatch, collate_images
 from danlu.errors import TrainingError
-from danlu.language.learner import LossModule
 from danlu.models import lenet
 from danlu.models.hf_folder import resolve_folder
 from danlu.objectives.classification import logits_cross_entropy
@@ -123,12 +122,7 @@ class PlacedClassifier:
         learner = ClassifierLearner(
             self.model, self.device, dtype, micro, self.objective, self.evaluation, parallel, counted
         )
-        if parallel.ranks.data.alone or recipe.parallel.shard != "none":
-            return learner
-        module = LossModule(self.model, self.objective, learner.compute_loss)
-        replicated = data.replicate(module, parallel.ranks, recipe.parallel)
-        data.settle(replicated, learner.collate([]), Totals(1.0, 0, 0, ()), 1.0)
-        return replace(learner, replicated=replicated, parallel=data.replicated_step(parallel, replicated))
+        return data.replicated(learner, (self.model, self.objective), recipe.parallel)
 
     def generate(self) -> Generate | None:
         """None: it writes no texts."""
@@ -200,7 +194,7 @@ class ClassifierLearner:
     evaluation: Objective = field(default_factory=lambda: CrossEntropy(reports_nll=True))
     parallel: StepParallel = field(default_factory=StepParallel)
     activations: Activations | None = None
-    replicated: Callable[..., Loss] | None = None  # DDP around `LossModule`
+    replicated: Callable[..., Loss] | None = None  # DDP around `compute_loss`
 
     def weights(self) -> dict[str, Tensor]:
         """All of the model: as much of each parameter as this process has."""

@@ -47,7 +47,7 @@ class DecoderLearner:
     frozen: Mapping[Role, Decoder] = field(default_factory=dict)  # models of other roles, which have no gradient
     activations: Activations | None = None  # None where the forward is compiled
     parallel: StepParallel = field(default_factory=StepParallel)
-    replicated: Callable[..., Loss] | None = None  # DDP around `LossModule`
+    replicated: Callable[..., Loss] | None = None  # DDP around `compute_loss`
     offload: ActivationOffload | None = None  # where activations wait for the backward pass, if not on the device
     token_multiple: int = 1  # the number of tokens is a multiple of it, where ranks cut them among each other
     source_names: tuple[str, ...] = ()  # of the rows, for the loss by source
@@ -188,20 +188,6 @@ class ThreadedLearner(DecoderLearner):
     def explain(self, batch: Any, step: int) -> Exception:
         """Why a loss is not finite, for the first part of which it is not."""
         return self._explained(batch.parts[0], step, non_finite(self.model.named_parameters()))
-
-
-class LossModule(nn.Module):
-    """A model and its objective as one module whose forward is the loss, which is what DDP is put around."""
-
-    def __init__(self, model: nn.Module, objective: Objective, compute_loss: Callable[..., Loss]) -> None:
-        super().__init__()
-        self.model = model
-        self.objective = objective if isinstance(objective, nn.Module) else None
-        self._compute_loss = compute_loss
-
-    def forward(self, batch: Any, totals: Totals, gradient_scale: float) -> Loss:
-        """The loss of a micro-batch, as `Learner.losses` has it."""
-        return self._compute_loss(batch, totals, gradient_scale)
 
 
 def trained_weights(model: Decoder, adapters: AdapterSet | None) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ from danlu.errors import RecipeError
 from danlu.language.export import write
 from danlu.language.learner import (
     DecoderLearner,
-    LossModule,
     ThreadedLearner,
     objective_parameters,
     objective_tensors,
@@ -44,7 +43,7 @@ from danlu.recipe import Recipe
 from danlu.stage_protocols import LeastSeconds
 from danlu.train.memory_parts import Activations, MemoryParts
 from danlu.train.state import Generate, Run
-from danlu.types import Objective, Role, Totals
+from danlu.types import Objective, Role
 
 
 @dataclass(frozen=True)
@@ -171,13 +170,7 @@ class PlacedDecoder:
             if isinstance(self.objective, nn.Module):
                 raise RecipeError("parallel.workers: threads copies the model, not an objective with parameters")
             return ThreadedLearner(**vars(learner), replicas=Replicas(model, replica_devices(self.recipe, self.device)))
-        if self.parallel.ranks.data.alone or self.recipe.parallel.shard != "none":
-            return learner
-        module = LossModule(model, self.objective, learner.compute_loss)
-        replicated = data.replicate(module, self.parallel.ranks, self.recipe.parallel)
-        data.settle(replicated, learner.collate([]), Totals(1.0, 0, 0, ()), 1.0)
-        parallel = data.replicated_step(self.parallel, replicated)
-        return replace(learner, replicated=replicated, parallel=parallel)
+        return data.replicated(learner, (model, self.objective), self.recipe.parallel)
 
     def generate(self) -> Generate | None:
         """Writes texts with the policy, where the recipe asks for samples."""

@@ -19,11 +19,11 @@ FSDP2 shards a parameter with one unit.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,11 @@ from danlu.parallel.comm import Group
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
+from danlu.types import Loss, Totals
 
 BUCKET_MB = 25
+
+L = TypeVar("L")
 
 
 class Sharder:
@@ -139,13 +142,46 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def replicate(task: nn.Module, ranks: Ranks, section: Parallel) -> DistributedDataParallel:
-    """DDP over the data ranks: gradients are summed in buckets while the backward pass goes on."""
+def replicated(learner: L, trained: Iterable[object], section: Parallel) -> L:
+    """A learner whose loss goes through DDP, where every data rank has all of the model; else the learner itself.
+
+    learner: a dataclass that is a `train.learner.Learner`, with `compute_loss(batch, totals, gradient_scale)` and a
+    field `replicated`, which is called in its place where there are gradients. trained: the model and the objective,
+    which may be a module with parameters or not.
+    """
+    learner_of: Any = learner
+    parallel: StepParallel = learner_of.parallel
+    if parallel.ranks.data.alone or section.shard != "none":
+        return learner
+    wrapped = replicate(_LossModule(trained, learner_of.compute_loss), parallel.ranks, section)
+    # DDP rebuilds its buckets, in the order in which gradients come, after its first backward pass. In the first step
+    # it would round sums differently from all later steps: a run that resumes would not end where an uninterrupted one
+    # does. So it goes through an empty batch first.
+    wrapped(learner_of.collate([]), Totals(1.0, 0, 0, ()), 1.0).total.backward()
+    for parameter in wrapped.parameters():
+        parameter.grad = None
+    return replace(learner_of, replicated=wrapped, parallel=replicated_step(parallel, wrapped))  # type: ignore[no-any-return]
+
+
+class _LossModule(nn.Module):
+    """What is trained as one module whose forward is the loss: what DDP can be put around."""
+
+    def __init__(self, trained: Iterable[object], compute_loss: Callable[..., Loss]) -> None:
+        super().__init__()
+        self.trained = nn.ModuleList(module for module in trained if isinstance(module, nn.Module))
+        self._compute_loss = compute_loss
+
+    def forward(self, batch: Any, totals: Totals, gradient_scale: float) -> Loss:
+        return self._compute_loss(batch, totals, gradient_scale)
+
+
+def replicate(module: nn.Module, ranks: Ranks, section: Parallel) -> DistributedDataParallel:
+    """DDP around a module, over the data ranks: gradients are summed in buckets during the backward pass."""
     with warnings.catch_warnings():
         # torch 2.13 announces another name for broadcast_buffers, which 2.11 does not have.
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = DistributedDataParallel(
-            task,
+            module,
             process_group=ranks.data.handle,
             broadcast_buffers=False,
             init_sync=False,  # every rank starts from the same seed or the same files
@@ -155,17 +191,6 @@ def replicate(task: nn.Module, ranks: Ranks, section: Parallel) -> DistributedDa
     # A lambda: torch compares annotations of hooks, and ours are strings.
     wrapped.register_comm_hook((ranks.data, section.reduce), lambda state, bucket: _sum_bucket(state, bucket))
     return wrapped
-
-
-def settle(wrapped: DistributedDataParallel, *inputs: Any) -> None:
-    """Runs DDP forward and backward once and drops the gradients, for it then rebuilds its buckets in gradient order.
-
-    Else it would do so after the first step, which would round its sums differently from all later ones: a run that
-    resumes from a checkpoint would not end where an uninterrupted one does.
-    """
-    wrapped(*inputs).total.backward()
-    for parameter in wrapped.parameters():
-        parameter.grad = None
 
 
 def replicated_step(parallel: StepParallel, wrapped: DistributedDataParallel) -> StepParallel:
