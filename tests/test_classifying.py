@@ -49,7 +49,7 @@ def whole(parts: list[Mapping[str, object]]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for held in parts:
         for name, (piece, tensor) in held.items():
-            piece.of(found.setdefault(name, torch.full(piece.whole, torch.nan))).copy_(tensor)
+            piece.view_of(found.setdefault(name, torch.full(piece.global_shape, torch.nan))).copy_(tensor)
     return found
 
 
