@@ -129,12 +129,14 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
     began = time.time()
 
     def command(attempt: int) -> list[str]:
+        """The arguments of a process: a restarted run goes on from a checkpoint that it has saved itself."""
         latest = CheckpointStore(folder / CHECKPOINTS).latest() if attempt else None
         # What has been saved since the beginning is this run's, wherever it began.
         is_own = latest is not None and (latest.path / MARK).stat().st_mtime >= began
         return ["-P", "-m", "danlu", "train", *arguments, "--resume", "auto" if is_own else resume]
 
     def from_where() -> str:
+        """Where a restarted run begins, in words."""
         latest = CheckpointStore(folder / CHECKPOINTS).latest()
         return "from the beginning" if latest is None else f"from step {latest.step}"
 

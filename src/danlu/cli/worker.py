@@ -79,6 +79,7 @@ def redirect_output(world: World, folder: Path) -> Callable[[str], None]:
 
     def print_to_terminal(text: str) -> None:
         # By write(2): a progress bar of the main thread may hold Python's own stream.
+        """Prints a line to the terminal, wherever stderr goes now."""
         os.write(terminal, printable(f"\n{text}\n").encode())
 
     if not world.rank:

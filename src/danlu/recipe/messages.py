@@ -212,6 +212,7 @@ def describe_type(hint: Hint) -> str:
 
 
 def _describe_member(member: Hint, bounds: tuple[FieldInfo, ...]) -> str:
+    """One alternative of a type: `a list of sources`, `a mapping of Lora keys (or its kind alone)`."""
     container = generic_origin(member)
     if member is bool:
         return "true or false"

@@ -18,6 +18,7 @@ class Dumper(yaml.SafeDumper):
 
     def text(self, value: str) -> yaml.Node:
         # Line ends of other alphabets come back from single quotes as a newline; double quotes write them as escapes.
+        """Represents a text; PyYAML quotes it where the resolvers would read another type."""
         style = '"' if _ODD_LINE_END.search(value) else None
         return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 

@@ -53,6 +53,10 @@ def expand(node: Node, hint: Hint, default: Any = None) -> Node:
 
 
 def _expand_section(node: Node, hint: Hint, default: Any) -> Node:
+    """A section's value in full: a bare value becomes the section's main field, a missing `kind` the default's.
+
+    The fields inside are expanded too.
+    """
     section = section_types(hint)[0]
     if not isinstance(node.value, dict):
         if section.short is None:

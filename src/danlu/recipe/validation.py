@@ -45,6 +45,7 @@ def _key(location: tuple[int | str, ...], kind: str, tree: Node) -> str:
 
 
 def _problem(key: str, kind: str, tree: Node) -> Problem:
+    """The message for one of pydantic's errors, with the place that the user has to change."""
     node, exact = tree.nearest(key)
     hint, section = type_at(Recipe, tree, key) if key else (Recipe, None)
     name = key.rpartition(".")[2]
@@ -114,6 +115,7 @@ def unexpected(value: Any, hint: Any) -> str:
 
 
 def _unknown_kind(value: dict[str, Any] | str, variants: list[str]) -> str:
+    """The message for a `kind` that is missing or that no variant has, with the nearest."""
     kind = value.get("kind") if isinstance(value, dict) else value
     if kind is None:
         return f"missing 'kind'. One of: {', '.join(variants)}"

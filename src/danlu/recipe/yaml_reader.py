@@ -117,6 +117,7 @@ class _Reader:
         self.values = 0  # an alias counts as all that it stands for, which the Loader's own count does not
 
     def origin(self, mark: yaml.Mark) -> Origin:
+        """The place of a mark of PyYAML; for an override, the override as a whole."""
         if self.override is not None:
             return self.whole
         line, column = mark.line + 1, mark.column + 1
@@ -140,9 +141,11 @@ class _Reader:
         return Problem("", message, self.whole if mark is None else self.origin(mark))
 
     def complain(self, path: tuple[str, ...], message: str, origin: Origin) -> None:
+        """Adds a problem at a path of keys and indices."""
         self.problems.append(Problem(".".join(path), message, origin))
 
     def node(self, raw: yaml.Node, path: tuple[str, ...]) -> Node:
+        """A value of PyYAML's tree as ours, with its aliases written out."""
         origin = self.origin(raw.start_mark)
         self.values += 1
         if self.values > MAX_VALUES:
@@ -162,6 +165,7 @@ class _Reader:
             self.ancestors.pop()
 
     def mapping(self, raw: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Node]:
+        """The entries of a mapping; reports keys that are no text or occur twice, and leaves them out."""
         entries: dict[str, Node] = {}
         for key_node, value_node in raw.value:
             key_origin = self.origin(key_node.start_mark)
@@ -181,6 +185,7 @@ class _Reader:
         return entries
 
     def scalar(self, raw: yaml.ScalarNode, path: tuple[str, ...], origin: Origin) -> Node:
+        """A scalar with its variables expanded, as the value that its tag and text say."""
         text, variables = self.expand_variables(raw.value, path, origin)
         tag = raw.tag
         if variables or text != raw.value:

@@ -19,6 +19,7 @@ class Origin:
 
     @property
     def is_override(self) -> bool:
+        """Whether the value comes from the command line."""
         return self.order[0] == 1
 
     def __str__(self) -> str:

@@ -112,6 +112,7 @@ def escape_invisible(text: str) -> str:
 
 
 def _escape_character(character: str) -> str:
+    """A sign for a newline or tab, the code point (`‹E9›`) of what has no shape of its own, else the character."""
     if character == "\n":
         return "↵"
     if character == "\t":

@@ -40,6 +40,7 @@ def as_json(recipe: Recipe, rows: Sequence[PreviewRow], overview: DatasetSummary
 
 
 def _row(row: PreviewRow, recipe: Recipe) -> dict[str, Any]:
+    """A row: where it is from, what became of it, its samples."""
     return {
         "row": row.where,
         "source": row.source,
@@ -56,6 +57,7 @@ def _row(row: PreviewRow, recipe: Recipe) -> dict[str, Any]:
 
 
 def _sample(sample: PreviewSample) -> dict[str, Any]:
+    """A sample as columns, an entry for each token."""
     return {
         "ids": sample.tokens.tolist(),
         "texts": list(sample.texts),
@@ -83,6 +85,7 @@ def _steps(recipe: Recipe, packed: PackingSummary, block: bool) -> dict[str, Any
 
 
 def _side(side: SplitSummary) -> dict[str, Any]:
+    """The counts of one split, its sample lengths as a histogram, how well it is packed."""
     packed, counted = side.packed, side.statistics
     reasons = {Reason[reason.upper()].label: number for reason, number in counted.reasons.items()}
     return {

@@ -35,7 +35,11 @@ COLOURS = {
 
 
 class PreviewWriter(Protocol):
-    """Writes the parts of a preview to a terminal or a file."""
+    """Writes the parts of a preview to a terminal or a file.
+
+    `heading` begins a section and `title` a row; `line` is a line of text, after a label where one is given; `legend`
+    explains colours and signs; `tokens` shows a sample's tokens, at most `max_tokens` of them.
+    """
 
     def heading(self, text: str) -> None: ...
 
@@ -101,6 +105,7 @@ def write_summary(out: PreviewWriter, overview: DatasetSummary, recipe: Recipe) 
 
 
 def _write_counts(out: PreviewWriter, entry: content.CountLine) -> None:
+    """A line of the counts, its examples and its histogram as bars."""
     if entry.value:
         out.line(entry.value, entry.label)
     for example in entry.examples:

@@ -46,6 +46,7 @@ class RunSummary:
 
     @property
     def trained_share(self) -> float:
+        """Trained parameters by all parameters."""
         return self.trained_parameters / self.parameters
 
 
@@ -74,6 +75,7 @@ class SeedGroup:
 
     @property
     def summaries(self) -> list[RunSummary]:
+        """The summaries of the group's runs."""
         return [result.summary for result in self.results if result.summary is not None]
 
 
@@ -91,14 +93,17 @@ class Study:
 
     @property
     def finished(self) -> list[RunResult]:
+        """The runs that have a summary."""
         return [result for result in self.results if result.summary is not None]
 
     @property
     def unfinished(self) -> list[RunResult]:
+        """The runs that have none yet."""
         return [result for result in self.results if result.summary is None]
 
     @cached_property
     def groups(self) -> list[SeedGroup]:
+        """The finished runs, those that differ only in their seed together."""
         results: dict[tuple[str, ...], list[RunResult]] = {}  # by the values of the keys that vary
         for result in self.finished:
             results.setdefault(tuple(result.values[key] for key in self.varied), []).append(result)
@@ -179,6 +184,7 @@ def _ranks(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _read_run(folder: Path, run: Combination) -> RunResult:
+    """A run's losses from its metrics, and its summary once it is finished."""
     losses: dict[int, float] = {}  # a step that a rewind went through twice counts as it was in the end
     evaluations: dict[int, float] = {}
     for line in _metrics(folder / METRICS):

@@ -25,6 +25,7 @@ class Check:
 
     @property
     def holds(self) -> bool:
+        """Whether the layout computes the same: the error is allowed, and all copies of a shard agree."""
         return math.isfinite(self.error) and self.error <= self.allowed and not self.copies_differ
 
     @property
@@ -45,6 +46,7 @@ class Module:
 
     @property
     def holds(self) -> bool:
+        """Whether its gradients and its weights are the same."""
         return self.gradients.holds and self.weights.holds
 
 
@@ -73,6 +75,7 @@ class Verification:
 
     @property
     def holds(self) -> bool:
+        """Whether nothing is wrong."""
         return self.finding is None
 
 

@@ -28,18 +28,22 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
+        """The name of the run's folder."""
         return self.combination.name
 
     @property
     def folder(self) -> Path:
+        """The run's folder."""
         return Path(self.recipe.output)
 
     @property
     def recipe_file(self) -> Path:
+        """The file with the run's resolved recipe, beside its folder."""
         return self.folder.with_name(f"{self.folder.name}.yaml")
 
     @property
     def log(self) -> Path:
+        """The file with what the run prints, beside its folder."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
 

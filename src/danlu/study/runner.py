@@ -61,6 +61,7 @@ class Outcome:
 
     @property
     def stopped(self) -> bool:
+        """Whether a signal ended the study before all runs were finished."""
         return self.signal is not None and self.finished < self.total
 
 
@@ -99,6 +100,7 @@ class SignalForwarder:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def stopping(self) -> bool:
+        """Whether a signal has been received."""
         return self.received is not None
 
     def forward_to(self, child: Process | None) -> None:
