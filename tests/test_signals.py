@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from builders.tiny_world import World, danlu, differences, last_state, metrics, start
 
-from danlu import language, run
+from danlu import run
+from danlu.language import export, reader
 from danlu.language.learner import DecoderLearner
 from danlu.train import loop
 from danlu.train.checkpoints.verification import verify
@@ -100,7 +101,7 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
 ) -> None:
     recipe = tiny_world.recipe(tmp_path / "run", steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(language, "prepare", before(language.prepare, lambda: signal.raise_signal(number)))
+        patch.setattr(reader, "prepare", before(reader.prepare, lambda: signal.raise_signal(number)))
         assert danlu("train", recipe) == code
     lines = [
         line for line in capsys.readouterr().err.splitlines() if not line.startswith("precision: ")
@@ -127,7 +128,7 @@ def test_while_exporting_the_training_is_safe_and_the_export_is_done_again(
 ) -> None:
     recipe = tiny_world.recipe(tmp_path / "run", ema=0.9)
     with monkeypatch.context() as patch:
-        patch.setattr(language, "save", before(language.save, ctrl_c, at=2))
+        patch.setattr(export, "save", before(export.save, ctrl_c, at=2))
         assert danlu("train", recipe) == 130
     said = capsys.readouterr().err
     assert "stopped at once; the checkpoint of step 12 stays, and the same command goes on from there\n" in said
@@ -158,9 +159,8 @@ def test_during_an_evaluation_it_is_cut_short_and_done_anew(
 ) -> None:
     changes = {"data": {"eval": 10}, "evaluation": {"every": 5}, "checkpoint": {"every": 5, "keep_best": True}}
     recipe = tiny_world.recipe(tmp_path / "run", **changes)
-    training = 5 * 2  # micro-batches
     with monkeypatch.context() as patch:
-        patch.setattr(DecoderLearner, "losses", before(DecoderLearner.losses, ctrl_c, at=training + 2))
+        patch.setattr(DecoderLearner, "assess", before(DecoderLearner.assess, ctrl_c, at=2))  # in the first evaluation
         assert danlu("train", recipe) == 130
     assert last_state(tmp_path / "run")[0].name == "step-00000005"
     assert not [line for line in metrics(tmp_path / "run") if "eval_loss" in line]
