@@ -14,19 +14,19 @@ def usable_cores() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Of the whole machine."""
+    """Bytes of the whole machine's memory, used or not."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def free_memory_bytes() -> int:
-    """What nobody uses; half of the machine's memory where the system does not say (macOS)."""
+    """Bytes of memory that nobody uses; half of the machine's where the system does not say (macOS)."""
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return total_memory_bytes() // 2
 
 
 def oom_kill_count() -> int | None:
-    """How often the system has killed a process of this control group because memory ran out; None: nothing tells."""
+    """Processes of this control group that the system has killed for want of memory; None where it does not count."""
     try:
         events = dict(line.split() for line in _MEMORY_EVENTS.read_text(encoding="utf-8").splitlines())
         return int(events["oom_kill"])
@@ -46,9 +46,9 @@ def pid_is_alive(pid: int) -> bool:
 
 
 def process_start_ticks(pid: int) -> str:
-    """When a process of this machine began, in the kernel's ticks since the machine did; "" where that is not told.
+    """When a process of this machine began, in clock ticks since the boot; "" where the system does not say.
 
-    With it a number that has been given to another process meanwhile is told from the first.
+    A pid may be given to another process later; the pair of pid and start is unique.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -43,7 +43,7 @@ VERBS: dict[str, Verb] = {
 }
 
 
-# What people ask for by another tool's word, or by a word that stands below a verb: what to type here.
+# Commands of other tools, and words that are no verbs by themselves -> what to type instead.
 SUGGESTIONS = {
     "api": "`danlu generate` for one prompt; a server such as vLLM reads the model folder of a run as it is",
     "convert": "`danlu checkpoint export` (a checkpoint as a model), `danlu merge` or `danlu quantize`",
@@ -80,12 +80,12 @@ SUGGESTIONS = {
 
 
 def suggested_verb(word: str) -> str | None:
-    """What to type for a verb of another name; of a verb itself, its help. None for a word that is neither."""
+    """The command to suggest for a word of another tool, or the help of danlu's own verb; None for other words."""
     word = word.lower()
     return f"`danlu {word} --help`" if word in VERBS else SUGGESTIONS.get(word)
 
 
 def resolve(target: str) -> Any:
-    """The object that `package.module:Name` stands for; importing it is the caller's cost."""
+    """Imports the object that `package.module:Name` names."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 64 << 20
-"""Of a file that is read whole when no other bound is given: tokenizer.json, the largest of them, has about 20 MiB."""
+"""The bound by default on a file that is read whole: tokenizer.json, the largest of them, has about 20 MiB."""
 
 
 def read_small(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
@@ -54,8 +54,8 @@ def read_small_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, with json.JSONDecodeError for all that it cannot read: too deep a nesting, a number of thousands of
-    digits."""
+    """`json.loads`, with json.JSONDecodeError for all that it cannot read: also for too deep a nesting and for a number
+    of thousands of digits. Raises UnicodeDecodeError too."""
     try:
         return json.loads(text)
     except RecursionError:

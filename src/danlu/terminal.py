@@ -33,24 +33,24 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def print_status(text: str, *, end: str = "\n") -> None:
-    """A remark, on stderr; on a terminal in lines that break between words."""
-    shown = printable(text)
-    _write(sys.stderr, (wrap_to_terminal(shown, sys.stderr) if end == "\n" else shown) + end)
+    """Prints a remark to stderr; on a terminal, in lines that break between words."""
+    text = printable(text)
+    _write(sys.stderr, (wrap_to_terminal(text, sys.stderr) if end == "\n" else text) + end)
 
 
 def print_status_early(text: str) -> None:
-    """What a verb is about to do, told only where torch is not imported yet: that may take seconds of silence."""
+    """Prints what a verb is about to do, where torch is still to be imported: seconds in which nothing shows."""
     if "torch" not in sys.modules:
         print_status(text)
 
 
 def echo(text: str, *, end: str = "\n") -> None:
-    """A result, on stdout: byte for byte in a pipe or a file, printable on a terminal."""
+    """Prints a result to stdout: byte for byte in a pipe or a file, without control characters on a terminal."""
     _write(sys.stdout, (printable(text) if sys.stdout.isatty() else text) + end)
 
 
 def wrap_to_terminal(text: str, stream: TextIO) -> str:
-    """A text as wide as a terminal; as it is where the stream is none."""
+    """The text in lines no wider than the terminal; unchanged where the stream is not a terminal."""
     if not stream.isatty():
         return text
     try:
@@ -61,9 +61,9 @@ def wrap_to_terminal(text: str, stream: TextIO) -> str:
 
 
 def wrap_line(line: str, width: int) -> list[str]:
-    """A line in several of at most `width` columns, the others indented by two more.
+    """A line broken into several of at most `width` columns; all but the first are indented by two more.
 
-    A word that is longer stays whole, and so does a command in backticks: it can be copied as it stands.
+    A longer word stays whole, and so does a command in backticks, which can then be copied.
     """
     if _columns(line) <= width:
         return [line]
@@ -81,6 +81,7 @@ _WORD = re.compile(r"\s*(?:`[^`]*`|\S)+")
 
 
 def _columns(text: str) -> int:
+    """Columns that a text takes: two for a wide character (Unicode Standard Annex 11)."""
     return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
 
 

@@ -14,7 +14,7 @@ VOCABULARY_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
-"""Any of these makes a folder one with a tokenizer."""
+"""Vocabularies: a folder with any of these has a tokenizer."""
 NAMED_TEMPLATES = "additional_chat_templates"
 """The folder, within a tokenizer's, of chat templates beside the ordinary one (`tool_use.jinja`)."""
 TOKENIZER_FILES = (

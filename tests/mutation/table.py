@@ -526,6 +526,19 @@ MUTATIONS: tuple[Mutation, ...] = (
         'return "bf16" if speeds["bf16"] > speeds["fp32"] else "fp32"',
         "plan/test_precision.py",
     ),
+    Mutation(
+        "plan/micro_batch.py",
+        "in_backward = share * free // (each.kept + each.recomputed)",
+        "in_backward = share * free // each.kept",
+        "plan/test_micro_batch.py",
+    ),
+    Mutation(
+        "plan/traffic.py",
+        "first_exit = first_with_gradient - 1 + trained_between",
+        "first_exit = first_with_gradient",
+        "plan/test_traffic.py",
+        "gradients_go_back",
+    ),
     # -- report
     Mutation(
         "recipe/parameter_grid.py",

@@ -1,7 +1,7 @@
-"""Bytes that one process sends in a step, in closed form: a line for each axis of the layout. Imports no torch.
+"""Bytes that one process sends in a step, in closed form: a record for each axis and collective. Imports no torch.
 
-Ψ counts what travels. fully_shard deals out a tensor's rows and fills the last shares up, so a tensor of 10 rows goes
-as 12 among 4 (`padded_elements`); parameters that tensor parallelism cuts count with the box that is left of them. The
+Ψ counts what is communicated. fully_shard shards a tensor by rows and pads the last shards, so a tensor of 10 rows is
+sent as 12 among 4 (`padded_elements`); parameters that tensor parallelism cuts count with their local shard. The
 formulas follow a ring (`collective_traffic.ring_bytes`): of N, each sends (N-1)/N of what is gathered or scattered,
 twice that of what is summed for all. Tests compare them with what is counted (`parallel.traffic_counter`).
 """
@@ -26,19 +26,19 @@ _HALVES: tuple[Half, Half] = ("attention", "mlp")
 class Weight:
     """A parameter as data ranks share it."""
 
-    shape: tuple[int, ...]  # of the box that tensor parallelism leaves
+    shape: tuple[int, ...]  # of the local shard of tensor parallelism
     trained: bool = True
     sharded: bool = True
-    """Dealt out by fully_shard. Norms are not: each process holds them whole, and their gradients are summed apart."""
+    """Whether fully_shard shards it. Norms are whole on each process, and their gradients are summed apart."""
     gathered_bytes: int = 4
-    """Of one element when it is gathered: 2 where fully_shard's policy computes in bf16, 1 of packed codes."""
+    """Bytes of one element when it is gathered: 2 where fully_shard's policy computes in bf16, 1 of quantized codes."""
     gathers: int = 2
-    """zero3: how often in a micro-batch. Forward and backward, with or without recompute; 1 of what lies outside of
-    layers, which is kept, for the backward pass begins with it."""
+    """How often zero3 gathers it in a micro-batch: for the forward and the backward pass, with or without recompute;
+    once what lies outside of layers, which is kept, for the backward pass begins with it."""
 
 
 def padded_elements(shape: Sequence[int], shards: int) -> int:
-    """Numbers that travel for a tensor whose rows are dealt out: as many rows to each, the last ones filled up."""
+    """Elements communicated for a tensor that is sharded by rows: as many rows for each shard, the last ones padded."""
     rows, *rest = shape or (1,)
     return -(-rows // shards) * shards * math.prod(rest)
 
@@ -196,7 +196,10 @@ def tensor_traffic(step: TensorStep, layout: Layout, section: Parallel) -> Itera
 def _traffic(
     layout: Layout, axes: tuple[str, ...], kind: Kind, full_bytes: int, what: str, among: int | None = None
 ) -> Iterator[CollectiveTraffic]:
-    """among: processes that take part, where they are some of the axis."""
+    """The record of collectives that move so many bytes in all; none for nothing, or for a group of one.
+
+    among: size of the group, where it is not the whole axis.
+    """
     name, size = axis_along(layout, *axes)
     size = size if among is None else among
     if size > 1 and full_bytes:
