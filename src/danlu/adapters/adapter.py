@@ -35,6 +35,7 @@ class ShardableModule(nn.Module):
 
     @property
     def tensor_axes(self) -> TensorAxes:
+        """How its parameters are cut with the layer; those without an entry stay whole."""
         return {}
 
     def narrow(self, shard: LinearShard) -> None:

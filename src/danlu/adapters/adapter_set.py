@@ -121,6 +121,7 @@ class AdapterSet:
         self.added[name] = added
         for slot, module in added.slots().items():
             self._slot(slot)[name] = module
+        # Weights on the meta device are still to be loaded: then the caller goes on with `prepare_weight`.
         if not any(parameter.is_meta for parameter in self.model.parameters()):
             for site in sites:
                 self._prepare_in_place(site, section)
@@ -310,6 +311,7 @@ class AdapterSet:
         for slot in self.model.modules():
             if isinstance(slot, Slot):
                 slot.active = names
+        # All originals first, then the copies from the lowest adapter up: where several have one, the highest wins.
         for added in self.added.values():
             for module in added.modules.values():
                 if isinstance(module, LowRank):

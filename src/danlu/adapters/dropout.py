@@ -43,6 +43,7 @@ class DropoutState:
 
     @property
     def active(self) -> bool:
+        """Whether dropout is switched on."""
         return self._key is not None
 
     def token_keys(self, x: Tensor) -> Tensor:
@@ -56,6 +57,7 @@ class DropoutState:
             assert sum(tokens) <= x.shape[0], f"{sum(tokens)} tokens, and activations of {x.shape[0]}"
             numbers = torch.tensor([number for number, _ in self._packs], dtype=torch.int32)
             keys = _mix(numbers + self._key).repeat_interleave(torch.tensor(tokens, dtype=torch.int64))
+            # The mixer is applied twice, so that token t of pack n and token t + 1 of pack n - 1 have unrelated keys.
             offsets = torch.cat([torch.arange(count, dtype=torch.int32) for count in tokens])
             padded = F.pad(keys + offsets, (0, x.shape[0] - len(keys)))
             self._token_keys = _mix(padded).to(x.device)
@@ -72,11 +74,12 @@ class Dropout:
         self.first_feature = 0
         """Index of this process's first feature, where tensor parallelism cuts the features."""
         self._site_key = _hash(site)
-        # A mask is where a uniform int32 lies at or above this.
+        # A number is kept where a uniform int32 is at or above this: a fraction p of all int32 is below.
         self._threshold = int(p * 2**32) - 2**31
 
     @property
     def active(self) -> bool:
+        """Whether a call may zero anything."""
         return self.p > 0 and self.state.active
 
     def __call__(self, x: Tensor, token_keys: Tensor | None = None) -> Tensor:

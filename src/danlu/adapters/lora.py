@@ -69,10 +69,12 @@ class LowRank(Adapter):
 
     @property
     def rank(self) -> int:
+        """The rank r of A and B."""
         return self.lora_A.shape[0]
 
     @property
     def dropout(self) -> Dropout | None:
+        """That of the low-rank path; None while the adapter only restores the base, which has none."""
         return None if self.restores_base else self._dropout
 
     @property
@@ -117,7 +119,7 @@ class LowRank(Adapter):
         self.base_row_squares = row_squares(linear.dense_weight(torch.float32))
         a, b = self.lora_A.double(), self.lora_B.double()
         if not b.any():
-            self.lora_magnitude_vector.copy_(self.base_row_squares.sqrt())
+            self.lora_magnitude_vector.copy_(self.base_row_squares.sqrt())  # V is W: no second dense matrix
             return
         dense = linear.dense_weight(torch.float32)
         direction = dense.double().addmm_(b, a, alpha=self.scale)
@@ -173,6 +175,7 @@ class LowRank(Adapter):
             return DenseLinear(weight, dense.bias)
         assert self.tensor_group is None, "no process has whole rows to take the norms of"
         norm = torch.linalg.vector_norm(weight, dim=1)
+        # Without `exact_norm` the norm is a constant for the gradient, as in the paper's section 4.3.
         gain = factors.magnitude / (norm if self.exact_norm else norm.detach())
         return DenseLinear(weight * gain.unsqueeze(1), dense.bias)
 

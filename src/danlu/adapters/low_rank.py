@@ -113,6 +113,7 @@ def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[_BranchResult]]:
             direction = None if factors.magnitude is None else _direction(factors, weight)
             effective = weight if direction is None else linear.scaled_rows(weight, direction.gain)
             y = F.linear(x, effective, bias)
+        # In place: y is this operation's own output, and no [T, O] temporary is made.
         y.addmm_(own_u, _scaled(factors.b * factors.scale, direction).to(x.dtype).t())
         results.append(_BranchResult(y, direction))
     return u, results
@@ -144,6 +145,7 @@ def _direction(factors: LowRankFactors, weight: Tensor) -> _Direction:
     cross = (b * wa).sum(1)
     if factors.tensor_group is not None and not factors.exact_norm:
         cross, gram = _all_reduce((cross, gram), factors.tensor_group)
+    # |V|^2 of each row by the three terms above; A A^T is r x r, so no O x I matrix is needed for the last.
     square = factors.base_row_squares + 2 * scale * cross + scale**2 * ((b @ gram) * b).sum(1)
     norm = square.clamp_min_(torch.finfo(wide).tiny).sqrt_()  # a row of zeros has gain 0 / small = 0, not NaN
     return _Direction(factors.magnitude / norm, norm, wa, gram)
@@ -186,7 +188,7 @@ class _LowRankLinears(torch.autograd.Function):
         flat = saved[count + 1 + len(grads) :]
         wants_x, _, *wanted = ctx.needs_input_grad
         grad_x: Tensor | None = None
-        grad_u = torch.zeros_like(u)
+        grad_u = torch.zeros_like(u)  # [T, R]; zero for branches whose output got no gradient
         results: list[Any] = [None] * len(flat)
         start = 0
         for index, (branch, grad, y, direction) in enumerate(
@@ -210,9 +212,11 @@ class _LowRankLinears(torch.autograd.Function):
                     if through_norm is not None:
                         results[a_at], results[b_at] = _through_norm(through_norm, by_gain, direction, weight)
                     if wants_x:
+                        # `scaled_rows` may overwrite the weight in the workspace, so it comes after its last other use.
                         effective = weight if direction is None else branch.linear.scaled_rows(weight, direction.gain)
                         grad_x = grad @ effective if grad_x is None else grad_x.addmm_(grad, effective)
             if factors is not None:
+                # The gradient of A x of this branch; those of A and x follow below, for all branches at once.
                 grad_u[:, columns] = grad @ _scaled(b * factors.scale, direction).to(grad.dtype)
                 if wanted[b_at]:
                     grad_b = (grad.t() @ u[:, columns]).to(b.dtype).mul_(factors.scale)

@@ -85,7 +85,7 @@ def merge_weights(adapters: AdapterSet) -> None:
             else:
                 dense = slot.merged_into(dense_linear(owner))
                 weight, merged_bias = dense.weight, dense.bias
-                owner.quantized = None
+                owner.quantized = None  # the merged weight is dense
             owner.weight = Parameter(weight.to(stored), requires_grad=False)
             if bias is not None and merged_bias is not None:
                 owner.bias = Parameter(merged_bias.to(bias.dtype), requires_grad=False)

@@ -53,6 +53,7 @@ class Folding:
 
     @property
     def groups(self) -> int:
+        """G, the number of groups that the inputs are cut into."""
         return -(-self.inputs // self.width)
 
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -64,7 +65,7 @@ class Folding:
     def compress(self, x: Tensor, angles: Angles) -> Tensor:
         """[T, I local] -> [T, G, w]; for sharing [T, 1, w], the sum of the groups."""
         x = _zero_padded(x, self.local_inputs, self.inputs)
-        missing = self.groups * self.width - self.inputs
+        missing = self.groups * self.width - self.inputs  # padding, with the first inputs once more
         grouped = torch.cat((x, x[:, :missing]), 1) if missing else x
         grouped = grouped.unflatten(1, (self.groups, self.width))
         return grouped.sum(1, keepdim=True) if angles is None else _rotated(grouped, *angles)
@@ -74,6 +75,7 @@ class Folding:
         z = z.expand(-1, self.groups, -1) if angles is None else _rotated(z, angles[0], -angles[1])
         x = z.flatten(1)  # [T, G w]
         if x.shape[1] != self.inputs:
+            # The padding repeated the first inputs, so its gradient is added to theirs.
             x, wrapped = x[:, : self.inputs], x[:, self.inputs :]
             x = x + F.pad(wrapped, (0, self.inputs - wrapped.shape[1]))
         return x if self.local_inputs is None else x[:, self.local_inputs]

@@ -65,6 +65,7 @@ class Factors:
 
     @property
     def rank(self) -> int:
+        """The rank r of A and B."""
         return self.a.shape[0]
 
 
@@ -95,6 +96,7 @@ def peft_of_factors(
     power = 0.5 if rslora else 1.0
     ranks = {name: factors.rank for name, factors in by_module.items()}
     alphas = {name: _round(factors.scale * factors.rank**power) for name, factors in by_module.items()}
+    # The most frequent rank and alpha become `r` and `lora_alpha`; the others are patterns.
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     tensors: dict[str, Tensor] = {}
     for name, factors in by_module.items():
@@ -263,6 +265,7 @@ def _layer_factors(layer: HFLayer, modules: Mapping[str, nn.Module]) -> Factors:
     b = a.new_zeros(layer.shape[0], a.shape[0])
     column = 0
     for site, rows in layer.rows():
+        # Block by block: outputs of one part see the columns of B that belong to its own A alone.
         if (part := by_site.get(site.name)) is not None:
             b[rows, column : column + part.rank] = part.b * (part.scale / scale)
             column += part.rank

@@ -83,11 +83,13 @@ class Vera(Adapter):
         self.projection = projection
 
     @property
-    def a(self) -> Tensor:  # [r, I]
+    def a(self) -> Tensor:
+        """This layer's columns of the shared A, [r, I local]."""
         return self.projection.vera_A[:, self.columns]
 
     @property
-    def b(self) -> Tensor:  # [O, r]
+    def b(self) -> Tensor:
+        """This layer's rows of the shared B, [O local, r]."""
         return self.projection.vera_B[self.rows]
 
     @property

@@ -99,13 +99,8 @@ def eval(
     prepared = tokenised(recipe, resolved.tokenizer_folder, chat_template)
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
 
-    loaded = load_model(
-        resolved,
-        load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder),
-        precision=precision,
-        device=device,
-        quantization=section,
-    )
+    chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
+    loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
     print_notes(loaded)
     scores = score(loaded, prepared, recipe)
     statistics = prepared.statistics

@@ -99,14 +99,8 @@ def generate(
         chat_tokenizer.require_chat_template()
     tokens = chat_tokenizer.encode_chat_prompt(text) if chat else chat_tokenizer.encode_prompt(text)
     check_prompts(read_config(resolved.folder), [tokens], resolved.virtual_tokens_per_prompt)
-    loaded = load_model(
-        resolved,
-        chat_tokenizer,
-        precision=precision,
-        device=device,
-        quantization=quantization_section(quantization, resolved),
-        merged=True,
-    )
+    section = quantization_section(quantization, resolved)
+    loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section, merged=True)
     print_notes(loaded)
     silent_stops, stop_strings = chat_tokenizer.split_stops(stop or [])
     escape_unencodable()
