@@ -12,40 +12,36 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
 
 import torch
-from torch import Tensor
 
 from danlu.atomic_write import write_atomically
-from danlu.errors import CheckpointError, RecipeError, ResourceError, Stopped
-from danlu.language.reader import written_date
+from danlu.auto_values import with_date, with_precision
+from danlu.errors import RecipeError, ResourceError, Stopped
+from danlu.export import export_result
 from danlu.memory_report import MemoryReport
 from danlu.numerics.deterministic import deterministic
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
-from danlu.output_folder import refuse_existing
 from danlu.parallel.comm import ALONE, new_group, world_size
 from danlu.parallel.layout import layout_of
-from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.process_group import untimed_barrier
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.watchdog import track_modules
 from danlu.parameter_count import parameters_of, trained_parameters_of
 from danlu.placing import optimizer_of
-from danlu.plan.precision import fastest, in_gflops, product_speeds, slower
+from danlu.plan.precision import product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
 from danlu.stage_protocols import Material, PlacedModel, Reader, Stage
 from danlu.stages import STAGES
-from danlu.train.checkpoints.folders import is_checkpoint_folder, is_complete, step_of
-from danlu.train.checkpoints.gathering import Gathering
-from danlu.train.checkpoints.loading import load_checkpoint, read_state
+from danlu.train.checkpoints.folders import step_of
+from danlu.train.checkpoints.loading import read_state
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.environment import changes_that_matter, describe_environment, write_environment
 from danlu.train.loop import fit
@@ -62,14 +58,11 @@ from danlu.train.run_folder import (
     finished,
     refuse_strangers,
     require_writable,
-    result_names,
-    resumed_run,
-    run_recipe,
     starting_point,
 )
 from danlu.train.run_lock import RunLock
 from danlu.train.signals import TOGETHER_S, StopRequest
-from danlu.train.state import Cadence, Run, restore, shard_boxes
+from danlu.train.state import Cadence, Run, restore
 from danlu.train.summary import (
     clear_summary,
     few_steps,
@@ -177,8 +170,8 @@ def _train(
     if loaded.recipe.threads is not None:
         torch.set_num_threads(loaded.recipe.threads)
     # Before recipes are compared: the run's own holds what auto chose when it began.
-    recipe = ranks.world.from_first(lambda: _with_precision(loaded.recipe, folder, resume, device, say))
-    recipe = ranks.world.from_first(lambda: _with_date(recipe, folder, resume, say))
+    recipe = ranks.world.from_first(lambda: with_precision(loaded.recipe, folder, resume, device, say))
+    recipe = ranks.world.from_first(lambda: with_date(recipe, folder, resume, say))
     start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, say, into=into))
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)
@@ -232,40 +225,10 @@ def _train(
         say(memory.line(program, peak_memory_bytes(device)))
     if run.metrics is not None and (flat := flat_loss(read_metrics(run.metrics.path))) is not None:
         say(flat)
-    exported = _export(run, placed, recipe, folder, say)
+    exported = export_result(run, placed, recipe, folder, say)
     if ranks.leads:
         write_summary(run, exported[0], *_parameter_counts(run), memory, None if peak is None else peak.to_json())
     return Outcome(folder, run.state.step, 0, exported)
-
-
-def _with_precision(recipe: Recipe, folder: Path, resume: str, device: torch.device, say: Say) -> Recipe:
-    """The recipe with `precision: auto` decided: as the run that is resumed had it, else by measuring."""
-    if recipe.precision != "auto":
-        return recipe
-    if (run := resumed_run(folder, resume)) is not None:
-        chosen = run_recipe(run).precision
-        say(f"precision: auto stays {chosen}, as when the run began")
-    else:
-        speeds = product_speeds(device)
-        chosen = fastest(speeds)
-        say(f"precision: auto takes {chosen} on this machine: {in_gflops(speeds, *speeds)}")
-    return recipe.model_copy(update={"precision": chosen})
-
-
-def _with_date(recipe: Recipe, folder: Path, resume: str, say: Say) -> Recipe:
-    """The recipe with the day that its chat template writes, where it writes one: the resumed run's, else today's."""
-    if (date := written_date(recipe)) is None:
-        return recipe
-    given, run = recipe.model.chat_template_date, resumed_run(folder, resume)
-    if given is None and run is not None:
-        before = run_recipe(run).model.chat_template_date
-        if before is None:
-            say(f"the chat template writes the date, and the run does not say which: {date} from here on")
-            return recipe
-        date = before
-    since = "when the run began" if given is None else "model.chat_template_date"
-    say(f"the chat template writes the date: {date} ({since}) in all of this run")
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"chat_template_date": date})})
 
 
 def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, start: Start | None, say: Say) -> None:
@@ -414,86 +377,3 @@ def _summary(recipe: Recipe, reader: Reader, placed: PlacedModel, run: Run) -> s
         f"{run.cadence.total:,} steps of {reader.amount(run.feed.per_step)} "
         f"(micro-batches of {run.learner.micro}){packs}"
     )
-
-
-def _export(run: Run, placed: PlacedModel, recipe: Recipe, folder: Path, say: Say) -> tuple[Path, ...]:
-    """The result: a model or an adapter, and its average beside it.
-
-    Of several processes the first writes, and gets one tensor after the other from all.
-    """
-    best = run.store.best() if recipe.checkpoint.keep_best else None
-    if best is not None and best.step != run.state.step:
-        say(f"exporting step {best.step}, which had the lowest evaluation loss ({best.loss:.4f})")
-        into = {"model": run.learner.weights()}
-        if run.ema is not None:
-            into["ema"] = run.ema.state_tensors()
-        load_checkpoint(best.path, into, shard_boxes(run, into), run.store.group)
-    own, averaged = (folder / name for name in result_names(recipe))
-    run.store.wait()  # its group is used here
-    if run.ema is None:
-        return (_write(placed, own, run),)
-    with run.averaged():
-        _write(placed, averaged, run)
-    return _write(placed, own, run), averaged
-
-
-def _write(placed: PlacedModel, target: Path, run: Run | None = None) -> Path:
-    """run: whose processes hold the parts of it; None where all of it is here."""
-    held = {} if run is None else run.learner.parallel.local_parameters
-    with Gathering(ALONE if run is None else run.store.group) as gathering:
-        value = partial(_whole, gathering, held) if held else None
-        placed.write(target, value, writes=gathering.first)
-    return target
-
-
-def _whole(gathering: Gathering, held: Mapping[str, LocalParameter], name: str) -> Tensor | None:
-    return gathering.whole(name, held[name].local, held[name].box)
-
-
-def export(path: Path, target: Path, *, average: bool = False) -> Path:
-    """Writes a checkpoint as the Hugging Face folder that the run would have ended with had it ended there.
-
-    path: a run, for its newest checkpoint, or one of its checkpoints; the run may be training meanwhile.
-    average: the averaged weights instead, of a recipe that keeps an average.
-    Returns the checkpoint's folder. Raises CheckpointError if there is none, or it is damaged or has no average;
-    ResourceError if `target` holds anything.
-    """
-    refuse_existing(target)
-    named = is_checkpoint_folder(path)
-    while True:
-        checkpoint = path if named else _newest(path)
-        was_whole = is_complete(checkpoint)
-        try:
-            _export_checkpoint(checkpoint, target, average)
-        except (CheckpointError, FileNotFoundError) as error:
-            if not was_whole or is_complete(checkpoint):
-                raise
-            if named:
-                raise CheckpointError(
-                    f"{checkpoint}: deleted while it was read: the run is going on, and keeps the newest alone "
-                    "(checkpoint.keep). Export the run's folder instead, for its newest checkpoint"
-                ) from error
-        else:
-            return checkpoint
-
-
-def _newest(folder: Path) -> Path:
-    latest = CheckpointStore(folder / CHECKPOINTS).latest()
-    if latest is None:
-        raise CheckpointError(f"{folder}: neither a run with a checkpoint nor a checkpoint")
-    return latest.path
-
-
-def _export_checkpoint(path: Path, target: Path, average: bool) -> None:
-    recipe = run_recipe(path.resolve().parent.parent)
-    if average and recipe.ema is None:
-        raise CheckpointError(f"{path}: the run keeps no averaged weights (its recipe has no `ema`)")
-    stage = STAGES[recipe.stage]
-    placed = stage.builder(recipe, stage).unplaced(path)
-    group = "ema" if average else "model"
-    weights = placed.weights()
-    if average:
-        trained = {name for name, parameter in placed.model.named_parameters() if parameter.requires_grad}
-        weights = {name: tensor for name, tensor in weights.items() if name in trained}
-    load_checkpoint(path, {group: weights})
-    _write(placed, target)

@@ -99,10 +99,10 @@ def export_command(
 
     What was trained decides what it is: a model, or an adapter.
     """
-    from danlu import run
     from danlu.cli.train import suggested_commands  # pydantic, for this command alone
+    from danlu.export import export_checkpoint
 
-    checkpoint = run.export(path, target, average=average)
+    checkpoint = export_checkpoint(path, target, average=average)
     echo(f"{checkpoint.name} written: {suggested_commands(target)}")
 
 

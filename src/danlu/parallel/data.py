@@ -157,9 +157,12 @@ def replicated(learner: L, trained: Iterable[object], section: Parallel) -> L:
     # DDP rebuilds its buckets, in the order in which gradients come, after its first backward pass. In the first step
     # it would round sums differently from all later steps: a run that resumes would not end where an uninterrupted one
     # does. So it goes through an empty batch first.
-    wrapped(learner_of.collate([]), Totals(1.0, 0, 0, ()), 1.0).total.backward()
+    statistics = [(buffer, buffer.clone()) for buffer in wrapped.buffers()]
+    wrapped(learner_of.collate([]), Totals(1.0, 2, 2, (1, 1)), 1.0).total.backward()  # totals that may be divided by
     for parameter in wrapped.parameters():
         parameter.grad = None
+    for buffer, value in statistics:
+        buffer.copy_(value)
     return replace(learner_of, replicated=wrapped, parallel=replicated_step(parallel, wrapped))  # type: ignore[no-any-return]
 
 

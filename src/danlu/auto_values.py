@@ -1,0 +1,45 @@
+"""What a recipe leaves open and a run decides when it begins: `precision: auto`, and the date in a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from danlu.language.reader import written_date
+from danlu.plan.precision import fastest, in_gflops, product_speeds
+from danlu.recipe import Recipe
+from danlu.train.run_folder import resumed_run, run_recipe
+
+
+def with_precision(
+    recipe: Recipe, folder: Path, resume: str, device: torch.device, say: Callable[[str], None]
+) -> Recipe:
+    """The recipe with `precision: auto` decided: as the run that is resumed had it, else by measuring."""
+    if recipe.precision != "auto":
+        return recipe
+    if (run := resumed_run(folder, resume)) is not None:
+        chosen = run_recipe(run).precision
+        say(f"precision: auto stays {chosen}, as when the run began")
+    else:
+        speeds = product_speeds(device)
+        chosen = fastest(speeds)
+        say(f"precision: auto takes {chosen} on this machine: {in_gflops(speeds, *speeds)}")
+    return recipe.model_copy(update={"precision": chosen})
+
+
+def with_date(recipe: Recipe, folder: Path, resume: str, say: Callable[[str], None]) -> Recipe:
+    """The recipe with the day that its chat template writes, where it writes one: the resumed run's, else today's."""
+    if (date := written_date(recipe)) is None:
+        return recipe
+    given, run = recipe.model.chat_template_date, resumed_run(folder, resume)
+    if given is None and run is not None:
+        saved_date = run_recipe(run).model.chat_template_date
+        if saved_date is None:
+            say(f"the chat template writes the date, and the run does not say which: {date} from here on")
+            return recipe
+        date = saved_date
+    since = "when the run began" if given is None else "model.chat_template_date"
+    say(f"the chat template writes the date: {date} ({since}) in all of this run")
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"chat_template_date": date})})

@@ -1,0 +1,108 @@
+"""What a run ends with, a model folder or an adapter folder; and the same of any checkpoint that it left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from danlu.errors import CheckpointError
+from danlu.output_folder import refuse_existing
+from danlu.parallel.comm import ALONE
+from danlu.parallel.local_parameter import LocalParameter
+from danlu.recipe import Recipe
+from danlu.stage_protocols import PlacedModel
+from danlu.stages import STAGES
+from danlu.train.checkpoints.folders import is_checkpoint_folder, is_complete
+from danlu.train.checkpoints.gathering import Gathering
+from danlu.train.checkpoints.loading import load_checkpoint
+from danlu.train.checkpoints.store import CheckpointStore
+from danlu.train.run_folder import CHECKPOINTS, result_names, run_recipe
+from danlu.train.state import Run, shard_boxes
+
+
+def export_result(
+    run: Run, placed: PlacedModel, recipe: Recipe, folder: Path, say: Callable[[str], None]
+) -> tuple[Path, ...]:
+    """The result: a model or an adapter, and its average beside it.
+
+    Of several processes the first writes, and gets one tensor after the other from all.
+    """
+    best = run.store.best() if recipe.checkpoint.keep_best else None
+    if best is not None and best.step != run.state.step:
+        say(f"exporting step {best.step}, which had the lowest evaluation loss ({best.loss:.4f})")
+        into = {"model": run.learner.weights()}
+        if run.ema is not None:
+            into["ema"] = run.ema.state_tensors()
+        load_checkpoint(best.path, into, shard_boxes(run, into), run.store.group)
+    own, averaged = (folder / name for name in result_names(recipe))
+    run.store.wait()  # its group is used here
+    if run.ema is None:
+        return (_write(placed, own, run),)
+    with run.averaged():
+        _write(placed, averaged, run)
+    return _write(placed, own, run), averaged
+
+
+def _write(placed: PlacedModel, target: Path, run: Run | None = None) -> Path:
+    """Writes `placed` as `target`. run: whose processes have its shards; None where this process has all of it."""
+    local = {} if run is None else run.learner.parallel.local_parameters
+    with Gathering(ALONE if run is None else run.store.group) as gathering:
+        value = partial(_whole, gathering, local) if local else None
+        placed.write(target, value, writes=gathering.first)
+    return target
+
+
+def _whole(gathering: Gathering, local: Mapping[str, LocalParameter], name: str) -> Tensor | None:
+    return gathering.whole(name, local[name].local, local[name].box)
+
+
+def export_checkpoint(path: Path, target: Path, *, average: bool = False) -> Path:
+    """Writes a checkpoint as the Hugging Face folder that the run would have ended with had it ended there.
+
+    path: a run, for its newest checkpoint, or one of its checkpoints; the run may be training meanwhile.
+    average: the averaged weights instead, of a recipe that keeps an average.
+    Returns the checkpoint's folder. Raises CheckpointError if there is none, or it is damaged or has no average;
+    ResourceError if `target` holds anything.
+    """
+    refuse_existing(target)
+    named = is_checkpoint_folder(path)
+    while True:
+        checkpoint = path if named else _newest(path)
+        was_whole = is_complete(checkpoint)
+        try:
+            _write_checkpoint(checkpoint, target, average)
+        except (CheckpointError, FileNotFoundError) as error:
+            if not was_whole or is_complete(checkpoint):
+                raise
+            if named:
+                raise CheckpointError(
+                    f"{checkpoint}: deleted while it was read: the run is going on, and keeps the newest alone "
+                    "(checkpoint.keep). Export the run's folder instead, for its newest checkpoint"
+                ) from error
+        else:
+            return checkpoint
+
+
+def _newest(folder: Path) -> Path:
+    latest = CheckpointStore(folder / CHECKPOINTS).latest()
+    if latest is None:
+        raise CheckpointError(f"{folder}: neither a run with a checkpoint nor a checkpoint")
+    return latest.path
+
+
+def _write_checkpoint(path: Path, target: Path, average: bool) -> None:
+    recipe = run_recipe(path.resolve().parent.parent)
+    if average and recipe.ema is None:
+        raise CheckpointError(f"{path}: the run keeps no averaged weights (its recipe has no `ema`)")
+    stage = STAGES[recipe.stage]
+    placed = stage.builder(recipe, stage).unplaced(path)
+    group = "ema" if average else "model"
+    weights = placed.weights()
+    if average:
+        trained = {name for name, parameter in placed.model.named_parameters() if parameter.requires_grad}
+        weights = {name: tensor for name, tensor in weights.items() if name in trained}
+    load_checkpoint(path, {group: weights})
+    _write(placed, target)

@@ -1,0 +1,164 @@
+"""Sliced log-probabilities and entropies against the formula over whole logits in float64, alone and cut."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from danlu.objectives.linear_cross_entropy import linear_cross_entropy
+from danlu.objectives.token_logprobs import token_logprobs
+
+N, D, V = 23, 16, 101
+
+
+def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    head = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden, head, torch.randint(0, V, (N,), generator=generator)
+
+
+def written_out(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ head.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(1)
+
+
+def coefficients() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(N, generator=generator, dtype=torch.float64), torch.randn(
+        N, generator=generator, dtype=torch.float64
+    )
+
+
+@pytest.mark.parametrize("slice_rows", [1, 8, 101, 1000])
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.0, 5.0), (1.6, 3.0)])
+def test_values_and_gradients_equal_the_formula(slice_rows: int, temperature: float, softcap: float | None) -> None:
+    hidden, head, targets = problem()
+    want = written_out(hidden, head, targets, temperature, softcap)
+    got = token_logprobs(hidden, head, targets, temperature=temperature, softcap=softcap, slice_rows=slice_rows)
+    torch.testing.assert_close(got.logprobs, want[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got.entropy, want[1], rtol=1e-12, atol=1e-12)
+    a, b = coefficients()
+    wanted = torch.autograd.grad((a * want[0] + b * want[1]).sum(), (hidden, head))
+    gradients = torch.autograd.grad((a * got.logprobs + b * got.entropy).sum(), (hidden, head))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-12)
+    # Negative control: the comparison sees the entropy's gradient.
+    without = torch.autograd.grad(
+        (a * written_out(hidden, head, targets, temperature, softcap)[0]).sum(), (hidden, head)
+    )
+    assert not torch.allclose(gradients[0], without[0], rtol=1e-3)
+
+
+def test_gradients_equal_finite_differences() -> None:
+    hidden, head, targets = problem()
+
+    def both(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        got = token_logprobs(hidden[:5], head, targets[:5], temperature=1.3, softcap=4.0, slice_rows=7)
+        return got.logprobs, got.entropy
+
+    assert torch.autograd.gradcheck(both, (hidden, head))
+
+
+def test_a_frozen_head_gets_no_gradient_and_no_targets_are_no_trouble() -> None:
+    hidden, head, targets = problem()
+    frozen = token_logprobs(hidden, head.detach(), targets)
+    frozen.logprobs.sum().backward()
+    assert hidden.grad is not None and head.grad is None
+    empty = token_logprobs(hidden[:0], head, targets[:0])
+    empty.logprobs.sum().backward()
+    assert empty.logprobs.shape == empty.entropy.shape == (0,) and head.grad is not None and not head.grad.any()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_their_sum_is_the_cross_entropy_of_the_fused_operation(softcap: float | None) -> None:
+    hidden, head, targets = problem(torch.float32)
+    weights = torch.linspace(0.5, 2.0, N)
+    losses = linear_cross_entropy(hidden, head, targets, weights, softcap=softcap)
+    logprobs = token_logprobs(hidden, head, targets, softcap=softcap).logprobs
+    torch.testing.assert_close(-(weights * logprobs).sum(), losses.total)
+    torch.testing.assert_close(-logprobs, losses.by_target)
+
+
+def test_narrow_hidden_states_give_float32() -> None:
+    hidden, head, targets = problem(torch.bfloat16)
+    got = token_logprobs(hidden, head, targets)
+    want, _ = written_out(hidden.float(), head.float(), targets, 1.0, None)
+    assert got.logprobs.dtype == got.entropy.dtype == torch.float32
+    torch.testing.assert_close(got.logprobs, want, rtol=0.02, atol=0.1)
+    got.logprobs.sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+
+
+def test_a_temperature_of_zero_is_refused() -> None:
+    hidden, head, targets = problem()
+    with pytest.raises(ValueError, match=r"temperature 0\.0: .* above 0"):
+        token_logprobs(hidden, head, targets, temperature=0.0)
+
+
+@dataclass
+class ThreadGroup:
+    """A group of threads in step with each other, each with a shard of the vocabulary."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    slots: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=60)
+
+    def _reduced(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        self.slots[threading.get_ident()] = x.clone()
+        self.barrier.wait()
+        x.copy_(reduce(torch.stack(list(self.slots.values()))))
+        self.barrier.wait()
+        return x
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self._reduced(x, lambda parts: parts.sum(0))
+
+    def max(self, x: Tensor) -> Tensor:
+        return self._reduced(x, lambda parts: parts.amax(0))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_vocabulary_that_is_cut_gives_the_same(softcap: float | None) -> None:
+    starts = (0, 40, 77, V)
+    group = ThreadGroup(3)
+    a, b = coefficients()
+
+    def shard(index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        hidden, head, targets = problem()
+        rows = slice(starts[index], starts[index + 1])
+        got = token_logprobs(
+            hidden,
+            head[rows],
+            targets,
+            temperature=0.8,
+            softcap=softcap,
+            slice_rows=9,
+            tensor_group=group,
+            vocab_start=starts[index],
+            vocab_size=V,
+        )
+        gradients = torch.autograd.grad((a * got.logprobs + b * got.entropy).sum(), (hidden, head))
+        return got.logprobs.detach(), got.entropy.detach(), gradients[0], gradients[1][rows]
+
+    with ThreadPoolExecutor(3) as threads:
+        shards = list(threads.map(shard, range(3)))
+    hidden, head, targets = problem()
+    want = written_out(hidden, head, targets, 0.8, softcap)
+    wanted = torch.autograd.grad((a * want[0] + b * want[1]).sum(), (hidden, head))
+    for logprobs, entropy, _, _ in shards:
+        torch.testing.assert_close((logprobs, entropy), (want[0].detach(), want[1].detach()), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sum(part[2] for part in shards), wanted[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part[3] for part in shards]), wanted[1], rtol=1e-10, atol=1e-12)
