@@ -16,14 +16,14 @@ from builders.inline_workers import InlineWorkers
 from builders.tiny_world import CONFIG, World, danlu, events, last_state, metrics, spike_at
 from safetensors.torch import load_file
 
-from danlu import run
+from danlu import auto_values, run
 from danlu.language import reader
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
 from danlu.train import loop
-from danlu.train.checkpoints import store
+from danlu.train.checkpoints import loading
 from danlu.train.checkpoints.folders import remove_checkpoint
 from danlu.train.checkpoints.loading import read_group
 from danlu.train.checkpoints.verification import verify
@@ -210,7 +210,13 @@ SPEEDS = {"fp32": 163e9, "bf16": 122e9, "fp16": 2e9}
 def measured(monkeypatch: pytest.MonkeyPatch, **speeds: float) -> list[str | None]:
     """Speeds that a machine seems to have; gives what was asked for."""
     asked: list[str | None] = []
-    monkeypatch.setattr(run, "product_speeds", lambda device, also=None: asked.append(also) or SPEEDS | speeds)
+
+    def speeds_of(device: Any, also: str | None = None) -> dict[str, float]:
+        asked.append(also)
+        return SPEEDS | speeds
+
+    for module in (run, auto_values):
+        monkeypatch.setattr(module, "product_speeds", speeds_of)
     return asked
 
 
@@ -606,7 +612,7 @@ def test_checkpoints_can_be_exported(
     assert not torch.equal(newest, written.embed_tokens.weight)  # what was compared does change from step to step
 
 
-@pytest.mark.parametrize("moment", ["intact_manifest", "fill"])
+@pytest.mark.parametrize("moment", ["_intact_manifest", "_fill"])
 def test_export_beside_a_run_that_prunes(
     tiny_world: World,
     tmp_path: Path,
@@ -619,7 +625,7 @@ def test_export_beside_a_run_that_prunes(
     assert danlu("train", tiny_world.recipe(output, checkpoint={"every": 4, "keep": 3})) == 0
     newest, named = (output / "checkpoints" / f"step-000000{step}" for step in ("12", "08"))
     shutil.copytree(newest, tmp_path / newest.name)
-    real = getattr(store, moment)
+    real = getattr(loading, moment)
 
     def pruning(path: Path, *arguments: Any) -> Any:
         if path.name == named.name and named.exists():
@@ -627,7 +633,7 @@ def test_export_beside_a_run_that_prunes(
             shutil.copytree(tmp_path / newest.name, newest, dirs_exist_ok=True)
         return real(path, *arguments)
 
-    monkeypatch.setattr(store, moment, pruning)
+    monkeypatch.setattr(loading, moment, pruning)
     remove_checkpoint(newest)
     shutil.copytree(named, tmp_path / "kept")
     capsys.readouterr()

@@ -104,6 +104,10 @@ def export_command(
 
     checkpoint = export_checkpoint(path, target, average=average)
     echo(f"{checkpoint.name} written: {suggested_commands(target)}")
+    from danlu.export import export_checkpoint
+
+    checkpoint = export_checkpoint(path, target, average=average)
+    echo(f"{checkpoint.name} written: {suggested_commands(target)}")
 
 
 def _prune(folder: Path, keep: int, keep_every: int | None, keep_best: bool, *, delete: bool) -> None:
