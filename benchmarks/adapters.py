@@ -79,17 +79,17 @@ def main() -> None:
 def report(runs: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
     rates: dict[tuple[str, str], float] = {}
     peaks: dict[tuple[str, str], float] = {}
-    for key, found in runs.items():
-        steps = [tokens / s for run in found for tokens, s in zip(run["tokens"], run["seconds"], strict=True)]
+    for key, results in runs.items():
+        steps = [tokens / s for run in results for tokens, s in zip(run["tokens"], run["seconds"], strict=True)]
         rates[key] = statistics.median(steps)
-        peaks[key] = statistics.median(run["peak_rss_bytes"] for run in found) / 2**20
+        peaks[key] = statistics.median(run["peak_rss_bytes"] for run in results) / 2**20
         engine, method = key
-        losses = ", ".join(f"{loss:.3f}" for loss in found[0]["losses"][:3])
+        losses = ", ".join(f"{loss:.3f}" for loss in results[0]["losses"][:3])
         span = f"[{min(steps):.0f}-{max(steps):.0f}]"
         print(f"{method:6} {engine:6} {rates[key]:8.0f} tok/s {span:12} {peaks[key]:6.0f} MiB  first losses {losses}")
     for engine, method in runs:
         if engine != "danlu":
-            speed, memory = (one["danlu", method] / one[engine, method] for one in (rates, peaks))
+            speed, memory = (table["danlu", method] / table[engine, method] for table in (rates, peaks))
             print(f"{method:6} danlu / {engine:4}  speed {speed:.2f}x  memory {memory:.2f}x")
         if method != "lora" and (engine, "lora") in runs:
             print(f"{method:6} {engine} / its own LoRA  speed {rates[engine, method] / rates[engine, 'lora']:.2f}x")

@@ -70,10 +70,10 @@ def first_text(command: list[str]) -> float:
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        found = process.stdout.read(1)
+        first_byte = process.stdout.read(1)
         seconds = time.perf_counter() - start
         process.kill()
-    assert found, f"{command[:4]} wrote nothing"
+    assert first_byte, f"{command[:4]} wrote nothing"
     return seconds
 
 
@@ -110,7 +110,7 @@ def compare(name: str, ours: Callable[[], list[list[int]]], theirs: Callable[[],
             answers[engine] = run()
             if turn:
                 seconds[engine].append(time.perf_counter() - start)
-    counts = {engine: sum(map(len, found)) for engine, found in answers.items()}
+    counts = {engine: sum(map(len, tokens)) for engine, tokens in answers.items()}
     speed = {engine: counts[engine] / statistics.median(taken) for engine, taken in seconds.items()}
     pairs = [
         pair

@@ -78,7 +78,7 @@ def bring() -> list[str]:
     wanted = set(missing(NEEDED)) | set(missing(OPTIONAL))
     for wheel in sorted(WHEELS.glob("*.whl")):
         name = wheel.name.split("-")[0].replace("_", "-").lower()
-        if name in {one.lower() for one in wanted} and fits(wheel.name):
+        if name in {package.lower() for package in wanted} and fits(wheel.name):
             with zipfile.ZipFile(wheel) as packed:
                 packed.extractall(INSTALLED)
     importlib.invalidate_caches()
@@ -120,13 +120,13 @@ def peak(device: Any) -> Iterator[dict[str, int]]:
     """The most bytes that tensors took within it; 0 on a CPU."""
     import torch
 
-    found = {"bytes": 0}
+    peak = {"bytes": 0}
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    yield found
+    yield peak
     if device.type == "cuda":
-        found["bytes"] = torch.cuda.max_memory_allocated(device)
+        peak["bytes"] = torch.cuda.max_memory_allocated(device)
 
 
 def config_of(size: str, layers: int, length: int) -> Any:
@@ -167,13 +167,13 @@ def packs_of(count: int, length: int, vocabulary: int) -> list[Any]:
     from danlu.types import Pack, Sample
 
     chance = np.random.default_rng(0)
-    found = []
+    packs = []
     for number in range(count):
         weights = np.ones(length, dtype=np.float32)
         weights[0] = 0
         tokens = chance.integers(3, vocabulary, length).astype(np.int32)
-        found.append(Pack((Sample(tokens, weights, f"pack {number}"),)))
-    return found
+        packs.append(Pack((Sample(tokens, weights, f"pack {number}"),)))
+    return packs
 
 
 def recipe_of(**changes: Any) -> Any:
@@ -204,12 +204,12 @@ def frozen_with_adapter(config: Any, device: Any, adapter: Any, quantization: An
     adapters = adapters_of(model, device=device)
     adapters.add("default", adapter)
     linears = {site.name: site.module for site in adapters.sites if site.group in ("attention", "mlp")}
-    for name, one in adapters.base_parameters().items():
+    for name, parameter in adapters.base_parameters().items():
         owner, _, attribute = name.rpartition(".")
-        if one.ndim < 2:
-            value = torch.ones(one.shape, device=device)
+        if parameter.ndim < 2:
+            value = torch.ones(parameter.shape, device=device)
         else:
-            value = torch.empty(one.shape, device=device, dtype=torch.bfloat16).normal_(std=0.02)
+            value = torch.empty(parameter.shape, device=device, dtype=torch.bfloat16).normal_(std=0.02)
         if quantization is not None and owner in linears:
             linears[owner].store(quantize_weight(value, quantization, name))
         else:
@@ -227,8 +227,8 @@ def random_model(config: Any, device: Any) -> Any:
 
     model = build(config, device=device)
     with torch.no_grad():
-        for one in model.parameters():
-            one.normal_(std=0.02) if one.ndim > 1 else one.fill_(1.0)
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
     return model
 
 
@@ -245,7 +245,7 @@ def preflight(write: Write, device: Any, tiny: bool) -> None:
         torch=torch.__version__,
         cuda=torch.version.cuda,
         missing_optional=missing(OPTIONAL),
-        taken_from_wheels=sorted(one.name for one in INSTALLED.iterdir()) if INSTALLED.is_dir() else [],
+        taken_from_wheels=sorted(path.name for path in INSTALLED.iterdir()) if INSTALLED.is_dir() else [],
     )
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -447,7 +447,7 @@ def attention(write: Write, device: Any, tiny: bool) -> None:
 
             def step(boundaries: Any = boundaries, window: Any = window, softcap: Any = softcap) -> None:
                 attend = PackedAttention(boundaries)
-                leaves = [one.detach().requires_grad_() for one in (q, k, v)]
+                leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
                 attend(0, *leaves, scale=128**-0.5, window=window, softcap=softcap).backward(grad)
 
             try:
@@ -464,12 +464,12 @@ def loss(write: Write, device: Any, tiny: bool) -> None:
 
     from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 
-    tokens, width, words = (64, 32, 300) if tiny else (4096, 4096, 128256)
+    tokens, width, vocab_size = (64, 32, 300) if tiny else (4096, 4096, 128256)
     hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    targets, weights = torch.randint(0, words, (tokens,), device=device), torch.ones(tokens, device=device)
+    targets, weights = torch.randint(0, vocab_size, (tokens,), device=device), torch.ones(tokens, device=device)
     for frozen in (False, True):
         dtype = torch.bfloat16 if frozen else torch.float32
-        head = torch.empty(words, width, device=device, dtype=dtype).normal_(std=0.02).requires_grad_(not frozen)
+        head = torch.empty(vocab_size, width, device=device, dtype=dtype).normal_(std=0.02).requires_grad_(not frozen)
         for rows in (None, *((64,) if tiny else (2048, 8192, 32768))):
 
             def step(rows: Any = rows, head: Any = head) -> None:
@@ -508,8 +508,8 @@ def optimizers(write: Write, device: Any, tiny: bool) -> None:
             optimizer = build(parameters, section, paged_state=paged_state)
 
             def step(optimizer: Any = optimizer, parameters: Any = parameters) -> None:
-                for _, one in parameters:
-                    one.grad = torch.ones_like(one)
+                for _, parameter in parameters:
+                    parameter.grad = torch.ones_like(parameter)
                 optimizer.step(free_gradients=True)
 
             with peak(device) as most:

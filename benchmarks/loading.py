@@ -27,7 +27,7 @@ def status(key):
 
 def touch(model):
     # A mapped file is not resident until it is used, and a model is loaded to be used.
-    return [float(one.detach().sum()) for one in model.parameters()]
+    return [float(parameter.detach().sum()) for parameter in model.parameters()]
 
 {imports}
 import torch

@@ -81,8 +81,8 @@ def measure(folder: Path, name: str, method: Method) -> dict[str, Any]:
     )
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
-    found: dict[str, Any] = json.loads((folder / f"{name}-{method}" / "summary.json").read_text())
-    return found
+    summary: dict[str, Any] = json.loads((folder / f"{name}-{method}" / "summary.json").read_text())
+    return summary
 
 
 def main() -> None:
@@ -103,8 +103,8 @@ def main() -> None:
             make_base(folder, name)
             config = config_of(SHAPES[name])
             for method in METHODS:
-                found = measure(folder, name, method)
-                parts = found["memory"]
+                summary = measure(folder, name, method)
+                parts = summary["memory"]
                 counted = vars(parameter_bytes(config, method))
                 assert {part: parts[part] for part in counted} == counted, (parts, counted)
                 numbers = "".join(
@@ -114,8 +114,8 @@ def main() -> None:
                         ("logits", 8),
                     )
                 )  # fmt: skip
-                held = found["peak_memory_bytes"] / 2**20
-                print(f"{name:6}{method:7}{config.parameter_count():>14,}{numbers}        {held:8.0f}", flush=True)
+                resident = summary["peak_memory_bytes"] / 2**20
+                print(f"{name:6}{method:7}{config.parameter_count():>14,}{numbers}        {resident:8.0f}", flush=True)
     print(f"\n{columns}{'total':>10}   (GB, without activations)")
     for name, shape in LARGE.items():
         config = config_of(shape)

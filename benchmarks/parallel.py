@@ -104,22 +104,22 @@ def recipe(layout: str) -> Recipe:
 
 def packs(count: int, seed: int) -> list[Pack]:
     random = np.random.default_rng(seed)
-    found = []
+    packs = []
     for number in range(count):
         weights = np.ones(LENGTH, dtype=np.float32)
         weights[0] = 0
-        found.append(Pack((Sample(random.integers(0, WORDS, LENGTH).astype(np.int32), weights, f"row {number}"),)))
-    return found
+        packs.append(Pack((Sample(random.integers(0, WORDS, LENGTH).astype(np.int32), weights, f"row {number}"),)))
+    return packs
 
 
 def storages(tensors: Iterator[Tensor | None]) -> int:
     """Bytes of the storages that tensors are views of, each once."""
-    found = {}
+    storages = {}
     for tensor in tensors:
         if tensor is not None:
             storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            found[storage.data_ptr() or id(storage)] = storage.nbytes()
-    return sum(found.values())
+            storages[storage.data_ptr() or id(storage)] = storage.nbytes()
+    return sum(storages.values())
 
 
 def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
@@ -173,7 +173,7 @@ def memory_of(layout: str) -> dict[str, float]:
         most["gradients"] = max(most["gradients"], grads)
         optimizer.step(free_gradients=True)
         optimizer.zero_grad()
-    most["optimizer"] = sum(one.nbytes for one in optimizer.state_tensors().values())
+    most["optimizer"] = sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
     return {name: value / count for name, value in most.items()}
 
 
@@ -251,8 +251,8 @@ def work(rank: int, world: int, folder: str, what: str, layout: str, rounds: int
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
-    found = {"memory": memory_of, "kept": kept_of}[what](layout) if what != "times" else times_of(layout, rounds)
-    torch.save(found, f"{folder}/{rank}.pt")
+    result = {"memory": memory_of, "kept": kept_of}[what](layout) if what != "times" else times_of(layout, rounds)
+    torch.save(result, f"{folder}/{rank}.pt")
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may abort a process that ends in the ordinary way
 
@@ -278,8 +278,8 @@ def main() -> None:
         for world in options.processes:
             if world == 1 and layout != "none":
                 continue
-            found = spread(world, "memory", layout, 0)
-            parts = [max(one[name] for one in found) for name in ("weights", "gradients", "optimizer")]
+            results = spread(world, "memory", layout, 0)
+            parts = [max(result[name] for result in results) for name in ("weights", "gradients", "optimizer")]
             cells = [f"{got:6.2f} ({want:5.2f})" for got, want in zip(parts, formula(world, rest), strict=True)]
             total, wanted = sum(parts), sum(formula(world, rest))
             paper = PAPER.get(layout.partition("-")[0], lambda n: 0)(world)
@@ -288,14 +288,14 @@ def main() -> None:
     (alone,) = spread(1, "kept", "none", 0)
     print(f"none            1   {alone / 2**20:6.1f} MiB")
     for layout in TENSOR:
-        for world in (one for one in options.processes if one > 1):
+        for world in (count for count in options.processes if count > 1):
             kept = max(spread(world, "kept", layout, 0))
             print(f"{layout:15} {world}   {kept / 2**20:6.1f} MiB  {kept / alone:.3f}", flush=True)
     if options.memory_only:
         return
     print("\nstep time over a bare FSDP2 script: median (lowest to highest)")
     for layout in ("zero2", "zero3"):
-        for world in (one for one in options.processes if one > 1):
+        for world in (count for count in options.processes if count > 1):
             ratios = spread(world, "times", layout, options.rounds)[0]
             low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
             print(f"{layout:11} {world}   {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)

@@ -113,8 +113,8 @@ def main() -> None:
     print(bitsandbytes_kernels.kernels_in_use())
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float32):
-            found = measure((torch.randn(shape) * 0.02).to(dtype), arguments.kind, arguments.rounds)
-            for work, times in found.items():
+            times_by_work = measure((torch.randn(shape) * 0.02).to(dtype), arguments.kind, arguments.rounds)
+            for work, times in times_by_work.items():
                 listed = "   ".join(f"{name} {taken:8.3f}" for name, taken in times.items())
                 case = f"{arguments.kind} {shape[0]} x {shape[1]} {str(dtype).removeprefix('torch.')}"
                 print(f"{case:24s} {work:8s} {listed}")

@@ -48,26 +48,26 @@ VOCABULARY = 32000
 class Live(TorchDispatchMode):
     """The most bytes that storages made within it took at a time.
 
-    held: tensors whose storages are not counted, though operators give views of them.
+    excluded: tensors whose storages are not counted, though operators give views of them.
     """
 
-    def __init__(self, held: Sequence[Tensor]) -> None:
+    def __init__(self, excluded: Sequence[Tensor]) -> None:
         super().__init__()
-        self._held = {one.untyped_storage()._cdata for one in held}
-        self.most = self._now = 0
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
+        self.peak_bytes = self._bytes = 0
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(one, Tensor):
-                storage = one.untyped_storage()
-                if storage._cdata not in self._known and storage._cdata not in self._held:
+        for result in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(result, Tensor):
+                storage = result.untyped_storage()
+                if storage._cdata not in self._known and storage._cdata not in self._excluded:
                     self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                    self._now += storage.nbytes()
+                    self._bytes += storage.nbytes()
         for key in [key for key, (ref, _) in self._known.items() if ref.expired()]:
-            self._now -= self._known.pop(key)[1]
-        self.most = max(self.most, self._now)
+            self._bytes -= self._known.pop(key)[1]
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
         return out
 
 
@@ -78,9 +78,9 @@ class Bench:
         self.tokens = torch.randint(0, VOCABULARY, (tokens,))
         self.positions = torch.cat([torch.arange(end - start) for start, end in pairwise(self.boundaries)])
 
-    def step(self, away: ActivationOffload | None) -> float:
+    def step(self, offload: ActivationOffload | None) -> float:
         start = time.perf_counter()
-        with nullcontext() if away is None else away.active():
+        with nullcontext() if offload is None else offload.active():
             hidden = self.model(self.tokens, self.positions, PackedAttention(self.boundaries), torch.bfloat16)
         hidden.float().square().sum().backward()
         seconds = time.perf_counter() - start
@@ -88,24 +88,24 @@ class Bench:
         return seconds
 
     def kept(self) -> int:
-        held = {one.untyped_storage().data_ptr() for one in (*self.model.parameters(), *self.model.buffers())}
-        found: dict[int, int] = {}
+        weights = {tensor.untyped_storage().data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())}
+        storages: dict[int, int] = {}
 
         def count(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in held:
-                found[storage.data_ptr()] = storage.nbytes()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()
 
         with saved_tensors_hooks(count, lambda tensor: tensor):
             self.model(self.tokens, self.positions, PackedAttention(self.boundaries), torch.bfloat16)
-        return sum(found.values())
+        return sum(storages.values())
 
-    def peak(self, away: ActivationOffload | None) -> int:
+    def peak(self, offload: ActivationOffload | None) -> int:
         weights = [*self.model.parameters(), *self.model.buffers()]
-        with Live([*weights, *(one.grad for one in weights if one.grad is not None)]) as live:
-            self.step(away)
-        return live.most
+        with Live([*weights, *(weight.grad for weight in weights if weight.grad is not None)]) as live:
+            self.step(offload)
+        return live.peak_bytes
 
 
 def main() -> None:
@@ -126,20 +126,20 @@ def main() -> None:
     start = time.perf_counter()
     costs = measure_layers(model, bench.tokens, bench.positions, PackedAttention(bench.boundaries), torch.bfloat16)
     seconds = time.perf_counter() - start
-    whole = peak_bytes(costs, [LayerPlan(one.layer, "none") for one in costs])
+    whole = peak_bytes(costs, [LayerPlan(cost.layer, "none") for cost in costs])
     half = fastest_plan(costs, whole // 2)
     print(f"measured in {seconds:.1f} s; half of {mib(whole)} MiB: {describe(half)}")
-    words: dict[str, Sequence[LayerPlan]] = {
+    plans: dict[str, Sequence[LayerPlan]] = {
         kind: plan_of(sections.Recompute(kind=kind), model) for kind in ("none", "selective", "full", "every")
     }
-    words["elementwise"] = [LayerPlan(one.layer, "elementwise") for one in costs]
-    words["planned, half"] = half
+    plans["elementwise"] = [LayerPlan(cost.layer, "elementwise") for cost in costs]
+    plans["planned, half"] = half
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         to_files = offload_for(torch.device("cpu"), Path(folder))
         cases: list[tuple[str, Sequence[LayerPlan], ActivationOffload | None]] = [
-            *((name, plan, None) for name, plan in words.items()),
-            ("none, offloaded to a file", words["none"], to_files),
-            ("full, offloaded to a file", words["full"], to_files),
+            *((name, plan, None) for name, plan in plans.items()),
+            ("none, offloaded to a file", plans["none"], to_files),
+            ("full, offloaded to a file", plans["full"], to_files),
         ]
         report(bench, cases, options.rounds)
 
@@ -151,12 +151,12 @@ def report(
     kept: dict[str, int] = {}
     peaks: dict[str, int] = {}
     for turn in range(rounds + 1):  # the first warms up, and is counted instead of timed
-        for name, plan, away in cases:
+        for name, plan, offload in cases:
             wrap(bench.model, plan)
             if turn == 0:
-                kept[name], peaks[name] = 0 if away else bench.kept(), bench.peak(away)
+                kept[name], peaks[name] = 0 if offload else bench.kept(), bench.peak(offload)
             else:
-                times.setdefault(name, []).append(bench.step(away))
+                times.setdefault(name, []).append(bench.step(offload))
             unwrap(bench.model)
     first = statistics.median(times["none"])
     print(f"{'':28}{'kept MiB':>10}{'':>8}{'peak MiB':>10}{'':>8}{'seconds':>10}")

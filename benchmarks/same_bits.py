@@ -25,6 +25,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ def tensors(folder: Path) -> dict[str, str]:
     hashes = {}
     files = folder.rglob("*.safetensors")
     # A hidden folder is what a killed process was writing; it goes when nothing has that process's number.
-    for file in sorted(file for file in files if not any(part.startswith(".") for part in file.parts)):
+    for file in sorted(
+        file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ):
         with safe_open(file, "pt") as content:
             for name in content.keys():  # noqa: SIM118 - a file is no mapping
                 tensor = content.get_tensor(name).contiguous()
@@ -90,29 +93,27 @@ def train(checkout: Path, case: Case, runs: Path, name: str, inputs: Path, base:
     return output
 
 
-def compare(ours: Path, theirs: Path) -> dict[str, str]:
+def compare(run: Path, base_run: Path) -> dict[str, str]:
     """What of two finished runs is the same: `same (n)` or what differs first, by part."""
-    found = {}
-    our_steps, their_steps = steps(ours), steps(theirs)
-    pairs = list(zip(our_steps, their_steps, strict=False))
+    results = {}
+    run_steps, base_steps = steps(run), steps(base_run)
+    pairs = list(zip(run_steps, base_steps, strict=False))
     differing = next((a["step"] for a, b in pairs if a != b), None)
-    if differing is None and len(our_steps) != len(their_steps):
-        differing = f"{len(our_steps)} lines, not {len(their_steps)}"
-    found["steps"] = f"same ({len(pairs)})" if differing is None else f"DIFFER at step {differing}"
-    first = "checkpoints/step-00000001"
-    parts = {"gradients": first, "states": "checkpoints", "result": ""}
-    for part, below in parts.items():
-        our, their = tensors(ours / below), tensors(theirs / below)
-        if part == "gradients":
-            our, their = ({key: value for key, value in side.items() if "optimizer" in key} for side in (our, their))
-        if part == "result":
-            our, their = (
-                {key: value for key, value in side.items() if not key.startswith("checkpoints/")}
-                for side in (our, their)
-            )
-        wrong = [key for key in sorted(our.keys() | their.keys()) if our.get(key) != their.get(key)]
-        found[part] = f"same ({len(our)})" if our and not wrong else f"DIFFER ({len(wrong)}: {(wrong or ['none'])[0]})"
-    return found
+    if differing is None and len(run_steps) != len(base_steps):
+        differing = f"{len(run_steps)} lines, not {len(base_steps)}"
+    results["steps"] = f"same ({len(pairs)})" if differing is None else f"DIFFER at step {differing}"
+    hashes, base_hashes = tensors(run), tensors(base_run)
+    parts: dict[str, Callable[[str], bool]] = {
+        "gradients": lambda key: key.startswith("checkpoints/step-00000001/") and "optimizer" in key,
+        "states": lambda key: key.startswith("checkpoints/"),
+        "result": lambda key: not key.startswith("checkpoints/"),
+    }
+    for part, belongs in parts.items():
+        keys = sorted(key for key in hashes.keys() | base_hashes.keys() if belongs(key))
+        wrong = [key for key in keys if hashes.get(key) != base_hashes.get(key)]
+        is_same = bool(keys) and not wrong
+        results[part] = f"same ({len(keys)})" if is_same else f"DIFFER ({len(wrong)}: {(wrong or ['no tensor'])[0]})"
+    return results
 
 
 def main() -> int:
@@ -133,21 +134,21 @@ def main() -> int:
         all_same = True
         for name in options.cases:
             began, case = time.perf_counter(), CASES[name]
-            theirs = train(options.base.resolve(), case, of_base, name, inputs, base)
+            base_run = train(options.base.resolve(), case, of_base, name, inputs, base)
             broken = train(options.base.resolve(), case, of_base, f"{name}-killed", inputs, base, killed=True)
-            ours = train(this, case, of_this, name, inputs, base)
+            finished = train(this, case, of_this, name, inputs, base)
             resumed = of_this / f"{name}-resumed"
             shutil.copytree(broken, resumed)
             recipe = of_base / f"{name}-killed.yaml"
             published = sorted(path.name for path in (resumed / "checkpoints").glob("step-*"))
             assert published[-1] == f"step-{KILLED_AT - 1:08d}", published
             run(command(recipe, case, f"output={resumed}"), environment(this))
-            found = compare(ours, theirs)
-            again = compare(resumed, theirs)
-            found["resumed"] = "same" if all(value.startswith("same") for value in again.values()) else str(again)
-            same = all(value.startswith("same") for value in found.values())
+            results = compare(finished, base_run)
+            again = compare(resumed, base_run)
+            results["resumed"] = "same" if all(value.startswith("same") for value in again.values()) else str(again)
+            same = all(value.startswith("same") for value in results.values())
             all_same &= same
-            shown = "   ".join(f"{part} {value}" for part, value in found.items())
+            shown = "   ".join(f"{part} {value}" for part, value in results.items())
             print(f"{name:14} {shown}   {time.perf_counter() - began:.0f} s", flush=True)
     print("the same bits in every case" if all_same else "NOT the same bits")
     return 0 if all_same else 1

@@ -65,16 +65,16 @@ def make_rows(data: str, tokenizer: Path, file: Path) -> float:
     """Alpaca rows as token ids, labels on the answer; returns the mean length."""
     from transformers import AutoTokenizer
 
-    words = AutoTokenizer.from_pretrained(tokenizer)
+    chat_tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     lengths = []
     with file.open("w") as out:
         for row in json.loads(Path(data).read_text()):
             question = "\n".join(part for part in (row["instruction"], row.get("input", "")) if part)
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
-            prompt = words.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
-            whole = words.apply_chat_template(messages, tokenize=False)
-            context = len(words(prompt, add_special_tokens=False)["input_ids"])
-            ids = words(whole, add_special_tokens=False)["input_ids"][:LENGTH]
+            prompt = chat_tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+            whole = chat_tokenizer.apply_chat_template(messages, tokenize=False)
+            context = len(chat_tokenizer(prompt, add_special_tokens=False)["input_ids"])
+            ids = chat_tokenizer(whole, add_special_tokens=False)["input_ids"][:LENGTH]
             if context < len(ids):
                 json.dump({"input_ids": ids, "labels": [-100] * context + ids[context:]}, out)
                 out.write("\n")

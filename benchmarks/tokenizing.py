@@ -80,7 +80,7 @@ def conversations(data: str) -> Iterator[tuple[list[dict[str, Any]], Any]]:
 def measured(work: Callable[[], object]) -> Figure:
     def cpu() -> float:
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(one.ru_utime + one.ru_stime for one in used)
+        return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
     begin, cpu_begin = time.perf_counter(), cpu()
     work()
