@@ -1,1 +1,1 @@
-"""What is made again or kept elsewhere to save memory."""
+"""Recomputation, offload and memory-mapped files: what saves memory at the price of time."""

@@ -84,6 +84,7 @@ class ActivationOffload:
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        """Offloads what autograd saves within it."""
         forward_pass = _ForwardPass(self._new_target(), self._min_bytes)
         with forward_pass.hooks():
             yield
@@ -132,6 +133,7 @@ class _ForwardPass:
         self.offloaded_bytes = 0
 
     def hooks(self) -> AbstractContextManager[None]:
+        """The saved_tensors_hooks of this pass."""
         return saved_tensors_hooks(self._pack, lambda saved: saved.tensor() if isinstance(saved, _View) else saved)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
@@ -151,6 +153,7 @@ class _ForwardPass:
         return _View(offloaded, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def end(self) -> None:
+        """The pass is over: storages may be changed or freed from here on."""
         self._by_storage = {}
         self._target.finish()
 

@@ -93,6 +93,7 @@ class _ViewOf(NamedTuple):
         return _ViewOf(tensor.size(), tensor.stride(), int(tensor.storage_offset()) - base)
 
     def applied(self, tensor: Tensor) -> Tensor:
+        """The same view of another tensor."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
