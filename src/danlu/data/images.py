@@ -98,13 +98,9 @@ class ImageDataset:
         return Image(self.pixels[place], int(self.labels[place]), self.files[file], number, self.sources[file])
 
     def chosen(self, places: np.ndarray) -> ImageDataset:
-        return replace(
-            self,
-            pixels=self.pixels[places],
-            labels=self.labels[places],
-            origin=self.origin[places],
-            numbers=self.numbers[places],
-        )
+        columns = (self.pixels, self.labels, self.origin, self.numbers)
+        pixels, labels, origin, numbers = (column[places] for column in columns)
+        return replace(self, pixels=pixels, labels=labels, origin=origin, numbers=numbers)
 
     def digest(self) -> str:
         """Equal for equal images and labels in the same order."""

@@ -20,7 +20,7 @@ from danlu.data.render import render_rows
 from danlu.data.rows import parse_row
 from danlu.data.samples import SampleBlock
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
-from danlu.data.tokenizing import Task, TokenizerInfo, TokenizeSettings, tokenise, tokenizer_info
+from danlu.data.tokenizing import Task, TokenizerInfo, TokenizeSettings, block_of, tokenise, tokenizer_info
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError, RecipeError
 
@@ -148,13 +148,7 @@ def _untruncated(tokenizer: Tokenizer, settings: TokenizeSettings, row: RawRow) 
     parsed = parse_row(row.value, settings.format, row.where)
     (samples,) = render_rows([parsed], [row.where], tokenizer, settings.rendering)
     assert not isinstance(samples, DataError), "a row that was rendered before"
-    return SampleBlock.of(
-        [sample.tokens for sample in samples],
-        [sample.weights for sample in samples],
-        [sample.reasons for sample in samples],
-        [row.index] * len(samples),
-        [row.where] * len(samples),
-    )
+    return block_of(samples, [row.index] * len(samples))
 
 
 def _sample(tokenizer: Tokenizer, block: SampleBlock, number: int) -> PreviewSample:

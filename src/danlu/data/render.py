@@ -101,11 +101,7 @@ def render_rows(
     for number, (row, where) in enumerate(zip(rows, wheres, strict=True)):
         outcome: list[RenderedSample] | DataError = []
         if isinstance(row, Tokenized):
-            outcome = (
-                [_pretokenized(row, where, tokenizer)]
-                if _is_in_vocabulary(row, tokenizer)
-                else _out_of_vocabulary(row, where, tokenizer)
-            )
+            outcome = _pretokenized(row, where, tokenizer)
         else:
             renderer.prepare(row)
             try:
@@ -341,22 +337,17 @@ def _with_token(
     )
 
 
-def _is_in_vocabulary(row: Tokenized, tokenizer: Tokenizer) -> bool:
-    return bool(row.tokens.min() >= 0 and row.tokens.max() < tokenizer.vocab_size)
-
-
-def _out_of_vocabulary(row: Tokenized, where: str, tokenizer: Tokenizer) -> DataError:
-    wrong = next(token for token in row.tokens.tolist() if not 0 <= token < tokenizer.vocab_size)
-    problem = f"{where}: token {wrong} is not in the vocabulary of {tokenizer.path} (0 to {tokenizer.vocab_size - 1})"
-    return DataError(f"{problem}; use the tokenizer that made these rows")
-
-
-def _pretokenized(row: Tokenized, where: str, tokenizer: Tokenizer) -> RenderedSample:
-    count = len(row.tokens)
+def _pretokenized(row: Tokenized, where: str, tokenizer: Tokenizer) -> list[RenderedSample] | DataError:
+    """A row of given tokens as a sample; what is wrong with it if a token is not in the vocabulary."""
+    outside = row.tokens[(row.tokens < 0) | (row.tokens >= tokenizer.vocab_size)]
+    if len(outside):
+        vocabulary = f"the vocabulary of {tokenizer.path} (0 to {tokenizer.vocab_size - 1})"
+        problem = f"{where}: token {outside[0]} is not in {vocabulary}"
+        return DataError(f"{problem}; use the tokenizer that made these rows")
     weights = row.weights.copy()
     weights[0] = 0
     reasons = np.where(row.weights > 0, Reason.TEXT, Reason.PROMPT).astype(np.uint8)
-    return RenderedSample(row.tokens, weights, reasons, np.full(count, -1, np.int32), where)
+    return [RenderedSample(row.tokens, weights, reasons, np.full(len(row.tokens), -1, np.int32), where)]
 
 
 def untrained_terminator(rendered: RenderedSample) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -192,15 +192,20 @@ def _fit(outcome: list[RenderedSample], settings: TokenizeSettings, statistics: 
     return kept
 
 
-def _block(samples: list[RenderedSample], numbers: list[int], statistics: Statistics) -> SampleBlock:
-    """The samples as a block, counted."""
-    block = SampleBlock.of(
+def block_of(samples: Sequence[RenderedSample], row_numbers: Sequence[int]) -> SampleBlock:
+    """Rendered samples as a block. `row_numbers`: of each, the number of its row in the source."""
+    return SampleBlock.of(
         [sample.tokens for sample in samples],
         [sample.weights for sample in samples],
         [sample.reasons for sample in samples],
-        numbers,
+        row_numbers,
         [sample.where for sample in samples],
     )
+
+
+def _block(samples: list[RenderedSample], numbers: list[int], statistics: Statistics) -> SampleBlock:
+    """The samples as a block, counted."""
+    block = block_of(samples, numbers)
     statistics.samples = len(block)
     statistics.tokens = len(block.tokens)
     statistics.longest = int(block.lengths.max(initial=0))
