@@ -66,7 +66,7 @@ class Peak:
         return f"{line}, and not by the device's specification, {_format_flops(self.specified)}"
 
     def to_json(self) -> dict[str, Any]:
-        """For environment.json of a run."""
+        """For summary.json of a run."""
         return {
             "dtype": _name(self.dtype),
             "measured_flops": self.measured,
