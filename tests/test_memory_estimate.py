@@ -118,7 +118,7 @@ def measured_step(
     recipe = load(world.recipe(folder / "run", **{**model, **settings, **changes})).recipe
     placed = placed_of(recipe)
     compute, optimizer = placed.learner(micro), optimizer_of(placed.parameters(), recipe, CPU)
-    placed.model.embed_tokens.gradient_of_rows = False
+    placed.model.embed_tokens.sparse_gradient = False
     tokens, weights = np.ones(length, dtype=np.int32), np.ones(length, dtype=np.float32)
     weights[0] = 0
     packs = [Pack((Sample(tokens, weights, "row"),))] * micro

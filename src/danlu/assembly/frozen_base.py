@@ -54,7 +54,7 @@ def adapters_of(
 ) -> AdapterSet:
     """An empty AdapterSet for a decoder, whose parameters it freezes.
 
-    encode: text to tokens, for prompts that start from words. quantization: section of the base's, for LoftQ.
+    encode: text to token ids, for prompts that start as a text. quantization: section of the base's, for LoftQ.
     """
     modules = FAMILIES[model.config.family].modules
     build_context = BuildContext(partial(named_generator, seed), DropoutState(seed), torch.device(device), encode)

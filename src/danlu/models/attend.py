@@ -184,6 +184,7 @@ class _BlockAttention(torch.autograd.Function):
             scores = attention_scores(queries, keys, settings.scale)  # [K, G*B, L]
             if settings.softcap is not None:
                 scores.div_(settings.softcap).tanh_()
+                # d/ds of cap * tanh(s / cap) is 1 - tanh^2: all that the backward pass needs of the cap.
                 kept.append(scores.square().neg_().add_(1).to(q.dtype))
                 scores.mul_(settings.softcap)
             _hide(scores.view(kv_heads, groups, block.rows, -1), block.window)
@@ -212,8 +213,10 @@ class _BlockAttention(torch.autograd.Function):
             real = slice(block.first, block.stop)
             count = block.stop - block.first
             grad_out = _by_head(block.queries(grad_grouped))  # [K, G*B, C]
+            # Blocks share keys, so grad_k and grad_v are sums over blocks; the rows that fill a block up are cut off.
             grad_v[:, real] += torch.bmm(probabilities.transpose(1, 2), grad_out)[:, :count]
             grad_probabilities = torch.bmm(grad_out, values.transpose(1, 2))
+            # p * (dp - sum(p * dp)), fused.
             grad_scores = torch.ops.aten._softmax_backward_data(
                 grad_probabilities, probabilities, -1, probabilities.dtype
             )
@@ -222,6 +225,7 @@ class _BlockAttention(torch.autograd.Function):
             grad_q[block.start : block.stop] = _by_token(torch.bmm(grad_scores, keys), block)
             queries = _by_head(block.queries(grouped))
             grad_k[:, real] += torch.bmm(grad_scores.transpose(1, 2), queries)[:, :count]
+        # scores = scale q.k: the scale is taken out of both sums and multiplied once.
         grad_k.mul_(settings.scale)
         return grad_q.mul_(settings.scale), grad_k.transpose(0, 1).to(k.dtype), grad_v.transpose(0, 1).to(v.dtype), None
 

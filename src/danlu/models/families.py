@@ -110,7 +110,7 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
     """The content of a config.json that transformers 4 and 5 load as this model.
 
     torch_dtype: "float32", "bfloat16" or "float16": how the weights beside it are stored.
-    Raises ModelError if the family has no words for something `config` says.
+    Raises ModelError if the family has no key for something that `config` sets.
     """
     family = FAMILIES[config.family]
     eos: int | list[int] | None = list(config.eos_token_ids) or None
@@ -190,7 +190,7 @@ def _layer_types(config: ModelConfig) -> list[str]:
 
 
 def _one_window(config: ModelConfig) -> int | None:
-    """The window of the layers that have one: a config.json has a word for only one."""
+    """The window of the layers that have one: a config.json has a key for only one."""
     return next((window for window in config.windows if window is not None), None)
 
 

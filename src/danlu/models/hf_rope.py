@@ -70,7 +70,7 @@ def _read_scaling(rope: HFValues, scaling: type[RopeScaling], trained: int, long
             given[name] = float(value) if fits else value
         if not fits:
             problems.append(f"{name} is {value!r}, which it cannot be")
-    # An attribute of another scaling is ignored, as transformers does; a word nobody knows may change the numbers.
+    # An attribute of another scaling is ignored, as transformers does; an unknown one may change the numbers.
     known_keys = set(known).union(*({field.name for field in fields(kind)} for kind in SCALINGS.values()))
     unknown = sorted(set(rope.keys()) - known_keys - _NOT_OF_SCALING)
     if unknown:

@@ -111,7 +111,8 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """tokens [T] -> [T, D]. The slot `adapter` takes over the look-up, also of tokens past the vocabulary.
 
-    Where the vocabulary is cut over processes, words that are elsewhere give zeros, and `leave` adds up.
+    Where the vocabulary is cut over processes, tokens whose rows another process has give zeros, and `leave` sums over
+    the processes.
     """
 
     adapter: EmbeddingAdapter | None
@@ -127,7 +128,7 @@ class Embedding(nn.Module):
         """That `weight` has a row for."""
         self.leave: BoundaryOp = identity
         self.sparse_gradient = False
-        """Whether the weight's gradient holds only the rows of words that occur: see `ops.embedding`."""
+        """Whether the weight's gradient is a sparse tensor of the rows of tokens that occur: see `ops.embedding`."""
 
     def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         x = self.base(tokens, dtype) if self.adapter is None else self.adapter(tokens, dtype, self)  # [T, D]

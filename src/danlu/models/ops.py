@@ -63,10 +63,10 @@ def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, *, sparse_grad
 
 
 class _HalfEmbedding(torch.autograd.Function):
-    """`F.embedding`, with gradients of one word summed in float32 and rounded once.
+    """`F.embedding`, with gradients of one token id summed in float32 and rounded once.
 
-    On a CPU torch sums them in the type of the weight, where what a frequent word gets soon rounds away: in bfloat16,
-    with 1000 words that follow Zipf's law, 1.6 % of the gradient of 4096 tokens and 19 % of that of 65,536. Its CUDA
+    On a CPU torch sums them in the type of the weight, where what a frequent token gets soon rounds away: in bfloat16,
+    with 1000 token ids that follow Zipf's law, 1.6 % of the gradient of 4096 tokens and 19 % of that of 65,536. CUDA's
     kernels sum in float32 already.
     """
 
@@ -106,7 +106,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Te
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Saves x and one number a row, where autograd over the written-out formula saves three float32 copies of x."""
+    """RMSNorm that saves x and a number a row; autograd over the formula saves three float32 copies of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -128,7 +128,7 @@ class _RmsNorm(torch.autograd.Function):
             grad_weight = product.reshape(-1, product.shape[-1]).sum(0).to(weight.dtype)
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None, None
-        # d/dx of x r(x) w: r (w g - n mean(w g n)), with n = x r the normed row.
+        # The derivative of x r(x) w by x: r (w g - n mean(w g n)), with n = x r the normed row.
         mean = torch.mv(product.reshape(-1, product.shape[-1]), scale) / product.shape[-1]  # [T]
         wide_grad = wide_grad * scale
         grad_x = wide_grad.addcmul_(normed, mean.reshape(inverse.shape), value=-1).mul_(inverse)
@@ -146,7 +146,7 @@ def gated_mlp_activation(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Saves gate and up only; silu(gate) is made again in the backward pass."""
+    """silu(gate) * up, which saves gate and up only; silu(gate) is recomputed in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -160,6 +160,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
+        # silu is computed again: keeping it would take a third tensor as large as gate and up.
         grad_up = F.silu(gate).mul_(grad)
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return grad_gate, grad_up

@@ -62,7 +62,7 @@ def from_scratch(
     values.setdefault("vocab_size", vocab_size)
     config = read_config_values(values, where=where)
     check_vocabulary(config, vocab_size)
-    # Ids that the config leaves out are its family's defaults, which mean other words in this tokenizer.
+    # Ids that the config leaves out are its family's defaults, which are other tokens in this tokenizer.
     bos = config.bos_token_id if "bos_token_id" in values else None
     eos = config.eos_token_ids if "eos_token_id" in values else ()
     return replace(

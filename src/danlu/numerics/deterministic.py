@@ -23,7 +23,7 @@ _NONE_KNOWN = "does not have a deterministic implementation"
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Until the block ends; where it is not wanted, everything stays as it is.
+    """A context in which torch uses deterministic algorithms only, if `wanted`; else nothing changes.
 
     To be entered before the first matrix product on a GPU: that is when cuBLAS reads what it may use.
     Raises ResourceError for an operation that has no such algorithm.

@@ -74,6 +74,7 @@ def quantize(matrix: Tensor, kind: Kind, block: int) -> tuple[Tensor, Tensor]:
     start = 0
     for numbers in row_major(matrix.detach(), block):
         stop = start + numbers.numel()
+        # Tiles begin with a block and at an even number, so a byte never holds codes of two tiles.
         scaled = _scaled(numbers, block, absmax[start // block : _parts(stop, block)])
         nearest = _nearest(scaled, kind)
         codes[start // 2 : (stop + 1) // 2] = (nearest[::2] << 4) | nearest[1::2]
@@ -100,6 +101,7 @@ def dequantize_into(out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, bloc
     size = tile_size(flat.numel(), out.device)
     for start in range(0, flat.numel(), size):
         tile = flat[start : start + size]
+        # One look-up of a byte gives both of its numbers: 8 bytes read as two float32.
         of_tile = packed[start // 2 : _parts(start + tile.numel(), 2)].to(torch.int32)
         numbers = torch.index_select(values, 0, of_tile).view(torch.float32)[: tile.numel()]
         tile.copy_(_times(numbers, absmax[start // block : _parts(start + tile.numel(), block)], block))
@@ -126,6 +128,7 @@ def quantize_absmax(absmax: Tensor) -> Nested:
     centred = F.pad(absmax - offset, (0, -absmax.numel() % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     largest = centred.abs().amax(dim=1)
     scaled = centred * (1 / largest.where(largest > 0, 1)).unsqueeze(1)
+    # The nearest of 255 uneven values, by a table over even steps: the same entries as bitsandbytes finds.
     steps = ((scaled.clamp_(-1, 1) + 1) * 0.5 * STEPS + 0.5).to(torch.int32)
     codes = torch.index_select(dynamic_codes(absmax.device), 0, steps.view(-1)).view(-1, NESTED_BLOCK)
     codes[largest == 0] = 0
