@@ -1,8 +1,8 @@
 """From a recipe to what is trained, placed on the processes of a run: the order of `place` is the documentation.
 
-Alone this is a model in float32, or a frozen one with adapters. Of several processes each holds its part: the model is
-made as shapes, cut and sharded, and only then are weights drawn or read, one whole tensor at a time. A frozen base
-comes layer by layer, each of which is cut and sharded (`Parts`) before the next one is read.
+In a single process this is a model in float32, or a frozen one with adapters. With several, each has its part: the
+model is made on the meta device, cut and sharded, and only then are weights drawn or read, one whole tensor at a time.
+A frozen base is read layer by layer, each of which is cut and sharded (`LayerPlacer`) before the next one is read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import NOTE
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.train.checkpoints.loading import read_group
 from danlu.types import Pack, Sample
 
 
@@ -53,8 +52,8 @@ class Subject:
     model: Decoder
     adapters: AdapterSet | None = None
     base: Base | None = None
-    parts: Parts | None = None
-    """Which has cut and sharded its layers already, while they were read."""
+    placer: LayerPlacer | None = None
+    """Has cut and sharded the layers already, while they were read."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,13 @@ class Placed:
     notes: tuple[str, ...] = ()
     """For the console."""
     plan: recompute.Plan = ()
-    """What each layer makes again in the backward pass."""
+    """What each layer recomputes in the backward pass."""
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What optimizers and averages work on, by name: as much of each parameter as is here."""
+        """What optimizers and averages work on, by name: this process's part of each parameter."""
         if not self.parallel.local_parameters:
             return list(self.subject.model.named_parameters())
-        return [(name, one.local) for name, one in self.parallel.local_parameters.items()]
+        return [(name, parameter.local) for name, parameter in self.parallel.local_parameters.items()]
 
 
 def subject_of(
@@ -87,18 +86,19 @@ def subject_of(
 ) -> Subject:
     """The decoder in float32 with its first weights, or a frozen one with adapters.
 
-    resumed: weights will be read from a checkpoint, so there is only memory for them. saved: of adapters, what the
-    checkpoint holds. ranks: where it will be placed; on several processes a model that is trained as a whole has only
-    shapes until then, and a frozen one is placed while it is read.
+    resumed: weights will be read from a checkpoint, so parameters are allocated without values. saved: the tensors of
+    the adapter in that checkpoint. encode: text to tokens, for prompts that start from words. ranks: where it will be
+    placed; on several processes a model that is trained as a whole is on the meta device until then, and a frozen one
+    is placed while it is read. Raises ModelError for folders that cannot be read, RecipeError as `place`.
     """
     if recipe.adapter is not None:
-        parts: Parts | None = None
+        placer: LayerPlacer | None = None
 
-        def layer_hook_factory(coming: Adapted) -> Callable[[str], None]:
-            nonlocal parts
+        def layer_hook_factory(loading: Adapted) -> Callable[[str], None]:
+            nonlocal placer
             assert ranks is not None
-            parts = Parts(coming.model, coming.adapters, recipe, ranks, device)
-            return parts.layer_loaded
+            placer = LayerPlacer(loading.model, loading.adapters, recipe, ranks, device)
+            return placer.layer_loaded
 
         adapted, base = adapted_model(
             recipe.model,
@@ -111,7 +111,7 @@ def subject_of(
             saved_adapter=saved,
             layer_hook_factory=layer_hook_factory if ranks is not None and layer_by_layer(recipe, ranks) else None,
         )
-        return Subject(adapted.model, adapted.adapters, base, parts)
+        return Subject(adapted.model, adapted.adapters, base, placer)
     if recipe.model.adapters and not resumed:
         return Subject(merged_model(recipe.model, device=device))
     if ranks is not None and not ranks.alone:
@@ -125,8 +125,8 @@ def subject_of(
     return Subject(model)
 
 
-class Parts:
-    """Cuts a model among tensor ranks and shards it among data ranks, a layer at a time where its weights come so."""
+class LayerPlacer:
+    """Cuts a model among tensor ranks and shards it among data ranks, a layer at a time where it is read so."""
 
     def __init__(
         self, model: Decoder, adapters: AdapterSet | None, recipe: Recipe, ranks: Ranks, device: torch.device
@@ -147,7 +147,7 @@ class Parts:
             )
 
     def layer_loaded(self, name: str) -> None:
-        """Leaves of a layer that has its weights what belongs here."""
+        """Leaves of a layer whose weights have been read the part of this process."""
         self.cutter.layer(name)
         self.shard_layer(name)
         if self.adapters is not None:
@@ -159,30 +159,30 @@ class Parts:
 
 
 def shards_on_host(recipe: Recipe, device: torch.device) -> bool:
-    """Whether shards of parameters wait in the host's memory, which on a CPU is where they are anyway."""
+    """Whether shards of parameters are offloaded to the host's memory, which on a CPU they do not leave."""
     return "parameters" in recipe.memory.offload and device.type != "cpu"
 
 
 def layer_by_layer(recipe: Recipe, ranks: Ranks) -> bool:
-    """Whether a frozen base can be cut and sharded while it is read, so that no process ever holds all of it.
+    """Whether a frozen base can be cut and sharded while it is read, so that no process ever has all of it.
 
-    Adapters below are put on a base that is whole, and plans are measured on one.
+    Frozen adapters (`model.adapters`) and measured plans of recomputation need a base that is whole.
     """
     section = recipe.parallel
-    parted = ranks.tensor.size > 1 or (section.shard != "none" and ranks.data.size > 1)
-    return parted and not recipe.model.adapters and recipe.memory.recompute.kind != "planned"
+    is_divided = ranks.tensor.size > 1 or (section.shard != "none" and ranks.data.size > 1)
+    return is_divided and not recipe.model.adapters and recipe.memory.recompute.kind != "planned"
 
 
 def check_placing(recipe: Recipe, ranks: Ranks, device: torch.device) -> None:
-    """Raises RecipeError for what no model can be placed with, before one is loaded."""
+    """Raises RecipeError for settings with which no model can be placed, before one is loaded."""
     section = recipe.parallel
     if recipe.optimizer.kind == "galore" and not ranks.alone:
         raise RecipeError(
             "optimizer.kind: galore projects a gradient as soon as it is there, before other processes have added "
             "theirs. Use adamw or adamw8bit, or one process"
         )
-    sharded = section.shard != "none" and ranks.data.size > 1
-    if shards_on_host(recipe, device) and not sharded:
+    is_sharded = section.shard != "none" and ranks.data.size > 1
+    if shards_on_host(recipe, device) and not is_sharded:
         raise RecipeError(
             "memory.offload: parameters leave a GPU as shards, which takes parallel.shard: zero3 (or zero1, zero2) and "
             "two processes or more. On one GPU offload optimizer and activations"
@@ -197,18 +197,19 @@ def place(
     *,
     resumed: bool = False,
 ) -> Placed:
-    """Puts a subject on the processes, in place. Everything here does nothing along an axis of one.
+    """Places a subject on the processes, in place; each line does nothing along an axis with one process.
 
+    resumed: weights will be read from a checkpoint, so a model on the meta device gets no values here.
     Raises RecipeError as `check_placing`, and for a model that cannot be cut.
     """
     check_placing(recipe, ranks, device)
     model, adapters, section = subject.model, subject.adapters, recipe.parallel
-    empty = any(parameter.is_meta for parameter in model.parameters())
-    parts = subject.parts or Parts(model, adapters, recipe, ranks, device)
-    if subject.parts is None:
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    placer = subject.placer or LayerPlacer(model, adapters, recipe, ranks, device)
+    if subject.placer is None:
         for name in model.layers:
-            parts.cutter.layer(name)
-    cuts = parts.cutter.rest()
+            placer.cutter.layer(name)
+    cuts = placer.cutter.rest()
     plan = recompute.plan_of(recipe.memory.recompute, model, lambda: _cheapest_plan(subject, recipe, ranks, device))
     recompute.wrap(model, plan, gathered=token_shares(recipe, ranks) > 1)
     notes = [recompute.describe(plan)] if recipe.memory.recompute.kind != "none" else []
@@ -218,57 +219,59 @@ def place(
         notes.append(
             f"parallel.shard: {section.shard} changes nothing with one data rank: start danlu with --processes N"
         )
-    if parts.sharder is not None:
-        if subject.parts is None:
+    if placer.sharder is not None:
+        if subject.placer is None:
             for name in model.layers:
-                parts.shard_layer(name)
-        parts.sharder.rest(list(model.layers.values()))
-    if empty:
-        data.to_empty(model, device, offload=parts.sharder is not None and shards_on_host(recipe, device))
+                placer.shard_layer(name)
+        placer.sharder.rest(list(model.layers.values()))
+    if on_meta:
+        data.to_empty(model, device, offload=placer.sharder is not None and shards_on_host(recipe, device))
     if adapters is not None:
         adapters.refresh_copies()
-    held = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)
-    if empty and not resumed:
-        fill(held, first_values(recipe, model.config, {name: one.box.global_shape for name, one in held.items()}))
+    local = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)
+    if on_meta and not resumed:
+        shapes = {name: parameter.box.global_shape for name, parameter in local.items()}
+        fill(local, first_values(recipe, model.config, shapes))
     folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
-    in_file = None
+    offloaded = None
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
         folder.mkdir(parents=True, exist_ok=True)
-        in_file = offload_parameters(model, folder, prefetch_layers=section.prefetch)
-        held = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)
-    sums: list[tuple[Group, str]] = []
-    if parts.sharder is not None:
-        sums += [(ranks.data, name) for name in held if name in parts.whole]
-    sums += [(group, name) for name, group in cuts.partial.items()]
-    parallel = StepParallel(ranks, held, tuple(sums))
-    if in_file is not None:
-        parallel = replace(parallel, release_pages=in_file.release)
-    if parts.sharder is not None:
+        offloaded = offload_parameters(model, folder, prefetch_layers=section.prefetch)
+        local = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)  # their memory is in the file now
+    partial_gradients: list[tuple[Group, str]] = []
+    if placer.sharder is not None:
+        partial_gradients += [(ranks.data, name) for name in local if name in placer.whole]
+    partial_gradients += [(group, name) for name, group in cuts.partial.items()]
+    parallel = StepParallel(ranks, local, tuple(partial_gradients))
+    if offloaded is not None:
+        parallel = replace(parallel, release_pages=offloaded.release)
+    if placer.sharder is not None:
         parallel = data.sharded_step(parallel, model, section)
     return Placed(subject, parallel, tuple(notes), plan)
 
 
 def offload_notes(recipe: Recipe, device: torch.device) -> list[str]:
-    """What of `memory.offload` changes nothing on this device."""
+    """Notes on parts of `memory.offload` that change nothing on this device."""
     section = recipe.memory
     folder = None if section.folder is None else Path(section.folder).expanduser()
-    found = []
-    if "activations" in section.offload and (line := activation_offload.unused_note(device, folder)) is not None:
-        found.append(line)
-    idle = [part for part in section.offload if part != "activations"]
-    if idle and device.type == "cpu" and folder is None:
-        found.append(
-            f"memory.offload: {', '.join(idle)}: on a CPU they are in the host's memory already, and stay there; with "
-            "memory.folder they would go to a file on that disk"
+    notes = []
+    if "activations" in section.offload and (note := activation_offload.unused_note(device, folder)) is not None:
+        notes.append(note)
+    unmoved = [part for part in section.offload if part != "activations"]
+    if unmoved and device.type == "cpu" and folder is None:
+        notes.append(
+            f"memory.offload: {', '.join(unmoved)}: on a CPU they are in the host's memory already, and stay there; "
+            "with memory.folder they would go to a file on that disk"
         )
-    return found
+    return notes
 
 
 def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device) -> list[recompute.LayerPlan]:
-    """Of kind `planned`: measured on this model, or on one layer like its where that has no weights yet.
+    """The plan of recompute kind `planned`: the fastest within the budget, by measurements.
 
-    All processes measure, for cut layers communicate; the first one's numbers make the plan for all. It is measured on
-    micro-batches of full packs, of one document each, as a step fills them up.
+    They are made on this model, or on one layer of its config where it is on the meta device; with micro-batches of
+    full packs of one document each, padded as in a step. All processes measure, for layers that are cut communicate,
+    and the numbers of the first one make the plan of all.
     """
     model, section, micro = subject.model, recipe.memory.recompute, recipe.batch.micro
     assert isinstance(micro, int) and section.budget is not None, "the recipe's rules ask for both"
@@ -286,7 +289,7 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
     batch = pad_to_bucket(collate([full] * micro, device, virtual_token_ids=virtual), shares)
     attend = attend_for(batch)
     dropout_state = None if subject.adapters is None else subject.adapters.build_context.dropout_state
-    if dropout_state is not None:  # what dropout makes is kept too
+    if dropout_state is not None:  # masks are saved for the backward pass too
         dropout_state.begin(0, [(0, len(batch.tokens))])
     costs = recompute_planner.measure_layers(
         probe, batch.tokens, batch.positions, attend, DTYPES[recipe.precision], gathered=shares > 1
@@ -299,12 +302,12 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
 
 
 def token_shares(recipe: Recipe, ranks: Ranks) -> int:
-    """Processes among which tokens are cut where attention, MLP and head are not at work."""
+    """Processes among which tokens are cut outside of attention, MLP and head (sequence parallelism)."""
     return ranks.tensor.size if recipe.parallel.sequence else 1
 
 
 def optimizer_of(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, device: torch.device) -> Optimizers:
-    """The optimizer of a recipe over what is here of the parameters, its state where `memory` says."""
+    """The optimizer of a recipe over this process's part of the parameters, its state where `memory` says."""
     memory, ratio = recipe.memory, getattr(recipe.adapter, "rate_ratio", 1.0)  # LoRA+: what B's rate is multiplied by
     return build_optimizer(
         parameters,
@@ -317,32 +320,35 @@ def optimizer_of(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe,
 
 
 def replica_devices(recipe: Recipe, device: torch.device) -> list[torch.device]:
-    """Of data parallelism in one process: every GPU, or as many copies on the CPU as `parallel.data` says."""
+    """The devices of data parallelism in one process: GPUs, or the CPU as often as `parallel.data` says.
+
+    Raises RecipeError for more GPUs than torch sees.
+    """
     count = recipe.parallel.data
     if device.type == "cpu":
         return [device] * (2 if count == "auto" else count)
-    there = torch.cuda.device_count()
-    if count != "auto" and count > there:
-        raise RecipeError(f"parallel.data: {count}, but torch sees {there} GPUs. Use {there} or less")
-    return [torch.device("cuda", number) for number in range(there if count == "auto" else count)]
+    gpus = torch.cuda.device_count()
+    if count != "auto" and count > gpus:
+        raise RecipeError(f"parallel.data: {count}, but torch sees {gpus} GPUs. Use {gpus} or less")
+    return [torch.device("cuda", number) for number in range(gpus if count == "auto" else count)]
 
 
 def kept_whole(model: Decoder) -> set[str]:
-    """Names of parameters that data ranks do not share among them.
+    """Names of the parameters that are not sharded among data ranks.
 
-    Weights of norms, which are few and used in float32; and what adapters of several layers have in common, for FSDP2
-    shards a parameter with one layer.
+    They are the weights of norms, which are few and used in float32, and parameters that adapters of several layers
+    share, for FSDP2 shards a parameter with one layer.
     """
-    norms = {one for module in model.modules() if isinstance(module, RMSNorm) for one in module.parameters()}
-    layers = Counter(one for layer in model.layers.values() for one in layer.parameters())
-    every = model.named_parameters(remove_duplicate=False)
-    return {name for name, one in every if one in norms or layers[one] > 1}
+    norms = {weight for module in model.modules() if isinstance(module, RMSNorm) for weight in module.parameters()}
+    layers_of = Counter(parameter for layer in model.layers.values() for parameter in layer.parameters())
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if parameter in norms or layers_of[parameter] > 1}
 
 
 def first_values(
     recipe: Recipe, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a whole model by name: read from the folder it starts from, or drawn."""
+    """Every parameter of a whole model by name: read from the folder that it starts from, or drawn from the seed."""
     if recipe.model.path is not None:
         yield from stored_values(resolve_folder(recipe.model.path), config)
         return
@@ -351,13 +357,8 @@ def first_values(
 
 
 @torch.no_grad()
-def fill(held: Mapping[str, LocalParameter], values: Iterator[tuple[str, Tensor]]) -> None:
-    """Copies of each whole tensor the box that is here."""
+def fill(local: Mapping[str, LocalParameter], values: Iterator[tuple[str, Tensor]]) -> None:
+    """Copies this process's box of each whole tensor into its local parameter."""
     for name, value in values:
-        one = held[name]
-        one.local.copy_(one.box.view_of(value))
-
-
-def saved_adapter(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of the adapter that a checkpoint holds."""
-    return read_group(path, "model")
+        parameter = local[name]
+        parameter.local.copy_(parameter.box.view_of(value))

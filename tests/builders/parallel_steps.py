@@ -19,7 +19,7 @@ from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.step_parallel import StepParallel
-from danlu.placing import Parts
+from danlu.placing import LayerPlacer
 from danlu.recipe import Recipe, load
 from danlu.types import Pack
 from danlu.verify.decoder_proxy import DecoderProxy
@@ -60,20 +60,20 @@ def see_without_sums(files: Sequence[str], packs: int, micro: int) -> dict[str, 
 def matrices_left(file: str) -> list[tuple[int, int]]:
     """Whole matrices of layers that are in memory while a frozen base is read: as each layer has come, and as it has
     been placed. For a process that ends with it."""
-    place, matrices, found = Parts.layer_loaded, [], []
+    place, matrices, found = LayerPlacer.layer_loaded, [], []
 
     def alive() -> int:
         gc.collect()
         return sum(ref() is not None for ref in matrices)
 
-    def layer_loaded(parts: Parts, name: str) -> None:
-        layer = parts.model.layers[name]
+    def layer_loaded(placer: LayerPlacer, name: str) -> None:
+        layer = placer.model.layers[name]
         matrices.extend(weakref.ref(one) for one in layer.parameters() if one.ndim == 2 and not one.requires_grad)
         come = alive()
-        place(parts, name)
+        place(placer, name)
         found.append((come, alive()))
 
-    Parts.layer_loaded = layer_loaded  # type: ignore[method-assign]
+    LayerPlacer.layer_loaded = layer_loaded  # type: ignore[method-assign]
     recipe = load(Path(file)).recipe
     ranks = _groups(layout_of(recipe.parallel, torch.distributed.get_world_size()))
     ProxyTraining.build(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)

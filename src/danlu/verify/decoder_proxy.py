@@ -17,9 +17,10 @@ from danlu.models.presets import from_scratch
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, Sizes, problems
 from danlu.parallel.ranks import Ranks
-from danlu.placing import place, saved_adapter, subject_of
+from danlu.placing import place, subject_of
 from danlu.recipe import Recipe
 from danlu.stages import STAGES
+from danlu.train.checkpoints.loading import read_group
 from danlu.verify.collective_traffic import decoder_traffic
 from danlu.verify.data import fold_tokens, proxy_data
 from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining
@@ -46,7 +47,7 @@ class DecoderProxy:
             recipe,
             self.config,
             device,
-            saved=None if resumed is None or recipe.adapter is None else saved_adapter(resumed),
+            saved=None if resumed is None or recipe.adapter is None else read_group(resumed, "model"),
             resumed=resumed is not None,
             encode=lambda text: self._encoded(text, recipe),
             ranks=ranks,
