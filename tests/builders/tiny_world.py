@@ -226,9 +226,14 @@ def last_state(run: Path) -> tuple[Path, dict[str, str], dict[str, Any]]:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the machine and the moment; "nan" stays a string, which equals itself."""
-    from danlu.train.metrics import deterministic
+    return [reproducible(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
-    return [deterministic(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+def reproducible(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a line of metrics.jsonl that is the same in each run of one recipe, interrupted or not."""
+    from danlu.train.metrics import TIMING_FIELDS
+
+    return {name: value for name, value in fields.items() if name not in TIMING_FIELDS}
 
 
 def events(run: Path, *names: str) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from builders.tiny_run import SyntheticPacks, tiny_run
+from builders.tiny_world import reproducible
 
 from danlu.errors import DanluError, DataError, ModelError, RecipeError, ResourceError, TrainingError
 from danlu.numerics.loss_scaling import LossScaler
@@ -18,7 +19,7 @@ from danlu.recipe import sections
 from danlu.train import loop
 from danlu.train.checkpoints.verification import verify
 from danlu.train.loop import fit, take_step
-from danlu.train.metrics import deterministic, read_metrics
+from danlu.train.metrics import read_metrics
 from danlu.train.out_of_memory import OutOfMemory
 from danlu.train.state import Run, restore, snapshot
 from danlu.types import Pack, Sample
@@ -39,7 +40,7 @@ def differences(one: Run, other: Run) -> list[str]:
 
 
 def lines(folder: Path) -> list[Mapping[str, Any]]:
-    return [deterministic(line) for line in read_metrics(folder / "metrics.jsonl")]
+    return [reproducible(line) for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def test_a_step_that_runs_out_of_memory_is_put_back_saved_before_and_gone_on_from(

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from builders.tiny_world import reproducible
 
 from danlu.errors import ResourceError
-from danlu.train.metrics import TIMING_FIELDS, MetricsLog, deterministic, peak_memory_bytes, read_metrics, step_fields
+from danlu.train.metrics import TIMING_FIELDS, MetricsLog, peak_memory_bytes, read_metrics, step_fields
 from danlu.types import StepMetrics
 
 
@@ -90,7 +91,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
         file.write('{"step": 9')
     run(parts, 7, 10, speed=70.0, lines=8)
     resumed, uninterrupted = read_metrics(parts), read_metrics(whole)
-    assert list(map(deterministic, resumed)) == list(map(deterministic, uninterrupted))
+    assert list(map(reproducible, resumed)) == list(map(reproducible, uninterrupted))
     assert resumed != uninterrupted
     assert {"tokens_per_second", "memory_bytes", "mfu"} <= TIMING_FIELDS
 

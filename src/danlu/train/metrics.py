@@ -154,11 +154,6 @@ def step_fields(metrics: StepMetrics) -> dict[str, Value]:
     return {**fields, **metrics.extra}
 
 
-def deterministic(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a line that is the same in each run of one recipe, interrupted or not."""
-    return {name: value for name, value in fields.items() if name not in TIMING_FIELDS}
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics.jsonl, with "nan", "inf" and "-inf" as floats again."""
     whole = path.read_bytes().rpartition(b"\n")[0]
