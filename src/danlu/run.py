@@ -322,8 +322,8 @@ def _build(
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))
     say(_summary(recipe, reader, placed, run))
-    if (few := few_steps(run.cadence.total, reader.amount(run.feed.per_step))) is not None:
-        say(few)
+    if (warning := few_steps(run.cadence.total, reader.amount(run.feed.per_step))) is not None:
+        say(warning)
     return run
 
 

@@ -178,7 +178,7 @@ class TargetLosses:
     total: Tensor  # scalar: cross-entropy with label smoothing and z-loss; carries the gradient
     nll: Tensor  # scalar: negative log-likelihood, without the two extras
     correct: Tensor  # scalar: 1 for targets that are the argmax of their logits; of equal logits the first counts
-    by_target: Tensor  # [N] negative log-likelihood of each target, without its weight and without gradient
+    by_target: Tensor | None = None  # [N] nll of each target, without its weight and gradient; where it is asked for
 
 
 class Outputs(Protocol):
@@ -187,7 +187,9 @@ class Outputs(Protocol):
     An objective's `needs` names the methods it calls.
     """
 
-    def cross_entropy(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TargetLosses: ...
+    def cross_entropy(
+        self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, by_target: bool = False
+    ) -> TargetLosses: ...
 
     def logprobs(self, *, temperature: float = 1.0) -> TokenLogprobs: ...
 

@@ -83,7 +83,7 @@ def test_a_frozen_head_gets_no_gradient_and_no_targets_are_no_trouble() -> None:
 def test_their_sum_is_the_cross_entropy_of_the_fused_operation(softcap: float | None) -> None:
     hidden, head, targets = problem(torch.float32)
     weights = torch.linspace(0.5, 2.0, N)
-    losses = linear_cross_entropy(hidden, head, targets, weights, softcap=softcap)
+    losses = linear_cross_entropy(hidden, head, targets, weights, softcap=softcap, by_target=True)
     logprobs = token_logprobs(hidden, head, targets, softcap=softcap).logprobs
     torch.testing.assert_close(-(weights * logprobs).sum(), losses.total)
     torch.testing.assert_close(-logprobs, losses.by_target)

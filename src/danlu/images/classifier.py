@@ -165,7 +165,9 @@ class ClassifierOutputs:
     logits: Tensor  # [N, C] float32
     batch: ImageBatch
 
-    def cross_entropy(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TargetLosses:
+    def cross_entropy(
+        self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, by_target: bool = False
+    ) -> TargetLosses:
         """The cross-entropy of the labels."""
         return logits_cross_entropy(
             self.logits, self.batch.targets, self.batch.weights, label_smoothing=label_smoothing, z_loss=z_loss

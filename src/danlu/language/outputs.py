@@ -32,7 +32,9 @@ class DecoderOutputs:
     gradient_scale: float = 1.0
     """What gradients are multiplied by before they are rounded to the type of activations: see `scale_gradient`."""
 
-    def cross_entropy(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TargetLosses:
+    def cross_entropy(
+        self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, by_target: bool = False
+    ) -> TargetLosses:
         """The fused head and cross-entropy; `by_target` has the N' targets of the filled-up batch."""
         losses = linear_cross_entropy(
             self._hidden_of_targets(),
@@ -42,6 +44,7 @@ class DecoderOutputs:
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             gradient_scale=self.gradient_scale,
+            by_target=by_target,
             **self._head_options(),
         )
         # The fused operation has the scale in its gradient already.

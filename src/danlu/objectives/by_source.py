@@ -13,7 +13,7 @@ from danlu.types import Metric, MicroBatch
 
 
 @torch.no_grad()
-def losses_by_source(by_target: Tensor, batch: MicroBatch) -> Mapping[str, Metric]:
+def losses_by_source(by_target: Tensor | None, batch: MicroBatch) -> Mapping[str, Metric]:
     """`loss/NAME` for each source: the weighted sum of the losses of its targets, and their weight in `batch`.
 
     Every process reports every source of the run, also those that its micro-batch has no target of, for metrics are
@@ -21,10 +21,10 @@ def losses_by_source(by_target: Tensor, batch: MicroBatch) -> Mapping[str, Metri
 
     Args:
         by_target: [N] float32, the unweighted loss of each target; there may be more entries than targets in `batch`
-            (those that fill a batch up to its size), and they are left out.
+            (those that fill a batch up to its size), and they are left out. None where there is one source.
     """
     sources = batch.target_sources
-    if sources is None:
+    if sources is None or by_target is None:
         return {}
     sums = torch.zeros(len(sources.names), dtype=by_target.dtype, device=by_target.device)
     count = len(sources.indices)

@@ -29,7 +29,9 @@ class CrossEntropy:
 
     def __call__(self, outputs: Mapping[Role, Outputs], batch: MicroBatch, totals: Totals) -> Loss:
         """The loss of the policy's outputs for `batch`; `totals` are not needed, for every target is a term."""
-        losses = outputs["policy"].cross_entropy(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        losses = outputs["policy"].cross_entropy(
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss, by_target=batch.target_sources is not None
+        )
         metrics = {"accuracy": Metric(losses.correct, batch.weight)}
         if self.reports_nll:
             metrics["nll"] = Metric(losses.nll, batch.weight)

@@ -39,6 +39,7 @@ class _Options:
     vocab_size: int  # V
     vocab_start: int
     tensor_group: ReduceGroup | None
+    by_target: bool
 
     @property
     def rows_of_largest_shard(self) -> int:
@@ -78,6 +79,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     gradient_scale: float = 1.0,
+    by_target: bool = False,
     slice_rows: int | None = None,
     tensor_group: ReduceGroup | None = None,
     vocab_start: int = 0,
@@ -96,6 +98,7 @@ def linear_cross_entropy(
         label_smoothing: share of the target's probability spread over the vocabulary (arXiv:1512.00567).
         z_loss: weight of log(Z)^2 (PaLM, arXiv:2204.02311, sec. 5).
         gradient_scale: multiplies the gradients but not the loss; applied before they are rounded to half precision.
+        by_target: return the negative log-likelihood of each target, too.
         slice_rows: S; by default as many as `slice_bytes` allows.
         tensor_group: the processes among which the vocabulary is cut. Then `head` is the rows from `vocab_start` on of
             its `vocab_size` in all, every sum that is returned is the whole one on each, the head's gradient is that of
@@ -105,7 +108,9 @@ def linear_cross_entropy(
     slice_rows = slice_rows or rows_per_slice(hidden.shape[0], hidden.device.type)
     vocab_size = head.shape[0] if vocab_size is None else vocab_size
     slices = VocabSlices(hidden, head, targets, softcap, slice_rows, vocab_start)
-    options = _Options(softcap, label_smoothing, z_loss, gradient_scale, vocab_size, vocab_start, tensor_group)
+    options = _Options(
+        softcap, label_smoothing, z_loss, gradient_scale, vocab_size, vocab_start, tensor_group, by_target
+    )
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     return TargetLosses(*_LinearCrossEntropy.apply(hidden, head, slices, weights, options, wants_gradient))
 
@@ -114,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, slices: VocabSlices, weights: Tensor, options: _Options, gradient: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weights = weights.to(wide)
         if gradient and not head.requires_grad and head.dtype == hidden.dtype:
@@ -137,8 +142,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # into the head's `.grad` instead of taking it over.
         ctx.gradients = gradients
         sums = [(weights * value).sum() for value in (loss, nll, correct)]
-        ctx.mark_non_differentiable(*sums[1:], nll)
-        return sums[0], sums[1], sums[2], nll
+        # Autograd makes zeros of the gradient of every output in the backward pass, so there are no more than are used.
+        outputs = (*sums, nll) if options.by_target else tuple(sums)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

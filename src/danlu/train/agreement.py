@@ -39,14 +39,14 @@ def agree(group: Group, share: Callable[[], S], decide: Callable[[list[S]], T]) 
         return decide([share()])
     cause: Exception | None = None
     try:
-        brought: S | Failure = share()
+        shared: S | Failure = share()
     except Exception as error:  # told to all below; an interrupt ends this process, and the others notice
-        cause, brought = error, Failure.of(error)
-    found = group.gather_objects(brought)
+        cause, shared = error, Failure.of(error)
+    everyones = group.gather_objects(shared)
     decided: T | Failure | None = None
     if group.index == 0:
         try:
-            decided = _first_failure(group, found) or decide(found)
+            decided = _first_failure(group, everyones) or decide(everyones)
         except Exception as error:
             cause, decided = error, Failure.of(error)
     outcome: T | Failure = group.all_gather_objects(decided)[0]
@@ -55,10 +55,12 @@ def agree(group: Group, share: Callable[[], S], decide: Callable[[list[S]], T]) 
     return outcome
 
 
-def _first_failure(group: Group, found: list[S]) -> Failure | None:
-    failures = [(rank, one) for rank, one in zip(group.ranks, found, strict=True) if isinstance(one, Failure)]
+def _first_failure(group: Group, everyones: list[S]) -> Failure | None:
+    """The failure of the first rank that has one, with the numbers of the others that have; None if all shared."""
+    by_rank = zip(group.ranks, everyones, strict=True)
+    failures = [(rank, failure) for rank, failure in by_rank if isinstance(failure, Failure)]
     if not failures:
         return None
     (rank, first), *others = failures
-    more = f" (and on {len(others)} other ranks: {', '.join(str(one) for one, _ in others)})" if others else ""
+    more = f" (and on {len(others)} other ranks: {', '.join(str(other) for other, _ in others)})" if others else ""
     return Failure(first.kind, f"rank {rank}: {first.text}{more}")

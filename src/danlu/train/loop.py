@@ -195,9 +195,9 @@ def assess(run: Run) -> Scores | None:
             problem = error
         run.learner.parallel.reshard()
     if (agreed := run.agreed(problem)) is not None:
-        told = type(agreed)(f"step {run.state.step}, while evaluating: {agreed}")
-        save_before(run, told)
-        raise told from problem
+        failure = type(agreed)(f"step {run.state.step}, while evaluating: {agreed}")
+        save_before(run, failure)
+        raise failure from problem
     run.state.assessed_step = run.state.step
     for prompt, text in zip(run.sample_prompts, texts, strict=False):
         run.record("sample", prompt=prompt, text=text)
