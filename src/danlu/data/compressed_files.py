@@ -40,6 +40,7 @@ def reading_errors(file: Path, name: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -20,12 +20,16 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Word:
+    """A word in both languages."""
+
     en: str
     zh: str
 
 
 @dataclass(frozen=True)
 class Animal:
+    """An animal and what is said of it."""
+
     name: Word
     colour: Word
     home: Word

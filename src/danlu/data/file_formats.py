@@ -40,6 +40,7 @@ def format_of(file: Path) -> str:
 
 
 def describe_formats() -> str:
+    """The endings of the files that can be read, for messages."""
     kinds = ", ".join(sorted(kind.removeprefix(".") for kind in READERS))
     return f"{kinds}; json, lines and text also as {', '.join(kind.removeprefix('.') for kind in DECOMPRESSORS)}"
 
@@ -277,6 +278,7 @@ def _read_arrow(file: Path, name: str) -> Iterator[LocatedContent]:
 
 
 def numbered_rows(name: str, batches: Iterable[list[dict[str, Any]]]) -> Iterator[LocatedContent]:
+    """Rows of a columnar file or data set, which have numbers (from 1) but no lines."""
     for number, row in enumerate((row for batch in batches for row in batch), 1):
         yield f"{name} row {number}", row
 

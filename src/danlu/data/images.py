@@ -93,11 +93,13 @@ class ImageDataset:
         return len(self.labels)
 
     def image(self, place: int) -> Image:
+        """The image at a place of this dataset, from 0."""
         file = self.origin[place]
         number = int(self.numbers[place])
         return Image(self.pixels[place], int(self.labels[place]), self.files[file], number, self.sources[file])
 
     def chosen(self, places: np.ndarray) -> ImageDataset:
+        """The images at `places` [n], in that order."""
         columns = (self.pixels, self.labels, self.origin, self.numbers)
         pixels, labels, origin, numbers = (column[places] for column in columns)
         return replace(self, pixels=pixels, labels=labels, origin=origin, numbers=numbers)
@@ -128,6 +130,7 @@ class ImageSampler:
 
     @property
     def per_epoch(self) -> int:
+        """Images of an epoch: every one once."""
         return len(self._dataset)
 
     def at(self, number: int) -> Image:

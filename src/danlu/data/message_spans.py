@@ -151,7 +151,7 @@ def _annotate(
     """`text` with the span of every message. `written`: (start, stop) of what the assistant writes, by turn."""
     turn_spans = _content_spans(text, turns, tools, template) | dict(written)
     for i in sorted(set(range(len(turns))) - turn_spans.keys()):
-        # Between its neighbours: a short content could also be found in another message.
+        # Searched between its neighbours only: a short content could also be found in another message.
         start = next((turn_spans[j][1] for j in range(i - 1, -1, -1) if j in turn_spans), 0)
         stop = next((turn_spans[j][0] for j in range(i + 1, len(turns)) if j in turn_spans), len(text))
         span = _find_content(text, turns[i], start, stop)

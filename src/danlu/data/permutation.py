@@ -47,6 +47,7 @@ class Permutation:
 
     @classmethod
     def of(cls, n: int, seed: int, *path: int | str) -> Permutation:
+        """A permutation of 0..n-1 for one purpose, see `key`."""
         return cls(n, key(seed, *path))
 
     def take(self, positions: np.ndarray) -> np.ndarray:

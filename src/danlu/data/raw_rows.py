@@ -58,6 +58,7 @@ LocatedContent = tuple[str, dict[str, Any] | BadRow | bytes]  # where and conten
 
 
 def json_row(line: bytes, where: str) -> dict[str, Any] | BadRow:
+    """The columns in a line of JSON, or why there are none."""
     try:
         value = json.loads(decode_utf8(line, where))
     except json.JSONDecodeError as error:
@@ -74,6 +75,7 @@ def json_row(line: bytes, where: str) -> dict[str, Any] | BadRow:
 
 
 def require_object(value: Any, where: str) -> dict[str, Any] | BadRow:
+    """A parsed JSON value as columns, or why it is no row."""
     if isinstance(value, dict):
         return value
     return BadRow(f"{where}: a row must be an object with named columns, this is of type {type(value).__name__}")
@@ -88,6 +90,7 @@ def _characters(value: object) -> int:
 
 
 def decode_utf8(data: bytes, where: str) -> str:
+    """Bytes as text. Raises DataError, with `where`, for bytes that are not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -95,4 +98,5 @@ def decode_utf8(data: bytes, where: str) -> str:
 
 
 def not_utf8_error(data: bytes, error: UnicodeDecodeError, where: str) -> DataError:
+    """The error for bytes that are not UTF-8: which byte, where, and what to do."""
     return DataError(f"{where}: byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8")

@@ -296,7 +296,7 @@ def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> np.ndarray:
     borders = np.array([stop for draft in drafts for stop in draft.stops], np.int64) + np.repeat(bases, spans)
     after = np.searchsorted(encoded.starts, borders)  # the first token that begins at or behind each border
     last = np.cumsum(spans) - 1  # the last span of each text
-    after[last] = np.cumsum(encoded.counts)
+    after[last] = np.cumsum(encoded.counts)  # the last span takes whatever tokens of its text are left
     span_of = np.repeat(np.arange(len(borders)), np.diff(after, prepend=0))
     # A token across a border was counted to the span it begins in.
     weights = [weight for draft in drafts for weight in draft.weights]

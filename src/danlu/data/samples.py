@@ -26,7 +26,7 @@ class Samples(Protocol):
     @property
     def row_numbers(self) -> np.ndarray: ...  # [n] int64
 
-    def sample(self, number: int) -> Sample: ...
+    def sample(self, number: int) -> Sample: ...  # without a source: `Selection` gives it
 
     def reasons(self, number: int) -> np.ndarray: ...  # [S] uint8
 
@@ -35,7 +35,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class SampleBlock:
-    """Some samples in memory: flat arrays, with the labels (weight, reason) as codes into the few that differ."""
+    """Some samples in memory: flat arrays, with the labels (weight, reason) as codes into a palette."""
 
     tokens: np.ndarray  # [T] int32
     codes: np.ndarray  # [T] uint32, into palette

@@ -62,6 +62,7 @@ class InterleavedRows:
 
     @property
     def position(self) -> Position:
+        """Where the next row comes from; setting it continues from there, reading the sources anew."""
         return Position(tuple(self._given), tuple(self._rows), tuple(self._used_up))
 
     @position.setter

@@ -116,13 +116,14 @@ class Tokenizer:
         sizes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
         ends = np.cumsum(counts)
         lengths = self._byte_lengths[flat]
-        reached = np.concatenate([[0], np.cumsum(lengths)])
+        reached = np.concatenate([[0], np.cumsum(lengths)])  # [T + 1] bytes of text before each token
         wrong = np.diff(reached[np.concatenate([[0], ends])]) != sizes
         if self._normalizes:
             kept = [text.isascii() or unicodedata.is_normalized("NFC", text) for text in texts]
             wrong |= ~np.array(kept, bool)
         if not wrong.any():
             return Encoded(flat, reached[:-1], reached[1:], counts, sizes)
+        # Each text counts from its own base: the lengths of a wrong one would shift the places of all behind it.
         bases = np.cumsum(sizes) - sizes
         stops = reached[1:] + np.repeat(bases - reached[ends - counts], counts)
         places = np.stack([stops - lengths, stops], axis=1)

@@ -146,6 +146,7 @@ def _hub_snapshot(path: str) -> Path:
 
 
 def read_chat_template(path: str | None) -> str | None:
+    """The text of a Jinja file; None for no path. Raises DataError if it cannot be read."""
     if path is None:
         return None
     try:
@@ -191,6 +192,7 @@ def write_fast_tokenizer(folder: Path, target: Path, fast: Any, specials: Mappin
 
 
 def copy_tokenizer_files(folder: Path, target: Path) -> None:
+    """Copy the files that a tokenizer is read from, and its generation defaults."""
     for file in {file for pattern in (*TOKENIZER_FILES, "generation_config.json") for file in folder.glob(pattern)}:
         if file.is_file():
             copy = target / file.relative_to(folder)
