@@ -573,7 +573,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- the surface
     Mutation(
-        "run.py",
+        "auto_values.py",
         "chosen = run_recipe(run).precision",
         "chosen = fastest(product_speeds(device))",
         "test_run.py",
