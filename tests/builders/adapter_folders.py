@@ -28,9 +28,9 @@ def adapter_folder(
     adapters.train_only("made")
     perturb(adapters, "made", seed=seed, size=size)
     folder.mkdir(parents=True)
-    found = find_base(base)
-    paths = [str(one.resolve()) for one in below]
-    write_adapter(adapters, "made", folder, base=found.named, base_fingerprint=found.fingerprint, below=paths)
+    named_base = find_base(base)
+    paths = [str(path.resolve()) for path in below]
+    write_adapter(adapters, "made", folder, base=named_base.named, base_fingerprint=named_base.fingerprint, below=paths)
     return folder
 
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operations that would be a kernel on a GPU: those with at least `least` numbers that are no views."""
+    """Counts operations that would be a kernel on a GPU: tensors of `min_numel` numbers or more, no views."""
 
     VIEWS = (
         "alias",
@@ -22,14 +22,14 @@ class Kernels(TorchDispatchMode):
         "_unsafe_view",
     )
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, min_numel: int) -> None:
         super().__init__()
-        self.least, self.names = least, []
+        self.min_numel, self.names = min_numel, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        tensors = [one for one in (result, *args) if isinstance(one, Tensor)]
-        if name not in self.VIEWS and any(one.numel() >= self.least for one in tensors):
+        tensors = [value for value in (result, *args) if isinstance(value, Tensor)]
+        if name not in self.VIEWS and any(tensor.numel() >= self.min_numel for tensor in tensors):
             self.names.append(name)
         return result

@@ -93,7 +93,7 @@ def adapted(
                 layer.store(quantize(layer.weight.data))
     perturb(adapters, "one", size=0.1)
     adapters.train_only("one")
-    trained = {name: one for name, one in adapters.tensors("one").items() if one.requires_grad}
+    trained = {name: parameter for name, parameter in adapters.tensors("one").items() if parameter.requires_grad}
     return RecomputeCase(model, trained, dropout_state, adapters.virtual_token_ids, adapters)
 
 
@@ -104,31 +104,34 @@ class Step:
     kept_bytes: int  # by autograd between forward and backward, beside weights; each storage once
 
 
-def step(made: RecomputeCase, dtype: torch.dtype = torch.float32, number: int = 1, seed: int = 1) -> Step:
+def step(case: RecomputeCase, dtype: torch.dtype = torch.float32, number: int = 1, seed: int = 1) -> Step:
     """One forward and one backward pass over three packed documents."""
     tokens = torch.randint(0, 64, (BOUNDARIES[-1],), generator=torch.Generator().manual_seed(seed))
-    front = torch.tensor(made.virtual_token_ids, dtype=torch.int64)
-    pieces = [torch.cat((front, tokens[start:end])) for start, end in pairwise(BOUNDARIES)]
+    front = torch.tensor(case.virtual_token_ids, dtype=torch.int64)
+    documents = [torch.cat((front, tokens[start:end])) for start, end in pairwise(BOUNDARIES)]
     boundaries = tuple(end + len(front) * index for index, end in enumerate(BOUNDARIES))
-    positions = torch.cat([torch.arange(len(piece)) for piece in pieces])
-    made.dropout_state.begin(number, [(0, boundaries[-1])])
-    with kept_bytes(made.model) as kept:
-        device = made.model.embed_tokens.weight.device
-        inputs = torch.cat(pieces).to(device), positions.to(device)
-        hidden = made.model(*inputs, PackedAttention(boundaries), dtype)
+    positions = torch.cat([torch.arange(len(piece)) for piece in documents])
+    case.dropout_state.begin(number, [(0, boundaries[-1])])
+    with kept_bytes(case.model) as kept:
+        device = case.model.embed_tokens.weight.device
+        inputs = torch.cat(documents).to(device), positions.to(device)
+        hidden = case.model(*inputs, PackedAttention(boundaries), dtype)
     loss = (hidden.float().square() + hidden.float()).sum()
     loss.backward()
-    made.dropout_state.end()
-    gradients = {name: one.grad.clone() for name, one in made.trained.items() if one.grad is not None}
-    made.model.zero_grad()
+    case.dropout_state.end()
+    gradients = {name: tensor.grad.clone() for name, tensor in case.trained.items() if tensor.grad is not None}
+    case.model.zero_grad()
     return Step(loss.item(), gradients, sum(kept.values()))
 
 
 @contextmanager
 def kept_bytes(model: torch.nn.Module) -> Iterator[dict[int, int]]:
     """Bytes of each storage that autograd keeps in it, weights and buffers left out."""
-    held = (*model.parameters(), *model.buffers())
-    weights = {(one.to_local() if isinstance(one, DTensor) else one).untyped_storage().data_ptr() for one in held}
+    tensors = (*model.parameters(), *model.buffers())
+    weights = {
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
+        for tensor in tensors
+    }
     kept: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
@@ -141,11 +144,11 @@ def kept_bytes(model: torch.nn.Module) -> Iterator[dict[int, int]]:
         yield kept
 
 
-def same(one: Step, other: Step) -> bool:
+def same(first: Step, second: Step) -> bool:
     """Bit for bit."""
-    assert one.gradients.keys() == other.gradients.keys() and one.gradients
-    return one.loss == other.loss and all(
-        torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients
+    assert first.gradients.keys() == second.gradients.keys() and first.gradients
+    return first.loss == second.loss and all(
+        torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients
     )
 
 

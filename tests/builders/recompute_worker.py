@@ -24,17 +24,19 @@ def sharded_steps(plans: Sequence[Sequence[LayerPlan]]) -> list[dict[str, Tensor
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def gradients(plan: Sequence[LayerPlan], seed: int = 0) -> dict[str, Tensor]:
-        made = full()
-        wrap(made.model, plan)
-        for layer in made.model.layers.values():
+        case = full()
+        wrap(case.model, plan)
+        for layer in case.model.layers.values():
             fully_shard(layer, mesh=mesh)
-        fully_shard(made.model, mesh=mesh)
-        sharded = RecomputeCase(made.model, dict(made.model.named_parameters()), made.dropout_state)
-        found: dict[str, Tensor] = {}
+        fully_shard(case.model, mesh=mesh)
+        sharded = RecomputeCase(case.model, dict(case.model.named_parameters()), case.dropout_state)
+        gradients_by_name: dict[str, Tensor] = {}
         for number in range(2):  # the second goes by what the first left
-            found = step(sharded, seed=10 * (number + 1) + dist.get_rank() + seed).gradients
-        assert all(isinstance(one, DTensor) for one in found.values())
-        return {name: one.to_local() for name, one in found.items() if isinstance(one, DTensor)}
+            gradients_by_name = step(sharded, seed=10 * (number + 1) + dist.get_rank() + seed).gradients
+        assert all(isinstance(gradient, DTensor) for gradient in gradients_by_name.values())
+        return {
+            name: gradient.to_local() for name, gradient in gradients_by_name.items() if isinstance(gradient, DTensor)
+        }
 
     torch.manual_seed(0)
     return [gradients([]), *(gradients(plan) for plan in plans), gradients([], seed=1)]
@@ -51,17 +53,21 @@ def sharded_in_files(folder: str, intermediate_size: int, *, filled_up_too: bool
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def weights(place: Path | None, seed: int = 0) -> tuple[Any, ...]:
-        made = full(hidden_size=128, intermediate_size=intermediate_size)
-        for layer in made.model.layers.values():
+        case = full(hidden_size=128, intermediate_size=intermediate_size)
+        for layer in case.model.layers.values():
             fully_shard(layer, mesh=mesh)
-        fully_shard(made.model, mesh=mesh)
-        offloaded = None if place is None else offload_parameters(made.model, place)
-        sharded = RecomputeCase(made.model, dict(made.model.named_parameters()), made.dropout_state)
+        fully_shard(case.model, mesh=mesh)
+        offloaded = None if place is None else offload_parameters(case.model, place)
+        sharded = RecomputeCase(case.model, dict(case.model.named_parameters()), case.dropout_state)
         # As an optimizer has them: taken before the first pass.
-        shares = {name: one.to_local().detach() for name, one in sharded.trained.items() if isinstance(one, DTensor)}
+        shares = {
+            name: parameter.to_local().detach()
+            for name, parameter in sharded.trained.items()
+            if isinstance(parameter, DTensor)
+        }
         for number in range(2):
-            found = step(sharded, seed=10 * (number + 1) + dist.get_rank() + seed).gradients
-            for name, gradient in found.items():
+            gradients = step(sharded, seed=10 * (number + 1) + dist.get_rank() + seed).gradients
+            for name, gradient in gradients.items():
                 assert isinstance(gradient, DTensor)
                 shares[name].sub_(gradient.to_local(), alpha=1e-3)
         if offloaded is not None:

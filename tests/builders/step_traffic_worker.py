@@ -18,14 +18,14 @@ from danlu.verify.proxy import ProxyTraining
 
 
 def sendings(files: Mapping[str, str]) -> dict[str, StepTraffic]:
-    """Worker: of each recipe; all have one layout."""
+    """What this process sends in a step of each recipe, counted and predicted; all recipes have one layout."""
     torch.set_num_threads(1)
     recipes = {name: load(Path(file)).recipe for name, file in files.items()}
     layouts = {layout_of(recipe.parallel, dist.get_world_size()) for recipe in recipes.values()}
     assert len(layouts) == 1
     ranks = ranks_of(layouts.pop(), "cpu")
-    found = {}
+    traffic = {}
     for name, recipe in recipes.items():
-        learning = ProxyTraining.build(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=2)
-        found[name] = measure_step_traffic(learning, steps_of(1, 5)[0])
-    return found
+        training = ProxyTraining.build(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=2)
+        traffic[name] = measure_step_traffic(training, steps_of(1, 5)[0])
+    return traffic

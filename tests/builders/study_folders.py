@@ -25,7 +25,7 @@ def write_run(
     lines: list[dict[str, Any]] = [{"step": step, "loss": loss} for step, loss in losses.items()]
     lines += [{"step": step, "eval_loss": loss} for step, loss in evaluations.items()]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    found = list(evaluations.values())
+    eval_losses = list(evaluations.values())
     summary = {
         "steps": max(losses),
         "tokens": 1000,
@@ -35,7 +35,7 @@ def write_run(
         "parameters": 1000,
         "trained_parameters": 40,
         "loss": losses[max(losses)],
-        "evaluation": {"last": found[-1], "best": min(found)} if found else None,
+        "evaluation": {"last": eval_losses[-1], "best": min(eval_losses)} if eval_losses else None,
         "result": {"path": "model", "bytes": 2**20},
     }
     if finished:

@@ -65,8 +65,8 @@ def hidden_states(
     if tokens is None:
         tokens = torch.randint(0, model.config.vocab_size, (DOCUMENTS[-1],), generator=torch.Generator().manual_seed(5))
     front, more = torch.tensor(virtual_token_ids, dtype=torch.int64), len(virtual_token_ids)
-    pieces = [torch.cat((front, tokens[start:end])) for start, end in itertools.pairwise(DOCUMENTS)]
+    documents = [torch.cat((front, tokens[start:end])) for start, end in itertools.pairwise(DOCUMENTS)]
     boundaries = tuple(end + more * document for document, end in enumerate(DOCUMENTS))
-    positions = torch.cat([torch.arange(len(piece)) for piece in pieces])
-    found: Tensor = model(torch.cat(pieces), positions, PackedAttention(boundaries), dtype)
-    return found[positions >= more]
+    positions = torch.cat([torch.arange(len(document_tokens)) for document_tokens in documents])
+    hidden: Tensor = model(torch.cat(documents), positions, PackedAttention(boundaries), dtype)
+    return hidden[positions >= more]

@@ -17,22 +17,22 @@ from danlu.train import loop
 
 
 def train(files: Sequence[str]) -> list[tuple[int, int]]:
-    """Steps and exit code of each run."""
-    found = []
+    """Trains each recipe; (steps, exit code) of each."""
+    outcomes = []
     for file in files:
         outcome = run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
-        found.append((outcome.steps, outcome.exit_code))
-    return found
+        outcomes.append((outcome.steps, outcome.exit_code))
+    return outcomes
 
 
 def interrupted(files: Sequence[str], at: int, rank: int) -> list[tuple[int, int]]:
-    """The same, with Ctrl-C for one of the processes after step `at`."""
+    """As `train`, with SIGINT (Ctrl-C) for process `rank` after step `at`."""
     take_step = loop.take_step
 
-    def step(of: Any) -> None:
-        take_step(of)
-        if of.state.step == at and dist.get_rank() == rank:
+    def take_step_and_interrupt(run: Any) -> None:
+        take_step(run)
+        if run.state.step == at and dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGINT)
 
-    loop.take_step = step
+    loop.take_step = take_step_and_interrupt
     return train(files)

@@ -50,11 +50,11 @@ def test_a_gpu_unpacks_a_matrix_in_ten_kernels(shape: tuple[int, int], dtype: to
         torch.empty(size, dtype=one, device="meta")
         for size, one in ((shape, dtype), ((-(-count // 2), 1), torch.uint8), (-(-count // 64), torch.float32))
     )
-    with Kernels(least=min(1000, count)) as kernels:
+    with Kernels(min_numel=min(1000, count)) as kernels:
         four_bit.dequantize_into(out, codes, absmax, "nf4", 64)
     assert 0 < len(kernels.names) <= 10, kernels.names
     if count > TILE:
-        with Kernels(least=1000) as tiled:  # the negative control: as a CPU does it
+        with Kernels(min_numel=1000) as tiled:  # the negative control: as a CPU does it
             four_bit.dequantize_into(torch.empty(300, 700), *four_bit.quantize(normal(300, 700), "nf4", 64), "nf4", 64)
         assert len(tiled.names) > 10
 

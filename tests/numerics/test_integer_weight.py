@@ -52,7 +52,7 @@ def test_a_gpu_unpacks_a_matrix_in_ten_kernels(monkeypatch: pytest.MonkeyPatch, 
     large.shape = (4096, 14336)
     large.codes = torch.empty(4096, 14336 * bits // 8, dtype=weight.codes.dtype, device="meta")
     large.scales = torch.empty(4096, 112, device="meta")
-    with Kernels(least=1000) as kernels:
+    with Kernels(min_numel=1000) as kernels:
         large.dense(torch.bfloat16)
     assert 0 < len(kernels.names) <= 10, kernels.names
     expected = weight.dense()
