@@ -1,7 +1,7 @@
 """LoRA, QLoRA and DoRA side by side with TRL + PEFT: real tokens per second and peak memory, rounds interleaved.
 
     python benchmarks/adapters.py --peers-python PEERS/bin/python --data alpaca_en_demo.json [--model small]
-                                  [--torchtune-python TORCHTUNE/bin/python]
+                                  [--torchtune-python TORCHTUNE/bin/python] [--before CHECKOUT]
 
 The same weights, rows, packs of 1024 tokens, rank 8 on all linear layers, bf16, two threads, each run in a process of
 its own; one step is one pack. A figure is the median over all steps but the first of all rounds; a ratio is of medians.
@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers-python")
     parser.add_argument("--torchtune-python")
+    parser.add_argument("--before", help="a checkout of another danlu, such as the commit before a change")
     parser.add_argument("--data", required=True, help="a json file of alpaca rows")
     parser.add_argument("--model", default="small", choices=list(SHAPES))
     parser.add_argument("--methods", nargs="+", default=["lora", "qlora", "dora"], choices=list(DANLU))
@@ -56,6 +57,10 @@ def main() -> None:
             for method in options.methods:
                 done = run_danlu(folder, options.model, options.steps, batch={"sequences": 1}, **DANLU[method])
                 runs.setdefault(("danlu", method), []).append(done)
+                if options.before:
+                    changes = {"batch": {"sequences": 1}, **DANLU[method]}
+                    done = run_danlu(folder, options.model, options.steps, options.before, **changes)
+                    runs.setdefault(("before", method), []).append(done)
                 if options.peers_python and method in TRL:
                     done = run_peer(
                         options.peers_python,

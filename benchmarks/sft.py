@@ -1,11 +1,12 @@
 """Full SFT side by side with the peers: real tokens per second and peak memory, in one run, rounds interleaved.
 
     python benchmarks/sft.py --peers-python PEERS/bin/python --data alpaca_en_demo.json [--models tiny small wide]
+    python benchmarks/sft.py --before CHECKOUT --engines danlu danlu-before --data alpaca_en_demo.json --rounds 9
 
 Every engine trains the same weights on the same rows of token ids (labels on answers only; the tokenizer is trained on
 the file, 4096 words), in bf16 with two threads, in a process of its own. A figure is the median over all steps but the
 first of all rounds; a ratio is of medians. Peak memory is the process's largest resident set, imports and saving
-included.
+included. `danlu-before` is the danlu of another checkout, such as the commit before a change.
 
 The peers' environment: `pip install torch transformers trl peft datasets accelerate`.
 """
@@ -82,8 +83,9 @@ def make_rows(data: str, tokenizer: Path, file: Path) -> float:
     return statistics.mean(lengths)
 
 
-def run_danlu(folder: Path, name: str, steps: int, **changes: Any) -> dict[str, Any]:
-    """`changes` are sections of the recipe."""
+def run_danlu(folder: Path, name: str, steps: int, checkout: str | None = None, **changes: Any) -> dict[str, Any]:
+    """`changes` are sections of the recipe; `checkout` has another danlu than this one."""
+    environment = os.environ | ({} if checkout is None else {"PYTHONPATH": f"{checkout}/src"})
     recipe = {
         "stage": "sft",
         "model": str(folder / name),
@@ -102,7 +104,10 @@ def run_danlu(folder: Path, name: str, steps: int, **changes: Any) -> dict[str, 
         file = Path(scratch) / "recipe.yaml"
         file.write_text(json.dumps(recipe | {"output": f"{scratch}/run"}))
         process = subprocess.Popen(
-            [sys.executable, "-m", "danlu", "train", str(file)], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-m", "danlu", "train", str(file)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         assert process.stderr is not None
         said = process.stderr.read()
@@ -142,7 +147,8 @@ def result_of(command: Sequence[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--peers-python", required=True)
+    parser.add_argument("--peers-python")
+    parser.add_argument("--before", help="a checkout of the danlu that the engine danlu-before is")
     parser.add_argument("--data", required=True, help="a json file of alpaca rows")
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--engines", nargs="+", default=["danlu", "hf-flat", "trl-packed"])
@@ -158,8 +164,9 @@ def main() -> None:
             results: dict[str, list[dict[str, Any]]] = {engine: [] for engine in options.engines}
             for _ in range(options.rounds):
                 for engine in options.engines:
-                    if engine == "danlu":
-                        results[engine].append(run_danlu(folder, name, options.steps))
+                    if engine.startswith("danlu"):
+                        checkout = options.before if engine == "danlu-before" else None
+                        results[engine].append(run_danlu(folder, name, options.steps, checkout))
                     else:
                         results[engine].append(
                             run_peer(options.peers_python, engine, folder, name, options.steps, mean_length)
