@@ -15,7 +15,7 @@ from danlu.recipe import Recipe
 from danlu.stage_protocols import PlacedModel
 from danlu.train.memory_parts import MemoryParts, resident_bytes
 from danlu.train.metrics import peak_memory_bytes
-from danlu.train.out_of_memory import in_short, is_out_of_memory
+from danlu.train.out_of_memory import is_out_of_memory, out_of_memory_message
 from danlu.train.state import Run
 from danlu.train.units import format_bytes
 
@@ -52,7 +52,7 @@ class MemoryReport:
             raise ResourceError(self._message(error)) from error
 
     def _message(self, error: BaseException) -> str:
-        run, lines = self._run, [f"{in_short(error)}. {self._room()}"]
+        run, lines = self._run, [f"{out_of_memory_message(error)}. {self._room()}"]
         if (parts := self._parts()) is not None:
             named = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(parts).items() if value)
             lines.append(f"a step takes {named} = {format_bytes(parts.total)} in tensors")
@@ -72,7 +72,7 @@ class MemoryReport:
         """The parts as they were measured, once there was a step; else as they are expected."""
         run, placed = self._run, self._placed
         counted = None if run is None else run.learner.activations
-        if run is not None and placed is not None and counted is not None and counted.most:
+        if run is not None and placed is not None and counted is not None and counted.peak_bytes:
             return placed.memory(run)
         return None if self._estimate is None else self._estimate.parts
 

@@ -220,7 +220,7 @@ def _train(
         signalled = max(ranks.world.all_gather_objects(stop_request.exit_code))  # perhaps not every process was
         return Outcome(folder, run.state.step, signalled, ())
     memory = None
-    if run.learner.activations is not None and run.learner.activations.most:
+    if run.learner.activations is not None and run.learner.activations.peak_bytes:
         memory = placed.memory(run)
         say(memory.line(program, peak_memory_bytes(device)))
     if run.metrics is not None and (flat := flat_loss(read_metrics(run.metrics.path))) is not None:

@@ -106,13 +106,13 @@ def test_a_state_is_read_right_into_its_pages_and_late_parameters_begin_at_zero(
     saved = {name: tensor.clone() for name, tensor in first.state_tensors().items()}
     scalars = first.state_scalars()
     assert scalars["unstepped"] == ["norm.weight"]
-    room = optimizer.room_for_state(scalars)  # over the state of step 4, as when a run goes back
-    for name, tensor in room.items():
+    tensors = optimizer.empty_state(scalars)  # over the state of step 4, as when a run goes back
+    for name, tensor in tensors.items():
         tensor.copy_(saved[name])
-    optimizer.load_state(room, scalars)
+    optimizer.load_state(tensors, scalars)
     assert equal(optimizer.state_tensors(), saved)
     addresses = {name: tensor.data_ptr() for name, tensor in optimizer.state_tensors().items()}
-    assert addresses == {name: tensor.data_ptr() for name, tensor in room.items()}
+    assert addresses == {name: tensor.data_ptr() for name, tensor in tensors.items()}
     for name, parameter in parameters.items():
         parameter.data.copy_(early[name])
     for each, other in ((parameters, optimizer), (early, first)):

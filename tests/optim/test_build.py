@@ -213,9 +213,9 @@ def test_state_is_named_flat_and_of_the_predicted_types_and_sizes(section: Optim
     state = optimizer.state_tensors()
     in_8_bits = {name.partition(".")[0] for name, tensor in state.items() if tensor.dtype != torch.float32}
     assert in_8_bits == ({"exp_avg", "exp_avg_sq"} if section == OTHERS[0] else set())
-    room = optimizer.room_for_state(optimizer.state_scalars())
+    tensors = optimizer.empty_state(optimizer.state_scalars())
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()} == {
-        name: (tensor.dtype, tensor.shape) for name, tensor in room.items()
+        name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()
     }
     assert sum(tensor.nbytes for tensor in state.values()) == predicted
     assert {name.partition(".")[2] for name in state} <= set(SHAPES)
@@ -317,7 +317,7 @@ def test_the_state_of_another_kind_is_refused() -> None:
     with pytest.raises(CheckpointError, match="holds the state of optimizer 'lion', the recipe asks for 'adamw'"):
         adamw.load_state(lion.state_tensors(), lion.state_scalars())
     with pytest.raises(CheckpointError, match="holds the state of optimizer 'lion', the recipe asks for 'adamw'"):
-        adamw.room_for_state(lion.state_scalars())
+        adamw.empty_state(lion.state_scalars())
 
 
 def test_a_state_of_other_bits_or_blocks_is_refused() -> None:

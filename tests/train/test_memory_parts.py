@@ -71,7 +71,7 @@ def test_each_storage_counts_once_and_weights_do_not() -> None:
     with counting.counted(4):
         y = (x @ weight).exp()
         (y * y).sum()
-    assert counting.most == 2 * 4 * 8 * 4  # x and y
+    assert counting.peak_bytes == 2 * 4 * 8 * 4  # x and y
 
 
 def test_the_line_names_what_is_no_tensor() -> None:

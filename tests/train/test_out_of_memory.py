@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from danlu.train.out_of_memory import OutOfMemory, in_short, is_out_of_memory, requested_bytes
+from danlu.train.out_of_memory import OutOfMemory, is_out_of_memory, out_of_memory_message, requested_bytes
 
 
 def test_the_allocator_of_this_machine() -> None:
@@ -43,7 +43,7 @@ def test_other_errors_are_not_taken_for_it(error: BaseException) -> None:
 
 
 def test_in_short() -> None:
-    assert in_short(OutOfMemory("step 3, backward: out of memory")) == "step 3, backward: out of memory"
-    assert in_short(RuntimeError("Tried to allocate 20.00 MiB")).endswith(
+    assert out_of_memory_message(OutOfMemory("step 3, backward: out of memory")) == "step 3, backward: out of memory"
+    assert out_of_memory_message(RuntimeError("Tried to allocate 20.00 MiB")).endswith(
         "out of memory when 20.0 MiB more were asked for"
     )

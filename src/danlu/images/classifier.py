@@ -148,7 +148,7 @@ class PlacedClassifier:
             gradients=run.optimizer.gradient_bytes(),
             optimizer=run.optimizer.resident_state_bytes(),
             average=0 if run.ema is None else sum(tensor.nbytes for tensor in run.ema.state_tensors().values()),
-            activations=counted.most,
+            activations=counted.peak_bytes,
             logits=0,  # autograd keeps them, so they are among the activations
         )
 

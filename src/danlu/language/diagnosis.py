@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from danlu.errors import TrainingError
 from danlu.language.outputs import DecoderOutputs
 from danlu.models.decoder import Decoder
-from danlu.train.diagnosis import some
+from danlu.train.diagnosis import first_few
 from danlu.types import Attend, Batch
 
 
@@ -28,7 +28,7 @@ def explain_non_finite(
     """
     if names:
         return TrainingError(
-            f"step {step}: the loss is not finite because a weight is not: {some(names)}. "
+            f"step {step}: the loss is not finite because a weight is not: {first_few(names)}. "
             "The run stopped before the update. If the weights were loaded, check their folder; if they were trained, "
             "go back to an earlier checkpoint with a lower optimizer.learning_rate."
         )
@@ -36,9 +36,9 @@ def explain_non_finite(
     rows = _rows_without_finite_loss(DecoderOutputs(model, hidden, batch, len(batch.tokens), len(batch.targets)))
     where = f"first in the output of {module}" if module else "in the cross-entropy over the vocabulary"
     return TrainingError(
-        f"step {step}: the loss is not finite, {where}, for {some(rows)}. The weights themselves are finite, and the "
-        "run stopped before the update. Look at these rows, lower optimizer.learning_rate, or use precision: fp32 to "
-        "see whether the range of the type is what fails."
+        f"step {step}: the loss is not finite, {where}, for {first_few(rows)}. The weights themselves are finite, and "
+        "the run stopped before the update. Look at these rows, lower optimizer.learning_rate, or use precision: fp32 "
+        "to see whether the range of the type is what fails."
     )
 
 

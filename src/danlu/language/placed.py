@@ -196,7 +196,7 @@ class PlacedDecoder:
         average = 0 if run.ema is None else sum(tensor.nbytes for tensor in run.ema.state_tensors().values())
         return replace(
             self._resident(run.learner.weights(), run.optimizer, average),
-            activations=counted.most,
+            activations=counted.peak_bytes,
             logits=workspace_bytes(
                 counted.targets,
                 model.config.hidden_size,

@@ -122,22 +122,22 @@ class Optimizers:
         unstepped = [name for name, p in self.parameters.items() if not self._optimizer_of[p].state.get(p)]
         return {"kind": self.kind, "unstepped": unstepped}
 
-    def room_for_state(self, scalars: Mapping[str, Any]) -> dict[str, Tensor]:
+    def empty_state(self, scalars: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors to read a saved state into, for `load_state`; of a paged state they are the pages themselves.
 
         Raises CheckpointError for another kind of optimizer.
         """
         self._check_kind(scalars)
-        room = {}
+        tensors = {}
         for name, spec in self._expected_state(unstepped=set(scalars.get("unstepped", ()))).items():
             key, _, parameter_name = name.partition(".")
             parameter = self.parameters[parameter_name]
             optimizer = self._optimizer_of[parameter]
             if isinstance(optimizer, AdamW) and optimizer.pages is not None:
-                room[name] = optimizer.pages.tensors(parameter)[key]
+                tensors[name] = optimizer.pages.tensors(parameter)[key]
             else:
-                room[name] = torch.empty(spec.shape, dtype=spec.dtype)
-        return room
+                tensors[name] = torch.empty(spec.shape, dtype=spec.dtype)
+        return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Replaces the whole state; the next step is then the one the saved run would have made.

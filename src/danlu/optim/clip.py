@@ -31,28 +31,28 @@ def clip_grad_norm(
     scale: float = 1.0,
     *,
     group: ReduceGroup | None = None,
-    shares: Mapping[Any, float] | None = None,
+    norm_weights: Mapping[Any, float] | None = None,
     device: torch.device | None = None,
 ) -> float:
     """Multiplies all gradients by `scale`, then by what brings their global 2-norm down to `max_norm`, in one pass.
 
     Args:
-        parameters  those without a gradient are skipped; row-sparse gradients must be coalesced (`sparse.py`)
-        max_norm    None only scales
-        scale       usually 1 / (weight of the step x loss scale)
-        group       the processes among which parameters are sharded; their squares are summed
-        shares      the share of a parameter's square that counts on this process, 1 / n where n processes hold the same
-                    shard of it; by default 1
-        device      where the sums of several devices and of the processes are added up; by default that of the first
-                    gradient. All processes give the same kind, or they would wait in collectives of two backends.
+        parameters    those without a gradient are skipped; row-sparse gradients must be coalesced (`sparse.py`)
+        max_norm      None only scales
+        scale         usually 1 / (weight of the step x loss scale)
+        group         the processes among which parameters are sharded; their squares are summed
+        norm_weights  what the square of a parameter's gradient is multiplied by on this process, 1 / n where n
+                      processes hold the same shard of it; by default 1
+        device        where the sums of several devices and of the processes are added up; by default that of the first
+                      gradient. All processes give the same kind, or they would wait in collectives of two backends.
     Returns the norm after scaling and before clipping. If it is not finite, no gradient has been changed, and the step
     must be left out: `non_finite` names the gradients, none where single squares overflowed float32 (elements above
     1e19).
     """
     holders = [holder for holder in parameters if holder.grad is not None]
     grads = [stored_values(holder.grad) for holder in holders if holder.grad is not None]
-    own_shares = [1.0 if shares is None else shares[holder] for holder in holders]
-    norm = abs(scale) * _global_norm(grads, own_shares, group, device)
+    weights = [1.0 if norm_weights is None else norm_weights[holder] for holder in holders]
+    norm = abs(scale) * _global_norm(grads, weights, group, device)
     if not math.isfinite(norm):
         return norm
     factor = scale if max_norm is None or norm <= max_norm else scale * (max_norm / norm)
@@ -76,18 +76,18 @@ def non_finite(named_gradients: Iterable[tuple[str, Tensor | None]]) -> list[str
 
 
 def _global_norm(
-    grads: list[Tensor], shares: list[float], group: ReduceGroup | None, device: torch.device | None
+    grads: list[Tensor], weights: list[float], group: ReduceGroup | None, device: torch.device | None
 ) -> float:
     """The 2-norm: squares summed in float32 within a chunk, in float64 over chunks, devices and processes.
 
     The order is always the same, so the bits are too.
     """
     by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
-    for grad, share in zip(grads, shares, strict=True):
+    for grad, weight in zip(grads, weights, strict=True):
         # CUDA sums by trees, which is accurate at any size.
         for chunk in chunks(grad, grad.numel() if grad.is_cuda else _CHUNK_CPU):
             if chunk.numel():
-                by_device.setdefault(chunk.device, []).append((chunk, share))
+                by_device.setdefault(chunk.device, []).append((chunk, weight))
     if device is None:
         device = next(iter(by_device), torch.device("cpu"))
     sums = [_sum_of_squares(weighted).to(device) for weighted in by_device.values()]
@@ -97,9 +97,9 @@ def _global_norm(
 
 
 def _sum_of_squares(weighted: list[tuple[Tensor, float]]) -> Tensor:
-    """The sum over (chunk, share) of one device of share x squares; float64, shape [], on that device."""
+    """The sum over (chunk, weight) of one device of weight x squares; float64, shape [], on that device."""
     # One transfer at the end: reading each norm would make CUDA wait for each.
     squares = torch.stack([torch.linalg.vector_norm(chunk).double() for chunk, _ in weighted]).square_()
-    if any(share != 1.0 for _, share in weighted):
-        squares *= torch.tensor([share for _, share in weighted], dtype=torch.float64, device=squares.device)
+    if any(weight != 1.0 for _, weight in weighted):
+        squares *= torch.tensor([weight for _, weight in weighted], dtype=torch.float64, device=squares.device)
     return squares.sum()

@@ -20,8 +20,8 @@ def explain_gradient(
     names = non_finite(named_gradients)
     rows = [row for item in items for row in item.rows]
     return TrainingError(
-        f"step {step}: the loss is finite but its gradient is not, in {some(names) if names else 'its global norm'}. "
-        f"The run stopped before the update. The step's rows: {some(rows)}. "
+        f"step {step}: the loss is finite but its gradient is not, in {first_few(names) or 'its global norm'}. "
+        f"The run stopped before the update. The step's rows: {first_few(rows)}. "
         "Lower optimizer.learning_rate, or use precision: fp32 to see whether the range of the type is what fails."
     )
 
@@ -32,12 +32,12 @@ def explain_weights(weights: Mapping[str, Tensor], step: int) -> TrainingError |
     if not names:
         return None
     return TrainingError(
-        f"step {step}: its update made weights that are not finite: {some(names)}. They are not saved: earlier "
+        f"step {step}: its update made weights that are not finite: {first_few(names)}. They are not saved: earlier "
         "checkpoints stay. Lower optimizer.learning_rate, and start again or go on from one of them."
     )
 
 
-def some(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     """The first few of the names, and how many more there are."""
     shown = ", ".join(names[:_ROWS_SHOWN])
     return shown if len(names) <= _ROWS_SHOWN else f"{shown} and {len(names) - _ROWS_SHOWN} more"

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from danlu.errors import DanluError, TrainingError
 from danlu.optim.schedules import multiplier
 from danlu.parallel.watchdog import PHASE
-from danlu.train.diagnosis import explain_gradient, explain_weights, some
+from danlu.train.diagnosis import explain_gradient, explain_weights, first_few
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.metrics import Value, peak_memory_bytes
-from danlu.train.out_of_memory import OutOfMemory, in_short, is_out_of_memory
+from danlu.train.out_of_memory import OutOfMemory, is_out_of_memory, out_of_memory_message
 from danlu.train.state import Run, restore, shard_boxes, snapshot
 from danlu.train.step import StepGradients, StepObserver, accumulate
 from danlu.types import Item, StepMetrics, Totals
@@ -63,7 +63,7 @@ def take_step(run: Run) -> None:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error) or run.state.step != before:
             raise
-        lacking = OutOfMemory(in_short(error))
+        lacking = OutOfMemory(out_of_memory_message(error))
     else:
         return
     # Out here the error is gone, and with it the frames that hold what took the memory.
@@ -132,7 +132,7 @@ def _pass_over(run: Run, items: Sequence[Item], totals: Totals) -> None:
     run.optimizer.zero_grad()
     run.state.step += 1
     run.state.tokens += totals.tokens
-    run.record("no_targets", tokens=totals.tokens, rows=some([row for item in items for row in item.rows]))
+    run.record("no_targets", tokens=totals.tokens, rows=first_few([row for item in items for row in item.rows]))
 
 
 def _spiked(run: Run, gradients: StepGradients) -> bool:

@@ -64,7 +64,7 @@ class Activations:
     """Counts the bytes that autograd saves between forward and backward of a micro-batch, weights left out."""
 
     weights: frozenset[int]  # data pointers of storages that are no activations
-    most: int = 0  # bytes, of the micro-batch that had the most
+    peak_bytes: int = 0  # of the micro-batch that had the most
     targets: int = 0  # of the micro-batch that had the most
     micro_batches: int = 0  # counted so far
     _saved_bytes: dict[int, int] = field(default_factory=dict)  # of the present micro-batch, by data pointer of storage
@@ -84,7 +84,7 @@ class Activations:
         self._saved_bytes = {}
         with torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor):
             yield
-        self.most = max(self.most, sum(self._saved_bytes.values()))
+        self.peak_bytes = max(self.peak_bytes, sum(self._saved_bytes.values()))
         self.targets = max(self.targets, targets)
         self.micro_batches += 1
 

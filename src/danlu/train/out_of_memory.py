@@ -36,7 +36,7 @@ def requested_bytes(error: BaseException) -> int | None:
     return None if match is None else int(float(match[1]) * _UNITS[match[2]])
 
 
-def in_short(error: BaseException) -> str:
+def out_of_memory_message(error: BaseException) -> str:
     """`step 12, backward: out of memory when 1.50 GiB more were asked for`; the message of an OutOfMemory."""
     if isinstance(error, OutOfMemory):
         return str(error)

@@ -168,9 +168,9 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     )
     if missing := wanted - state.keys():
         raise CheckpointError(f"{path}: its state lacks {', '.join(sorted(missing))}: it is of another recipe.")
-    room = run.optimizer.room_for_state(state["optimizer"])
-    load_checkpoint(path, {"optimizer": room}, shard_boxes(run, {"optimizer": room}), together)
-    run.optimizer.load_state(room, state["optimizer"])
+    tensors = run.optimizer.empty_state(state["optimizer"])
+    load_checkpoint(path, {"optimizer": tensors}, shard_boxes(run, {"optimizer": tensors}), together)
+    run.optimizer.load_state(tensors, state["optimizer"])
     if run.scaler is not None:
         run.scaler.load(state["scaler"])
     if run.ema is not None:

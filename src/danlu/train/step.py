@@ -107,7 +107,7 @@ def accumulate(
         clip,
         scale=scale,
         group=None if parallel.alone else parallel.ranks.world,
-        shares=None if parallel.alone else parallel.norm_weights(),
+        norm_weights=None if parallel.alone else parallel.norm_weights(),
         device=learner.device,
     )
     observer.after_clipping()

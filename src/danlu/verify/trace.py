@@ -119,7 +119,7 @@ def trace_step(training: ProxyTraining, run: Run) -> StepTrace:
             run.optimizer.gradient_holders(),
             None,  # only measures
             group=None if parallel.alone else parallel.ranks.world,
-            shares=None if parallel.alone else parallel.norm_weights(),
+            norm_weights=None if parallel.alone else parallel.norm_weights(),
         )
 
     step = train_step(run, StepObserver(before_clipping, after_clipping))
