@@ -12,13 +12,7 @@ from danlu.errors import RecipeError
 from danlu.recipe.loading import Loaded
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.type_hints import (
-    Hint,
-    field_types,
-    literal_values,
-    subsection_types,
-    variants_of,
-)
+from danlu.recipe.type_hints import Hint, field_types, literal_values, subsection_types, variants_of
 from danlu.registry import suggested_verb
 
 

@@ -233,10 +233,7 @@ def _lost_rows(statistics: Statistics, data: Data) -> Iterator[CountLine]:
             "bad rows", f"{statistics.bad_rows:,} ({rule})", tuple(map(escape_invisible, statistics.bad_examples))
         )
     for how, number in statistics.shortened.items():
-        yield CountLine(
-            "over-long",
-            f"{quantity(number, 'row')} longer than max_length {data.max_length:,}: {how}",
-        )
+        yield CountLine("over-long", f"{quantity(number, 'row')} longer than max_length {data.max_length:,}: {how}")
     for why, number in statistics.dropped.items():
         yield CountLine("dropped", f"{quantity(number, 'row')}: {_with_length(why, data)}")
     if statistics.lost_tokens:

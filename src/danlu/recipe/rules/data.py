@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from danlu.recipe.messages import format_value
-from danlu.recipe.sections import (
-    Recipe,
-    Source,
-)
+from danlu.recipe.sections import Recipe, Source
 from danlu.recipe.yaml_tree import Problem
 
 

@@ -8,14 +8,7 @@ from typing import Literal
 
 from danlu.errors import RecipeError
 from danlu.recipe.rules.paths import sources_of
-from danlu.recipe.sections import (
-    Continue,
-    Dora,
-    LowRank,
-    Recipe,
-    Section,
-    Source,
-)
+from danlu.recipe.sections import Continue, Dora, LowRank, Recipe, Section, Source
 from danlu.recipe.yaml_tree import Problem
 
 # Keys about tokens and layers, which a classifier of images would ignore in silence.

@@ -8,11 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from danlu.recipe.messages import closest_match, format_value
-from danlu.recipe.sections import (
-    Data,
-    Recipe,
-    Source,
-)
+from danlu.recipe.sections import Data, Recipe, Source
 from danlu.recipe.yaml_tree import Problem
 
 FILE_TYPES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".bz2", ".xz", ".zst")

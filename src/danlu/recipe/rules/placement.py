@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from danlu.recipe.sections import (
-    Adafactor,
-    AdamW,
-    AdamW8bit,
-    GaLore,
-    Muon,
-    PagedAdamW,
-    Recipe,
-)
+from danlu.recipe.sections import Adafactor, AdamW, AdamW8bit, GaLore, Muon, PagedAdamW, Recipe
 from danlu.recipe.yaml_tree import Problem
 
 WHOLE_MATRIX_OPTIMIZERS = (Muon, GaLore, Adafactor)

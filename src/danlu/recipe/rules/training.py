@@ -6,11 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from danlu.recipe.sections import (
-    SGD,
-    GaLore,
-    Recipe,
-)
+from danlu.recipe.sections import SGD, GaLore, Recipe
 from danlu.recipe.yaml_tree import Problem
 
 MAX_PACKS = 2**24
