@@ -18,7 +18,7 @@ from typing import Literal
 
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.recipe import Recipe
-from danlu.recipe.sections.quantization import Fp4, Int4, Int8, Nf4, QuantizationSection
+from danlu.recipe.sections.model import Fp4, Int4, Int8, Nf4, QuantizationSection
 
 Method = Literal["full", "lora", "qlora"]
 BLOCK, NESTED_BLOCK = 64, 256

@@ -7,6 +7,10 @@ list of one. Rules that concern more than one field are in `rules/`.
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+from pydantic import Field
+
 from danlu.recipe.sections.adapters import (
     Adapter,
     AdapterSection,
@@ -27,28 +31,33 @@ from danlu.recipe.sections.adapters import (
     RsLora,
     Vera,
 )
-from danlu.recipe.sections.base import Beta, NonNegative, PositiveInt, Section, Share, Steps
-from danlu.recipe.sections.checkpoint import Checkpoint
+from danlu.recipe.sections.base import NonNegative, PositiveInt, Section
 from danlu.recipe.sections.data import Data, Packing, Source
-from danlu.recipe.sections.log import Log
-from danlu.recipe.sections.memory import Memory, Recompute
-from danlu.recipe.sections.model import Model
+from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.optimizers import (
     SGD,
     Adafactor,
     AdamW,
     AdamW8bit,
-    Decay,
     GaLore,
     Lion,
     Muon,
     Optimizer,
     PagedAdamW,
 )
-from danlu.recipe.sections.parallel import Parallel
-from danlu.recipe.sections.quantization import Fp4, Int4, Int8, Nf4, Quantization, QuantizationSection
-from danlu.recipe.sections.recipe import Recipe
-from danlu.recipe.sections.training import BatchSize, EarlyStop, Ema, Evaluation, LossOptions, Samples, Schedule, Watch
+from danlu.recipe.sections.placement import Memory, Parallel, Recompute
+from danlu.recipe.sections.training import (
+    BatchSize,
+    Checkpoint,
+    EarlyStop,
+    Ema,
+    Evaluation,
+    Log,
+    LossOptions,
+    Samples,
+    Schedule,
+    Watch,
+)
 
 __all__ = [
     "SGD",
@@ -58,12 +67,10 @@ __all__ = [
     "Adapter",
     "AdapterSection",
     "BatchSize",
-    "Beta",
     "Bottleneck",
     "Checkpoint",
     "Continue",
     "Data",
-    "Decay",
     "Dora",
     "EarlyStop",
     "Ema",
@@ -86,14 +93,12 @@ __all__ = [
     "Mora",
     "Muon",
     "Nf4",
-    "NonNegative",
     "Olora",
     "Optimizer",
     "Packing",
     "PagedAdamW",
     "Parallel",
     "Pissa",
-    "PositiveInt",
     "Prefix",
     "Prompt",
     "Quantization",
@@ -104,9 +109,71 @@ __all__ = [
     "Samples",
     "Schedule",
     "Section",
-    "Share",
     "Source",
-    "Steps",
     "Vera",
     "Watch",
 ]
+
+
+class Recipe(Section):
+    """A whole recipe."""
+
+    one_of = ("epochs", "steps")
+
+    stage: Literal["pretrain", "sft", "classify"]
+    """What is trained: plain text (pretrain), conversations (sft), or a classifier of small images (classify)."""
+    model: Model
+    """Where the weights start."""
+    data: Data
+    """What is trained on, and how rows become tokens."""
+    adapter: Adapter | None = None
+    """Train few parameters beside a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, vera,
+    mora, ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on."""
+    quantization: Quantization | None = None
+    """Quantize the frozen base: nf4, fp4, int8, int4."""
+    optimizer: Optimizer = AdamW()
+    """How gradients become updates: adamw, adamw8bit, paged-adamw, galore, sgd, adafactor, lion or muon."""
+    schedule: Schedule = Schedule()
+    """The learning rate over the run."""
+    batch: BatchSize = BatchSize(sequences=8)
+    """What one optimizer step sees."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the data; 1 when neither epochs nor steps is given."""
+    steps: PositiveInt | None = None
+    """Optimizer steps, instead of epochs."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "bf16"
+    """Type of activations and matrix products. Trained weights and gradient sums are float32 in every case, and
+    so is optimizer state unless the optimizer says otherwise. auto measures at the start of a run which of fp32 and
+    bf16 multiplies faster on this machine (CPUs without AMX: fp32) and writes it into the run's recipe.yaml; a run that
+    is resumed keeps it."""
+    parallel: Parallel = Parallel()
+    """The parallelism strategy: none (DDP), zero1, zero2, zero3 (FSDP), tensor, sequence."""
+    memory: Memory = Memory()
+    """Recompute and offload."""
+    loss: LossOptions = LossOptions()
+    """Additions to the cross-entropy."""
+    gradient_clipping: NonNegative | None = 1.0
+    """Largest global gradient norm; null to leave gradients alone."""
+    watch: Watch = Watch()
+    """What to do when a step looks wrong."""
+    ema: Ema | None = None
+    """An average of the weights, kept beside them."""
+    evaluation: Evaluation = Evaluation()
+    """How often to evaluate, when to stop early, what to generate."""
+    checkpoint: Checkpoint = Checkpoint()
+    """What is kept to go on from, and how often."""
+    log: Log = Log()
+    """What is written down while training."""
+    compile: bool = False
+    """torch.compile the model; the first steps are slow, later ones may be faster."""
+    deterministic: bool = False
+    """On a GPU, only algorithms that give the same bits each time; by default the backward passes of attention and of
+    the embedding add in any order. Slower; on a CPU nothing changes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPU where there is one."""
+    threads: PositiveInt | None = None
+    """CPU threads for matrix products; by default one per core."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides the order of the data, the first weights and every other draw."""
+    output: str
+    """The run folder."""

@@ -6,15 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import Beta, PositiveInt, Section
+from danlu.recipe.sections.base import Beta, PositiveInt, VariantSection
 
 
-class _Targeted(Section):
+class _Targeted(VariantSection):
     """What every adapter of linear layers is told."""
 
-    short = "kind"
-
-    kind: str
     targets: list[str] = ["all-linear"]
     """Where it sits: all-linear (every linear layer but the head), attention, mlp, names such as q_proj or
     embed_tokens, or a regular expression over full names such as `.*layers.[0-3].*up_proj`."""
@@ -154,10 +151,8 @@ class Ia3(_Targeted):
     """Those of them of which it is the inputs; of the others it is the outputs."""
 
 
-class Bottleneck(Section):
+class Bottleneck(VariantSection):
     """Small networks behind attention and MLP: down, activation, up, added to what came in (arXiv:1902.00751)."""
-
-    short = "kind"
 
     kind: Literal["bottleneck"] = "bottleneck"
     placement: Literal["houlsby", "pfeiffer"] = "houlsby"
@@ -170,10 +165,8 @@ class Bottleneck(Section):
     """Modules trained in full and saved with the adapter: embed_tokens, lm_head, norm, ..."""
 
 
-class Prefix(Section):
+class Prefix(VariantSection):
     """Trained keys and values before every document, in every layer (arXiv:2101.00190)."""
-
-    short = "kind"
 
     kind: Literal["prefix"] = "prefix"
     tokens: PositiveInt = 20
@@ -182,10 +175,8 @@ class Prefix(Section):
     """Train through an MLP of this width, as the paper does for stability; it is folded away when saving."""
 
 
-class Prompt(Section):
+class Prompt(VariantSection):
     """Trained embeddings before every document (arXiv:2104.08691)."""
-
-    short = "kind"
 
     kind: Literal["prompt"] = "prompt"
     tokens: PositiveInt = 20
@@ -194,10 +185,8 @@ class Prompt(Section):
     """Start from the embeddings of this text, cut or repeated to length; by default from random tokens."""
 
 
-class Continue(Section):
+class Continue(VariantSection):
     """Go on training the last of `model.adapters`."""
-
-    short = "kind"
 
     kind: Literal["continue"] = "continue"
 

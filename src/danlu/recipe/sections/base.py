@@ -27,6 +27,14 @@ class Section(BaseModel):
     """Fields that exclude each other; an override of one of them takes the place of what the file gives."""
 
 
+class VariantSection(Section):
+    """A section that is one of several, told apart by their `kind`."""
+
+    short = "kind"
+
+    kind: str
+
+
 PositiveInt = Annotated[int, Field(gt=0)]
 
 NonNegative = Annotated[float, Field(ge=0)]

@@ -6,17 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import Beta, NonNegative, PositiveInt, Section
+from danlu.recipe.sections.base import Beta, NonNegative, PositiveInt, VariantSection
 
 Decay = Literal["matrices", "all"]
 
 
-class AdamW(Section):
-    """Adam with decoupled weight decay (arXiv:1711.05101)."""
+class _Moments(VariantSection):
+    """What every optimizer with Adam's two moments is told."""
 
-    short = "kind"
-
-    kind: Literal["adamw"] = "adamw"
     learning_rate: NonNegative = 2e-4
     """Peak learning rate; `schedule` scales it over the run."""
     weight_decay: NonNegative = 0.1
@@ -25,14 +22,18 @@ class AdamW(Section):
     """Memory of the gradient's mean and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment, against division by zero."""
+
+
+class AdamW(_Moments):
+    """Adam with decoupled weight decay (arXiv:1711.05101)."""
+
+    kind: Literal["adamw"] = "adamw"
     decay: Decay = "matrices"
     """matrices leaves norms, biases and embeddings without weight decay."""
 
 
-class SGD(Section):
+class SGD(VariantSection):
     """Stochastic gradient descent with momentum."""
-
-    short = "kind"
 
     kind: Literal["sgd"] = "sgd"
     learning_rate: NonNegative = 1e-2
@@ -47,10 +48,8 @@ class SGD(Section):
     """matrices leaves norms, biases and embeddings without weight decay."""
 
 
-class Adafactor(Section):
+class Adafactor(VariantSection):
     """Factored second moments: optimizer state of rows + columns instead of rows x columns (arXiv:1804.04235)."""
-
-    short = "kind"
 
     kind: Literal["adafactor"] = "adafactor"
     learning_rate: NonNegative = 1e-2
@@ -65,10 +64,8 @@ class Adafactor(Section):
     """matrices leaves norms, biases and embeddings without weight decay."""
 
 
-class Lion(Section):
+class Lion(VariantSection):
     """The sign of a momentum: one state tensor, updates of equal size (arXiv:2302.06675)."""
-
-    short = "kind"
 
     kind: Literal["lion"] = "lion"
     learning_rate: NonNegative = 3e-5
@@ -81,10 +78,8 @@ class Lion(Section):
     """matrices leaves norms, biases and embeddings without weight decay."""
 
 
-class Muon(Section):
+class Muon(VariantSection):
     """Momentum made orthogonal by a Newton-Schulz iteration, for matrices; AdamW for the rest."""
-
-    short = "kind"
 
     kind: Literal["muon"] = "muon"
     learning_rate: NonNegative = 2e-2
@@ -103,20 +98,10 @@ class Muon(Section):
     """matrices leaves norms, biases and embeddings without weight decay."""
 
 
-class AdamW8bit(Section):
+class AdamW8bit(_Moments):
     """AdamW with 8-bit moments (arXiv:2110.02861): a quarter of the state; on a CPU an update takes 7 times as long."""
 
-    short = "kind"
-
     kind: Literal["adamw8bit"] = "adamw8bit"
-    learning_rate: NonNegative = 2e-4
-    """Peak learning rate; `schedule` scales it over the run."""
-    weight_decay: NonNegative = 0.1
-    """Each step shrinks a weight by learning_rate x weight_decay of itself."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Memory of the gradient's mean and of its square."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment, against division by zero."""
     block: PositiveInt = 256
     """Elements that share a scale: with 256, state is 2.03 bytes a parameter instead of 8. An update of 63M parameters
     takes 0.33 s instead of 0.05 on two CPU threads."""
@@ -126,20 +111,10 @@ class AdamW8bit(Section):
     """matrices leaves norms, biases and embeddings without weight decay."""
 
 
-class PagedAdamW(Section):
+class PagedAdamW(_Moments):
     """AdamW with its state in a file (on a GPU: in the host's memory), so that no spike of memory can end the run."""
 
-    short = "kind"
-
     kind: Literal["paged-adamw"] = "paged-adamw"
-    learning_rate: NonNegative = 2e-4
-    """Peak learning rate; `schedule` scales it over the run."""
-    weight_decay: NonNegative = 0.1
-    """Each step shrinks a weight by learning_rate x weight_decay of itself."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Memory of the gradient's mean and of its square."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment, against division by zero."""
     bits: Literal[8, 32] = 32
     """32 keeps moments in float32, with the results of adamw bit for bit and twice the time of an update on a CPU (more
     when the disk has to help); 8 keeps them as adamw8bit does."""
@@ -150,20 +125,14 @@ class PagedAdamW(Section):
     """matrices leaves norms, biases and embeddings without weight decay."""
 
 
-class GaLore(Section):
+class GaLore(_Moments):
     """All weights trained, with gradients of hidden matrices projected to a low rank (arXiv:2403.03507); else AdamW."""
-
-    short = "kind"
 
     kind: Literal["galore"] = "galore"
     learning_rate: NonNegative = 1e-3
     """Peak learning rate; hidden matrices learn at `scale` times it (the paper pretrains with 1e-2)."""
     weight_decay: NonNegative = 0.0
     """Each step shrinks a weight by learning_rate x weight_decay of itself."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Memory of the gradient's mean and of its square."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment, against division by zero."""
     rank: PositiveInt = 128
     """Dimensions that are left of a gradient, at most the smaller dimension of every hidden matrix. Gradients and
     moments of a matrix shrink by rank / that dimension; the gradient norm and clipping see projected gradients."""

@@ -1,4 +1,4 @@
-"""The steps of a run, and what is looked at on the way."""
+"""The steps of a run, and what is looked at, saved and written down on the way."""
 
 from __future__ import annotations
 
@@ -151,3 +151,33 @@ class Evaluation(Section):
     """End the run when the evaluation loss no longer falls."""
     samples: Samples | None = None
     """Texts generated at each evaluation, to read."""
+
+
+class Checkpoint(Section):
+    """What is kept to go on from, and how often."""
+
+    short = "every"
+
+    every: PositiveInt | None = None
+    """Steps between checkpoints; by default ten over the run. The last step is always saved."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+    keep_every: PositiveInt | None = None
+    """Also keep every checkpoint whose step is a multiple of this."""
+    keep_best: bool = False
+    """Also keep the one with the lowest evaluation loss, saved as soon as it is seen, and export it at the end."""
+    background: bool = True
+    """Flush to disk and publish in a thread while training goes on."""
+
+
+class Log(Section):
+    """What is written down while training."""
+
+    short = "every"
+
+    every: PositiveInt = 1
+    """Steps between lines of metrics.jsonl and of the console."""
+    tensorboard: bool = True
+    """Write TensorBoard events to the run folder."""
+    wandb: str | None = None
+    """Weights & Biases project; needs the wandb package."""

@@ -1,4 +1,4 @@
-"""Parallelism: how many processes, and what is sharded among them."""
+"""Where a run computes, and where it keeps what it computes with: parallelism, recomputation and offload."""
 
 from __future__ import annotations
 
@@ -47,3 +47,30 @@ class Parallel(Section):
     """How often all processes are restarted from the last checkpoint when one dies."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A collective that takes longer has failed; the processes that wait, and where, are told before."""
+
+
+class Recompute(Section):
+    """Activation checkpointing: what is dropped in the forward pass and recomputed in the backward pass."""
+
+    short = "kind"
+
+    kind: Literal["none", "full", "every", "selective", "planned"] = "none"
+    """none; full: every layer; every: each `layers`-th; selective: attention and element-wise operations, while matrix
+    products are kept; planned: what costs least time under `budget`, from sizes and times measured on this model."""
+    layers: PositiveInt | None = None
+    """every: segments of so many layers keep only their input; by default the square root of the number of layers."""
+    budget: Annotated[float, Field(gt=0)] | None = None
+    """planned: GiB that activations of a micro-batch may take."""
+
+
+class Memory(Section):
+    """What is traded for memory."""
+
+    short = "recompute"
+
+    recompute: Recompute = Recompute()
+    """Activations that are recomputed instead of being kept."""
+    offload: list[Literal["parameters", "gradients", "optimizer", "activations"]] = []
+    """What is kept in the host's memory (or, with `folder`, on its disk) instead of the device's."""
+    folder: str | None = None
+    """A folder on a local disk (NVMe): offloaded optimizer state and parameters lie in memory-mapped files there."""
