@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from danlu.errors import DataError
 from danlu.models.config import DynamicScaling
-from danlu.rollout.chat import Conversation
+from danlu.rollout.chat import ChatFormat, Conversation
 from danlu.rollout.generate import Stopping, generate
 from danlu.rollout.request import SamplingOptions
 
@@ -27,10 +29,11 @@ def decode(tokens):
 
 @pytest.fixture
 def talk(small_decoder):
-    def build(options=GREEDY, context=512, max_new_tokens=9, **more):
+    def build(options=GREEDY, context=512, max_new_tokens=9, virtual_token_ids=(), **more):
         model = small_decoder("window", context=context)
         stopping = Stopping(max_new_tokens, context, frozenset([USER, ASSISTANT, SYSTEM]))
-        return Conversation(model, render, decode, options, stopping, **more)
+        chat_format = ChatFormat(render, decode, stopping, virtual_token_ids=virtual_token_ids)
+        return Conversation(model, chat_format, options, **more)
 
     return build
 
@@ -58,7 +61,7 @@ def test_frequencies_that_go_by_the_length_are_those_of_the_conversation_so_far(
     scaling = DynamicScaling(8.0)
     model = small_decoder(context=16, rope_scaling=scaling)
     stopping = Stopping(5, 128, frozenset([USER, ASSISTANT, SYSTEM]))
-    chat, messages = Conversation(model, render, decode, GREEDY, stopping), []
+    chat, messages = Conversation(model, ChatFormat(render, decode, stopping), GREEDY), []
     for text in ("HELLO", "AND", "UNDO", "WHYNOT", "SO"):  # the first fits into 16 tokens, the others do not
         if text == "UNDO":  # back to a conversation that fits, after one that does not
             chat.undo()
@@ -95,7 +98,7 @@ def test_tokens_before_a_conversation_are_read_once_and_may_change_with_the_mode
     assert chat.ask("AND").tokens == expected(history, (56, 57)).tokens
     assert chat.prefilled == 1 + 1 + len("AND") + 1  # as without them
     chat.undo()
-    chat.model_changed()
+    chat.adapters_changed(replace(chat._format, virtual_token_ids=()))
     assert chat.ask("AND").tokens == expected(history, ()).tokens
     assert chat.prefilled == len(render(history))
 

@@ -48,25 +48,11 @@ class Talk:
         self.opened = load_model(resolved, load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder))
         self.chat_adapters = ChatAdapters(resolved, self.opened)
         active = self.chat_adapters.switch(self.chat_adapters.active_name)
-        stopping, texts = active.stopping([], 8, 128)
-        encode, decode = active.chat_tokenizer.encode_chat, active.chat_tokenizer.decode
-        self.conversation = Conversation(
-            self.opened.model,
-            encode,
-            decode,
-            GREEDY,
-            stopping,
-            stop_strings=texts,
-            virtual_token_ids=active.virtual_token_ids,
-        )
+        self.conversation = Conversation(self.opened.model, active.chat_format([], 8, 128), GREEDY)
 
     def switch(self, name: str) -> ActiveAdapter:
         active = self.chat_adapters.switch(name)
-        stopping, texts = active.stopping([], 8, 128)
-        self.conversation.model_changed(active.virtual_token_ids)
-        self.conversation.tokenizer_changed(
-            active.chat_tokenizer.encode_chat, active.chat_tokenizer.decode, stopping, texts
-        )
+        self.conversation.adapters_changed(active.chat_format([], 8, 128))
         return active
 
     def answer(self, history: Sequence[dict[str, str]], turn: str) -> Completion:

@@ -48,17 +48,17 @@ def gemm(
     if device == "cuda" and not torch.cuda.is_available():
         raise ResourceError("--device cuda: torch sees no GPU here. Use --device cpu.")
     on_cpu = device == "cpu" or not torch.cuda.is_available()
+    kind = "cpu" if on_cpu else "cuda"
     for count in (threads or _thread_counts(os.cpu_count() or 1)) if on_cpu else [torch.get_num_threads()]:
         torch.set_num_threads(count)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            peak = measured_peak(dtype, "cpu" if on_cpu else "cuda", seconds, fresh=True)
-            specified = specified_peak(dtype, "cpu" if on_cpu else "cuda")
+            peak = measured_peak(dtype, kind, seconds, fresh=True)
+            specified = specified_peak(dtype, kind)
             name = str(dtype).removeprefix("torch.")
             if as_json:
-                device_name = "cpu" if on_cpu else "cuda"
                 line = {
                     "dtype": name,
-                    "device": device_name,
+                    "device": kind,
                     "threads": count,
                     "flops_per_second": peak,
                     "specified_flops_per_second": specified,

@@ -92,28 +92,13 @@ def chat(
 
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
     chat_tokenizer.require_chat_template()
-    loaded = load_model(
-        resolved,
-        chat_tokenizer,
-        precision=precision,
-        device=device,
-        quantization=quantization_section(quantization, resolved),
-    )
+    section = quantization_section(quantization, resolved)
+    loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
     print_notes(loaded)
     chat_adapters = ChatAdapters(resolved, loaded, chat_template)
     active = chat_adapters.switch(chat_adapters.active_name)
-    stopping, stop_strings = active.stopping(stop or [], max_new_tokens, context)
-    conversation = Conversation(
-        loaded.model,
-        active.chat_tokenizer.encode_chat,
-        active.chat_tokenizer.decode,
-        options,
-        stopping,
-        stop_strings=stop_strings,
-        system=system,
-        dtype=loaded.dtype,
-        virtual_token_ids=active.virtual_token_ids,
-    )
+    chat_format = active.chat_format(stop or [], max_new_tokens, context)
+    conversation = Conversation(loaded.model, chat_format, options, system=system, dtype=loaded.dtype)
     session = Session(conversation, chat_adapters, stop or [], max_new_tokens, context)
     escape_unencodable()
     if sys.stdin.isatty():
@@ -139,11 +124,7 @@ class Session:
         if name == self.chat_adapters.active_name:
             return
         active = self.chat_adapters.switch(name)
-        stopping, stop_strings = active.stopping(self.stops, self.max_new_tokens, self.context)
-        self.conversation.model_changed(active.virtual_token_ids)
-        self.conversation.tokenizer_changed(
-            active.chat_tokenizer.encode_chat, active.chat_tokenizer.decode, stopping, stop_strings
-        )
+        self.conversation.adapters_changed(active.chat_format(self.stops, self.max_new_tokens, self.context))
 
 
 def chat_over_pipe(session: Session) -> None:

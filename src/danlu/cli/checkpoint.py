@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -82,11 +83,17 @@ def prune_command(
 ) -> None:
     """Delete old checkpoints, and half-written ones. Refuses while the run is training."""
     folder = _checkpoints_folder(path)
-    if dry_run:
-        _prune(folder, keep, keep_every, keep_best, delete=False)
-        return
-    with RunLock(folder.parent):
-        _prune(folder, keep, keep_every, keep_best, delete=True)
+    with nullcontext() if dry_run else RunLock(folder.parent):
+        checkpoints = list_checkpoints(folder)
+        doomed = to_prune(checkpoints, keep=keep, keep_every=keep_every, keep_best=keep_best)
+        doomed += [info for info in checkpoints if not info.complete]
+        for info in sorted(doomed, key=lambda info: info.step):
+            if not dry_run:
+                remove_checkpoint(info.path)
+            echo(f"{'would delete' if dry_run else 'deleted'} step {info.step} ({format_bytes(info.bytes)})")
+        freed = format_bytes(sum(info.bytes for info in doomed))
+        left = len(checkpoints) - len(doomed)
+        echo(f"{freed} {'would be freed' if dry_run else 'freed'}, {left} checkpoints stay")
 
 
 @app.command("export")
@@ -104,23 +111,6 @@ def export_command(
 
     checkpoint = export_checkpoint(path, target, average=average)
     echo(f"{checkpoint.name} written: {suggested_commands(target)}")
-    from danlu.export import export_checkpoint
-
-    checkpoint = export_checkpoint(path, target, average=average)
-    echo(f"{checkpoint.name} written: {suggested_commands(target)}")
-
-
-def _prune(folder: Path, keep: int, keep_every: int | None, keep_best: bool, *, delete: bool) -> None:
-    checkpoints = list_checkpoints(folder)
-    doomed = to_prune(checkpoints, keep=keep, keep_every=keep_every, keep_best=keep_best)
-    doomed += [info for info in checkpoints if not info.complete]
-    for info in sorted(doomed, key=lambda info: info.step):
-        if delete:
-            remove_checkpoint(info.path)
-        echo(f"{'deleted' if delete else 'would delete'} step {info.step} ({format_bytes(info.bytes)})")
-    freed = sum(info.bytes for info in doomed)
-    left = len(checkpoints) - len(doomed)
-    echo(f"{format_bytes(freed)} {'freed' if delete else 'would be freed'}, {left} checkpoints stay")
 
 
 def _checkpoints_folder(path: Path) -> Path:

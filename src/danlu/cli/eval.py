@@ -102,7 +102,9 @@ def eval(
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
     loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
     print_notes(loaded)
-    scores = score(loaded, prepared, recipe)
+    samples = prepared.train
+    assert samples is not None, "only a streaming data section has no samples"
+    scores = score(loaded, samples, recipe)
     statistics = prepared.statistics
     row: dict[str, Any] = {
         "model": str(resolved.given_path),
@@ -110,7 +112,7 @@ def eval(
         "loss": scores.loss,
         "perplexity": scores.perplexity,
         "accuracy": scores.accuracy,
-        "bits_per_byte": bits_per_byte(scores, samples_of(prepared), loaded),
+        "bits_per_byte": bits_per_byte(scores, samples, loaded),
         "scored_tokens": scores.trained_tokens,
         "tokens": scores.tokens,
         "rows": statistics.rows,
@@ -171,13 +173,7 @@ def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> Prepa
         raise DataError(str(error).replace("model.chat_template", "--chat-template")) from None
 
 
-def samples_of(prepared: PreparedData) -> Selection:
-    """The samples to be scored."""
-    assert prepared.train is not None, "only a streaming data section has no samples"
-    return prepared.train
-
-
-def score(loaded: LoadedModel, prepared: PreparedData, recipe: Recipe) -> Scores:
+def score(loaded: LoadedModel, samples: Selection, recipe: Recipe) -> Scores:
     """Scores over every sample, once."""
     from danlu.data.packed_dataset import PackedDataset
     from danlu.language.learner import DecoderLearner
@@ -185,7 +181,7 @@ def score(loaded: LoadedModel, prepared: PreparedData, recipe: Recipe) -> Scores
     from danlu.train.progress import RowProgress
 
     length = recipe.data.max_length
-    packs = PackedDataset(samples_of(prepared), recipe.data.packing, length, seed=0, shuffle=False)
+    packs = PackedDataset(samples, recipe.data.packing, length, seed=0, shuffle=False)
     learner = DecoderLearner(
         model=loaded.model,
         forward=loaded.model,

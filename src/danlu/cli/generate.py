@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from danlu.adapters.adapter_config import QUANTIZATIONS
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.terminal import echo, print_status, print_status_early
 
@@ -46,7 +47,6 @@ Quantization = Annotated[
     ),
 ]
 
-QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
 FALLBACK = {"temperature": 0.8, "top_p": 0.95}
 
 
@@ -126,14 +126,8 @@ def generate(
             echo("")
         raise
     if as_json:
-        row = {
-            "prompt": text,
-            "text": answer.text,
-            "tokens": answer.tokens,
-            "finish": answer.finish,
-            "logprobs": answer.logprobs,
-        }
-        echo(json.dumps(row, ensure_ascii=False))
+        keys = ("text", "tokens", "finish", "logprobs")
+        echo(json.dumps({"prompt": text} | {key: getattr(answer, key) for key in keys}, ensure_ascii=False))
     else:
         echo("")
 
@@ -174,22 +168,11 @@ def escape_unencodable() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def sampling_flags(
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-) -> dict[str, Any]:
-    """The flags that were given, by the names of SamplingOptions."""
-    given = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+def sampling_flags(*values: float | None) -> dict[str, Any]:
+    """The flags that were given, by the names of SamplingOptions. values: in the order of SAMPLING_FIELDS."""
+    from danlu.rollout.request import SAMPLING_FIELDS
+
+    return {name: value for name, value in zip(SAMPLING_FIELDS, values, strict=True) if value is not None}
 
 
 def check_flags(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from danlu.cli.generate import QUANTIZATIONS, quantization_section
+from danlu.adapters.adapter_config import QUANTIZATIONS
+from danlu.cli.generate import quantization_section
 from danlu.errors import RecipeError
 from danlu.terminal import print_status, print_status_early
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from danlu.adapters.combine import Combination
     from danlu.assembly.merging import Merged
 
-DTYPES = ("auto", "fp32", "bf16", "fp16")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 METHODS = ("linear", "cat", "ties", "dare-linear", "dare-ties")
 MAJORITIES = ("total", "frequency")
 SPARSIFYING = ("ties", "dare-linear", "dare-ties")
@@ -85,17 +86,15 @@ def write_model(
     quantization: str | None,
 ) -> None:
     """Merges adapters into a base, and prints the result and its rounding errors."""
-    import torch
-
     from danlu.assembly import merging
+    from danlu.plan.precision import DTYPES
 
-    types = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     merged = merging.merge(
         sources,
         out,
         into=into,
         force=force,
-        dtype=types[dtype],
+        dtype=DTYPES.get(dtype),
         combination=combination,
         quantization=quantization_section(quantization),
     )
@@ -167,7 +166,7 @@ def check_options(
     for option, value, known in (
         ("method", method, METHODS),
         ("majority", majority, MAJORITIES),
-        ("dtype", dtype, DTYPES),
+        ("dtype", dtype, PRECISIONS),
         ("quantization", quantization, (None, *QUANTIZATIONS)),
     ):
         if value not in known:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from danlu import recipe as recipes
+from danlu.cli.generate import escape_unencodable
 from danlu.errors import DataError, RecipeError, ResourceError
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
@@ -68,8 +69,7 @@ def preview(
         date=_date(chosen),
     )
     positions = max_sample_length(chosen.model, chosen.adapter)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # rows may hold what this terminal's encoding cannot write
+    escape_unencodable()  # rows may hold what this terminal's encoding cannot write
     out = preview_writer(io.StringIO() if as_json else sys.stdout)
     shown = render_examples(spec, rows=rows, places=row or ()) if rows or row else []
     write_rows(out, shown, chosen.data, max_tokens)

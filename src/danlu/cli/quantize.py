@@ -13,7 +13,7 @@ from danlu.errors import RecipeError
 from danlu.terminal import print_status, print_status_early
 
 KINDS = ("nf4", "fp4")
-DTYPES = ("auto", "fp32", "bf16", "fp16")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 
 
 def quantize(
@@ -32,7 +32,7 @@ def quantize(
     The folder is a model for danlu, and for transformers with bitsandbytes. One weight is in memory at a time.
     """
     problems = [f"--kind: {kind!r} is unknown; use nf4 or fp4"] if kind not in KINDS else []
-    problems += [f"--dtype: {dtype!r} is unknown; use {', '.join(DTYPES)}"] if dtype not in DTYPES else []
+    problems += [f"--dtype: {dtype!r} is unknown; use {', '.join(PRECISIONS)}"] if dtype not in PRECISIONS else []
     if problems:
         raise RecipeError(problems)
     # Mistakes are told without torch, which takes a second to import.
@@ -41,18 +41,16 @@ def quantize(
     folder = resolve_folder(model)
     read_config(folder)
     print_status_early(f"reading {folder}")
-    import torch
-
     from danlu.assembly import quantizing
+    from danlu.plan.precision import DTYPES
     from danlu.recipe import sections
     from danlu.train.progress import RowProgress
     from danlu.train.units import format_bytes
 
-    types = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     section = sections.Nf4(double=double) if kind == "nf4" else sections.Fp4(double=double)
     with closing(RowProgress(sys.stderr, doing="quantizing", units="tensors")) as progress:
         shown = progress if sys.stderr.isatty() else None
-        written = quantizing.quantize(folder, out, section, dtype=types[dtype], progress=shown)
+        written = quantizing.quantize(folder, out, section, dtype=DTYPES.get(dtype), progress=shown)
     print_status(
         f"{folder} in {kind}: {written.quantized:,} of {written.parameters:,} parameters packed to "
         f"{written.bits:.3f} bits each, {format_bytes(written.bytes)} in all\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -19,6 +21,18 @@ Render = Callable[[Sequence[Message]], list[int]]
 """From messages (role, content) to tokens, with the generation prompt for the assistant."""
 
 
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a conversation becomes a prompt, and what is generated an answer: by a tokenizer, and by adapters."""
+
+    render: Render
+    decode: Decode
+    stopping: Stopping
+    stop_strings: Sequence[str] = ()
+    virtual_token_ids: Sequence[int] = ()
+    """What every prompt begins with: the virtual tokens of the active adapters."""
+
+
 class Conversation:
     """Multi-turn chat. The KV cache outlives a turn: of each new prompt only what differs from the last one is read.
 
@@ -29,27 +43,19 @@ class Conversation:
     def __init__(
         self,
         model: Decoder,
-        render: Render,
-        decode: Decode,
+        chat_format: ChatFormat,
         options: SamplingOptions,
-        stopping: Stopping,
         *,
-        stop_strings: Sequence[str] = (),
         system: str | None = None,
         dtype: torch.dtype | None = None,
-        virtual_token_ids: Sequence[int] = (),
     ) -> None:
         self.messages: list[dict[str, str]] = []  # user and assistant in turn, without the system prompt
         self.system = system
         self.prefilled = 0  # tokens of the last prompt that were not in the cache
         self._model = model
-        self._render = render
-        self._decode = decode
+        self._format = chat_format
         self._options = options
-        self._stopping = stopping
-        self._stop_strings = tuple(stop_strings)
         self._dtype = dtype
-        self._virtual_token_ids = tuple(virtual_token_ids)  # what the model's adapters put before every prompt
         self._cache = KVCache()
         self._cached: list[int] = []  # the tokens whose keys and values are in the cache
         self._cached_prompt_length = 0  # of the last prompt that was read into the cache
@@ -62,10 +68,11 @@ class Conversation:
         it is left out. Raises DataError when the conversation no longer fits the model's context.
         """
         question = {"role": "user", "content": text}
-        rendered = self._render([*self._preamble(), *self.messages, question])
-        prompt = [*self._virtual_token_ids, *rendered]
+        rendered = self._format.render([*self._preamble(), *self.messages, question])
+        prompt = [*self._format.virtual_token_ids, *rendered]
         self._check_room(len(prompt))
-        answer = Answer(self._turns_asked, len(prompt), TextStream(self._decode, self._stop_strings))
+        stream = TextStream(self._format.decode, self._format.stop_strings)
+        answer = Answer(self._turns_asked, len(prompt), stream)
         self._turns_asked += 1
         texts: list[str] = []
 
@@ -79,7 +86,7 @@ class Conversation:
                 logits = self._read(prompt)
                 grow(
                     self._model, self._cache, logits, [answer], [rendered],
-                    self._options, self._stopping, on_token, self._dtype,
+                    self._options, self._format.stopping, on_token, self._dtype,
                 )  # fmt: skip
         except KeyboardInterrupt:
             if any(texts):
@@ -92,18 +99,11 @@ class Conversation:
         self.messages += [question, {"role": "assistant", "content": completion.text}]
         return completion
 
-    def model_changed(self, virtual_token_ids: Sequence[int] = ()) -> None:
-        """Empties the cache after adapters were switched; from now on prompts begin with `virtual_token_ids`."""
-        self._virtual_token_ids = tuple(virtual_token_ids)
+    def adapters_changed(self, chat_format: ChatFormat) -> None:
+        """After a switch of adapters: the turns stay, and are rendered in their format and read without the cache."""
+        self._format = chat_format
         self._cache = KVCache()
         self._cached = []
-
-    def tokenizer_changed(
-        self, render: Render, decode: Decode, stopping: Stopping, stop_strings: Sequence[str] = ()
-    ) -> None:
-        """After a switch to adapters with another tokenizer: the turns stay, and are rendered by this one."""
-        self._render, self._decode, self._stopping = render, decode, stopping
-        self._stop_strings = tuple(stop_strings)
 
     def undo(self) -> bool:
         """Removes the last turn, question and answer. Returns whether there was one."""
@@ -128,15 +128,12 @@ class Conversation:
 
     def _read(self, prompt: list[int]) -> torch.Tensor:
         """Reads into the cache what it does not have of `prompt`; returns the logits [1, V] after its last token."""
-        kept = 0
         # Rotary scalings that depend on the length: cached keys were rotated for another one.
         longest = max(len(prompt), self._cached_prompt_length)
         cached = [] if rotated_by_length(self._model.config, longest) else self._cached
         # The last token is always read again: the answer starts from its logits.
-        for old, new in zip(cached, prompt[:-1], strict=False):
-            if old != new:
-                break
-            kept += 1
+        pairs = zip(cached, prompt[:-1], strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._cache.truncate(0, kept)
         self._cached = prompt[:kept]
         self._cached_prompt_length = len(prompt)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from danlu.errors import DataError
+from danlu.rollout.chat import ChatFormat
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.generate import Stopping
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, stop_ids_of
@@ -25,10 +26,12 @@ class ActiveAdapter:
     virtual_token_ids: tuple[int, ...]
     """What its prompts begin with."""
 
-    def stopping(self, stops: Sequence[str], max_new_tokens: int, context: int) -> tuple[Stopping, list[str]]:
-        """What ends its answers, and which of the texts `stops` must be searched for: one without text is a token."""
-        silent, texts = self.chat_tokenizer.split_stops(stops)
-        return Stopping(max_new_tokens, context, self.stop_ids | silent), texts
+    def chat_format(self, stops: Sequence[str], max_new_tokens: int, context: int) -> ChatFormat:
+        """The format of its conversations. stops: texts that end an answer; one without text is a token."""
+        tokenizer = self.chat_tokenizer
+        silent, texts = tokenizer.split_stops(stops)
+        stopping = Stopping(max_new_tokens, context, self.stop_ids | silent)
+        return ChatFormat(tokenizer.encode_chat, tokenizer.decode, stopping, texts, self.virtual_token_ids)
 
 
 class ChatAdapters:

@@ -45,21 +45,18 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         checks = (
-            (0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or a positive number"),
-            (0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (1 keeps every token)"),
-            (self.top_k >= 0, "top_k", self.top_k, "0 (keep every token) or more"),
-            (0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 (keep every token) and 1"),
-            (
-                0 < self.repetition_penalty < math.inf,
-                "repetition_penalty",
-                self.repetition_penalty,
-                "positive (1 changes nothing)",
-            ),
-            (0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2^63"),
+            (0 <= self.temperature < math.inf, "temperature", "0 (greedy) or a positive number"),
+            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 keeps every token)"),
+            (self.top_k >= 0, "top_k", "0 (keep every token) or more"),
+            (0 <= self.min_p <= 1, "min_p", "between 0 (keep every token) and 1"),
+            (0 < self.repetition_penalty < math.inf, "repetition_penalty", "positive (1 changes nothing)"),
+            (0 <= self.seed < 2**63, "seed", "at least 0 and below 2^63"),
         )
-        problems = [f"{name}: {value} is out of range; it must be {rule}" for ok, name, value, rule in checks if not ok]
-        if problems:
-            raise RecipeError(problems)
+        wrong = [(name, rule) for in_range, name, rule in checks if not in_range]
+        if wrong:
+            raise RecipeError(
+                [f"{name}: {getattr(self, name)} is out of range; it must be {rule}" for name, rule in wrong]
+            )
 
     @property
     def truncates(self) -> bool:
