@@ -24,10 +24,11 @@ def logits_cross_entropy(
     loss = nll if label_smoothing == 0 else (1 - label_smoothing) * nll + label_smoothing * (log_z - logits.mean(-1))
     if z_loss != 0:
         loss = loss + z_loss * log_z.square()
+    by_target = nll.detach()
     correct = (logits.detach().argmax(-1) == labels).float()
     return TargetLosses(
         total=(weights * loss).sum(),
-        nll=(weights * nll.detach()).sum(),
+        nll=(weights * by_target).sum(),
         correct=(weights * correct).sum(),
-        by_target=nll.detach(),
+        by_target=by_target,
     )

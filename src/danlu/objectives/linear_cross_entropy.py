@@ -237,19 +237,17 @@ def _by_rows(slices: VocabSlices, weights: Tensor, options: _Options) -> tuple[_
     grad_hidden = torch.empty_like(hidden)
     for block in _ranges(hidden.shape[0], _rows_kept(options.rows_of_largest_shard, hidden.element_size())):
         logits = hidden[block] @ head.t()
-        block_targets, block_weights = slices.targets[block], weights[block]
         chunks = _ranges(logits.shape[0], max(1, slice_bytes(hidden.device.type) // (8 * head.shape[0])))
-        parts = [_whole_head(slices, block_targets[chunk], options) for chunk in chunks]
+        parts = [_whole_head(slices, slices.targets[block][chunk], options) for chunk in chunks]
         if options.tensor_group is None:
             for chunk, part in zip(chunks, parts, strict=True):
-                statistics.append(
-                    _into_gradient(logits[chunk], part, block_targets[chunk], block_weights[chunk], options)
-                )
+                chunk_logits, chunk_targets = logits[chunk], slices.targets[block][chunk]
+                statistics.append(_into_gradient(chunk_logits, part, chunk_targets, weights[block][chunk], options))
         else:  # the gradient waits until all processes have said what the rows come to
-            rows = _block_statistics(logits, chunks, parts, block_targets, weights.dtype, options)
+            rows = _block_statistics(logits, chunks, parts, slices.targets[block], weights.dtype, options)
             for chunk, part in zip(chunks, parts, strict=True):
                 y = _capped(logits[chunk].to(weights.dtype), options)
-                logits[chunk].copy_(_by_logits(y, rows.log_z[chunk], block_weights[chunk], part, options))
+                logits[chunk].copy_(_by_logits(y, rows.log_z[chunk], weights[block][chunk], part, options))
             statistics.append(rows)
         torch.mm(logits, head, out=grad_hidden[block])
     return _concatenated(statistics), grad_hidden
