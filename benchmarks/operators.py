@@ -5,7 +5,8 @@
 Each case of `small_recipes.py` is trained for a few steps in both checkouts in one process under a TorchDispatchMode,
 which notes every operator with the shapes and types of its tensors. A step is what lies between two lines of
 metrics.jsonl; no name of danlu's modules is needed to find it. Compared are the steps as lists: prints the number of
-operators of each step, and around the first difference `--show` operators of either side; exits 1 where one differs.
+operators of each step, those whose operands have other shapes, and around the first operator that is another one
+`--show` operators of either side; exits 1 where one is.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def operators(checkout: Path, name: str, folder: Path, inputs: Path, base: Path)
 
 def difference(ours: list[str], theirs: list[str], shown: int) -> list[str]:
     """The first place where two lists differ, with what surrounds it; empty where they are equal."""
-    for place, (our, their) in enumerate(zip_longest(ours, theirs)):
-        if our != their:
+    for place, (our, their) in enumerate(zip_longest(ours, theirs, fillvalue="")):
+        if operator(our) != operator(their):
             around = slice(max(0, place - shown), place + shown)
             return [
                 f"  operator {place}, in this checkout:",
@@ -79,6 +80,11 @@ def difference(ours: list[str], theirs: list[str], shown: int) -> list[str]:
                 *(f"    {call}" for call in theirs[around]),
             ]
     return []
+
+
+def operator(call: str) -> str:
+    """`aten.mm.default` of `aten.mm.default(float32[8, 4], float32[4, 2])`."""
+    return call.partition("(")[0]
 
 
 def main() -> int:
@@ -103,10 +109,15 @@ def main() -> int:
                 (folder / side).mkdir(exist_ok=True)
                 calls[side] = operators(checkout, name, folder / side, inputs, folder / "pretrain" / "model")
             counts = ", ".join(str(len(step)) for step in calls["this"])
-            same = bool(calls["this"]) and calls["this"] == calls["base"]
+            steps = list(zip(calls["this"], calls["base"], strict=True))
+            same = bool(steps) and not any(difference(ours, theirs, 0) for ours, theirs in steps)
             all_same &= same
             print(f"{name:10} {'same' if same else 'DIFFERENT'}: {counts} operators in steps 2 to {STEPS}", flush=True)
-            for number, (ours, theirs) in enumerate(zip(calls["this"], calls["base"], strict=True), 2):
+            pairs = {(our, their) for ours, theirs in steps for our, their in zip(ours, theirs, strict=False)}
+            for our, their in sorted(pairs if same else ()):
+                if our != their:
+                    print(f"  other operands: {our}, in the base checkout {their}")
+            for number, (ours, theirs) in enumerate(steps, 2):
                 if lines := difference(ours, theirs, options.show):
                     print(
                         f"  step {number}: {len(ours)} operators, {len(theirs)} in the base checkout", *lines, sep="\n"

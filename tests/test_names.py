@@ -61,9 +61,6 @@ ALLOWED = {
 }
 """(file, identifier): the reason."""
 
-NOT_YET = {"placing.py", "run.py", "train/agreement.py", "train/loop.py"}
-"""Files that still have coined names; each leaves the list with its last one."""
-
 FILE_NAMES = {"utils", "util", "helpers", "helper", "manager", "misc", "common", "stuff"}
 
 
@@ -100,12 +97,8 @@ def coined(source: str, file: str = "") -> list[str]:
 @pytest.mark.parametrize("room", sorted({path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")}))
 def test_no_coined_names(room: str) -> None:
     paths = sorted((SOURCE / room).rglob("*.py")) or [SOURCE / room]
-    lines = {
-        file: coined((SOURCE / file).read_text(), file) for file in (str(path.relative_to(SOURCE)) for path in paths)
-    }
-    wrong = [line for file in lines if file not in NOT_YET for line in lines[file]]
+    wrong = [line for path in paths for line in coined(path.read_text(), str(path.relative_to(SOURCE)))]
     assert not wrong, "\n".join(wrong)
-    assert all(lines[file] for file in NOT_YET & lines.keys()), "a file of NOT_YET has no coined name any more"
 
 
 def test_no_file_is_named_after_nothing() -> None:

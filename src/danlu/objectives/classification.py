@@ -24,11 +24,6 @@ def logits_cross_entropy(
     loss = nll if label_smoothing == 0 else (1 - label_smoothing) * nll + label_smoothing * (log_z - logits.mean(-1))
     if z_loss != 0:
         loss = loss + z_loss * log_z.square()
-    by_target = nll.detach()
     correct = (logits.detach().argmax(-1) == labels).float()
-    return TargetLosses(
-        total=(weights * loss).sum(),
-        nll=(weights * by_target).sum(),
-        correct=(weights * correct).sum(),
-        by_target=by_target,
-    )
+    total, by_target = (weights * loss).sum(), nll.detach()
+    return TargetLosses(total, (weights * by_target).sum(), (weights * correct).sum(), by_target)

@@ -120,6 +120,7 @@ class StepSums:
 
     _rows: list[Tensor] = field(default_factory=list)  # of each micro-batch [1 + metrics]: the total, then the sums
     _weights: dict[str, float] = field(default_factory=dict)  # of each metric
+    _by_micro_batch: Tensor | None = None  # [micro-batches, 1 + metrics] float64, on the host
 
     def add(self, loss: Loss) -> None:
         """Takes up the loss of one more micro-batch."""
@@ -133,8 +134,7 @@ class StepSums:
 
     def means(self, weight: float, parallel: StepParallel) -> tuple[float, dict[str, float]]:
         """(loss, metrics) over all processes: the total over `weight`, each metric over its own."""
-        rows = torch.stack(self._rows).double().cpu()  # the one wait for the device in a step
-        self._rows = list(rows)
+        rows = self._by_micro_batch = torch.stack(self._rows).double().cpu()  # the one wait for the device in a step
         weights = torch.tensor(list(self._weights.values()), dtype=torch.float64)
         total, *sums = parallel.all_reduce_data(torch.cat((rows.sum(0), weights))).tolist()
         count = len(self._weights)
@@ -143,7 +143,9 @@ class StepSums:
 
     def first_non_finite(self) -> int | None:
         """The number of the first micro-batch of this process whose total is not finite; after `means`."""
-        return next((number for number, row in enumerate(self._rows) if not row[0].isfinite()), None)
+        assert self._by_micro_batch is not None, "`means` brings them to the host"
+        numbers = (~self._by_micro_batch[:, 0].isfinite()).nonzero()
+        return int(numbers[0]) if len(numbers) else None
 
 
 def sum_losses(losses: Sequence[Loss], device: torch.device) -> Loss:
