@@ -110,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, bitsandbytes {bitsandbytes.__version__}, {torch.get_num_threads()} threads")
-    print(bitsandbytes_kernels.kernels_in_use())
+    print(bitsandbytes_kernels.library()[1])
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float32):
             times_by_work = measure((torch.randn(shape) * 0.02).to(dtype), arguments.kind, arguments.rounds)

@@ -13,12 +13,12 @@ from builders.classifier_worker import STEPS, Seen, recipe_of, see, train
 from builders.digits import digits_folder
 from builders.process_group import run_group
 from builders.tiny_world import danlu, metrics
+from builders.worst_errors import worst_relative_error
 from torch import Tensor
 
 from danlu import recipe as recipes
 from danlu.errors import RecipeError, TrainingError
 from danlu.models import lenet
-from danlu.numerics.relative_error import worst_relative_error
 from danlu.parallel.ranks import Ranks
 from danlu.stages import STAGES
 from danlu.train.checkpoints.loading import read_group

@@ -13,10 +13,10 @@ import torch
 from builders.pair_stage import PAIRS, PairObjective, train, trained_tensors
 from builders.process_group import run_group
 from builders.tiny_world import World
+from builders.worst_errors import worst_relative_error
 
 from danlu import run
 from danlu.errors import RecipeError
-from danlu.numerics.relative_error import worst_relative_error
 from danlu.recipe import load
 from danlu.stage_protocols import Stage
 

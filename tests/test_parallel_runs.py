@@ -14,10 +14,10 @@ from builders import failing_samples_worker
 from builders.process_group import run_group
 from builders.tiny_world import World, last_state, write_rows
 from builders.train_worker import interrupted, train
+from builders.worst_errors import worst_relative_error
 from safetensors.torch import load_file
 from torch import Tensor
 
-from danlu.numerics.relative_error import worst_relative_error
 from danlu.train.checkpoints.verification import verify
 
 pytestmark = pytest.mark.distributed

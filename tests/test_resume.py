@@ -103,7 +103,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
 ) -> None:
     changes = dict(CASES[case])
     # Overflows in the first steps, and growth before and after each interruption.
-    monkeypatch.setattr(run, "_scaler", lambda tokens: LossScaler(initial=2.0**16, growth_interval=2))
+    monkeypatch.setattr(run, "_scaler", lambda tokens: LossScaler(scale=2.0**16, growth_interval=2))
     if changes.get("stage") == "pretrain":
         changes["data"] = {**changes["data"], "train": str(tiny_world.text)}
     if "watch" in changes:

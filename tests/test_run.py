@@ -414,7 +414,7 @@ def test_an_fp16_overflow_is_survived_and_shown(
         return gradients
 
     monkeypatch.setattr(loop, "accumulate", overflow_in_step_3)
-    monkeypatch.setattr(run, "_scaler", lambda tokens: LossScaler(initial=64.0))
+    monkeypatch.setattr(run, "_scaler", lambda tokens: LossScaler(scale=64.0))
     assert danlu("train", tiny_world.recipe(tmp_path / "run", precision="fp16")) == 0
     assert events(tmp_path / "run") == [{"step": 3, "event": "overflow", "before": 64.0, "after": 32.0}]
     assert "step 3: fp16 overflow, update skipped, loss scale 64 -> 32\n" in capsys.readouterr().err

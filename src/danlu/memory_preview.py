@@ -18,6 +18,7 @@ from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.assembly.adapter_training import TRAINED
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapters_of
+from danlu.assembly.stored_quantization import stored_quantization
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import ModelError
 from danlu.memory.recompute import plan_of
@@ -31,10 +32,9 @@ from danlu.memory_estimate import (
 )
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import CONFIG, read_config, read_json, resolve_folder
+from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.loading import meta_decoder
 from danlu.models.presets import from_scratch
-from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parameter_count import parameters_of
@@ -209,9 +209,7 @@ def _stored_quantization(recipe: Recipe) -> sections.QuantizationSection | None:
     """How the base's own folder stores its linear layers, if in 4 bits."""
     if recipe.model.path is None:
         return None
-    folder = find_base(recipe.model.path).folder
-    stored = read_quantization(read_json(folder / CONFIG), str(folder / CONFIG))
-    return None if stored is None else (sections.Nf4 if stored.kind == "nf4" else sections.Fp4)(double=stored.double)
+    return stored_quantization(find_base(recipe.model.path).folder)
 
 
 def _initialize(adapters: AdapterSet, section: Any) -> None:

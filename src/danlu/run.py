@@ -338,7 +338,7 @@ def _device(recipe: Recipe) -> torch.device:
 
 def _scaler(tokens: int) -> LossScaler:
     """fp16's loss scaling for steps of so many tokens: the loss is their sum, which is a scale already."""
-    return LossScaler(initial=2.0 ** max(0, 20 - tokens.bit_length()))
+    return LossScaler(scale=2.0 ** max(0, 20 - tokens.bit_length()))
 
 
 def _cadence(recipe: Recipe, total: int) -> Cadence:

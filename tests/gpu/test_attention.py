@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from builders.reference_attention import ReferenceAttention
 from torch import Tensor
 
-from danlu.models.attend import PackedAttention, ReferenceAttention
+from danlu.models.attend import PackedAttention
 
 LENGTHS = [(1,), (1, 2, 3), (17, 64, 129), (300, 1, 211), (1000, 24, 3072), (4096,)]
 VARIANTS = {

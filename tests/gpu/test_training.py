@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.reference_attention import ReferenceAttention
 from builders.tiny_run import SyntheticPacks, tiny_model, tiny_run
 
-from danlu.models.attend import PackedAttention, ReferenceAttention
+from danlu.models.attend import PackedAttention
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.rollout.generate import generate
@@ -60,7 +61,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_an_overflow_in_half_precision_is_survived(tmp_path: Path) -> None:
-    run = trained(tmp_path, device="cuda", dtype=torch.float16, steps=30, scaler=LossScaler(initial=2.0**24))
+    run = trained(tmp_path, device="cuda", dtype=torch.float16, steps=30, scaler=LossScaler(scale=2.0**24))
     events = [line["event"] for line in read_metrics(tmp_path / "metrics.jsonl") if "event" in line]
     assert "overflow" in events
     assert all(tensor.isfinite().all() for tensor in weights(run).values())

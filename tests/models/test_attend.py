@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
+from builders.reference_attention import ReferenceAttention
 from torch import Tensor
 
 from danlu.models import attend, attention_kernels
-from danlu.models.attend import PackedAttention, ReferenceAttention, masked_attention, visible
+from danlu.models.attend import PackedAttention, masked_attention, visible
 
 BOUNDARIES = (0, 5, 6, 23, 40)
 

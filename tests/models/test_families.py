@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from builders.reference_attention import ReferenceAttention
 from safetensors.torch import load_file
 
 from danlu.errors import ModelError
-from danlu.models.attend import PackedAttention, ReferenceAttention
+from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES, config_values, read_config_values
 from danlu.models.hf_folder import read_config

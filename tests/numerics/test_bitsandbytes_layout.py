@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from danlu.errors import ModelError
-from danlu.numerics.bitsandbytes_layout import STATE, SUFFIXES, packed_weight
+from danlu.numerics.bitsandbytes_layout import STATE
 from danlu.numerics.codebooks import KINDS, Kind
 from danlu.numerics.four_bit_weight import FourBitWeight
 
@@ -106,14 +106,6 @@ def test_a_map_of_magnitudes_other_than_the_usual_is_used(bitsandbytes: ModuleTy
     assert torch.equal(read.dense(), expected) and not torch.equal(usual.dense(), expected)
     again = FourBitWeight.from_tensors(NAME, read.tensors(NAME), where="x")
     assert torch.equal(again.dense(), expected)
-
-
-def test_which_tensors_belong_to_a_packed_weight() -> None:
-    tensors = FourBitWeight.quantize(normal(8, 64)).tensors(NAME)
-    assert {packed_weight(name) for name in tensors} == {NAME, None} and packed_weight(NAME) is None
-    assert all(packed_weight(NAME + suffix) == NAME for suffix in SUFFIXES)
-    assert packed_weight(f"{NAME}{STATE}af4") == NAME
-    assert packed_weight("model.norm.weight") is None and packed_weight("q_proj.absmax_of_mine") is None
 
 
 Damage = Callable[[dict[str, Tensor]], Any]

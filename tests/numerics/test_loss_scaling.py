@@ -12,7 +12,7 @@ from danlu.numerics.loss_scaling import LossScaler, ScaleChange
 
 
 def test_halves_on_overflow_and_doubles_after_a_good_stretch() -> None:
-    scaler = LossScaler(initial=1024.0, growth_interval=3)
+    scaler = LossScaler(scale=1024.0, growth_interval=3)
     assert scaler.update(1, finite=False) == ScaleChange(1, 1024.0, 512.0, overflow=True)
     changes = [scaler.update(step, finite=True) for step in (2, 3, 4, 5)]
     assert changes == [None, None, ScaleChange(4, 512.0, 1024.0, overflow=False), None]
@@ -20,7 +20,7 @@ def test_halves_on_overflow_and_doubles_after_a_good_stretch() -> None:
 
 
 def test_an_overflow_starts_the_good_stretch_again() -> None:
-    scaler = LossScaler(initial=1024.0, growth_interval=2)
+    scaler = LossScaler(scale=1024.0, growth_interval=2)
     for step, finite in enumerate((True, False, True), start=1):
         scaler.update(step, finite)
     assert scaler.scale == 512.0
@@ -34,20 +34,20 @@ def test_messages_say_what_happened() -> None:
 
 
 def test_it_never_falls_below_the_floor() -> None:
-    scaler = LossScaler(initial=1.5, floor=1.0)
+    scaler = LossScaler(scale=1.5, floor=1.0)
     change = scaler.update(1, finite=False)
     assert change is not None and (change.before, change.after, scaler.scale) == (1.5, 1.0, 1.0)
 
 
 def test_overflow_at_the_floor_stops_the_run() -> None:
-    scaler = LossScaler(initial=2.0, floor=1.0)
+    scaler = LossScaler(scale=2.0, floor=1.0)
     scaler.update(1, finite=False)
     with pytest.raises(TrainingError, match=r"step 2: .* smallest loss scale \(1\).*precision: bf16"):
         scaler.update(2, finite=False)
 
 
 def test_the_scale_stops_at_its_ceiling() -> None:
-    scaler = LossScaler(initial=4.0, growth_interval=1, ceiling=8.0)
+    scaler = LossScaler(scale=4.0, growth_interval=1, ceiling=8.0)
     assert scaler.update(1, finite=True) is not None
     assert scaler.update(2, finite=True) is None and scaler.scale == 8.0
 
@@ -69,7 +69,7 @@ def test_a_state_with_a_value_missing_is_refused() -> None:
 
 def test_an_injected_overflow_is_survived_and_seen() -> None:
     """A float32 master weight trained through a float16 product; the third batch overflows at the first scale."""
-    weight, scaler, changes = Parameter(torch.tensor([0.5])), LossScaler(initial=2.0**12), []
+    weight, scaler, changes = Parameter(torch.tensor([0.5])), LossScaler(scale=2.0**12), []
     for step, x in enumerate((1.0, 1.0, 30.0, 1.0, 1.0), start=1):
         half = (weight.half() * torch.tensor([x]).half()).float()
         ((half - 0.25 * x).square().sum() * scaler.scale).backward()

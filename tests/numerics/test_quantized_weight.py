@@ -97,7 +97,7 @@ def test_nothing_is_kept_for_the_backward_pass() -> None:
 
 
 def test_all_products_are_made_in_the_same_memory() -> None:
-    quantized_weight.release_workspace()
+    quantized_weight._spare.clear()
     assert quantized_weight.dense_workspace_bytes() == 0
     small, large = weights(48, 80)[0], weights(96, 160)[0]
     expected = [weight.dense(torch.float32) for weight in (small, large)]
@@ -107,12 +107,12 @@ def test_all_products_are_made_in_the_same_memory() -> None:
             assert torch.equal(weight.product(x), F.linear(x, matrix))
             assert weight.product(x.bfloat16()).dtype == torch.bfloat16
     assert quantized_weight.dense_workspace_bytes() == 96 * 160 * 4  # the largest matrix, once
-    quantized_weight.release_workspace()
+    quantized_weight._spare.clear()
     assert quantized_weight.dense_workspace_bytes() == 0
 
 
 def test_memory_that_inference_left_serves_training() -> None:
-    quantized_weight.release_workspace()
+    quantized_weight._spare.clear()
     for weight in weights():
         with torch.inference_mode():
             expected = weight.product(normal(3, 80)).clone()

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+from builders.worst_errors import worst_absolute_error, worst_relative_error
 from torch import Tensor
 
-from danlu.numerics.relative_error import relative_error, worst_absolute_error, worst_error, worst_relative_error
+from danlu.numerics.relative_error import relative_error, worst_error
 
 Worst = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], float]
 

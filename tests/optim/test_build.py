@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from builders.worst_errors import worst_absolute_error
 from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.errors import CheckpointError, ModelError
 from danlu.memory.paged_state import paged_state
-from danlu.numerics.relative_error import worst_absolute_error
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.recipe.sections import SGD, Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, PagedAdamW

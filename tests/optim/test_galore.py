@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from builders.worst_errors import worst_absolute_error
 from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.errors import ModelError, RecipeError
-from danlu.numerics.relative_error import worst_absolute_error
 from danlu.optim.build import Optimizers, build
 from danlu.optim.clip import clip_grad_norm
 from danlu.optim.galore import GaLore

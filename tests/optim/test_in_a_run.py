@@ -82,7 +82,7 @@ def test_it_learns(tmp_path: Path, section: Optimizer) -> None:
 @each
 def test_an_overflow_is_left_out_and_a_resumed_run_is_the_same(tmp_path: Path, section: Optimizer) -> None:
     def run_over(folder: Path, overflow_after: int) -> Run:
-        run = run_with(folder, section, scaler=LossScaler(initial=64.0), dtype=torch.float16)
+        run = run_with(folder, section, scaler=LossScaler(scale=64.0), dtype=torch.float16)
         for matrix in (run.learner.model.layers["1"].mlp.down_proj, run.learner.model.embed_tokens):
             matrix.weight.register_hook(lambda grad: grad * (math.inf if run.state.step == overflow_after else 1.0))
         return run

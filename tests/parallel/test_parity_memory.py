@@ -11,12 +11,12 @@ import torch
 from builders.parallel_steps import recipe_file, see
 from builders.process_group import run_group
 from builders.tiny_world import CONFIG, World
+from builders.worst_errors import worst_relative_error
 from torch import Tensor
 
 from danlu.errors import RecipeError
 from danlu.memory import recompute_planner
 from danlu.models.families import read_config_values
-from danlu.numerics.relative_error import worst_relative_error
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, load

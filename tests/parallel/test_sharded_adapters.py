@@ -10,8 +10,8 @@ import pytest
 from builders.parallel_steps import matrices_left, recipe_file, see, see_without_sums
 from builders.process_group import run_group
 from builders.tiny_world import World
+from builders.worst_errors import worst_relative_error
 
-from danlu.numerics.relative_error import worst_relative_error
 from danlu.verify.trace import Trace, assemble_equal
 
 pytestmark = pytest.mark.distributed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders.reference_attention import ReferenceAttention
 
-from danlu.models.attend import ReferenceAttention
 from danlu.rollout.cache import CAPACITY_STEP, KVCache
 
 KINDS = ["llama", "window", "softcap", "qk-norm"]

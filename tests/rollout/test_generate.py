@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders.reference_attention import ReferenceAttention
 
 from danlu.errors import DataError, ModelError
-from danlu.models.attend import PackedAttention, ReferenceAttention
+from danlu.models.attend import PackedAttention
 from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from danlu.models.saving import save
 from danlu.rollout.cache import KVCache

@@ -227,7 +227,7 @@ def test_a_rewind_without_a_checkpoint_says_so(tmp_path: Path) -> None:
 
 
 def test_an_fp16_overflow_is_survived_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tiny_run(tmp_path, dtype=torch.float16, scaler=LossScaler(initial=64.0))
+    run = tiny_run(tmp_path, dtype=torch.float16, scaler=LossScaler(scale=64.0))
     real = loop.accumulate
 
     def overflow_in_step_3(*arguments: Any, step: int, **options: Any) -> Any:
@@ -344,7 +344,7 @@ class PartlyUntrained(SyntheticPacks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_step_without_targets_is_left_out_and_told(tmp_path: Path, dtype: torch.dtype) -> None:
     def new(folder: str, untrained: range) -> Run:
-        scaler = LossScaler(initial=64.0) if dtype == torch.float16 else None
+        scaler = LossScaler(scale=64.0) if dtype == torch.float16 else None
         return tiny_run(tmp_path / folder, source=PartlyUntrained(untrained), dtype=dtype, scaler=scaler, ema=True)
 
     run = new("whole", range(9, 12))  # step 4

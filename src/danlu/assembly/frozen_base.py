@@ -15,20 +15,21 @@ from torch.distributed.tensor import DTensor
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
-from danlu.errors import ModelError
+from danlu.assembly.stored_quantization import refuse_quantized
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES
-from danlu.models.hf_folder import CONFIG, read_config, read_json
+from danlu.models.hf_folder import read_config
 from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.models.modules import Linear
-from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
 from danlu.numerics.quantized_weight import QuantizedWeightModule
 from danlu.recipe import sections
+
+_ADVICE = "Leave out `quantization`, or name the original model"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def load_frozen(
     Raises ModelError as `models.loading.load` does, and for a folder that is quantized already.
     """
     config = read_config(folder)
-    _refuse_twice(folder, quantization)
+    if quantization is not None:
+        refuse_quantized(folder, _ADVICE)
     model = meta_decoder(config)
     adapters = adapters_of(model, seed=seed, device=device, encode=encode, quantization=quantization)
     for name, section in (new or {}).items():
@@ -133,21 +135,13 @@ def load_frozen(
 
 def check_frozen(folder: Path, quantization: Any = None) -> None:
     """Raises ModelError as `load_frozen` would, for everything that shows without reading weights."""
-    _refuse_twice(folder, quantization)
+    if quantization is not None:
+        refuse_quantized(folder, _ADVICE)
     check_prequantized(
         folder,
         read_config(folder),
         lambda name, tensors, where: FourBitWeight.from_tensors(name, tensors, where=where).shape,
     )
-
-
-def _refuse_twice(folder: Path, quantization: Any) -> None:
-    stored = read_quantization(read_json(folder / CONFIG), str(folder / CONFIG))
-    if stored is not None and quantization is not None:
-        raise ModelError(
-            f"{folder}: is quantized already ({stored.kind}); quantizing it again would round twice. "
-            "Leave out `quantization`, or name the original model"
-        )
 
 
 def model_bytes(model: Decoder) -> int:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from danlu.assembly.frozen_base import quantize_weight
-from danlu.assembly.quantizing import refuse_four_bit, refuse_quantized
+from danlu.assembly.quantizing import ADVICE, refuse_four_bit
+from danlu.assembly.stored_quantization import refuse_quantized
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load_into, meta_decoder
@@ -73,7 +74,7 @@ def quantization_errors(
 
     Raises ModelError for a model that is quantized already, or that cannot be read.
     """
-    refuse_quantized(folder)
+    refuse_quantized(folder, ADVICE)
     model = meta_decoder(read_config(folder))
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
     errors = {name: QuantizationError() for name in formats}

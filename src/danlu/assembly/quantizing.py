@@ -15,27 +15,22 @@ from danlu import __version__
 from danlu.assembly.base_model import ORIGIN, ORIGIN_KEY
 from danlu.assembly.frozen_base import quantize_weight
 from danlu.assembly.merging import find_tokenizer
+from danlu.assembly.stored_quantization import refuse_quantized
 from danlu.errors import ModelError
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.families import config_values
-from danlu.models.hf_folder import (
-    CONFIG,
-    GENERATION_CONFIG,
-    fingerprint,
-    read_config,
-    read_json,
-)
+from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, fingerprint, read_config
 from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.models.loading import load_into, meta_decoder, stored_dtype
 from danlu.models.safetensors_io import TensorStream, is_finite
 from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json
 from danlu.numerics.bitsandbytes_config import config_values as quantization_values
-from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.numerics.bitsandbytes_layout import SUFFIXES
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.output_folder import refuse_existing, replace_folder
 from danlu.recipe import sections
 
+ADVICE = "Name the model it was made from"
 _LEFT = ("lm_head",)
 """Modules that stay as they are, beside embeddings and norms."""
 
@@ -61,16 +56,6 @@ class Quantized:
         return 8 * self.quantized_bytes / self.quantized
 
 
-def refuse_quantized(folder: Path) -> None:
-    """Raises ModelError for a folder whose weights are quantized already."""
-    stored = read_quantization(read_json(folder / CONFIG), str(folder / CONFIG))
-    if stored is not None:
-        raise ModelError(
-            f"{folder}: is quantized already ({stored.kind}); quantizing it again would round twice. "
-            "Name the model it was made from"
-        )
-
-
 def quantize(
     folder: Path,
     target: Path,
@@ -88,7 +73,7 @@ def quantize(
     are not finite, and ResourceError if `target` holds anything or the disk is full.
     """
     refuse_existing(target)
-    refuse_quantized(folder)
+    refuse_quantized(folder, ADVICE)
     config = read_config(folder)
     model = meta_decoder(config)
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}

@@ -1,4 +1,4 @@
-"""Attention over packed documents, and the slow obvious version that tests compare with.
+"""Attention over packed documents, and attention written out, with a mask.
 
 T packed tokens · H query heads · K key/value heads · G = H / K queries a key/value head serves · C head width
 S tokens of one document · B rows of a query block, filled up · L keys such a block sees
@@ -300,18 +300,3 @@ def masked_attention(
         scores = softcap * torch.tanh(scores / softcap)
     probabilities = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1).to(v.dtype)
     return torch.einsum("hqs,shc->qhc", probabilities, v)
-
-
-class ReferenceAttention:
-    """What PackedAttention computes, by one dense mask over the whole pack: slow and obvious, for tests."""
-
-    def __init__(self, boundaries: tuple[int, ...]) -> None:
-        self.boundaries = boundaries
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        total = q.shape[0]
-        document = torch.bucketize(torch.arange(total), torch.tensor(self.boundaries[1:]), right=True).to(q.device)
-        mask = visible(total, total, window, q.device) & (document[:, None] == document[None, :])
-        return masked_attention(q, k, v, mask, scale=scale, softcap=softcap)

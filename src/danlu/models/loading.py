@@ -43,11 +43,9 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    check_finite: bool = True,
 ) -> Decoder:
     """The decoder of a Hugging Face folder, its parameters in `dtype` on `device`.
 
-    check_finite: refuse weights with NaN or infinity, before they spoil a run.
     Raises ModelError for an unsupported architecture and for files or tensors that are missing, extra, truncated,
     mis-shaped, of the wrong type, or not finite.
     """
@@ -56,28 +54,24 @@ def load(
     located = _locate(folder, config, quantized=False)
     model = build(config, dtype=dtype, device=device)
     parameters = dict(model.named_parameters())
-    reader = _Reader(check_finite)
+    reader = _Reader()
     for handle, tensor, location in _walk(located):
         for part in tensor.parts:
             reader.fill(parameters[part], handle, location, tensor.name)
     return model
 
 
-def stored_values(
-    folder: str | Path, config: ModelConfig, *, check_finite: bool = True
-) -> Iterator[tuple[str, Tensor]]:
+def stored_values(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by name as it is stored, one after the other in the order of the files.
 
     Raises ModelError as `load` does.
     """
     folder = Path(folder)
-    reader = _Reader(check_finite)
+    reader = _Reader()
     shapes = {name: parameter.shape for name, parameter in meta_decoder(config).named_parameters()}
     for handle, tensor, location in _walk(_locate(folder, config, quantized=False)):
         for part in tensor.parts:
-            value = torch.empty(shapes[part], dtype=DTYPES[location.dtype])
-            reader.fill(value, handle, location, tensor.name)
-            yield part, value
+            yield part, reader.read(shapes[part], handle, location, tensor.name)
 
 
 def read_tensor(folder: str | Path, name: str) -> Tensor:
@@ -91,11 +85,9 @@ def read_tensor(folder: str | Path, name: str) -> Tensor:
         raise ModelError(f"{folder}: holds no tensor {name}")
     if location.dtype not in DTYPES:
         raise ModelError(f"{folder}: {name} is stored as {location.dtype}; here the original weight is needed")
-    value = torch.empty(location.shape, dtype=DTYPES[location.dtype])
     with FileIO(location.file) as handle:
         handle.seek(location.offset)
-        _Reader(check_finite=True).fill(value, handle, location, name)
-    return value
+        return _Reader().read(location.shape, handle, location, name)
 
 
 def load_into(
@@ -106,7 +98,6 @@ def load_into(
     take: Take,
     unpack: Unpack,
     layer_loaded: Callable[[str], None] = lambda layer: None,
-    check_finite: bool = True,
 ) -> None:
     """Gives a `meta_decoder` its weights one by one: each is read as it is stored, and `take` says what becomes of it.
 
@@ -115,19 +106,21 @@ def load_into(
     files. Raises ModelError as `load` does.
     """
     folder = Path(folder)
-    reader = _Reader(check_finite)
+    reader = _Reader()
     stored = read_tensors(folder)
     located = _locate(folder, model.config, quantized=True)
     missing = Counter(_layer(tensor) for tensor, _ in located)
     for handle, tensor, location in _walk(located):
         if location.dtype == FOUR_BIT:
-            rows = [_linear(model, part).shape[0] for part in tensor.parts]
-            quantized = unpack(tensor.name, _with_constants(tensor.name, stored), str(location.file), rows)
-            _store(model, tensor, location, quantized)
+            linears = [_linear(model, part) for part in tensor.parts]
+            constants = _with_constants(tensor.name, stored)
+            quantized = unpack(tensor.name, constants, str(location.file), [linear.shape[0] for linear in linears])
+            for linear, weight in zip(linears, quantized, strict=True):
+                _check_shape(tensor.name, location, weight.shape, linear.shape)
+                linear.store(weight)
         else:
             for part in tensor.parts:
-                value = torch.empty(model.get_parameter(part).shape, dtype=DTYPES[location.dtype])
-                reader.fill(value, handle, location, tensor.name)
+                value = reader.read(model.get_parameter(part).shape, handle, location, tensor.name)
                 stays = take(part, value.to(device))
                 if stays is not None:
                     owner, _, attribute = part.rpartition(".")
@@ -219,13 +212,6 @@ def _layer(tensor: HFTensor) -> str | None:
     return rest[0] if first == "layers" else None
 
 
-def _store(model: Decoder, tensor: HFTensor, location: TensorLocation, quantized: Sequence[QuantizedWeight]) -> None:
-    for part, weight in zip(tensor.parts, quantized, strict=True):
-        linear = _linear(model, part)
-        _check_shape(tensor.name, location, weight.shape, linear.shape)
-        linear.store(weight)
-
-
 def _check_shape(name: str, location: TensorLocation, actual: Sequence[int], expected: Sequence[int]) -> None:
     if tuple(actual) != tuple(expected):
         raise ModelError(
@@ -261,9 +247,14 @@ def _with_constants(name: str, stored: Mapping[str, TensorLocation], max_bytes: 
 class _Reader:
     """Reads consecutive ranges of files into parameters; owns the one buffer that conversion needs."""
 
-    def __init__(self, check_finite: bool) -> None:
-        self._check_finite = check_finite
+    def __init__(self) -> None:
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+
+    def read(self, shape: Sequence[int], handle: FileIO, location: TensorLocation, name: str) -> Tensor:
+        """The next values of `handle` as a tensor of `shape`, as they are stored."""
+        value = torch.empty(tuple(shape), dtype=DTYPES[location.dtype])
+        self.fill(value, handle, location, name)
+        return value
 
     @torch.no_grad()
     def fill(self, parameter: Tensor, handle: FileIO, location: TensorLocation, name: str) -> None:
@@ -277,11 +268,11 @@ class _Reader:
                 raise ModelError(
                     f"{location.file}: tensor {name}: the file ended {missing} bytes early while it was read"
                 )
-            if self._check_finite and not is_finite(values):
+            if not is_finite(values):
                 raise ModelError(f"{location.file}: tensor {name} holds NaN or infinity; the weights are spoilt")
             if not in_place:
                 stretch.copy_(values)
-                if self._check_finite and dtype != target.dtype and not is_finite(stretch):
+                if dtype != target.dtype and not is_finite(stretch):
                     raise ModelError(f"{location.file}: tensor {name} has values too large for {target.dtype}")
 
 

@@ -20,8 +20,6 @@ class FourBitConfig:
 
     kind: Kind
     double: bool
-    dtype: torch.dtype  # in which products were meant to be made
-    skip: tuple[str, ...] | None  # modules left as they were; None: transformers' choice, the head
 
 
 def config_values(kind: Kind, *, double: bool, dtype: torch.dtype, skip: Sequence[str] | None = None) -> dict[str, Any]:
@@ -70,12 +68,15 @@ def read_config(config: Mapping[str, Any], where: str) -> FourBitConfig | None:
     kind = values.get("bnb_4bit_quant_type", "fp4")
     if kind not in KINDS:
         raise ModelError(f"{where}: bnb_4bit_quant_type is {kind!r}. {_ADVICE}")
-    return FourBitConfig(
-        kind=kind,
-        double=_flag(values, "bnb_4bit_use_double_quant", where),
-        dtype=_dtype(values.get("bnb_4bit_compute_dtype") or "float32", where),
-        skip=_skip(values.get("llm_int8_skip_modules"), where),
-    )
+    double = _flag(values, "bnb_4bit_use_double_quant", where)
+    name = values.get("bnb_4bit_compute_dtype") or "float32"
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ModelError(f"{where}: bnb_4bit_compute_dtype is {name!r}, not a type such as 'bfloat16'.")
+    skip = values.get("llm_int8_skip_modules")
+    if skip is not None and not (isinstance(skip, list) and all(isinstance(module, str) for module in skip)):
+        raise ModelError(f"{where}: llm_int8_skip_modules is {skip!r}, not a list of names.")
+    return FourBitConfig(kind, double)
 
 
 def _flag(values: Mapping[str, Any], key: str, where: str) -> bool:
@@ -83,18 +84,3 @@ def _flag(values: Mapping[str, Any], key: str, where: str) -> bool:
     if not isinstance(flag, bool):
         raise ModelError(f"{where}: {key} is {flag!r}, not true or false.")
     return flag
-
-
-def _dtype(name: Any, where: str) -> torch.dtype:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ModelError(f"{where}: bnb_4bit_compute_dtype is {name!r}, not a type such as 'bfloat16'.")
-    return dtype
-
-
-def _skip(names: Any, where: str) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ModelError(f"{where}: llm_int8_skip_modules is {names!r}, not a list of names.")
-    return tuple(names)

@@ -33,15 +33,14 @@ _PLAIN = "4-bit weights are unpacked by plain torch, which takes longer"
 # With AVX-512 the kernel loses accuracy in longer blocks, says bitsandbytes, and does not use it there either.
 _LONGEST_BLOCK = 1024
 
-Unpack = Callable[[int, int, int, int, int, int], None]  # codes, absmax, out, block, rows, numbers in a row
-UnpackBytes = Callable[[int, int, int, int, int, int], None]  # values, codes, absmax, out, block, numbers
+Kernel = Callable[[int, int, int, int, int, int], None]  # of pointers, then of sizes
 
 
 class Library(NamedTuple):
     """The functions of bitsandbytes' CPU library that are used."""
 
-    unpack: dict[tuple[Kind, torch.dtype], Unpack]
-    dequantize_bytes: UnpackBytes
+    unpack: dict[tuple[Kind, torch.dtype], Kernel]  # codes, absmax, out, block, rows, numbers in a row
+    dequantize_bytes: Kernel  # values, codes, absmax, out, block, numbers
 
 
 class UnpackKernel(NamedTuple):
@@ -89,11 +88,6 @@ def dequantize_absmax(nested: Nested) -> Tensor:
     if cpu_library is None:
         return four_bit.dequantize_absmax(nested)
     return _dequantize_absmax(cpu_library.dequantize_bytes, nested)
-
-
-def kernels_in_use() -> str:
-    """A sentence for the console: what dequantizes on a CPU, and if that is not bitsandbytes, why."""
-    return library()[1]
 
 
 @cache
@@ -184,7 +178,7 @@ def _example(device: torch.device) -> tuple[Tensor, Tensor]:
     return codes, torch.linspace(0.01, 3, 32, device=device)
 
 
-def _unpack(function: Unpack, out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
+def _unpack(function: Kernel, out: Tensor, codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> None:
     """Dequantizes into out [N]: whole blocks by the library, a short last block by plain torch."""
     blocks = out.numel() // block
     if blocks:
@@ -194,7 +188,7 @@ def _unpack(function: Unpack, out: Tensor, codes: Tensor, absmax: Tensor, kind: 
         four_bit.dequantize_into(out[whole:], codes[whole // 2 :], absmax[blocks:], kind, block)
 
 
-def _dequantize_absmax(function: UnpackBytes, nested: Nested) -> Tensor:
+def _dequantize_absmax(function: Kernel, nested: Nested) -> Tensor:
     codes, values = nested.codes, nested.values
     out = torch.empty(codes.shape, dtype=torch.float32)
     function(values.data_ptr(), codes.data_ptr(), nested.absmax.data_ptr(), out.data_ptr(), NESTED_BLOCK, codes.numel())

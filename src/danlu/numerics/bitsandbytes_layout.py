@@ -31,15 +31,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _CODEBOOK_TOLERANCE = 1e-3
 
 
-def packed_weight(name: str) -> str | None:
-    """The 4-bit weight that a tensor of a folder is a constant of; None for any other tensor, codes included."""
-    known = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
-    if known is not None:
-        return name.removesuffix(known)
-    # Of a kind that danlu does not know, so that `read` can say so.
-    return name.partition(STATE)[0] if STATE in name else None
-
-
 def write(name: str, packed: FourBitMatrix) -> dict[str, Tensor]:
     """The tensors of the weight `name` by name. Shared constants are copied: safetensors shares no memory."""
     state: dict[str, Any] = {

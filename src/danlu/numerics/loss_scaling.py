@@ -23,6 +23,7 @@ class ScaleChange:
         return f"step {self.step}: loss scale {self.before:g} -> {self.after:g} ({why})"
 
 
+@dataclass
 class LossScaler:
     """A power of two that the loss is multiplied by before backward, and the gradient divided by after it.
 
@@ -34,19 +35,12 @@ class LossScaler:
     The floor is below 1 because losses are sums over tokens, which the number of tokens has scaled up already.
     """
 
-    def __init__(
-        self,
-        initial: float = 2.0**16,
-        growth_interval: int = 2000,
-        floor: float = 2.0**-10,
-        ceiling: float = 2.0**24,
-    ) -> None:
-        self.scale = initial
-        self.growth_interval = growth_interval
-        self.floor = floor
-        self.ceiling = ceiling
-        self.good_steps = 0  # since the last change
-        self.overflows = 0  # over the whole run
+    scale: float = 2.0**16
+    growth_interval: int = 2000  # good steps after which the scale is doubled
+    floor: float = 2.0**-10
+    ceiling: float = 2.0**24
+    good_steps: int = 0  # since the last change
+    overflows: int = 0  # over the whole run
 
     def update(self, step: int, finite: bool) -> ScaleChange | None:
         """Updates the scale after `step`, whose gradient was finite or not; returns the change, if there is one.

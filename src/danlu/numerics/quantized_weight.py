@@ -113,11 +113,6 @@ def dense_workspace_bytes() -> int:
     return sum(memory.nbytes for memory in _spare)
 
 
-def release_workspace() -> None:
-    """Frees the workspace; the next product makes a new one."""
-    _spare.clear()
-
-
 @contextmanager
 def _workspace(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
     """A tensor from the shared workspace, valid until the block ends; its content is arbitrary.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from danlu.assembly.stored_quantization import stored_quantization
 from danlu.data.tokenizer import load_tokenizer
 from danlu.errors import ResourceError
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import CONFIG, check_vocabulary, read_config, read_json
+from danlu.models.hf_folder import check_vocabulary, read_config
 from danlu.models.loading import load, stored_dtype
-from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.numerics.four_bit_weight import unpack_kernels
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.request import DEVICES, Precision, generation_stops
@@ -107,7 +107,7 @@ def stop_ids_of(model: Decoder, chat_tokenizer: ChatTokenizer, *folders: Path) -
 
 def is_quantized(folder: Path) -> bool:
     """Whether a model folder's weights are in 4 bits. Raises ModelError if they are in bits that danlu cannot read."""
-    return read_quantization(read_json(folder / CONFIG), str(folder / CONFIG)) is not None
+    return stored_quantization(folder) is not None
 
 
 def _stored_dtype(folder: Path, device: str) -> torch.dtype:

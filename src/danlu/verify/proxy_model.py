@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
-from danlu.errors import ModelError
+from danlu.assembly.stored_quantization import stored_quantization
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import CONFIG, read_json
+from danlu.models.hf_folder import CONFIG
 from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build
 from danlu.models.saving import save
-from danlu.numerics.bitsandbytes_config import read_config as read_quantization
 from danlu.parallel.layout import Layout
 from danlu.plan.activation_memory import activation_bytes
 from danlu.plan.flops import Shape
@@ -162,16 +161,8 @@ def proxy_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Pa
 
 def _stored_quantization(path: str) -> sections.QuantizationSection | None:
     """The section that would quantize a base as it is stored; None for plain weights. Raises ModelError (see above)."""
-    file = Path(path).expanduser() / CONFIG
-    if not file.is_file():
-        return None
-    stored = read_quantization(read_json(file), str(file))
-    if stored is None:
-        return None
-    kinds = {"nf4": sections.Nf4, "fp4": sections.Fp4}
-    if stored.kind not in kinds:
-        raise ModelError(f"{file}: weights stored as {stored.kind} have no small proxy. Use --full")
-    return kinds[stored.kind](double=stored.double)
+    folder = Path(path).expanduser()
+    return stored_quantization(folder) if (folder / CONFIG).is_file() else None
 
 
 def _small_blocks(section: sections.QuantizationSection | None) -> sections.QuantizationSection | None:

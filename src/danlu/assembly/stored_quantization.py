@@ -1,0 +1,28 @@
+"""Whether a model folder stores its weights in 4 bits already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from danlu.errors import ModelError
+from danlu.models.hf_folder import CONFIG, read_json
+from danlu.numerics.bitsandbytes_config import read_config
+from danlu.recipe import sections
+
+
+def stored_quantization(folder: Path) -> sections.Nf4 | sections.Fp4 | None:
+    """The section that would quantize a model as its folder stores it; None of weights that are not quantized.
+
+    Raises ModelError for weights that are quantized in a way that danlu does not read.
+    """
+    stored = read_config(read_json(folder / CONFIG), str(folder / CONFIG))
+    return None if stored is None else (sections.Nf4 if stored.kind == "nf4" else sections.Fp4)(double=stored.double)
+
+
+def refuse_quantized(folder: Path, advice: str) -> None:
+    """Raises ModelError for a folder whose weights are quantized already; advice: what to do about it."""
+    stored = stored_quantization(folder)
+    if stored is not None:
+        raise ModelError(
+            f"{folder}: is quantized already ({stored.kind}); quantizing it again would round twice. {advice}"
+        )
