@@ -76,7 +76,7 @@ def test_resumed_equals_uninterrupted() -> None:
         ema.updates = updates
         return ema
 
-    resumed, without_count = resumed_at(whole.state_scalars()["updates"]), resumed_at(0)
+    resumed, without_count = resumed_at(whole.updates), resumed_at(0)
     move(parameters, 4)
     for ema in (whole, resumed, without_count):
         ema.update()

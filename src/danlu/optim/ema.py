@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,13 +54,12 @@ class Ema:
             self._exchange()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The averages by parameter name; live, so a checkpoint can be read right into them."""
+        """The averages by parameter name; live, so a checkpoint can be read right into them.
+
+        With them and `updates` the average goes on where it was.
+        """
         assert not self._swapped, "the average is in the model now, and the weights are here"
         return dict(self._averages)
-
-    def state_scalars(self) -> dict[str, Any]:
-        """The JSON part of the state: set `updates` from it to continue."""
-        return {"updates": self.updates}
 
     @torch.no_grad()
     def _exchange(self) -> None:

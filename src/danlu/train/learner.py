@@ -44,30 +44,24 @@ class Learner(Protocol[ItemT, BatchT]):
         The parameters of the policy (or of the adapter that is trained in its place), then the objective's own
         parameters and running statistics.
         """
-        ...
 
     def collate(self, items: Sequence[ItemT]) -> BatchT:
         """The micro-batch of `items` on the device; of no items, one without targets, for a process that has none."""
-        ...
 
     def dropout(self, step: int, items: Sequence[tuple[int, ItemT]]) -> AbstractContextManager[None]:
         """Around forward and backward pass of the micro-batch of `items`, each with its number in the step.
 
         Dropout masks follow from (step, number in the step), and from nothing else.
         """
-        ...
 
     def losses(self, batch: BatchT, totals: Totals, gradient_scale: float = 1.0) -> Loss:
         """The objective's loss of a micro-batch, a term of the step's.
 
         gradient_scale: multiplies the gradient and not the value, for fp16.
         """
-        ...
 
     def assess(self, batch: BatchT, totals: Totals) -> Loss:
         """The loss of a micro-batch as evaluation reports it, without gradients; `totals` are of all held-out items."""
-        ...
 
     def explain(self, batch: BatchT, step: int) -> Exception:
         """Why the loss of `batch` is not finite. Every process must ask, for it takes collectives to find out."""
-        ...

@@ -137,11 +137,11 @@ def _pass_over(run: Run, items: Sequence[Item], totals: Totals) -> None:
 
 def _spiked(run: Run, gradients: StepGradients) -> bool:
     """Whether the watch's policy keeps this update from being made; tells of a spike in any case."""
-    verdict = run.watch.judge(run.state.step, gradients.loss, gradients.norm)
-    if not verdict.spike:
+    reason = run.watch.spike_reason(gradients.loss, gradients.norm)
+    if not reason:
         return False
     policy = run.watch.section.policy
-    run.record("spike", policy=policy, reason=verdict.reason)
+    run.record("spike", policy=policy, reason=reason)
     run.state.rewind_wanted = policy == "rewind"
     return policy != "warn"
 

@@ -90,9 +90,8 @@ class Activations:
 
     def _count(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        gathered = isinstance(tensor, Parameter) or isinstance(
-            tensor._base, Parameter
-        )  # all-gathered by FSDP2 for a while
+        # All-gathered by FSDP2 for a while.
+        gathered = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
         if storage.data_ptr() not in self.weights and not gathered:
             self._saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # itself would hold the graph that holds it
@@ -103,6 +102,6 @@ def resident_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return 0
     statm = Path("/proc/self/statm")
-    return (
-        int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.is_file() else peak_memory_bytes(device)
-    )
+    if not statm.is_file():
+        return peak_memory_bytes(device)
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -35,7 +35,6 @@ TIMING_FIELDS = frozenset({"tokens_per_second", "memory_bytes", "mfu", "step_s",
 
 
 _NOT_FINITE = {"nan", "inf", "-inf"}
-_TAIL_BYTES = 1 << 16
 
 
 class Recorder(Protocol):
@@ -73,9 +72,11 @@ class MetricsLog:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise ResourceError(f"{path}: cannot be written: {error.strerror}. Choose another `output`.") from error
-        self._drop_torn_line()
         with path.open("rb") as file:
-            self.lines = sum(1 for _ in file)
+            lengths = [len(line) for line in file if line.endswith(b"\n")]
+        self.lines = len(lengths)
+        if sum(lengths) < os.fstat(self._fd).st_size:  # the last line is torn
+            os.ftruncate(self._fd, sum(lengths))
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -120,7 +121,7 @@ class MetricsLog:
             self._fd = -1
 
     def _append(self, fields: Mapping[str, Value]) -> None:
-        line = json.dumps({name: _finite(value) for name, value in fields.items()}, allow_nan=False) + "\n"
+        line = json.dumps({name: json_value(value) for name, value in fields.items()}, allow_nan=False) + "\n"
         data = line.encode()
         try:
             written = os.write(self._fd, data)
@@ -130,19 +131,6 @@ class MetricsLog:
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise ResourceError(f"{self.path}: cannot be written: the disk is full. Free some space, then resume.")
         self.lines += 1
-
-    def _drop_torn_line(self) -> None:
-        size = os.fstat(self._fd).st_size
-        end = size
-        while end:
-            start = max(0, end - _TAIL_BYTES)
-            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            os.ftruncate(self._fd, end)
 
 
 def step_fields(metrics: StepMetrics) -> dict[str, Value]:
@@ -177,5 +165,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
 
 
-def _finite(value: Value) -> Value:
+def json_value(value: Value) -> Value:
+    """The value as metrics.jsonl has it: JSON has no NaN and no infinity, so they are strings."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,15 +12,12 @@ class PackSource(Protocol):
 
     def at(self, number: int) -> Item:
         """Pack `number` of the run, counted from 0."""
-        ...
 
     def state(self, number: int) -> dict[str, Any]:
         """What a checkpoint keeps of the source, as JSON, so that pack `number` comes next after `restore`."""
-        ...
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues from what `state` returned."""
-        ...
 
 
 class Feed:

@@ -87,6 +87,15 @@ class _StepProgress:
         self._shown_at = now if due else self._shown_at
         return due
 
+    def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
+        self._print(evaluation_line(step, values, self._counted))
+
+    def event(self, step: int, event: str, **values: Value) -> None:
+        self._print(event_line(step, event, values))
+
+    def _print(self, text: str) -> None:
+        raise NotImplementedError
+
 
 class LineProgress(_StepProgress):
     """One line a step, but not more often than every few seconds; the first and the last step always."""
@@ -96,18 +105,12 @@ class LineProgress(_StepProgress):
     def step(self, metrics: StepMetrics) -> None:
         shown = self._numbers(metrics)
         if self._due(metrics.step):
-            self._line(f"step {metrics.step}/{self._total} {shown}")
-
-    def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
-        self._line(evaluation_line(step, values, self._counted))
-
-    def event(self, step: int, event: str, **values: Value) -> None:
-        self._line(event_line(step, event, values))
+            self._print(f"step {metrics.step}/{self._total} {shown}")
 
     def close(self) -> None:
         self._stream.flush()
 
-    def _line(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._stream.write(printable(text) + "\n")
         self._stream.flush()
 
@@ -145,21 +148,15 @@ class BarProgress(_StepProgress):
         self._bar.update(self._task, completed=metrics.step, numbers=shown)
         if self._clock() - self._kept_at >= _KEPT_INTERVAL_S:
             self._kept_at = self._clock()
-            self._above(f"step {metrics.step}/{self._total} {shown}")
+            self._print(f"step {metrics.step}/{self._total} {shown}")
         if self._due(metrics.step):
             self._bar.refresh()
-
-    def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
-        self._above(evaluation_line(step, values, self._counted))
-
-    def event(self, step: int, event: str, **values: Value) -> None:
-        self._above(event_line(step, event, values))
 
     def close(self) -> None:
         self._bar.refresh()
         self._bar.stop()
 
-    def _above(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._bar.console.print(printable(text), markup=False, highlight=False)
 
 

@@ -16,13 +16,8 @@ from danlu.train.checkpoints.manifest import STATE
 from danlu.train.run_lock import LOCK_FILE
 
 # As `run_folder` and `summary` have them, which load torch.
-RECIPE, ENVIRONMENT, METRICS, CHECKPOINTS, SUMMARY = (
-    "recipe.yaml",
-    "environment.json",
-    "metrics.jsonl",
-    "checkpoints",
-    "summary.json",
-)
+RECIPE, ENVIRONMENT, METRICS = "recipe.yaml", "environment.json", "metrics.jsonl"
+CHECKPOINTS, SUMMARY = "checkpoints", "summary.json"
 
 MAX_DEPTH = 4  # levels of folders that are searched
 _BLOCK_BYTES = 1 << 16

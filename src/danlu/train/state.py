@@ -136,7 +136,7 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
         state["scaler"] = run.scaler.state()
     if run.ema is not None:
         groups["ema"] = run.ema.state_tensors()
-        state["ema"] = run.ema.state_scalars()
+        state["ema"] = {"updates": run.ema.updates}
     return groups, state
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from danlu.atomic_write import write_atomically
 from danlu.errors import ResourceError
 from danlu.train.memory_parts import MemoryParts
-from danlu.train.metrics import peak_memory_bytes, read_metrics
+from danlu.train.metrics import json_value, peak_memory_bytes, read_metrics
 from danlu.train.state import Run
 
 SUMMARY = "summary.json"
@@ -63,7 +63,7 @@ def write_summary(
         "parameters": parameters,
         "trained_parameters": trained_parameters,
         "loss": steps[-1]["loss"] if steps else None,
-        "evaluation": {"last": _number(losses[-1]), "best": _number(_lowest(losses))} if losses else None,
+        "evaluation": {"last": json_value(losses[-1]), "best": json_value(_lowest(losses))} if losses else None,
         "result": {
             "path": str(result.relative_to(folder)),
             "bytes": sum(file.stat().st_size for file in result.glob("*.safetensors")),
@@ -137,8 +137,3 @@ def seconds_in(lines: Lines) -> float:
 def _lowest(losses: Sequence[float]) -> float:
     """The lowest loss; NaN only where there is nothing else."""
     return min(losses, key=lambda loss: (math.isnan(loss), loss))
-
-
-def _number(value: float) -> float | str:
-    """The number as metrics.jsonl writes it: JSON has no NaN and no infinity."""
-    return value if math.isfinite(value) else str(value)

@@ -21,11 +21,9 @@ def format_count(count: int) -> str:
 
 def parameters_and_trained(parameters: int, trained: int) -> str:
     """`44,192 parameters, 5,760 of them trained (13.03%)`."""
-    share = (
-        "all trained"
-        if trained == parameters
-        else f"{format_count(trained)} of them trained ({trained / parameters:.2%})"
-    )
+    if trained == parameters:
+        return f"{format_count(parameters)} parameters, all trained"
+    share = f"{format_count(trained)} of them trained ({trained / parameters:.2%})"
     return f"{format_count(parameters)} parameters, {share}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -16,19 +15,6 @@ from danlu.recipe import sections
 _DEVIATIONS_PER_MAD = 1.4826
 # Losses that hardly vary would make every wiggle a spike: a standard deviation is at least this share of the median.
 _MIN_DEVIATION_SHARE = 0.005
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What `Watch` thinks of a step: `reason` is empty when it is fine, else says in one line what is wrong with it."""
-
-    step: int
-    reason: str = ""
-
-    @property
-    def spike(self) -> bool:
-        """Whether something is wrong with the step."""
-        return bool(self.reason)
 
 
 class Watch:
@@ -44,22 +30,22 @@ class Watch:
         self._losses: deque[float] = deque(maxlen=section.window)
         self._spikes_in_a_row = 0
 
-    def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
-        """Judges a step by its mean loss and its gradient norm before clipping, both finite.
+    def spike_reason(self, loss: float, grad_norm: float) -> str:
+        """What is wrong with a step of this mean loss and gradient norm before clipping, both finite; "" if nothing.
 
         Non-finite numbers are not for this to judge: they stop the run.
         """
         assert math.isfinite(loss) and math.isfinite(grad_norm), "a non-finite step stops the run before it is judged"
-        verdict = Verdict(step, self._gradient_problem(grad_norm) or self._loss_problem(loss))
-        if not verdict.spike:
+        problem = self._gradient_problem(grad_norm) or self._loss_problem(loss)
+        if not problem:
             self._losses.append(loss)
             self._spikes_in_a_row = 0
-            return verdict
+            return ""
         self._spikes_in_a_row += 1
         if self._spikes_in_a_row >= self._half_window:
             self._losses.clear()
             self._spikes_in_a_row = 0
-        return verdict
+        return problem
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""
