@@ -380,7 +380,7 @@ def full(write: Write, device: Any, tiny: bool) -> None:
 
     from danlu.language.learner import DecoderLearner
     from danlu.optim.build import build
-    from danlu.plan.flops import shape_of, training_flops
+    from danlu.plan.flops import training_flops
     from danlu.recipe import sections
     from danlu.train.step import accumulate
 
@@ -404,7 +404,7 @@ def full(write: Write, device: Any, tiny: bool) -> None:
         first = time.perf_counter() - start
         with peak(device) as most:
             taken = seconds(step, device, rounds=1 if tiny else 4)
-        flops = training_flops(shape_of(config), [length] * len(packs), length * len(packs))
+        flops = training_flops(config, [length] * len(packs), length * len(packs))
         write(
             "step",
             compiled=compiled,

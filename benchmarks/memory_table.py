@@ -3,8 +3,8 @@
     python benchmarks/memory_table.py [--measure 5M 58M 300M]
 
 Each model is trained for three steps of one pack of 1024 tokens; the parts are those of its summary.json, and the part
-that depends on the method (weights, adapter, gradients, optimizer) has to equal what `plan.parameter_memory` counts
-from the config. For the large ones nothing is allocated.
+that depends on the method (weights, adapter, gradients, optimizer) has to equal what `danlu preview` counts from the
+config (`memory_preview.estimate_from_config`). For the large ones nothing is allocated.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from danlu.data.demo_data import pretraining_documents
 from danlu.data.tokenizer_training import train_tokenizer
-from danlu.models.config import ModelConfig
-from danlu.models.families import read_config_values
-from danlu.plan.parameter_memory import Method, parameter_bytes
+from danlu.memory_preview import estimate_from_config
+from danlu.models.hf_folder import read_config
+from danlu.parallel.layout import Layout
+from danlu.recipe import load
 
 LENGTH = 1024
 SHAPES: dict[str, dict[str, int]] = {
@@ -35,39 +37,45 @@ LARGE: dict[str, dict[str, int]] = {  # Llama, arXiv:2302.13971, table 2
     "7B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 11008, "num_attention_heads": 32},
     "65B": {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 22016, "num_attention_heads": 64},
 }
-METHODS: dict[Method, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter": {"kind": "lora", "rank": 8}},
     "qlora": {"adapter": {"kind": "lora", "rank": 8}, "quantization": "nf4"},
 }
+COUNTED = ("weights", "adapter", "gradients", "optimizer")
 
 
-def config_of(shape: dict[str, int]) -> ModelConfig:
+def write_config(folder: Path, shape: dict[str, int]) -> None:
     heads = shape.get("num_attention_heads", shape["hidden_size"] // 64)
-    values = {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 32000, **shape}
-    if "num_attention_heads" not in shape:
-        values["num_key_value_heads"] = max(1, heads // 2)
-    return read_config_values(
-        {"model_type": "llama", "max_position_embeddings": 2048, "tie_word_embeddings": False, **values}
-    )
+    values = {
+        "model_type": "llama",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if "num_attention_heads" in shape else max(1, heads // 2),
+        **shape,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
 
 
-def make_base(folder: Path, name: str) -> Path:
+def make_base(folder: Path, tokenizer: Path) -> None:
     from danlu.models.initialize import initialize
     from danlu.models.loading import build
     from danlu.models.saving import save
 
-    model = build(config_of(SHAPES[name]))
+    model = build(read_config(folder))
     initialize(model, 0)
-    save(model, folder / name, tokenizer_from=folder / "tokenizer")
-    return folder / name
+    save(model, folder, tokenizer_from=tokenizer)
 
 
-def measure(folder: Path, name: str, method: Method) -> dict[str, Any]:
+def write_recipe(folder: Path, name: str, method: str) -> Path:
     recipe = {
         "stage": "pretrain",
         "model": str(folder / name),
         "data": {"train": str(folder / "rows.jsonl"), "max_length": LENGTH, "cache": str(folder / "cache")},
+        "precision": "bf16",
         "batch": {"sequences": 1},
         "steps": 3,
         "checkpoint": {"every": 1000},
@@ -76,12 +84,25 @@ def measure(folder: Path, name: str, method: Method) -> dict[str, Any]:
     }
     file = folder / f"{name}-{method}.yaml"
     file.write_text(json.dumps(recipe))
+    return file
+
+
+def count(file: Path) -> dict[str, int]:
+    """Bytes of a recipe's run by part, from the config of its model alone."""
+    recipe = load(file).recipe
+    assert recipe.model.path is not None
+    config = read_config(recipe.model.path)
+    parts = vars(estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=1).parts)
+    return {part: parts[part] for part in COUNTED}
+
+
+def measure(file: Path) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "danlu", "train", str(file)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
-    summary: dict[str, Any] = json.loads((folder / f"{name}-{method}" / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads((file.with_suffix("") / "summary.json").read_text())
     return summary
 
 
@@ -100,12 +121,13 @@ def main() -> None:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{columns}{'activations':>12}{'logits':>8}   (MiB){'held':>8}")
         for name in options.measure:
-            make_base(folder, name)
-            config = config_of(SHAPES[name])
+            write_config(folder / name, SHAPES[name])
+            make_base(folder / name, folder / "tokenizer")
+            parameters = read_config(folder / name).parameter_count()
             for method in METHODS:
-                summary = measure(folder, name, method)
+                file = write_recipe(folder, name, method)
+                summary, counted = measure(file), count(file)
                 parts = summary["memory"]
-                counted = vars(parameter_bytes(config, method))
                 assert {part: parts[part] for part in counted} == counted, (parts, counted)
                 numbers = "".join(
                     f"{parts[part] / 2**20:>{width}.1f}"
@@ -115,19 +137,20 @@ def main() -> None:
                     )
                 )  # fmt: skip
                 resident = summary["peak_memory_bytes"] / 2**20
-                print(f"{name:6}{method:7}{config.parameter_count():>14,}{numbers}        {resident:8.0f}", flush=True)
-    print(f"\n{columns}{'total':>10}   (GB, without activations)")
-    for name, shape in LARGE.items():
-        config = config_of(shape)
-        for method in METHODS:
-            counted_bytes = parameter_bytes(config, method)
-            numbers = "".join(
-                f"{value / 1e9:>{width}.2f}"
-                for value, width in zip(
-                    (*vars(counted_bytes).values(), counted_bytes.total), (10, 9, 10, 10, 10), strict=True
+                print(f"{name:6}{method:7}{parameters:>14,}{numbers}        {resident:8.0f}", flush=True)
+        print(f"\n{columns}{'total':>10}   (GB, without activations)")
+        for name, shape in LARGE.items():
+            write_config(folder / name, shape)
+            # Only a file's header is looked at, for the fingerprint of an adapter's base.
+            save_file({"no_weights": np.zeros(1, dtype=np.float32)}, folder / name / "model.safetensors")
+            parameters = read_config(folder / name).parameter_count()
+            for method in METHODS:
+                counted = count(write_recipe(folder, name, method))
+                values = (*counted.values(), sum(counted.values()))
+                numbers = "".join(
+                    f"{value / 1e9:>{width}.2f}" for value, width in zip(values, (10, 9, 10, 10, 10), strict=True)
                 )
-            )
-            print(f"{name:6}{method:7}{config.parameter_count():>14,}{numbers}")
+                print(f"{name:6}{method:7}{parameters:>14,}{numbers}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from danlu.language.builder import placed_decoder
 from danlu.language.placed import PlacedDecoder
 from danlu.memory_estimate import MemoryEstimate, find_micro_batch, keeps_scores
 from danlu.memory_preview import estimate_from_config
+from danlu.models.config import parameter_shapes
 from danlu.models.families import read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
@@ -80,6 +82,23 @@ def test_shapes_alone_tell_what_a_placed_model_holds(tiny_world: World, tmp_path
     assert foreseen.offloaded_bytes == held.offloaded_bytes == 0
     more = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=3)
     assert more.parts.activations > held.parts.activations  # control
+
+
+@pytest.mark.usefixtures("tokenising_here")
+@pytest.mark.parametrize("name", ["full", "lora", "nf4"])
+def test_a_run_holds_what_was_counted(tiny_world: World, tmp_path: Path, name: str) -> None:
+    base = {"model": {"config": None, "tokenizer": None, "path": str(tiny_world.base)}, "precision": "bf16", "steps": 2}
+    file = tiny_world.recipe(tmp_path / "run", **base, **RUNS[name])
+    assert danlu("train", file) == 0
+    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]
+    config = read_config(tiny_world.base)
+    estimate = estimate_from_config(load(file).recipe, config, layout=Layout(), device_type="cpu", micro=1)
+    counted = vars(estimate.parts)
+    assert all(measured[part] == counted[part] for part in ("weights", "adapter", "gradients", "optimizer"))
+    if name == "full":  # 16 bytes a parameter, and a step counter for each tensor
+        parts = ("weights", "gradients", "optimizer")
+        expected = 16 * config.parameter_count() + 4 * len(parameter_shapes(config))
+        assert sum(measured[part] for part in parts) == expected
 
 
 KEPT: dict[str, dict[str, Any]] = {

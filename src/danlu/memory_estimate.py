@@ -22,7 +22,6 @@ from danlu.models.config import ModelConfig
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.objectives.vocab_slices import slice_bytes
 from danlu.plan.activation_memory import ActivationBytes, ActivationPlan, activation_bytes
-from danlu.plan.flops import shape_of
 from danlu.plan.memory_advice import advice
 from danlu.plan.micro_batch import StepMemory
 from danlu.plan.parameter_memory import gathered_bytes, least_weight_bytes
@@ -196,7 +195,7 @@ def _activations(
         sequence=section.sequence,
     )
     lengths = [recipe.data.max_length] * micro
-    activations = activation_bytes(shape_of(config), lengths, activation_dtype(recipe).itemsize, kept)
+    activations = activation_bytes(config, lengths, activation_dtype(recipe).itemsize, kept)
     budget = recipe.memory.recompute.budget
     if budget is None or plan:
         return activations

@@ -7,11 +7,11 @@ import torch
 from builders.tiny_run import tiny_model
 
 from danlu.models.attend import PackedAttention
+from danlu.models.config import ModelConfig
 from danlu.plan.activation_memory import activation_bytes
-from danlu.plan.flops import Shape, shape_of
 
 
-def saved_bytes(lengths: list[int], dtype: torch.dtype) -> tuple[int, Shape]:
+def saved_bytes(lengths: list[int], dtype: torch.dtype) -> tuple[int, ModelConfig]:
     """Bytes of the distinct storages kept for backward, parameters left out."""
     model = tiny_model(hidden_size=128, intermediate_size=384, num_hidden_layers=4, max_position_embeddings=1024)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -29,12 +29,12 @@ def saved_bytes(lengths: list[int], dtype: torch.dtype) -> tuple[int, Shape]:
     positions = torch.cat([torch.arange(length) for length in lengths])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(torch.zeros(boundaries[-1], dtype=torch.long), positions, PackedAttention(tuple(boundaries)), dtype)
-    return sum(storage.nbytes() for storage in kept.values()), shape_of(model.config)
+    return sum(storage.nbytes() for storage in kept.values()), model.config
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("lengths", [[512], [100, 156, 200, 56], [700]])
 def test_predicted_activations_hold_what_is_kept_and_not_much_more(dtype: torch.dtype, lengths: list[int]) -> None:
-    real, shape = saved_bytes(lengths, dtype)
-    predicted = activation_bytes(shape, lengths, dtype.itemsize).kept
+    real, config = saved_bytes(lengths, dtype)
+    predicted = activation_bytes(config, lengths, dtype.itemsize).kept
     assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"

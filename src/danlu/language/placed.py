@@ -36,7 +36,7 @@ from danlu.parallel import data
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas
 from danlu.placing import Placed, replica_devices, shards_on_host, token_shares
-from danlu.plan.flops import shape_of, training_flops
+from danlu.plan.flops import training_flops
 from danlu.plan.gemm import Peak, peak_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
@@ -182,8 +182,8 @@ class PlacedDecoder:
 
     def least_seconds(self) -> LeastSeconds:
         """The time of a step at `peak`, by its floating-point operations."""
-        shape, peak, frozen = shape_of(self.model.config), self.peak().divisor, self.adapters is not None
-        return lambda lengths, targets: training_flops(shape, lengths, targets, frozen=frozen) / peak
+        config, peak, frozen = self.model.config, self.peak().divisor, self.adapters is not None
+        return lambda lengths, targets: training_flops(config, lengths, targets, frozen=frozen) / peak
 
     def expected(self, run: Run) -> MemoryEstimate:
         """What a step of `run` will hold in memory."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from danlu.plan.flops import Shape, attention_pairs
+from danlu.models.config import ModelConfig
+from danlu.plan.flops import attention_pairs
 
 KeepsScores = Callable[[int, int | None], bool]
 """(tokens of a document, sliding window) -> whether attention keeps its probabilities for the backward pass."""
@@ -26,7 +27,7 @@ _SLACK = 1.3
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """What decides which activations are kept, beside the model's shape."""
+    """What decides which activations are kept, beside the model's config."""
 
     recompute: Sequence[tuple[str, int | None]] = ()
     """Kind of recomputation of each layer (none, elementwise, selective, full), and the number of the segment of which
@@ -61,7 +62,7 @@ class ActivationBytes:
 
 
 def activation_bytes(
-    shape: Shape, lengths: Sequence[int], element_bytes: int, plan: ActivationPlan = KEEPS_ALL
+    config: ModelConfig, lengths: Sequence[int], element_bytes: int, plan: ActivationPlan = KEEPS_ALL
 ) -> ActivationBytes:
     """Activations of a micro-batch of documents of `lengths` tokens, each element of `element_bytes`.
 
@@ -71,9 +72,8 @@ def activation_bytes(
     that it makes is there once. Offloaded activations come back one operation after the other.
     """
     tokens = sum(lengths)
-    layers = plan.recompute or (("none", None),) * shape.layers
-    windows = shape.windows or (None,) * shape.layers
-    by_layer = [_layer(shape, lengths, window, plan) for window in windows]
+    layers = plan.recompute or (("none", None),) * config.layers
+    by_layer = [_layer(config, lengths, window, plan) for window in config.windows]
     kept: float = 0.0
     inputs_kept: float = 0.0  # apart, because these tensors are counted exactly
     segments: dict[int, int] = {}  # number -> its layers
@@ -85,7 +85,7 @@ def activation_bytes(
             inputs_kept += sizes["full"]
         else:
             kept += sizes[kind]
-    widest = tokens * max(shape.intermediate_size, shape.heads * shape.head_dim) / plan.tensor
+    widest = tokens * max(config.intermediate_size, config.heads * config.head_dim) / plan.tensor
     recomputes = any(kind != "none" for kind, _ in layers)
     recomputed: float = 0.0
     if recomputes or plan.offload:
@@ -101,23 +101,25 @@ def activation_bytes(
         kept = min(kept + inputs_kept, _IN_FLIGHT * widest) if plan.in_flight else 0.0
         inputs_kept = 0.0
         recomputed += widest  # what was fetched back for the operation
-    beside_layers = tokens * _BASE_WIDTHS * shape.hidden_size
+    beside_layers = tokens * _BASE_WIDTHS * config.hidden_size
     return ActivationBytes(
         kept=int(_SLACK * element_bytes * (kept + beside_layers) + element_bytes * inputs_kept),
         recomputed=int(element_bytes * recomputed),
     )
 
 
-def _layer(shape: Shape, lengths: Sequence[int], window: int | None, plan: ActivationPlan) -> Mapping[str, float]:
+def _layer(
+    config: ModelConfig, lengths: Sequence[int], window: int | None, plan: ActivationPlan
+) -> Mapping[str, float]:
     """Elements that one layer keeps, by kind of recomputation (`none` is all that it makes), and those of attention's
     probabilities alone (`scores`)."""
     tokens = sum(lengths)
-    width = shape.hidden_size / (plan.tensor if plan.sequence else 1)
-    heads = shape.heads * shape.head_dim / plan.tensor
-    grouped = shape.kv_heads * shape.head_dim / min(plan.tensor, shape.kv_heads)
-    inner = shape.intermediate_size / plan.tensor
+    width = config.hidden_size / (plan.tensor if plan.sequence else 1)
+    heads = config.heads * config.head_dim / plan.tensor
+    grouped = config.kv_heads * config.head_dim / min(plan.tensor, config.kv_heads)
+    inner = config.intermediate_size / plan.tensor
     documents = [length for length in lengths if plan.keeps_scores(length, window)]
-    scores = shape.heads / plan.tensor * attention_pairs(documents, window)
+    scores = config.heads / plan.tensor * attention_pairs(documents, window)
     return {
         "none": tokens * (4 * width + 2 * heads + 2 * grouped + 3 * inner) + scores,
         "elementwise": tokens * (2 * width + 2 * heads + 2 * grouped + 2 * inner) + scores,

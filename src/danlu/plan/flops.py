@@ -7,7 +7,6 @@ done again (recomputed activations) does not. Attention is counted as needed: ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from danlu.models.config import ModelConfig
 
@@ -16,39 +15,10 @@ _TRAINING = 3
 _FROZEN = 2
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What decides the cost of a decoder with gated MLPs."""
-
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    windows: tuple[int | None, ...] = ()
-    """Sliding window of each layer, None = unlimited; empty when no layer has one."""
-
-
-def shape_of(config: ModelConfig) -> Shape:
-    """The sizes of a model that formulas go by."""
-    return Shape(
-        hidden_size=config.hidden_size,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        windows=config.windows,
-    )
-
-
-def layer_parameters(shape: Shape) -> int:
+def layer_parameters(config: ModelConfig) -> int:
     """Weights of one layer that take part in matrix products: q, k, v, o, gate, up, down."""
-    attention = 2 * shape.hidden_size * shape.head_dim * (shape.heads + shape.kv_heads)
-    return attention + 3 * shape.hidden_size * shape.intermediate_size
+    attention = 2 * config.hidden_size * config.head_dim * (config.heads + config.kv_heads)
+    return attention + 3 * config.hidden_size * config.intermediate_size
 
 
 def attention_pairs(lengths: Iterable[int], window: int | None = None) -> int:
@@ -60,20 +30,18 @@ def attention_pairs(lengths: Iterable[int], window: int | None = None) -> int:
     return pairs
 
 
-def forward_flops(shape: Shape, lengths: Sequence[int], targets: int) -> int:
+def forward_flops(config: ModelConfig, lengths: Sequence[int], targets: int) -> int:
     """One forward pass over documents of `lengths` tokens, with the head on `targets` of them (those with a loss)."""
-    windows = shape.windows or (None,) * shape.layers
-    assert len(windows) == shape.layers, f"{len(windows)} windows for {shape.layers} layers"
-    pairs_of = {window: attention_pairs(lengths, window) for window in set(windows)}
-    linear = 2 * sum(lengths) * shape.layers * layer_parameters(shape)
-    attention = 4 * shape.heads * shape.head_dim * sum(pairs_of[window] for window in windows)
-    return linear + attention + 2 * targets * shape.hidden_size * shape.vocab_size
+    pairs_of = {window: attention_pairs(lengths, window) for window in set(config.windows)}
+    linear = 2 * sum(lengths) * config.layers * layer_parameters(config)
+    attention = 4 * config.heads * config.head_dim * sum(pairs_of[window] for window in config.windows)
+    return linear + attention + 2 * targets * config.hidden_size * config.vocab_size
 
 
-def training_flops(shape: Shape, lengths: Sequence[int], targets: int, *, frozen: bool = False) -> int:
+def training_flops(config: ModelConfig, lengths: Sequence[int], targets: int, *, frozen: bool = False) -> int:
     """Forward and backward with every weight trained; the gather of the embedding costs no products.
 
     frozen: gradients of inputs alone, as for adapters, whose own products are not counted: they are the price paid for
     what is saved.
     """
-    return (_FROZEN if frozen else _TRAINING) * forward_flops(shape, lengths, targets)
+    return (_FROZEN if frozen else _TRAINING) * forward_flops(config, lengths, targets)

@@ -20,7 +20,6 @@ from danlu.models.loading import build
 from danlu.models.saving import save
 from danlu.parallel.layout import Layout
 from danlu.plan.activation_memory import activation_bytes
-from danlu.plan.flops import Shape
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.verify.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
@@ -180,18 +179,15 @@ def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> section
     if memory.recompute.kind != "planned":
         return memory
     assert isinstance(micro, int), "the recipe's rules ask for it"
-    local_shape = Shape(
+    local_config = replace(
+        small,
         hidden_size=small.hidden_size // (cut if recipe.parallel.sequence else 1),
-        layers=small.layers,
         heads=small.heads // cut,
         kv_heads=max(1, small.kv_heads // cut),
-        head_dim=small.head_dim,
         intermediate_size=small.intermediate_size // cut,
-        vocab_size=small.vocab_size,
-        windows=small.windows,
     )
     lengths = [min(recipe.data.max_length, MAX_LENGTH)] * micro
-    kept = _BUDGET_SHARE * activation_bytes(local_shape, lengths, DTYPES[recipe.precision].itemsize).kept / 2**30
+    kept = _BUDGET_SHARE * activation_bytes(local_config, lengths, DTYPES[recipe.precision].itemsize).kept / 2**30
     return memory.model_copy(update={"recompute": memory.recompute.model_copy(update={"budget": kept})})
 
 
