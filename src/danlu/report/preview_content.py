@@ -108,17 +108,13 @@ def visible_text(text: str) -> str:
 
 def escape_invisible(text: str) -> str:
     """A text with signs or code points in the place of all but letters, marks, symbols and single spaces."""
-    return "".join(character if character == " " else _escape_character(character) for character in text)
+    return "".join(map(_escape_character, text))
 
 
 def _escape_character(character: str) -> str:
     """A sign for a newline or tab, the code point (`‹E9›`) of what has no shape of its own, else the character."""
-    if character == "\n":
-        return "↵"
-    if character == "\t":
-        return "⇥"
     if unicodedata.category(character)[0] in "CZ":  # controls, formats, unassigned; separators
-        return f"‹{ord(character):04X}›"
+        return {" ": " ", "\n": "↵", "\t": "⇥"}.get(character, f"‹{ord(character):04X}›")
     return character
 
 
@@ -201,7 +197,6 @@ class CountLine:
 def count_lines(split: SplitSummary, data: Data) -> list[CountLine]:
     """The counts of one split of the data."""
     statistics = split.statistics
-    rows = CountLine("rows", f"{statistics.rows:,}")
     longest = f", the longest of {quantity(statistics.longest, 'token')}" if statistics.samples else ""
     trained = f"{statistics.tokens:,}, {statistics.trained_tokens:,} trained ({statistics.trained_share:.1%})"
     bars = tuple(
@@ -210,7 +205,7 @@ def count_lines(split: SplitSummary, data: Data) -> list[CountLine]:
         if number
     )
     return [
-        rows,
+        CountLine("rows", f"{statistics.rows:,}"),
         *_lost_rows(statistics, data),
         CountLine("samples", f"{statistics.samples:,}{longest}"),
         CountLine("tokens", trained),

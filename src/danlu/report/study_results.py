@@ -153,19 +153,13 @@ def is_finished(run: Path) -> bool:
     return (run / SUMMARY).is_file()
 
 
-def parse_number(text: str) -> float | None:
-    """A value as a number, for an axis or an order; None for a text."""
+def parse_numbers(texts: Sequence[str]) -> list[float] | None:
+    """All of them as finite numbers, for an axis or an order, or None if one is a text."""
     try:
-        value = float(text)
+        numbers = list(map(float, texts))
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
-
-
-def parse_numbers(texts: Sequence[str]) -> list[float] | None:
-    """All of them as numbers, or None if one is a text."""
-    parsed = [value for text in texts if (value := parse_number(text)) is not None]
-    return parsed if len(parsed) == len(texts) else None
+    return numbers if all(map(math.isfinite, numbers)) else None
 
 
 def standard_deviation(values: Sequence[float]) -> float:

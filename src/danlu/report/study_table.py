@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 
 from danlu.recipe.parameter_grid import short_keys
-from danlu.report.study_results import RunResult, RunSummary, SeedGroup, Study, standard_deviation
+from danlu.report.study_results import RunSummary, SeedGroup, Study, standard_deviation
 
 UNITS = {
     "bytes": (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)),
@@ -140,12 +140,7 @@ def as_csv(study: Study) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", *study.keys, "finished", "step", *names])
     for result in study.results:
-        writer.writerow([result.name, *result.values.values(), *_facts(result, names)])
+        numbers = [getattr(result.summary, name, "") for name in names]  # empty until the run is finished
+        finished = "true" if result.summary is not None else "false"
+        writer.writerow([result.name, *result.values.values(), finished, result.step, *numbers])
     return text.getvalue()
-
-
-def _facts(result: RunResult, names: Sequence[str]) -> list[object]:
-    """The cells of a run in study.csv after its values."""
-    summary = result.summary
-    numbers = ["" if summary is None else getattr(summary, name) for name in names]
-    return ["true" if summary is not None else "false", result.step, *numbers]

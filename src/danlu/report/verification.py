@@ -109,9 +109,10 @@ def verdict(verification: Verification) -> Iterator[str]:
     """The closing lines: the largest error, or the first thing that is wrong and what usually causes it."""
     if verification.finding is None:
         worst = max(verification.checks, key=lambda check: check.error / check.allowed)
+        where = f", {worst.where}" if worst.where else ""
         yield (
             f"the same as one process: {verification.layout} computes what one process does, to "
-            f"{format_error(worst.error)} ({worst.what}{_at(worst)}); {verification.seconds:.0f} s"
+            f"{format_error(worst.error)} ({worst.what}{where}); {verification.seconds:.0f} s"
         )
         return
     finding = verification.finding
@@ -120,10 +121,6 @@ def verdict(verification: Verification) -> Iterator[str]:
         yield f"  first wrong parameter: {finding.parameter}"
     yield f"  ratio: {finding.ratio}"
     yield f"  usually: {finding.cause}"
-
-
-def _at(check: Check) -> str:
-    return f", {check.where}" if check.where else ""
 
 
 def modules_table(modules: Sequence[Module]) -> Table:
