@@ -17,17 +17,10 @@ from typing import Any, NamedTuple
 import typer
 
 from danlu.errors import ResourceError
-from danlu.recipe.explanation import first_sentence
 from danlu.recipe.library import shipped
+from danlu.recipe.messages import first_sentence
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.type_hints import (
-    field_types,
-    list_item_type,
-    literal_values,
-    section_types,
-    union_members,
-    variants_of,
-)
+from danlu.recipe.type_hints import entry_type, field_types, literal_values, section_types, union_members, variants_of
 from danlu.registry import VERBS
 
 LINE = "_DANLU_LINE"
@@ -180,7 +173,7 @@ def _candidates(previous: Sequence[str], current: str) -> Iterable[Candidate]:
     node, path = command(verb, VERBS[verb].target), verb
     while subcommands := getattr(node, "commands", None):
         if not rest:
-            return (Candidate(name, _first_sentence(subcommand.help)) for name, subcommand in subcommands.items())
+            return (Candidate(name, first_sentence(subcommand.help)) for name, subcommand in subcommands.items())
         name = rest.pop(0)
         if name not in subcommands:
             return ()
@@ -229,12 +222,8 @@ def _options(command: Any) -> Iterator[Candidate]:
     """The options of a click command, by their long names."""
     for parameter in command.params:
         if parameter.param_type_name == "option":
-            yield Candidate(max(parameter.opts, key=len), _first_sentence(parameter.help))
+            yield Candidate(max(parameter.opts, key=len), first_sentence(parameter.help))
     yield Candidate("--help", "Show this verb's arguments and options")
-
-
-def _first_sentence(text: str | None) -> str:
-    return " ".join((text or "").split()).partition(". ")[0].rstrip(".")
 
 
 def _overrides(current: str, *, only: str) -> Iterator[Candidate]:
@@ -253,8 +242,8 @@ def _keys(current: str) -> Iterator[Candidate]:
     for section in _sections(parent):
         for name, hint in field_types(section).items():
             key = f"{parent}.{name}" if parent else name
-            seen.setdefault(f"{key}=", Candidate(f"{key}=", first_sentence(section, name)))
-            if section_types(hint) and list_item_type(hint) is None:
+            seen.setdefault(f"{key}=", Candidate(f"{key}=", first_sentence(section.model_fields[name].description)))
+            if section_types(hint) and entry_type(hint) is None:
                 seen.setdefault(f"{key}.", Candidate(f"{key}.", f"the keys of {key}"))
     yield from seen.values()
 

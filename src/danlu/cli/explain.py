@@ -12,7 +12,7 @@ from rich.text import Text
 
 from danlu.recipe import Explanation, Recipe, load
 from danlu.recipe import explain as look_up
-from danlu.recipe.explanation import first_sentence
+from danlu.recipe.messages import first_sentence
 from danlu.terminal import printable
 
 
@@ -29,7 +29,9 @@ def explain(
     loaded = None if recipe is None else load(recipe, overrides or ())
     console = Console(highlight=False, soft_wrap=False)
     if key is None:
-        console.print(_table([(name, first_sentence(Recipe, name)) for name in Recipe.model_fields]))
+        console.print(
+            _table([(name, first_sentence(field.description)) for name, field in Recipe.model_fields.items()])
+        )
         console.print("\n[dim]danlu explain KEY says more.[/dim]")
     else:
         _show(console, look_up(key, loaded))

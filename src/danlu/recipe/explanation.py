@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from danlu.errors import RecipeError
 from danlu.recipe.loading import Loaded
-from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type
+from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type, first_sentence
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.type_hints import Hint, field_types, literal_values, subsection_types, variants_of
 from danlu.registry import suggested_verb
@@ -54,7 +54,7 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
         allowed=allowed,
         about=" ".join((section.model_fields[name].description or "").split()),
         short=classes[0].short if classes else None,
-        children=tuple((entry, first_sentence(kind, entry)) for kind in classes for entry in field_types(kind))
+        children=tuple((name, first_sentence(field.description)) for name, field in classes[0].model_fields.items())
         if len(classes) == 1
         else tuple((kind, _first_line(variant)) for kind, variant in sorted(variants_of(hint).items())),
         value=value,
@@ -125,12 +125,6 @@ def _as_yaml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)
-
-
-def first_sentence(section: type[Section], name: str) -> str:
-    """The first sentence of a field's documentation, without its full stop."""
-    text = " ".join((section.model_fields[name].description or "").split())
-    return text.partition(". ")[0].rstrip(".")
 
 
 def _first_line(section: type[Section]) -> str:

@@ -42,9 +42,8 @@ def _admit_short_form(section: type[Section], definition: dict[str, Any]) -> dic
     """Admits a section's short form, the value of its main field alone."""
     if section.short is None:
         return definition
-    short = dict(definition["properties"][section.short])
-    for key in ("title", "default"):
-        short.pop(key, None)
+    field = definition["properties"][section.short]
+    short = {key: value for key, value in field.items() if key not in ("title", "default")}
     options = [definition, short]
     if section.switch is not None:
         options.append({"type": "boolean"})

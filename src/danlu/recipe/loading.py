@@ -15,7 +15,7 @@ from danlu.recipe.sections import Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.validation import validate
 from danlu.recipe.yaml_reader import MAX_BYTES, parse
-from danlu.recipe.yaml_tree import Node, Origin, Problem
+from danlu.recipe.yaml_tree import Node, Origin, Problem, overlap
 from danlu.small_files import read_small
 
 
@@ -40,11 +40,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """
     problems: list[Problem] = []
     tree = parse(_read(Path(path)), str(path), problems)
-    recipe = None
-    if tree is not None:
-        recipe = _check(tree, overrides, problems)
+    recipe = None if tree is None else _check(tree, overrides, problems)
     if problems or recipe is None or tree is None:
-        raise RecipeError([problem.line(str(path)) for problem in sorted(problems, key=_order)])
+        problems.sort(key=lambda problem: (0, 0, 0) if problem.origin is None else problem.origin.order)
+        raise RecipeError([problem.line(str(path)) for problem in problems])
     return Loaded(recipe, Path(path), {key: node.origin for key, node in tree.walk()}, tuple(rules.notes(recipe)))
 
 
@@ -64,7 +63,11 @@ def _check(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Rec
     sound = recipe or _without(tree, reported)
     if sound is not None:
         conflicts = rules.problems(sound) + rules.missing_files(sound)
-        problems += [_with_origin(problem, tree) for problem in conflicts if not _touches(problem, reported)]
+        problems += [
+            replace(problem, origin=tree.nearest(problem.key)[0].origin)  # of its key, or the deepest parent written
+            for problem in conflicts
+            if not _touches(problem, reported)
+        ]
     return recipe
 
 
@@ -81,22 +84,7 @@ def _without(tree: Node, keys: set[str]) -> Recipe | None:
 
 def _touches(problem: Problem, keys: set[str]) -> bool:
     """Whether a problem, or a key that its rule read, is about one of `keys`, or about one above or below it."""
-    return any(
-        concerned == key or concerned.startswith(f"{key}.") or key.startswith(f"{concerned}.")
-        for concerned in (problem.key, *problem.reads)
-        for key in keys
-    )
-
-
-def _with_origin(problem: Problem, tree: Node) -> Problem:
-    """The problem with the place of its key in the tree, or of the deepest parent that was written."""
-    node, _ = tree.nearest(problem.key)
-    return replace(problem, origin=node.origin)
-
-
-def _order(problem: Problem) -> tuple[int, int, int]:
-    """Problems of the file come first, from top to bottom, then those of the overrides."""
-    return problem.origin.order if problem.origin is not None else (0, 0, 0)
+    return any(overlap(concerned, key) for concerned in (problem.key, *problem.reads) for key in keys)
 
 
 def _read(path: Path) -> str:

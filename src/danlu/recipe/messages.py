@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 from danlu.recipe.sections import Section
@@ -76,10 +76,18 @@ KEYS_OF_OTHER_TOOLS = {name: key for key, names in _NAMES_IN_OTHER_TOOLS.items()
 """Names that other tools use, and danlu's key for the same thing."""
 
 
+_NUMBERS = {int: "a whole number", float: "a number"}
+
+
 def closest_match(name: object, candidates: list[str]) -> str | None:
     """The candidate most like a misspelt name; None if none is like it at all."""
     matches = get_close_matches(str(name).lower(), candidates, n=1, cutoff=0.6)
     return matches[0] if matches else None
+
+
+def first_sentence(text: str | None) -> str:
+    """The first sentence of a documentation, without its full stop."""
+    return " ".join((text or "").split()).partition(". ")[0].rstrip(".")
 
 
 def format_value(value: Any) -> str:
@@ -99,25 +107,23 @@ def format_value(value: Any) -> str:
 
 def _describe_number(noun: str, bounds: tuple[FieldInfo, ...]) -> str:
     """`a whole number, 1 or more`; `a number from 0 to below 1`."""
-    limits: dict[type, Any] = {type(limit): limit for bound in bounds for limit in bound.metadata}
-    lower = limits.get(annotated_types.Ge) or limits.get(annotated_types.Gt)
-    upper = limits.get(annotated_types.Le) or limits.get(annotated_types.Lt)
-    whole = noun.startswith("a whole")
-    smallest: Any = None
-    if isinstance(lower, annotated_types.Ge):
-        smallest = lower.ge
-    elif isinstance(lower, annotated_types.Gt):
-        smallest = int(str(lower.gt)) + 1 if whole else f"above {lower.gt}"
-    if isinstance(upper, annotated_types.Lt):
-        largest: Any = f"below {upper.lt}" if not (whole and upper.lt == 2**63) else "below 2^63"
-    else:
-        largest = getattr(upper, "le", None)
+    # Each of a bound's limits is a dataclass of annotated_types with one field, named as the argument of Field.
+    limits: dict[str, Any] = {}
+    for bound in bounds:
+        for limit in bound.metadata:
+            limits |= asdict(limit)
+    whole = noun == _NUMBERS[int]
+    smallest, largest = limits.get("ge"), limits.get("le")
+    if "lt" in limits:
+        largest = "below 2^63" if limits["lt"] == 2**63 else f"below {limits['lt']}"
+    if "gt" in limits and not whole:
+        smallest = f"above {limits['gt']}"
+        return f"{noun} {smallest}" if largest is None else f"{noun} {smallest} and {largest}"
+    if "gt" in limits:
+        smallest = limits["gt"] + 1
     if smallest is None:
         return noun if largest is None else f"{noun}, {largest} or less"
-    is_open = str(smallest).startswith("above")
-    if largest is not None:
-        return f"{noun} {smallest} and {largest}" if is_open else f"{noun} from {smallest} to {largest}"
-    return f"{noun} {smallest}" if is_open else f"{noun}, {smallest} or more"
+    return f"{noun}, {smallest} or more" if largest is None else f"{noun} from {smallest} to {largest}"
 
 
 def describe_type(hint: Hint) -> str:
@@ -148,10 +154,8 @@ def _describe_member(member: Hint, bounds: tuple[FieldInfo, ...]) -> str:
     container = generic_origin(member)
     if member is bool:
         return "true or false"
-    if member is int:
-        return _describe_number("a whole number", bounds)
-    if member is float:
-        return _describe_number("a number", bounds)
+    if member in _NUMBERS:
+        return _describe_number(_NUMBERS[member], bounds)
     if member is str:
         return "a text"
     if container is list:

@@ -12,7 +12,7 @@ from typing import Any
 
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import expand, matching_variant
-from danlu.recipe.type_hints import Hint, field_types, list_item_type, section_types, variants_of
+from danlu.recipe.type_hints import Hint, entry_type, field_types, section_types, variants_of
 from danlu.recipe.yaml_reader import parse
 from danlu.recipe.yaml_tree import Node, Origin, Problem
 
@@ -56,7 +56,7 @@ def _put(node: Node, hint: Hint, parts: Sequence[str], value: Node, default: Any
         _replace(node, hint, value, default)
         return
     part, rest = parts[0], parts[1:]
-    item_type = list_item_type(hint) if hint is not None else None
+    item_type = entry_type(hint) if hint is not None else None
     if item_type is not None and part.isdecimal() and not isinstance(node.value, dict | list):
         node.value, node.origin = [], value.origin
     if isinstance(node.value, list):

@@ -8,13 +8,13 @@ from typing import Any
 import yaml
 
 from danlu.recipe.sections import Recipe
-from danlu.recipe.yaml_reader import SCALARS
+from danlu.recipe.yaml_reader import Loader
 
 
 class Dumper(yaml.SafeDumper):
     """Writes texts that would read as something else in quotes, by the same table."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  as PyYAML declares it
+    yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
 
     def text(self, value: str) -> yaml.Node:
         # Line ends of other alphabets come back from single quotes as a newline; double quotes write them as escapes.
@@ -25,9 +25,6 @@ class Dumper(yaml.SafeDumper):
 
 Dumper.add_representer(str, Dumper.text)
 _ODD_LINE_END = re.compile("[\x85\u2028\u2029]")
-
-for _tag, _pattern, _first in SCALARS:
-    Dumper.add_implicit_resolver(_tag, _pattern, _first)
 
 
 def resolved_yaml(recipe: Recipe) -> str:

@@ -10,15 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from danlu.recipe.sections import Section
-from danlu.recipe.type_hints import (
-    Hint,
-    field_types,
-    list_item_type,
-    section_types,
-    tuple_item_type,
-    union_members,
-    variants_of,
-)
+from danlu.recipe.type_hints import Hint, entry_type, field_types, section_types, union_members, variants_of
 from danlu.recipe.yaml_tree import Node
 
 
@@ -41,7 +33,7 @@ def expand(node: Node, hint: Hint, default: Any = None) -> Node:
     value = node.value
     if section_types(hint) and value is not None:
         return _expand_section(node, hint, default)
-    item_type = list_item_type(hint)
+    item_type = entry_type(hint)
     if item_type is None or value is None:
         return node
     if isinstance(value, list):
@@ -84,7 +76,7 @@ def type_at(root: type[Section], tree: Node, key: str) -> tuple[Hint, type[Secti
     section: type[Section] | None = None
     node: Node | None = tree
     for part in key.split("."):
-        item_type = list_item_type(hint) or tuple_item_type(hint)
+        item_type = entry_type(hint) or entry_type(hint, tuple)
         if item_type is not None and part.isdecimal():
             hint, section = item_type, None
         else:

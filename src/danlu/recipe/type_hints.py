@@ -48,7 +48,7 @@ def section_types(hint: Hint) -> list[type[Section]]:
 
 def subsection_types(hint: Hint) -> list[type[Section]]:
     """The section classes that a type admits, or those that the entries of its list are."""
-    return section_types(hint) or section_types(list_item_type(hint) or str)
+    return section_types(hint) or section_types(entry_type(hint) or str)
 
 
 def variants_of(hint: Hint) -> dict[str, type[Section]]:
@@ -57,17 +57,8 @@ def variants_of(hint: Hint) -> dict[str, type[Section]]:
     return {literal_values(field_types(each)["kind"])[0]: each for each in classes} if len(classes) > 1 else {}
 
 
-def list_item_type(hint: Hint) -> Hint | None:
-    """The type of a list's entries; None for a type that admits no list."""
-    return _item_type(hint, list)
-
-
-def tuple_item_type(hint: Hint) -> Hint | None:
-    """The type of the entries of a tuple whose entries are alike, such as an optimizer's betas; None for no tuple."""
-    return _item_type(hint, tuple)
-
-
-def _item_type(hint: Hint, container: type) -> Hint | None:
+def entry_type(hint: Hint, container: type = list) -> Hint | None:
+    """The type of the entries of a list, or of a tuple whose entries are alike; None for a type that admits none."""
     return next((get_args(each)[0] for each, _ in union_members(hint) if generic_origin(each) is container), None)
 
 

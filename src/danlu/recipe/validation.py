@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type, format_value
+from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type, first_sentence, format_value
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import type_at
 from danlu.recipe.type_hints import field_types, literal_values, section_types, variants_of
@@ -64,12 +64,8 @@ def _problem(key: str, kind: str, tree: Node) -> Problem:
 def _missing(key: str, name: str, hint: Any, section: type[Section] | None) -> str:
     parent = key.rpartition(".")[0]
     where = f"under '{parent}'" if parent else "at the top level"
-    doc = _first_sentence(section.model_fields[name].description) if section is not None else ""
-    return f"missing: add '{name}: ...' {where} ({describe_type(hint)}){': ' + doc if doc else '.'}"
-
-
-def _first_sentence(text: str | None) -> str:
-    return " ".join((text or "").split()).partition(". ")[0].rstrip(".") + "." if text else ""
+    doc = first_sentence(section.model_fields[name].description) if section is not None else ""
+    return f"missing: add '{name}: ...' {where} ({describe_type(hint)}){f': {doc}' if doc else ''}."
 
 
 def _unknown(key: str, section: type[Section] | None) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,11 +43,17 @@ SCALARS: list[tuple[str, re.Pattern[str], list[str]]] = [
         list("-+.0123456789"),
     ),
 ]
+# The value of a scalar's text by its tag; a ValueError where the text does not fit.
+CONVERTERS: dict[str, Callable[[str], Any]] = {
+    f"{CORE}str": str,
+    f"{CORE}null": lambda text: None,
+    f"{CORE}bool": lambda text: text.lower() == "true",
+    f"{CORE}int": lambda text: int(text.replace("_", ""), 0 if text[:2] in ("0x", "0o") else 10),
+    f"{CORE}float": lambda text: float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan")),
+}
 
 VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|\$\{")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_UNREADABLE: Any = object()
-"""In the place of a value whose tag is not of the core schema, or does not fit its text."""
 
 _TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep, and no key of a recipe lies below the sixth"
 _TOO_MANY = f"more than {MAX_VALUES:,} values, with aliases written out. Name a folder instead of all its files"
@@ -199,11 +205,11 @@ class _Reader:
         if tag == f"{CORE}int" and len(text) > MAX_DIGITS:
             self.complain(path, f"a number of {len(text):,} digits, and no key takes more than 19", origin)
             return Node(None, origin)
-        value = _convert(tag.removeprefix(CORE), text)
-        if value is _UNREADABLE:
+        try:
+            return Node(CONVERTERS[tag](text), origin)
+        except (KeyError, ValueError):  # `!!set`: not of the core schema; `!!int word`: does not fit its text
             self.complain(path, f"YAML tags such as '{tag.replace(CORE, '!!')}' are not used in a recipe", origin)
-            value = None
-        return Node(value, origin)
+            return Node(None, origin)
 
     def expand_variables(self, text: str, path: tuple[str, ...], origin: Origin) -> tuple[str, tuple[str, ...]]:
         """The text with `${VAR}` replaced by the environment, and the names of the variables that it came from."""
@@ -231,21 +237,3 @@ class _Reader:
 def _implicit_tag(text: str) -> str:
     """The tag of a scalar written without quotes."""
     return next((tag for tag, pattern, _ in SCALARS if pattern.match(text)), f"{CORE}str")
-
-
-def _convert(tag: str, text: str) -> Any:
-    """A scalar's text as the Python value of its tag (`int`, without the prefix), or _UNREADABLE."""
-    if tag == "str":
-        return text
-    if tag == "null":
-        return None
-    if tag == "bool":
-        return text.lower() == "true"
-    try:
-        if tag == "int":
-            return int(text.replace("_", ""), 0 if text[:2] in ("0x", "0o") else 10)
-        if tag == "float":
-            return float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
-    except ValueError:  # `!!int word`: a tag that does not fit its text
-        return _UNREADABLE
-    return _UNREADABLE

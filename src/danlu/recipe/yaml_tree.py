@@ -9,6 +9,11 @@ from typing import Any
 Scalar = str | int | float | bool | None
 
 
+def overlap(key: str, other: str) -> bool:
+    """Whether two dotted keys are the same, or one lies below the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a value was written. `order` sorts problems: the file from top to bottom, then the overrides."""

@@ -15,6 +15,7 @@ from danlu.recipe import Recipe, changes, resolved_yaml
 from danlu.recipe.explanation import value_at
 from danlu.recipe.parameter_grid import SEED, Combination, VariedKey, parameter_grid
 from danlu.recipe.sections import Section
+from danlu.recipe.yaml_tree import overlap
 from danlu.report.study_results import STUDY, is_finished, known_runs, study_json
 from danlu.train.run_lock import LOCK_FILE
 
@@ -210,8 +211,7 @@ def _same_run(recipe: Recipe, runs: Sequence[PlannedRun], keys: Sequence[str]) -
 
 def _is_varied(changed: str, keys: Sequence[str]) -> bool:
     """Whether a key lies at, below or above one that varies; a `kind` brings a whole section with it."""
-    roots = [key.removesuffix(".kind") for key in keys]
-    return any(changed == root or changed.startswith(f"{root}.") or root.startswith(f"{changed}.") for root in roots)
+    return any(overlap(changed, key.removesuffix(".kind")) for key in keys)
 
 
 def _unused(name: str, taken: set[str]) -> str:
