@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.peft_values import PREFIX, choice, positive_int, take_tensor
+from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader
 from danlu.recipe import sections
 from danlu.types import Site
 
@@ -62,9 +62,7 @@ def _layers(sites: Sequence[Site]) -> dict[str, str]:
 # ── a format like PEFT's, which has no bottleneck adapters ──
 
 
-def to_peft(
-    section: sections.Bottleneck, modules: Mapping[str, nn.Module], sites: Sequence[Site]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(section: sections.Bottleneck, modules: Mapping[str, nn.Module], sites: Sequence[Site]) -> PeftContent:
     """Values of adapter_config.json, and tensors by name. modules: by their slot; sites: all of the model's."""
     tensors = {
         f"{key}.{name}": parameter.detach()
@@ -81,26 +79,23 @@ def to_peft(
     return values, tensors
 
 
-def from_peft(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], sites: Sequence[Site], where: str
-) -> tuple[sections.Bottleneck, dict[str, dict[str, Tensor]], set[str]]:
-    """The section, the values of each module by the slot it sits in, and the keys of `tensors` that they came from.
+def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.Bottleneck, ModuleValues]:
+    """The section, and the values of each module by the slot it sits in.
 
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
     section = sections.Bottleneck(
-        placement=choice(values, "placement", SLOTS, where),
-        width=positive_int(values, "width", where),
-        activation=choice(values, "activation", ACTIVATIONS, where),
+        placement=reader.choice("placement", SLOTS),
+        width=reader.positive_int("width"),
+        activation=reader.choice("activation", ACTIVATIONS),
     )
     width, inner = next(site.shape[1] for site in sites if site.group == "embedding"), section.width
     shapes = {"down_weight": (inner, width), "down_bias": (inner,), "up_weight": (width, inner), "up_bias": (width,)}
-    by_slot: dict[str, dict[str, Tensor]] = {}
-    used: set[str] = set()
-    for slot, key in _keys(sites, section.placement):
-        by_slot[slot] = {name: take_tensor(tensors, f"{key}.{name}", shape, where) for name, shape in shapes.items()}
-        used |= {f"{key}.{name}" for name in shapes}
-    return section, by_slot, used
+    by_slot = {
+        slot: {name: reader.tensor(f"{key}.{name}", shape) for name, shape in shapes.items()}
+        for slot, key in _keys(sites, section.placement)
+    }
+    return section, by_slot
 
 
 def _keys(sites: Sequence[Site], placement: str) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from danlu.adapters import bottleneck, prefix, prompt
 from danlu.adapters.dropout import Dropout, DropoutState
-from danlu.adapters.hf_layers import HFLayer, hf_layers
+from danlu.adapters.hf_layers import HFLayer, adapted_layers
 from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
 from danlu.adapters.mora import Mora
@@ -115,8 +115,8 @@ TargetLayers = list[tuple[HFLayer, list[Site]]]
 
 def _target_layers(targets: Sequence[Site], all_sites: Sequence[Site]) -> TargetLayers:
     names = {site.name for site in targets}
-    layers = [(layer, [site for site in layer.parts if site.name in names]) for layer in hf_layers(all_sites)]
-    return [(layer, parts) for layer, parts in layers if parts]
+    layers = adapted_layers(names, all_sites)
+    return [(layer, [site for site in layer.parts if site.name in names]) for layer in layers]
 
 
 def vera(layers: TargetLayers, section: sections.Vera, name: str, context: BuildContext) -> dict[str, nn.Module]:

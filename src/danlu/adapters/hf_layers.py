@@ -5,7 +5,7 @@ The rows of a fused layer's weight are those of its parts, one part after the ot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -35,3 +35,8 @@ class HFLayer:
 def hf_layers(sites: Sequence[Site]) -> list[HFLayer]:
     """All layers, in the model's order. `sites` are those of the whole model."""
     return [HFLayer(name, tuple(parts)) for name, parts in groupby(sites, key=lambda site: site.hf_name)]
+
+
+def adapted_layers(names: Collection[str], sites: Sequence[Site]) -> list[HFLayer]:
+    """Those of all layers that have a part of these names."""
+    return [layer for layer in hf_layers(sites) if any(site.name in names for site in layer.parts)]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type
-from danlu.adapters.hf_layers import hf_layers
-from danlu.adapters.peft_lora import target_modules
-from danlu.adapters.peft_values import PREFIX, check_supported, take_tensor
+from danlu.adapters.hf_layers import adapted_layers, hf_layers
+from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
 from danlu.errors import ModelError
 from danlu.recipe import sections
 from danlu.types import LinearLayer, Recomputed, Site
@@ -95,17 +94,12 @@ class _Scaled(torch.autograd.Function):
 # ── PEFT's format ──
 
 
-def to_peft(
-    section: sections.Ia3, modules: Mapping[str, nn.Module], sites: Sequence[Site]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(section: sections.Ia3, modules: Mapping[str, nn.Module], sites: Sequence[Site]) -> PeftContent:
     """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
     tensors: dict[str, Tensor] = {}
-    layers = hf_layers(sites)
     of_inputs: dict[str, bool] = {}  # by name on disk
-    for layer in layers:
+    for layer in adapted_layers(modules, sites):
         adapted = {site.name: module_of_type(modules[site.name], Ia3) for site in layer.parts if site.name in modules}
-        if not adapted:
-            continue
         first = next(iter(adapted.values()))
         of_inputs[layer.name] = first.of_inputs
         vector = first.ia3_l.detach().cpu().unsqueeze(0)  # [1, I]
@@ -115,7 +109,7 @@ def to_peft(
                 if site.name in adapted:
                     vector[rows, 0] = adapted[site.name].ia3_l.detach().cpu()
         tensors[f"{PREFIX}{layer.name}.ia3_l"] = vector
-    targets = target_modules(list(of_inputs), [layer.name for layer in layers])
+    targets = target_modules(modules, sites)
     scaling_inputs = [name for name, inside in of_inputs.items() if inside]
     feedforward = [target for target in targets if any(name.endswith(target) for name in scaling_inputs)]
     if any(not inside and name.endswith(tuple(feedforward)) for name, inside in of_inputs.items()):
@@ -131,30 +125,26 @@ def to_peft(
     return values, tensors
 
 
-def from_peft(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], sites: Sequence[Site], where: str
-) -> tuple[sections.Ia3, dict[str, dict[str, Tensor]], set[str]]:
-    """The section, the values of each site's module by name, and the keys of `tensors` that they came from.
+def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.Ia3, ModuleValues]:
+    """The section, and the values of each site's module.
 
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
-    check_supported(values, _HARMLESS, where)
-    by_site: dict[str, dict[str, Tensor]] = {}
-    used: set[str] = set()
+    reader.check_supported(_HARMLESS)
+    by_site: ModuleValues = {}
     of_inputs: list[str] = []
     for layer in hf_layers(sites):
         key = f"{PREFIX}{layer.name}.ia3_l"
-        if key not in tensors:
+        if key not in reader.tensors:
             continue
-        used.add(key)
         outputs, inputs = layer.shape
-        if tensors[key].shape[0] == 1:  # a row for inputs, a column for outputs
-            vector = take_tensor(tensors, key, (1, inputs), where)[0]
+        if reader.tensors[key].shape[0] == 1:  # a row for inputs, a column for outputs
+            vector = reader.tensor(key, (1, inputs))[0]
             by_site |= {site.name: {"ia3_l": vector} for site in layer.parts}
             of_inputs += [site.name for site in layer.parts]
         else:
-            vector = take_tensor(tensors, key, (outputs, 1), where)[:, 0]
+            vector = reader.tensor(key, (outputs, 1))[:, 0]
             by_site |= {site.name: {"ia3_l": vector[rows]} for site, rows in layer.rows()}
     if not by_site:
-        raise ModelError(f"{where}: holds no tensor of an (IA)^3 adapter of this model")
-    return sections.Ia3(targets=list(by_site), feedforward=of_inputs), by_site, used
+        raise ModelError(f"{reader.where}: holds no tensor of an (IA)^3 adapter of this model")
+    return sections.Ia3(targets=list(by_site), feedforward=of_inputs), by_site

@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, DenseLinear
+from danlu.adapters.adapter import Adapter, DenseLinear, module_of_type
 from danlu.adapters.dropout import Dropout
-from danlu.adapters.hf_layers import HFLayer, hf_layers
-from danlu.adapters.peft_lora import target_modules
-from danlu.adapters.peft_values import PREFIX, choice, finite_number, positive_int, take_tensor
+from danlu.adapters.hf_layers import hf_layers
+from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
 from danlu.adapters.targets import Form, square_width
 from danlu.errors import ModelError
 from danlu.recipe import sections
@@ -203,53 +202,45 @@ def _angles(cos: Tensor | None, sin: Tensor | None, dtype: torch.dtype) -> Angle
 # ── a format like PEFT's, which has no MoRA ──
 
 
-def to_peft(
-    section: sections.Mora, modules: Mapping[str, nn.Module], sites: Sequence[Site]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(section: sections.Mora, modules: Mapping[str, nn.Module], sites: Sequence[Site]) -> PeftContent:
     """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
-    layers = hf_layers(sites)
-    tensors: dict[str, Tensor] = {}
-    for layer in layers:
-        for site in layer.parts:
-            if site.name in modules:
-                module = modules[site.name]
-                assert isinstance(module, Mora)
-                tensors[_key(layer, site)] = module.mora_M.detach()
-    chosen = [layer.name for layer in layers if any(site.name in modules for site in layer.parts)]
+    tensors = {
+        key: module_of_type(modules[site.name], Mora).mora_M.detach()
+        for key, site in _by_key(sites).items()
+        if site.name in modules
+    }
     values = {
         "peft_type": KIND,
         "description": "MoRA (arXiv:2405.12130), written by danlu; PEFT has no such kind",
         "r": section.rank,
         "mora_form": section.form,
         "mora_dropout": section.dropout,
-        "target_modules": target_modules(chosen, [layer.name for layer in layers]),
+        "target_modules": target_modules(modules, sites),
     }
     return values, tensors
 
 
-def from_peft(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], sites: Sequence[Site], where: str
-) -> tuple[sections.Mora, dict[str, dict[str, Tensor]], set[str]]:
-    """The section, the values of each site's module by name, and the keys of `tensors` that they came from.
+def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.Mora, ModuleValues]:
+    """The section, and the values of each site's module.
 
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
-    rank, form = positive_int(values, "r", where), choice(values, "mora_form", get_args(Form), where)
-    by_site: dict[str, dict[str, Tensor]] = {}
-    used: set[str] = set()
-    for layer in hf_layers(sites):
-        for site in layer.parts:
-            if (key := _key(layer, site)) in tensors:
-                width = square_width(site.shape, rank, form)
-                by_site[site.name] = {"mora_M": take_tensor(tensors, key, (width, width), where)}
-                used.add(key)
+    rank, form = reader.positive_int("r"), reader.choice("mora_form", get_args(Form))
+    by_site: ModuleValues = {}
+    for key, site in _by_key(sites).items():
+        if key in reader.tensors:
+            width = square_width(site.shape, rank, form)
+            by_site[site.name] = {"mora_M": reader.tensor(key, (width, width))}
     if not by_site:
-        raise ModelError(f"{where}: holds no tensor of a MoRA adapter of this model")
-    dropout = finite_number(values, "mora_dropout", 0.0, where)
-    return sections.Mora(rank=rank, form=form, dropout=dropout, targets=list(by_site)), by_site, used
+        raise ModelError(f"{reader.where}: holds no tensor of a MoRA adapter of this model")
+    dropout = reader.finite_number("mora_dropout", 0.0)
+    return sections.Mora(rank=rank, form=form, dropout=dropout, targets=list(by_site)), by_site
 
 
-def _key(layer: HFLayer, site: Site) -> str:
-    """The name of the square of one site; the parts of a fused layer are distinguished by their own names."""
-    part = "" if len(layer.parts) == 1 else f".{site.name.rpartition('.')[2]}"
-    return f"{PREFIX}{layer.name}{part}.mora_M"
+def _by_key(sites: Sequence[Site]) -> dict[str, Site]:
+    """The sites by the key of their square; the parts of a fused layer are distinguished by their own names."""
+    return {
+        f"{PREFIX}{layer.name}{'' if len(layer.parts) == 1 else '.' + site.name.rpartition('.')[2]}.mora_M": site
+        for layer in hf_layers(sites)
+        for site in layer.parts
+    }

@@ -27,7 +27,7 @@ from danlu.adapters.adapter_set import AdapterSet, AddedAdapter
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.peft_formats import FORMATS, format_of
 from danlu.adapters.peft_lora import for_original_base
-from danlu.adapters.peft_values import PREFIX
+from danlu.adapters.peft_values import PREFIX, PeftReader
 from danlu.errors import ModelError
 
 
@@ -179,17 +179,16 @@ class _Contents:
 def _contents(adapters: AdapterSet, folder: AdapterFolder) -> _Contents:
     """Reads an adapter folder. Raises ModelError for one that does not fit the model, or that danlu cannot compute."""
     where = str(folder.path / WEIGHTS)
-    config: Mapping[str, Any] = folder.values
-    tensors: Mapping[str, Tensor] = read_tensors(folder)
+    reader = PeftReader(folder.values, read_tensors(folder), where)
     if folder.kind == "LORA":
-        config, tensors = for_original_base(config, tensors, partial(_loaded_weight, adapters, where), where)
+        reader = for_original_base(reader, partial(_loaded_weight, adapters, where))
     try:
-        section, values, used = FORMATS[folder.kind].from_peft(config, tensors, adapters.sites, where)
+        section, values = FORMATS[folder.kind].from_peft(reader, adapters.sites)
     except ValidationError as error:  # values that no recipe may have either
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ModelError(f"{folder.path / CONFIG}: {key} is {first['input']!r}: {first['msg']}") from None
-    rest = {key: tensor for key, tensor in tensors.items() if key not in used}
+    rest = {key: tensor for key, tensor in reader.tensors.items() if key not in reader.used}
     untrained = {key: rest.pop(key) for key in list(rest) if key.endswith(".base_layer.weight")}
     settings = _full_training_settings(folder.values, rest, adapters, where)
     fields = type(section).model_fields

@@ -1,8 +1,7 @@
 """Which kinds of adapter there are on disk, and who reads and writes each.
 
 Every kind offers the same two functions: `to_peft(section, modules, sites)` gives the values of adapter_config.json and
-the tensors, `from_peft(values, tensors, sites, where)` the section, the values of each module by where it sits, and the
-keys that they came from.
+the tensors, `from_peft(reader, sites)` the section and the values of each module by where it sits.
 """
 
 from __future__ import annotations

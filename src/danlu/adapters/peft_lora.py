@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from danlu.adapters import low_rank_init
 from danlu.adapters.adapter_config import init_taken_from_base
-from danlu.adapters.hf_layers import HFLayer, hf_layers
+from danlu.adapters.hf_layers import HFLayer, adapted_layers, hf_layers
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
-from danlu.adapters.peft_values import PREFIX, check_supported, finite_number, positive_int
+from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
 from danlu.adapters.targets import value_by_pattern
 from danlu.errors import ModelError
 from danlu.recipe import sections
@@ -69,26 +69,20 @@ class Factors:
         return self.a.shape[0]
 
 
-def to_peft(
-    section: sections.LowRank, modules: Mapping[str, nn.Module], sites: Sequence[Site]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(section: sections.LowRank, modules: Mapping[str, nn.Module], sites: Sequence[Site]) -> PeftContent:
     """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
-    layers = hf_layers(sites)
-    chosen = [layer for layer in layers if any(site.name in modules for site in layer.parts)]
-    by_module = {layer.name: _layer_factors(layer, modules) for layer in chosen}
+    by_module = {layer.name: _layer_factors(layer, modules) for layer in adapted_layers(modules, sites)}
     values, tensors = peft_of_factors(by_module, rslora=section.scaling == "rslora")
     values |= {
         "lora_dropout": section.dropout,
-        "target_modules": target_modules(list(by_module), [layer.name for layer in layers]),
+        "target_modules": target_modules(modules, sites),
         "bias": {"none": "none", "all": "all", "adapted": "lora_only"}[section.bias],
         "use_dora": section.kind == "dora",
     }
     return values, tensors
 
 
-def peft_of_factors(
-    by_module: Mapping[str, Factors], *, rslora: bool = False
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def peft_of_factors(by_module: Mapping[str, Factors], *, rslora: bool = False) -> PeftContent:
     """Values of adapter_config.json, and tensors by name, of factors by the module's name in Hugging Face folders.
 
     `target_modules` are the whole names of the modules.
@@ -118,29 +112,23 @@ def peft_of_factors(
     return values, tensors
 
 
-def read_factors(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
-) -> tuple[dict[str, Factors], set[str]]:
-    """Reads what `peft_of_factors` wrote, without a model: factors by module, and the keys of `tensors` they came from.
+def read_factors(reader: PeftReader) -> dict[str, Factors]:
+    """Reads what `peft_of_factors` wrote, without a model: factors by module.
 
     Raises ModelError for settings that danlu does not compute, and for tensors that are missing.
     """
-    check_supported(values, _HARMLESS, where)
-    _check_types(values, where)
-    alpha, power = finite_number(values, "lora_alpha", 8.0, where), 0.5 if values.get("use_rslora") else 1.0
-    factors: dict[str, Factors] = {}
-    used: set[str] = set()
-    for name, (keys, unscaled) in _read(tensors, None, where).items():
-        _check_rank(name, values, unscaled.rank, where)
-        factors[name] = replace(unscaled, scale=_alpha(name, values, alpha) / unscaled.rank**power)
-        used |= keys
-    return factors, used
+    reader.check_supported(_HARMLESS)
+    _check_types(reader)
+    power = 0.5 if reader.values.get("use_rslora") else 1.0
+    factors = _read(reader)
+    for name, unscaled in factors.items():
+        _check_rank(name, reader, unscaled.rank)
+        factors[name] = replace(unscaled, scale=_alpha(name, reader) / unscaled.rank**power)
+    return factors
 
 
 @torch.no_grad()
-def for_original_base(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], weight: Callable[[str], Tensor | None], where: str
-) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+def for_original_base(reader: PeftReader, weight: Callable[[str], Tensor | None]) -> PeftReader:
     """Config values and tensors of an adapter, converted to the base as it is stored.
 
     Where PEFT subtracts initial factors from the base as it loads the adapter, it becomes an ordinary LoRA of twice the
@@ -150,18 +138,17 @@ def for_original_base(
     model has no such layer; of a weight on the meta device only the shape is used. Raises ModelError as
     `init_taken_from_base` does, and for factors that do not have the weight's shape.
     """
+    values, where = reader.values, reader.where
     init = init_taken_from_base(values, where)
     if init is None:
-        return values, tensors
-    _check_types(values, where)
-    alpha, power = finite_number(values, "lora_alpha", 8.0, where), 0.5 if values.get("use_rslora") else 1.0
-    rest = dict(tensors)
-    by_module: dict[str, Factors] = {}
-    for name, (keys, factors) in _read(tensors, None, where).items():
-        for key in keys:
-            del rest[key]
+        return reader
+    _check_types(reader)
+    power = 0.5 if values.get("use_rslora") else 1.0
+    by_module = _read(reader)
+    rest = {key: tensor for key, tensor in reader.tensors.items() if key not in reader.used}
+    for name, factors in by_module.items():
         # A rank above the smaller side is cut to it by PEFT, which goes on to scale by the rank that was asked for.
-        scale = _alpha(name, values, alpha) / _rank(name, values) ** power
+        scale = _alpha(name, reader) / _rank(name, reader) ** power
         base = None if factors.embedding else weight(name)
         if base is None:
             by_module[name] = replace(factors, scale=scale)
@@ -178,7 +165,8 @@ def for_original_base(
         by_module[name] = replace(factors, a=a, b=b, scale=scale)
     new_values, new_tensors = peft_of_factors(by_module, rslora=bool(values.get("use_rslora")))
     kept = ("lora_dropout", "target_modules", "bias", "use_dora")
-    return {**values, **{key: value for key, value in new_values.items() if key not in kept}}, rest | new_tensors
+    changed = {key: value for key, value in new_values.items() if key not in kept}
+    return PeftReader({**values, **changed}, rest | new_tensors, where)
 
 
 def _initial_factors(init: str, weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -192,30 +180,26 @@ def _initial_factors(init: str, weight: Tensor, rank: int, scale: float) -> tupl
     return initial.a.to("cpu", torch.float32), initial.b.to("cpu", torch.float32)
 
 
-def from_peft(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], sites: Sequence[Site], where: str
-) -> tuple[sections.LowRank, dict[str, dict[str, Tensor]], set[str]]:
-    """The section, the values of each site's module by name, and the keys of `tensors` that they came from.
+def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.LowRank, ModuleValues]:
+    """The section, and the values of each site's module.
 
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
-    check_supported(values, _HARMLESS, where)
-    _check_types(values, where)
+    reader.check_supported(_HARMLESS)
+    _check_types(reader)
+    values, where = reader.values, reader.where
     layers = hf_layers(sites)
-    by_module = _read(tensors, {layer.name for layer in layers}, where)
-    by_site: dict[str, dict[str, Tensor]] = {}
-    used: set[str] = set()
+    by_module = _read(reader, {layer.name for layer in layers})
+    by_site: ModuleValues = {}
     ranks: dict[str, int] = {}
     for layer in layers:
-        if layer.name not in by_module:
+        if (factors := by_module.get(layer.name)) is None:
             continue
-        keys, factors = by_module[layer.name]
-        used |= keys
         _check_shapes(layer, factors, where)
         if not factors.embedding and (factors.magnitude is None) == bool(values.get("use_dora")):
             what = "is missing" if factors.magnitude is None else "is there, though use_dora is not set"
             raise ModelError(f"{where}: {PREFIX}{layer.name}.{_MAGNITUDE} {what}: the two files are not of one adapter")
-        _check_rank(layer.name, values, factors.rank, where)
+        _check_rank(layer.name, reader, factors.rank)
         for site, rows in layer.rows():
             ranks[site.name] = factors.rank
             if factors.embedding:
@@ -224,26 +208,18 @@ def from_peft(
             by_site[site.name] = {"lora_A": factors.a, "lora_B": factors.b[rows]}
             if factors.magnitude is not None:
                 by_site[site.name][_MAGNITUDE] = factors.magnitude[rows]
-    rank, alpha = int(values.get("r", 8)), finite_number(values, "lora_alpha", 8.0, where)
-    alphas = {site.name: _alpha(site.hf_name, values, alpha) for site in sites if site.name in by_site}
+    rank, alpha = reader.positive_int("r", 8), reader.finite_number("lora_alpha", 8.0)
+    alphas = {site.name: _alpha(site.hf_name, reader) for site in sites if site.name in by_site}
     common: dict[str, Any] = {
         "rank": rank,
         "alpha": alpha,
-        "dropout": finite_number(values, "lora_dropout", 0.0, where),
+        "dropout": reader.finite_number("lora_dropout", 0.0),
         "scaling": "rslora" if values.get("use_rslora") else "standard",
         "targets": list(by_site),
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
     }
-    return (sections.Dora if values.get("use_dora") else sections.Lora)(**common), by_site, used
-
-
-def target_modules(targets: Sequence[str], all_modules: Sequence[str]) -> list[str]:
-    """PEFT's `target_modules` for these modules: the ends of their names (`q_proj`) where no other module has one of
-    them, else their whole names."""
-    ends = sorted({name.rpartition(".")[2] for name in targets})
-    matched = {name for name in all_modules if name.rpartition(".")[2] in ends}
-    return ends if matched == set(targets) else list(targets)
+    return (sections.Dora if values.get("use_dora") else sections.Lora)(**common), by_site
 
 
 @torch.no_grad()
@@ -283,35 +259,35 @@ def _site_factors(module: nn.Module) -> Factors:
     return Factors(a, b, module.scale, module.lora_magnitude_vector)
 
 
-def _read(tensors: Mapping[str, Tensor], known: set[str] | None, where: str) -> dict[str, tuple[set[str], Factors]]:
-    """By the module's name in Hugging Face folders: its factors with scale 1, and the keys that they were read from.
+def _read(reader: PeftReader, known: set[str] | None = None) -> dict[str, Factors]:
+    """Factors with scale 1, by the module's name in Hugging Face folders.
 
     known: the names of the model's modules, where there is a model. Raises ModelError for factors of other modules, for
     factors without their counterpart, and for an adapter without any.
     """
     parts: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in reader.tensors.items():
         name = key.removeprefix(PREFIX)
         for end in (*_FACTORS, _MAGNITUDE, *_EMBEDDING):
             if name.endswith(f".{end}"):
                 module = name.removesuffix(f".{end}")
                 if known is not None and module not in known:
                     raise ModelError(
-                        f"{where}: {key} is for {module}, a layer that this model does not have: "
+                        f"{reader.where}: {key} is for {module}, a layer that this model does not have: "
                         "the adapter is of another base"
                     )
+                reader.used.add(key)
                 parts.setdefault(module, {})[end] = tensor
     factors = {}
     for module, ends in parts.items():
         embedding = any(end in ends for end in _EMBEDDING)
         required = _EMBEDDING if embedding else _FACTORS
         if missing := [end for end in required if end not in ends]:
-            raise ModelError(f"{where}: {PREFIX}{module}.{missing[0]} is missing")
-        keys = {f"{PREFIX}{module}.{end}" for end in ends}
+            raise ModelError(f"{reader.where}: {PREFIX}{module}.{missing[0]} is missing")
         a, b = (ends[end].float() for end in required)
-        factors[module] = keys, Factors(a, b, 1.0, ends.get(_MAGNITUDE), embedding)
+        factors[module] = Factors(a, b, 1.0, ends.get(_MAGNITUDE), embedding)
     if not factors:
-        raise ModelError(f"{where}: holds no tensor of an adapter")
+        raise ModelError(f"{reader.where}: holds no tensor of an adapter")
     return factors
 
 
@@ -334,20 +310,21 @@ def _check_shapes(layer: HFLayer, factors: Factors, where: str) -> None:
             )
 
 
-def _check_types(values: Mapping[str, Any], where: str) -> None:
+def _check_types(reader: PeftReader) -> None:
     """Raises ModelError for settings that are not of PEFT's types."""
-    for key, default in (("lora_alpha", 8.0), ("lora_dropout", 0.0)):
-        finite_number(values, key, default, where)
-    positive_int({"r": 8, **values}, "r", where)
+    for key in ("lora_alpha", "lora_dropout"):
+        reader.finite_number(key, 0.0)
+    reader.positive_int("r", 8)
     for key in ("rank_pattern", "alpha_pattern"):
-        patterns = values.get(key) or {}
+        patterns = reader.values.get(key) or {}
         if not isinstance(patterns, dict) or any(not _is_pattern(pattern) for pattern in patterns):
-            raise ModelError(f"{where}: {key} is {patterns!r}; expected regular expressions with numbers")
+            raise ModelError(f"{reader.where}: {key} is {patterns!r}; expected regular expressions with numbers")
+        numbers = PeftReader(patterns, {}, f"{reader.where}: {key}")
         for pattern in patterns:
             if key == "rank_pattern":
-                positive_int(patterns, pattern, f"{where}: {key}")
+                numbers.positive_int(pattern)
             else:
-                finite_number(patterns, pattern, 0.0, f"{where}: {key}")
+                numbers.finite_number(pattern, 0.0)
 
 
 def _is_pattern(text: str) -> bool:
@@ -358,21 +335,22 @@ def _is_pattern(text: str) -> bool:
     return True
 
 
-def _check_rank(name: str, values: Mapping[str, Any], rank: int, where: str) -> None:
+def _check_rank(name: str, reader: PeftReader, rank: int) -> None:
     """Raises ModelError where the factors' rank is not the config's, of which the scale alpha / r is; so does PEFT."""
-    if (configured := _rank(name, values)) != rank:
+    if (configured := _rank(name, reader)) != rank:
         raise ModelError(
-            f"{where}: the factors of {name} have rank {rank}, its config says {configured} (r and rank_pattern): the "
-            "two files are not of one adapter"
+            f"{reader.where}: the factors of {name} have rank {rank}, its config says {configured} (r and "
+            "rank_pattern): the two files are not of one adapter"
         )
 
 
-def _alpha(name: str, values: Mapping[str, Any], default: float) -> float:
-    return float(value_by_pattern((name,), values.get("alpha_pattern") or {}, default))
+def _alpha(name: str, reader: PeftReader) -> float:
+    alpha = reader.finite_number("lora_alpha", 8.0)
+    return float(value_by_pattern((name,), reader.values.get("alpha_pattern") or {}, alpha))
 
 
-def _rank(name: str, values: Mapping[str, Any]) -> int:
-    return int(value_by_pattern((name,), values.get("rank_pattern") or {}, values.get("r", 8)))
+def _rank(name: str, reader: PeftReader) -> int:
+    return int(value_by_pattern((name,), reader.values.get("rank_pattern") or {}, reader.positive_int("r", 8)))
 
 
 def _round(alpha: float) -> float:

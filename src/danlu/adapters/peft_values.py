@@ -1,65 +1,92 @@
-"""Values of adapter_config.json and tensors of an adapter's file, each checked as it is read.
-
-`where` is the file that error messages name.
-"""
+"""Values of adapter_config.json and tensors of an adapter's file, each checked as it is read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+from torch import Tensor
+
+from danlu.adapters.hf_layers import adapted_layers, hf_layers
 from danlu.errors import ModelError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from danlu.types import Site
 
 PREFIX = "base_model.model."
 """What PEFT puts in front of the name that a module has in Hugging Face folders."""
 
-
-def take_tensor(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], where: str) -> Tensor:
-    """The tensor `key` in float32. Raises ModelError where it is missing, or of another shape."""
-    if key not in tensors:
-        raise ModelError(f"{where}: {key} is missing")
-    tensor = tensors[key]
-    if tuple(tensor.shape) != shape:
-        raise ModelError(
-            f"{where}: {key} is {list(tensor.shape)}, this model needs {list(shape)}: the adapter is of another base"
-        )
-    return tensor.float()
+PeftContent = tuple[dict[str, Any], dict[str, Tensor]]
+"""What an adapter is written as: values of adapter_config.json, and tensors by their keys in the adapter's file."""
+ModuleValues = dict[str, dict[str, Tensor]]
+"""What an adapter is read as: values of each module's parameters, by the module's site or slot."""
 
 
-def check_supported(values: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Raises ModelError for a setting that danlu does not support, with a value that changes what the adapter computes.
+class PeftReader:
+    """Reads an adapter's settings and tensors. Each method raises ModelError for what is missing or does not fit.
 
-    harmless: of each such setting, the values that change nothing.
+    Args:
+        values: adapter_config.json.
+        tensors: by their keys in the adapter's file.
+        where: the file that error messages name.
     """
-    for key, harmless_values in harmless.items():
-        if values.get(key) not in harmless_values:
-            raise ModelError(f"{where}: {key} is {values[key]!r}, which danlu does not support")
+
+    def __init__(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> None:
+        self.values = values
+        self.tensors = tensors
+        self.where = where
+        self.used: set[str] = set()
+        """Keys of the tensors that were read."""
+
+    def tensor(self, key: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `key` in float32, which has to be of this shape."""
+        if key not in self.tensors:
+            raise ModelError(f"{self.where}: {key} is missing")
+        tensor = self.tensors[key]
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{self.where}: {key} is {list(tensor.shape)}, this model needs {list(shape)}: the adapter is of "
+                "another base"
+            )
+        self.used.add(key)
+        return tensor.float()
+
+    def check_supported(self, harmless: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises ModelError for an unsupported setting with a value that changes what the adapter computes.
+
+        harmless: of each unsupported setting, the values that change nothing.
+        """
+        for key, harmless_values in harmless.items():
+            if self.values.get(key) not in harmless_values:
+                raise ModelError(f"{self.where}: {key} is {self.values[key]!r}, which danlu does not support")
+
+    def positive_int(self, key: str, default: int | None = None) -> int:
+        """The setting `key`, an integer above 0; `default` where it is missing."""
+        value = self.values.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"{self.where}: {key} is {value!r}; expected a whole number above 0")
+        return value
+
+    def finite_number(self, key: str, default: float) -> float:
+        """The setting `key`, a finite number; `default` where it is missing or null."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ModelError(f"{self.where}: {key} is {value!r}; expected a number")
+        return float(value)
+
+    def choice(self, key: str, known: Collection[str]) -> Any:
+        """The setting `key`, one of the `known` texts."""
+        value = self.values.get(key)
+        if not isinstance(value, str) or value not in known:
+            raise ModelError(f"{self.where}: {key} is {value!r}, which is none of {', '.join(known)}")
+        return value
 
 
-def positive_int(values: Mapping[str, Any], key: str, where: str) -> int:
-    """The setting `key`. Raises ModelError unless it is an integer above 0."""
-    value = values.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{where}: {key} is {value!r}; expected a whole number above 0")
-    return value
-
-
-def finite_number(values: Mapping[str, Any], key: str, default: float, where: str) -> float:
-    """The setting `key`; `default` where it is missing or null. Raises ModelError unless it is a finite number."""
-    value = values.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ModelError(f"{where}: {key} is {value!r}; expected a number")
-    return float(value)
-
-
-def choice(values: Mapping[str, Any], key: str, known: Collection[str], where: str) -> Any:
-    """The setting `key`. Raises ModelError unless it is one of the `known` texts."""
-    if not isinstance(values.get(key), str) or values[key] not in known:
-        raise ModelError(f"{where}: {key} is {values.get(key)!r}, which is none of {', '.join(known)}")
-    return values[key]
+def target_modules(modules: Collection[str], sites: Sequence[Site]) -> list[str]:
+    """PEFT's `target_modules` for adapters of some of all `sites`: the ends of their layers' names (`q_proj`) where no
+    other layer has one of them, else their whole names."""
+    targets = [layer.name for layer in adapted_layers(modules, sites)]
+    ends = sorted({name.rpartition(".")[2] for name in targets})
+    matched = {layer.name for layer in hf_layers(sites) if layer.name.rpartition(".")[2] in ends}
+    return ends if matched == set(targets) else targets

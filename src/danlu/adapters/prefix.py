@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import ShardableModule, module_of_type
-from danlu.adapters.peft_values import check_supported, positive_int, take_tensor
+from danlu.adapters.peft_values import ModuleValues, PeftContent, PeftReader
 from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
 from danlu.recipe import sections
 from danlu.types import LinearShard, Site
@@ -144,9 +144,7 @@ def attention_slots(sites: Sequence[Site]) -> dict[str, int]:
 # ── PEFT's format ──
 
 
-def to_peft(
-    section: sections.Prefix, modules: Mapping[str, nn.Module], sites: Sequence[Site]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(section: sections.Prefix, modules: Mapping[str, nn.Module], sites: Sequence[Site]) -> PeftContent:
     """Values of adapter_config.json, and tensors by name. modules: by their slot; sites: all of the model's.
 
     The number of heads is left out: PEFT reads it from the model's config.
@@ -163,18 +161,16 @@ def to_peft(
     return values, {_KEY: torch.cat(tables, 1)}
 
 
-def from_peft(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], sites: Sequence[Site], where: str
-) -> tuple[sections.Prefix, dict[str, dict[str, Tensor]], set[str]]:
-    """The section, the values of each module by the slot it sits in, and the keys of `tensors` that they came from.
+def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.Prefix, ModuleValues]:
+    """The section, and the values of each module by the slot it sits in.
 
     The file holds the keys and values themselves: PEFT applies a projection before it writes. Raises ModelError for
     tensors that do not fit the model.
     """
-    check_supported(values, _HARMLESS, where)
+    reader.check_supported(_HARMLESS)
     widths = attention_slots(sites)
-    count = positive_int(values, "num_virtual_tokens", where)
-    table = take_tensor(tensors, _KEY, (count, sum(2 * width for width in widths.values())), where)
+    count = reader.positive_int("num_virtual_tokens")
+    table = reader.tensor(_KEY, (count, sum(2 * width for width in widths.values())))
     tables = table.split([2 * width for width in widths.values()], 1)
     by_slot = {slot: {"embedding.weight": layer_table} for slot, layer_table in zip(widths, tables, strict=True)}
-    return sections.Prefix(tokens=count), by_slot, {_KEY}
+    return sections.Prefix(tokens=count), by_slot

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.peft_values import positive_int, take_tensor
+from danlu.adapters.peft_values import ModuleValues, PeftContent, PeftReader
 from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
 from danlu.recipe import sections
 from danlu.types import EmbeddingLayer, Site
@@ -65,9 +64,7 @@ def random_token_ids(generator: torch.Generator, vocab_size: int, count: int) ->
 # ── PEFT's format ──
 
 
-def to_peft(
-    section: sections.Prompt, modules: Mapping[str, nn.Module], sites: Sequence[Site]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(section: sections.Prompt, modules: Mapping[str, nn.Module], sites: Sequence[Site]) -> PeftContent:
     """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
     (module,) = modules.values()
     assert isinstance(module, Prompt)
@@ -83,14 +80,12 @@ def to_peft(
     return values, {_KEY: weight}
 
 
-def from_peft(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], sites: Sequence[Site], where: str
-) -> tuple[sections.Prompt, dict[str, dict[str, Tensor]], set[str]]:
-    """The section, the values of each site's module by name, and the keys of `tensors` that they came from.
+def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.Prompt, ModuleValues]:
+    """The section, and the values of each site's module.
 
     Raises ModelError for tensors that do not fit the model.
     """
     (site,) = (site for site in sites if site.group == "embedding")
-    count = positive_int(values, "num_virtual_tokens", where)
-    weight = take_tensor(tensors, _KEY, (count, site.shape[1]), where)
-    return sections.Prompt(tokens=count), {site.name: {"embedding.weight": weight}}, {_KEY}
+    count = reader.positive_int("num_virtual_tokens")
+    weight = reader.tensor(_KEY, (count, site.shape[1]))
+    return sections.Prompt(tokens=count), {site.name: {"embedding.weight": weight}}

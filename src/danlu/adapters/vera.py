@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type
 from danlu.adapters.dropout import Dropout
-from danlu.adapters.hf_layers import HFLayer, hf_layers
-from danlu.adapters.peft_lora import target_modules
-from danlu.adapters.peft_values import PREFIX, check_supported, finite_number, positive_int, take_tensor
+from danlu.adapters.hf_layers import HFLayer, adapted_layers, hf_layers
+from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
 from danlu.errors import ModelError
 from danlu.recipe import sections
 from danlu.types import LinearLayer, LinearShard, Recomputed, Site
@@ -148,14 +147,10 @@ class _Path(torch.autograd.Function):
 # ── PEFT's format ──
 
 
-def to_peft(
-    section: sections.Vera, modules: Mapping[str, nn.Module], sites: Sequence[Site]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(section: sections.Vera, modules: Mapping[str, nn.Module], sites: Sequence[Site]) -> PeftContent:
     """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
     tensors: dict[str, Tensor] = {}
-    layers = hf_layers(sites)
-    chosen = [layer for layer in layers if any(site.name in modules for site in layer.parts)]
-    for layer in chosen:
+    for layer in adapted_layers(modules, sites):
         lambda_b = torch.zeros(layer.shape[0])  # what a part without an adapter has
         for site, rows in layer.rows():
             if site.name in modules:
@@ -168,7 +163,7 @@ def to_peft(
     values = {
         "peft_type": "VERA",
         "r": section.rank,
-        "target_modules": target_modules([layer.name for layer in chosen], [layer.name for layer in layers]),
+        "target_modules": target_modules(modules, sites),
         "projection_prng_key": section.projection_seed,
         "save_projection": section.save_projection,
         "vera_dropout": section.dropout,
@@ -179,40 +174,34 @@ def to_peft(
     return values, tensors
 
 
-def from_peft(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], sites: Sequence[Site], where: str
-) -> tuple[sections.Vera, dict[str, dict[str, Tensor]], set[str]]:
-    """The section, the values of each site's module by name, and the keys of `tensors` that they came from.
+def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.Vera, ModuleValues]:
+    """The section, and the values of each site's module.
 
     Raises ModelError for settings that danlu does not compute, and for tensors that do not fit the model.
     """
-    check_supported(values, _HARMLESS, where)
-    rank, saved = positive_int(values, "r", where), bool(values.get("save_projection", True))
-    layers = [layer for layer in hf_layers(sites) if f"{PREFIX}{layer.name}.vera_lambda_b" in tensors]
+    reader.check_supported(_HARMLESS)
+    rank, saved = reader.positive_int("r"), bool(reader.values.get("save_projection", True))
+    layers = [layer for layer in hf_layers(sites) if f"{PREFIX}{layer.name}.vera_lambda_b" in reader.tensors]
     if not layers:
-        raise ModelError(f"{where}: holds no tensor of a VeRA adapter of this model")
-    by_site: dict[str, dict[str, Tensor]] = {}
-    used: set[str] = set()
+        raise ModelError(f"{reader.where}: holds no tensor of a VeRA adapter of this model")
+    by_site: ModuleValues = {}
     for layer in layers:
-        keys = [f"{PREFIX}{layer.name}.{vector}" for vector in ("vera_lambda_d", "vera_lambda_b")]
-        used.update(keys)
-        lambda_d = take_tensor(tensors, keys[0], (rank,), where)
-        lambda_b = take_tensor(tensors, keys[1], (layer.shape[0],), where)
+        lambda_d = reader.tensor(f"{PREFIX}{layer.name}.vera_lambda_d", (rank,))
+        lambda_b = reader.tensor(f"{PREFIX}{layer.name}.vera_lambda_b", (layer.shape[0],))
         for site, rows in layer.rows():
             by_site[site.name] = {"vera_lambda_d": lambda_d, "vera_lambda_b": lambda_b[rows]}
     if saved:
         outputs, inputs = largest_shape(layers)
-        used |= {_A, _B}
         by_site[layers[0].parts[0].name] |= {
-            "projection.vera_A": take_tensor(tensors, _A, (rank, inputs), where),
-            "projection.vera_B": take_tensor(tensors, _B, (outputs, rank), where),
+            "projection.vera_A": reader.tensor(_A, (rank, inputs)),
+            "projection.vera_B": reader.tensor(_B, (outputs, rank)),
         }
     section = sections.Vera(
         rank=rank,
-        dropout=finite_number(values, "vera_dropout", 0.0, where),
-        initial_d=finite_number(values, "d_initial", 0.1, where),
-        projection_seed=int(finite_number(values, "projection_prng_key", 0, where)),
+        dropout=reader.finite_number("vera_dropout", 0.0),
+        initial_d=reader.finite_number("d_initial", 0.1),
+        projection_seed=int(reader.finite_number("projection_prng_key", 0)),
         save_projection=saved,
         targets=list(by_site),
     )
-    return section, by_site, used
+    return section, by_site

@@ -31,7 +31,7 @@ from danlu.adapters.peft_lora import (
     peft_of_factors,
     read_factors,
 )
-from danlu.adapters.peft_values import PREFIX
+from danlu.adapters.peft_values import PREFIX, PeftReader
 from danlu.assembly.base_model import Base, base_of, check_base, find_base
 from danlu.assembly.merging import common_below, find_tokenizer
 from danlu.errors import ModelError
@@ -169,19 +169,17 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | 
     where = str(folder.path)
     if folder.kind != "LORA":
         raise ModelError(f"{where}: is {folder.kind}; only LoRA adapters become one adapter. Merge it into its base")
-    values, tensors = folder.values, read_tensors(folder)
-    if init_taken_from_base(values, where) is not None:
+    reader = PeftReader(folder.values, read_tensors(folder), where)
+    if init_taken_from_base(folder.values, where) is not None:
         known_base = base_of([folder], None, "--into") if base is None else base
-        weight = partial(_base_weight, known_base.folder)
-        values, changed = for_original_base(values, tensors, weight, where)
-        tensors = dict(changed)
-    factors, used = read_factors(values, tensors, where)
+        reader = for_original_base(reader, partial(_base_weight, known_base.folder))
+    factors, tensors = read_factors(reader), dict(reader.tensors)
     if folder.values.get("use_dora") or any(part.magnitude is not None for part in factors.values()):
         raise ModelError(f"{where}: is DoRA, whose change is not the product of two factors. Merge it into its base")
     for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
         if not torch.equal(embeddings.setdefault(key, tensors[key]), tensors.pop(key)):
             raise ModelError(f"{where}: {key} is not that of the others: they are adapters of different models")
-    unused = [key for key in tensors if key not in used]
+    unused = [key for key in tensors if key not in reader.used]
     if unused:
         raise ModelError(
             f"{where}: trains {unused[0].removeprefix(PREFIX)} in full, which no LoRA adapter can add up. "
