@@ -25,7 +25,7 @@ from danlu.data.samples import Selection
 from danlu.data.sources import read_rows
 from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
-from danlu.data.tokenizing import TokenizeSettings, tokenizer_info
+from danlu.data.tokenizing import TokenizeSettings
 from danlu.errors import DataError, RecipeError
 from danlu.recipe.sections import Data, Packing, Source
 
@@ -56,7 +56,6 @@ def shown_here(tokenizer: Tokenizer, path: Path, **data: Any) -> list[PreviewRow
     section = Data(**{"train": [Source(path=str(path))], "max_length": 64, **data})
     return preview_rows(
         tokenizer,
-        tokenizer_info(tokenizer),
         (0, (TokenizeSettings.of(section, "auto"), list(read_rows(section.train[0])))),
     )
 

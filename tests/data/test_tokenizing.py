@@ -9,14 +9,14 @@ from builders.chat_tokenizers import tokenizer_and_oracle
 from danlu.data.raw_rows import RawRow
 from danlu.data.render import RenderSettings
 from danlu.data.statistics import Statistics
-from danlu.data.tokenizing import TokenizeSettings, tokenise, tokenizer_info
+from danlu.data.tokenizing import TokenizeSettings, tokenise
 
 
 def counted(style: str, *rows: dict[str, Any], **rendering: Any) -> Statistics:
     tokenizer, _ = tokenizer_and_oracle(style)
     raw = [RawRow(number, f"rows.jsonl:{number + 1}", row) for number, row in enumerate(rows)]
     settings = TokenizeSettings("auto", RenderSettings(**rendering), None, "truncate")
-    made_of_them = tokenise(tokenizer, tokenizer_info(tokenizer), (settings, raw))
+    made_of_them = tokenise(tokenizer, (settings, raw))
     assert made_of_them.bad == ()
     return made_of_them.statistics
 

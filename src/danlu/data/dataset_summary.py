@@ -147,7 +147,7 @@ def summarize_refused(
                     progress(rows_done, None)
         return SplitSummary(statistics, np.concatenate(lengths), None)
 
-    job = spec.tokenize_job()
+    job = spec.job()
     with WorkerPool(job, worker_count(spec.data)) as workers:
         train = summarize(spec.data.train, rows_per_source)
         evaluation = summarize(spec.eval_sources, None) if spec.eval_sources else None

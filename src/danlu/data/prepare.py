@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,8 +17,9 @@ from danlu.data.samples import Selection
 from danlu.data.sources import source_names
 from danlu.data.statistics import Statistics
 from danlu.data.token_cache import StoreWriter, TokenCache, TokenStore
+from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizer_folder import template_date, tokenizer_fingerprint
-from danlu.data.tokenizing import Task, TokenizedChunk, TokenizeJob, TokenizerInfo, TokenizeSettings, chunks
+from danlu.data.tokenizing import Task, TokenizedChunk, TokenizerInfo, TokenizerJob, TokenizeSettings, chunks, tokenise
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError
 from danlu.machine import usable_cores
@@ -66,9 +67,9 @@ class DatasetSpec:
         """
         return template_date(self.tokenizer_path, self.chat_template, self.date) if self.stage == "sft" else None
 
-    def tokenize_job(self) -> TokenizeJob:
-        """What the worker processes do with the rows."""
-        return TokenizeJob(self.tokenizer_path, self.chat_template, self.template_date)
+    def job(self, work: Callable[[Tokenizer, Any], Any] = tokenise) -> TokenizerJob:
+        """The job of worker processes that call `work` with the tokenizer of these rows."""
+        return TokenizerJob(self.tokenizer_path, self.chat_template, self.template_date, work)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def prepare(spec: DatasetSpec, *, progress: Progress | None = None, require_ends
         DataError: a file, row, tokenizer or template is wrong; or nothing would be trained.
         ResourceError: the cache cannot be written.
     """
-    data, job = spec.data, spec.tokenize_job()
+    data, job = spec.data, spec.job()
     cached = _CachedSources(spec, tokenizer_fingerprint(job.tokenizer_path, job.chat_template, job.date), progress)
     with WorkerPool(job, worker_count(data)) as workers:
         eval_stores = [cached.store(source, workers) for source in spec.eval_sources]

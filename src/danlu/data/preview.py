@@ -7,9 +7,8 @@ and when it never will be because a run would refuse it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -19,8 +18,8 @@ from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.render import render_rows
 from danlu.data.rows import parse_row
 from danlu.data.samples import SampleBlock
-from danlu.data.tokenizer import Tokenizer, load_tokenizer
-from danlu.data.tokenizing import Task, TokenizerInfo, TokenizeSettings, block_of, tokenise, tokenizer_info
+from danlu.data.tokenizer import Tokenizer
+from danlu.data.tokenizing import Task, TokenizeSettings, block_of, tokenise
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError, RecipeError
 
@@ -71,19 +70,6 @@ class PreviewRow:
     lost_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class PreviewJob:
-    """The job of the process that renders the rows to show (`danlu.data.worker_pool.Job`)."""
-
-    tokenizer_path: str
-    chat_template: str | None
-    date: str | None = None
-
-    def start(self) -> Callable[[tuple[int, Task]], list[PreviewRow]]:
-        tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template, self.date)
-        return partial(preview_rows, tokenizer, tokenizer_info(tokenizer))
-
-
 def render_examples(spec: DatasetSpec, *, rows: int, places: Sequence[str] = ()) -> list[PreviewRow]:
     """Rows of every source, rendered: the first `rows` of each, or the ones at `places`.
 
@@ -104,11 +90,11 @@ def render_examples(spec: DatasetSpec, *, rows: int, places: Sequence[str] = ())
     if missing:
         files = ", ".join(source.path for source in spec.sources)
         raise RecipeError([f"--row {place}: there is no such row in {files}" for place in missing])
-    with WorkerPool(PreviewJob(spec.tokenizer_path, spec.chat_template, spec.template_date), 1) as workers:
+    with WorkerPool(spec.job(preview_rows), 1) as workers:
         return [row for rows_of_source in workers.map(tasks) for row in rows_of_source]
 
 
-def preview_rows(tokenizer: Tokenizer, info: TokenizerInfo, task: tuple[int, Task]) -> list[PreviewRow]:
+def preview_rows(tokenizer: Tokenizer, task: tuple[int, Task]) -> list[PreviewRow]:
     """What becomes of each row of a source, by the same steps as for training.
 
     task: the number of the source, the settings and the rows.
@@ -117,25 +103,22 @@ def preview_rows(tokenizer: Tokenizer, info: TokenizerInfo, task: tuple[int, Tas
         DataError: the tokenizer lacks what every row needs.
     """
     source, (settings, rows) = task
-    return [_preview_row(tokenizer, info, settings, source, row) for row in rows]
+    return [_preview_row(tokenizer, settings, source, row) for row in rows]
 
 
-def _preview_row(
-    tokenizer: Tokenizer, info: TokenizerInfo, settings: TokenizeSettings, source: int, row: RawRow
-) -> PreviewRow:
-    chunk = tokenise(tokenizer, info, (settings, [row]))
+def _preview_row(tokenizer: Tokenizer, settings: TokenizeSettings, source: int, row: RawRow) -> PreviewRow:
+    chunk = tokenise(tokenizer, (settings, [row]))
     counts, block = chunk.statistics, chunk.block
     if counts.dropped:
         block = _untruncated(tokenizer, settings, row)
+    has_columns = bool(chunk.bad) and isinstance(row.value, dict)
     return PreviewRow(
         source,
         row.index,
         row.where,
         samples=tuple(_sample(tokenizer, block, number) for number in range(len(block))),
         bad="".join(chunk.bad),
-        columns=json.dumps(row.value, ensure_ascii=False, default=str)
-        if chunk.bad and isinstance(row.value, dict)
-        else "",
+        columns=json.dumps(row.value, ensure_ascii=False, default=str) if has_columns else "",
         dropped="".join(counts.dropped),
         shortened="".join(counts.shortened),
         lost_tokens=counts.lost_tokens,

@@ -40,13 +40,9 @@ class RawRow:
         """The columns."""
         return json_row(self.content, self.where) if isinstance(self.content, bytes) else self.content
 
-    def __getstate__(self) -> tuple[int, str, dict[str, Any] | BadRow | bytes]:
-        """Without the columns, where a line of JSON says them: another process reads them again."""
-        return self.index, self.where, self.content
-
-    def __setstate__(self, state: tuple[int, str, dict[str, Any] | BadRow | bytes]) -> None:
-        for name, value in zip(("index", "where", "content"), state, strict=True):
-            object.__setattr__(self, name, value)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without the columns, where a line of JSON says them: another process reads them again."""
+        return RawRow, (self.index, self.where, self.content)
 
     @property
     def size(self) -> int:

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
-from types import TracebackType
 from typing import Any
 
 from danlu.data import sources
@@ -138,7 +137,7 @@ class StreamingDataset:
     def __init__(self, spec: DatasetSpec) -> None:
         self._data = data = spec.data
         self._seed = spec.seed
-        job = spec.tokenize_job()
+        job = spec.job()
         # Opened once to learn the formats, and that every source is there, before anything expensive begins.
         self._sources = sources.source_names(data.train)
         self._settings = [TokenizeSettings.of(data, read(source, data, spec.stage)[0]) for source in data.train]
@@ -153,9 +152,7 @@ class StreamingDataset:
     def __enter__(self) -> StreamingDataset:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -27,16 +27,11 @@ if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising proc
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 2_000_000
 
-_IS_ANSWER = np.zeros(256, bool)
-_IS_ANSWER[[Reason.ASSISTANT, Reason.COMPLETION]] = True
-_IS_ROWS_TEXT = np.zeros(256, bool)  # where a row's own text stands, with nothing of the template's
-_IS_ROWS_TEXT[[Reason.SYSTEM, Reason.USER, Reason.TOOL, Reason.TEXT, Reason.PROMPT, Reason.COMPLETION]] = True
-_IS_OWN = np.zeros(256, bool)  # where the template may put marks of its own, but none that ends a turn
-_IS_OWN[[Reason.ASSISTANT, Reason.REASONING]] = True
-_IS_THOUGHT = np.zeros(256, bool)
-_IS_THOUGHT[Reason.REASONING] = True
-_IS_END = np.zeros(256, bool)
-_IS_END[[Reason.TERMINATOR, Reason.EOS]] = True
+_ANSWER = (Reason.ASSISTANT, Reason.COMPLETION)
+_END = (Reason.TERMINATOR, Reason.EOS)
+# Where a row's own text stands, with nothing of the template's.
+_ROWS_TEXT = (Reason.SYSTEM, Reason.USER, Reason.TOOL, Reason.TEXT, Reason.PROMPT, Reason.COMPLETION)
+_WRITTEN_BY_ASSISTANT = (Reason.ASSISTANT, Reason.REASONING)  # with marks of the template's, but none that ends a turn
 
 
 @dataclass(frozen=True)
@@ -82,14 +77,7 @@ class TokenizerInfo:
 
 def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
     """The facts of a tokenizer that is loaded."""
-    return TokenizerInfo(
-        vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-        end_of_turn_ids=tokenizer.end_of_turn_ids,
-        missing_bytes=tokenizer.missing_bytes,
-    )
+    return TokenizerInfo(**{field.name: getattr(tokenizer, field.name) for field in fields(TokenizerInfo)})
 
 
 @dataclass(frozen=True)
@@ -106,16 +94,16 @@ Task = tuple[TokenizeSettings, list[RawRow]]
 
 
 @dataclass(frozen=True)
-class TokenizeJob:
-    """The job of a worker process (`danlu.data.worker_pool.Job`)."""
+class TokenizerJob:
+    """A job that needs a tokenizer (`danlu.data.worker_pool.Job`): `work`, called with the tokenizer and each task."""
 
     tokenizer_path: str
     chat_template: str | None
-    date: str | None = None  # that the template writes
+    date: str | None  # that the template writes
+    work: Callable[[Tokenizer, Any], Any]
 
-    def start(self) -> Callable[[Task], TokenizedChunk]:
-        tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template, self.date)
-        return partial(tokenise, tokenizer, tokenizer_info(tokenizer))
+    def start(self) -> Callable[[Any], Any]:
+        return partial(self.work, load_tokenizer(self.tokenizer_path, self.chat_template, self.date))
 
 
 def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
@@ -132,7 +120,7 @@ def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-def tokenise(tokenizer: Tokenizer, info: TokenizerInfo, task: Task) -> TokenizedChunk:
+def tokenise(tokenizer: Tokenizer, task: Task) -> TokenizedChunk:
     """Rows as samples; rows that cannot be used are reported, not raised.
 
     Raises:
@@ -171,24 +159,17 @@ def tokenise(tokenizer: Tokenizer, info: TokenizerInfo, task: Task) -> Tokenized
         rows = {place.index: row for place, row in parsed}
         _count_thoughts(block, rows, statistics)
         _count_specials(block, rows, tokenizer, statistics)
-    return TokenizedChunk(block, statistics, messages, info)
+    return TokenizedChunk(block, statistics, messages, tokenizer_info(tokenizer))
 
 
 def _fit(outcome: list[RenderedSample], settings: TokenizeSettings, statistics: Statistics) -> list[RenderedSample]:
     """What is left of the samples of one row."""
-    kept: list[RenderedSample] = []
-    shortened: set[str] = set()
-    dropped: str | None = None
-    for rendered in outcome:
-        fitted = fit_to_length(rendered, settings.max_length, settings.overlong)
-        kept += fitted.samples
-        statistics.lost_tokens += fitted.lost_tokens
-        if fitted.shortened:
-            shortened.add(fitted.shortened)
-        dropped = dropped or fitted.dropped
-    statistics.shortened.update(shortened)
-    if dropped and not kept:
-        statistics.dropped[dropped] += 1
+    fitted = [fit_to_length(rendered, settings.max_length, settings.overlong) for rendered in outcome]
+    kept = [sample for part in fitted for sample in part.samples]
+    statistics.lost_tokens += sum(part.lost_tokens for part in fitted)
+    statistics.shortened.update({part.shortened for part in fitted if part.shortened})
+    if not kept:
+        statistics.dropped.update([part.dropped for part in fitted if part.dropped][:1])
     return kept
 
 
@@ -221,8 +202,8 @@ def _block(samples: list[RenderedSample], numbers: list[int], statistics: Statis
 def _count_ends(samples: list[RenderedSample], block: SampleBlock, statistics: Statistics) -> None:
     trained = block.palette["weight"] > 0
     answers, ends = (
-        np.logical_or.reduceat((trained & kind[block.palette["reason"]])[block.codes], block.offsets[:-1])
-        for kind in (_IS_ANSWER, _IS_END)
+        np.logical_or.reduceat((trained & np.isin(block.palette["reason"], kind))[block.codes], block.offsets[:-1])
+        for kind in (_ANSWER, _END)
     )
     endless = np.flatnonzero(answers & ~ends)
     statistics.answers = int(answers.sum())
@@ -233,7 +214,7 @@ def _count_ends(samples: list[RenderedSample], block: SampleBlock, statistics: S
 
 def _count_thoughts(block: SampleBlock, rows: Mapping[int, Row], statistics: Statistics) -> None:
     """Samples with trained thoughts of rows that have none: the chat template has put them there."""
-    is_thought = (block.palette["weight"] > 0) & _IS_THOUGHT[block.palette["reason"]]
+    is_thought = (block.palette["weight"] > 0) & (block.palette["reason"] == Reason.REASONING)
     if not is_thought.any():
         return
     for number in np.flatnonzero(np.logical_or.reduceat(is_thought[block.codes], block.offsets[:-1])).tolist():
@@ -247,8 +228,7 @@ def _count_thoughts(block: SampleBlock, rows: Mapping[int, Row], statistics: Sta
 
 def _count_specials(block: SampleBlock, rows: Mapping[int, Row], tokenizer: Tokenizer, statistics: Statistics) -> None:
     """Samples whose row has written out special tokens, by token. Rows that are given as tokens mean theirs."""
-    reasons = block.palette["reason"]
-    is_text, is_own = _IS_ROWS_TEXT[reasons], _IS_OWN[reasons]
+    is_text, is_own = (np.isin(block.palette["reason"], kind) for kind in (_ROWS_TEXT, _WRITTEN_BY_ASSISTANT))
     is_special, ends_turn = (np.zeros(tokenizer.vocab_size, bool) for _ in range(2))
     is_special[list(tokenizer.special_ids)] = True
     ends_turn[list(tokenizer.end_of_turn_ids)] = True

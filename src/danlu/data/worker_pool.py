@@ -24,7 +24,6 @@ from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from danlu.data import resource_limits
@@ -59,9 +58,7 @@ class WorkerPool(Generic[Task, Result]):
     def __enter__(self) -> WorkerPool[Task, Result]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def map(self, tasks: Iterable[Task]) -> Iterator[Result]:
