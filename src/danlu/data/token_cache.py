@@ -27,12 +27,13 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from danlu.atomic_write import sync_file, sync_folder
 from danlu.data.samples import LABEL, SampleBlock
 from danlu.errors import ResourceError
 from danlu.file_lock import AlreadyLocked, FileLock
@@ -45,15 +46,8 @@ CHECK_BYTES = 16 * 2**20  # one checksum for so many bytes
 CHECKED_AT_MOST = 256  # checksums verified when a store is opened: all of it up to 4 GiB, an even sample beyond
 MARKER = "COMPLETE"
 UNFINISHED = ".unfinished"
-_WHOLE_FILES = (
-    "tokens.bin",
-    "labels.bin",
-    "palette.bin",
-    "offsets.bin",
-    "row_numbers.bin",
-    "rows.bin",
-    "row_offsets.bin",
-)
+_DIGESTED_FILES = ("tokens.bin", "labels.bin", "palette.bin", "offsets.bin")  # what `Samples.digest` depends on
+_SUMMED_FILES = (*_DIGESTED_FILES, "row_numbers.bin", "rows.bin", "row_offsets.bin")
 
 
 class DamagedStore(Exception):
@@ -73,7 +67,7 @@ class TokenStore:
         marker = _read_marker(folder)
         self.statistics: dict[str, Any] = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))
         self.max_token: int = marker["max_token"]
-        sums = [marker["files"][name] for name in ("tokens.bin", "labels.bin", "palette.bin", "offsets.bin")]
+        sums = [marker["files"][name] for name in _DIGESTED_FILES]
         self._digest = hashlib.blake2b(json.dumps(sums).encode(), digest_size=8).hexdigest()
         self._tokens = _map(folder / "tokens.bin", marker["token_dtype"])
         self._codes = _map(folder / "labels.bin", marker["label_dtype"])
@@ -115,15 +109,26 @@ class StoreWriter:
         self._max_token = -1
         self._end = 0
         self._row_end = 0
-        self._files = {name: _SummedFile(folder / name) for name in _WHOLE_FILES}
+        self._files = {name: _SummedFile(folder / name) for name in _SUMMED_FILES}
         for name in ("offsets.bin", "row_offsets.bin"):
             self._files[name].write(np.zeros(1, "<i8"))
 
     def add(self, block: SampleBlock) -> None:
         """Append samples."""
-        if len(block):
-            with _writing(self.folder.parent):
-                self._add(block)
+        if not len(block):
+            return
+        self._max_token = max(self._max_token, int(block.tokens.max(initial=-1)))
+        encoded = [row.encode() for row in block.rows]
+        row_ends = self._row_end + np.cumsum([len(row) for row in encoded])
+        with _writing(self.folder.parent):
+            self._files["tokens.bin"].write(block.tokens.astype(self._token_dtype))
+            self._write_codes(block)
+            self._files["offsets.bin"].write(self._end + block.offsets[1:].astype("<i8"))
+            self._files["row_numbers.bin"].write(block.row_numbers.astype("<i8"))
+            self._files["rows.bin"].write(np.frombuffer(b"".join(encoded), np.uint8))
+            self._files["row_offsets.bin"].write(row_ends.astype("<i8"))
+        self._end += int(block.offsets[-1])
+        self._row_end = int(row_ends[-1])
 
     def finish(self, statistics: Mapping[str, Any]) -> None:
         """Flush everything to the disk and mark the folder complete.
@@ -131,42 +136,25 @@ class StoreWriter:
         `statistics` (JSON values) comes back with the store.
         """
         with _writing(self.folder.parent):
-            self._finish(statistics)
+            self._files["palette.bin"].write(np.frombuffer(b"".join(self._label_codes), LABEL))
+            (self.folder / "statistics.json").write_text(json.dumps(statistics), encoding="utf-8")
+            sync_file(self.folder / "statistics.json")
+            marker = {
+                "format": FORMAT,
+                "key": self._key,
+                "token_dtype": self._token_dtype.str,
+                "label_dtype": self._label_dtype.str,
+                "max_token": self._max_token,
+                "files": {name: file.close() for name, file in self._files.items()},
+            }
+            (self.folder / MARKER).write_text(json.dumps(marker), encoding="utf-8")
+            sync_file(self.folder / MARKER)
+            sync_folder(self.folder)
 
     def close(self) -> None:
         """Let go of the files; what is not finished by then is thrown away."""
         for file in self._files.values():
             file.abandon()
-
-    def _add(self, block: SampleBlock) -> None:
-        self._max_token = max(self._max_token, int(block.tokens.max(initial=-1)))
-        self._files["tokens.bin"].write(block.tokens.astype(self._token_dtype))
-        self._write_codes(block)
-        self._files["offsets.bin"].write(self._end + block.offsets[1:].astype("<i8"))
-        self._end += int(block.offsets[-1])
-        self._files["row_numbers.bin"].write(block.row_numbers.astype("<i8"))
-        encoded = [row.encode() for row in block.rows]
-        ends = self._row_end + np.cumsum([len(row) for row in encoded])
-        self._files["rows.bin"].write(np.frombuffer(b"".join(encoded), np.uint8))
-        self._files["row_offsets.bin"].write(ends.astype("<i8"))
-        self._row_end = int(ends[-1])
-
-    def _finish(self, statistics: Mapping[str, Any]) -> None:
-        palette = np.frombuffer(b"".join(self._label_codes), LABEL)
-        self._files["palette.bin"].write(palette)
-        (self.folder / "statistics.json").write_text(json.dumps(statistics), encoding="utf-8")
-        _flush(self.folder / "statistics.json")
-        marker = {
-            "format": FORMAT,
-            "key": self._key,
-            "token_dtype": self._token_dtype.str,
-            "label_dtype": self._label_dtype.str,
-            "max_token": self._max_token,
-            "files": {name: file.close() for name, file in self._files.items()},
-        }
-        (self.folder / MARKER).write_text(json.dumps(marker), encoding="utf-8")
-        _flush(self.folder / MARKER)
-        _flush(self.folder)
 
     def _write_codes(self, block: SampleBlock) -> None:
         table = [self._label_codes.setdefault(label.tobytes(), len(self._label_codes)) for label in block.palette]
@@ -222,14 +210,15 @@ class TokenCache:
 
     def _build(self, folder: Path, key: str, build: Callable[[Callable[[int], StoreWriter]], None]) -> None:
         unfinished = self._unfinished(folder.name)
-        writers: list[StoreWriter] = []
+        with ExitStack() as stack:
+            stack.callback(self._remove_leftovers, folder.name)
 
-        def open_writer(vocabulary: int) -> StoreWriter:
-            with _writing(self.folder):
-                writers.append(StoreWriter(unfinished, key, vocabulary))
-            return writers[-1]
+            def open_writer(vocabulary: int) -> StoreWriter:
+                with _writing(self.folder):
+                    writer = StoreWriter(unfinished, key, vocabulary)
+                stack.callback(writer.close)
+                return writer
 
-        try:
             with _writing(self.folder):
                 unfinished.mkdir()
             build(open_writer)
@@ -237,11 +226,7 @@ class TokenCache:
                 if folder.exists():  # a damaged one: a rename cannot replace a folder that is not empty
                     folder.rename(self._unfinished(folder.name))
                 unfinished.rename(folder)
-                _flush(self.folder)
-        finally:
-            for writer in writers:
-                writer.close()
-            self._remove_leftovers(folder.name)
+                sync_folder(self.folder)
 
     def _unfinished(self, name: str) -> Path:
         return self.folder / f"{name}.{os.getpid()}-{secrets.token_hex(4)}{UNFINISHED}"
@@ -260,17 +245,18 @@ class TokenCache:
     def _locked(self, name: str, wait: bool = True) -> Iterator[bool]:
         """Hold the lock of one store; gives False when it is taken and `wait` is false."""
         locks = self.folder / "locks"
-        with ExitStack() as stack:
-            lock = FileLock(locks / name)
-            with _writing(self.folder):
-                locks.mkdir(parents=True, exist_ok=True)
-                free = _acquired(lock)
-                if not free and wait:
-                    log.warning("another run is tokenising the same data: waiting for it (%s)", self.folder / name)
-                    lock.acquire(wait=True)
-                    free = True
-            stack.callback(lock.release)
+        lock = FileLock(locks / name)
+        with _writing(self.folder):
+            locks.mkdir(parents=True, exist_ok=True)
+            free = _acquired(lock)
+            if not free and wait:
+                log.warning("another run is tokenising the same data: waiting for it (%s)", self.folder / name)
+                lock.acquire(wait=True)
+                free = True
+        try:
             yield free
+        finally:
+            lock.release()
 
     def _remove_leftovers(self, locked: str) -> None:
         """Remove what killed runs left. The caller holds the lock of the store `locked`.
@@ -280,10 +266,7 @@ class TokenCache:
         """
         for unfinished in self.folder.glob(f"*{UNFINISHED}"):
             name = unfinished.name.removesuffix(UNFINISHED).rpartition(".")[0]
-            if name == locked:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                continue
-            with self._locked(name, wait=False) as free:
+            with nullcontext(True) if name == locked else self._locked(name, wait=False) as free:
                 if free:
                     shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -373,11 +356,3 @@ def _map(path: Path, dtype: str) -> np.ndarray:
     if path.stat().st_size == 0:  # mmap refuses empty files
         return np.empty(0, dtype)
     return np.memmap(path, dtype, mode="r")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
