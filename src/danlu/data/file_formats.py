@@ -61,10 +61,15 @@ def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
         yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
+def _first_line(file: Path, name: str) -> bytes:
+    """The first line with anything in it, without the white space around it."""
+    with open_decompressed(file) as stream:
+        return next((line.strip() for _, line in _lines(stream, name) if line.strip()), b"")
+
+
 def _read_jsonl(file: Path, name: str) -> Iterator[LocatedContent]:
     """Objects line by line, or an array of objects (which some files called .jsonl are)."""
-    with open_decompressed(file) as stream:
-        first = next((line for _, line in _lines(stream, name) if line.strip()), b"").strip()
+    first = _first_line(file, name)
     if first.startswith(b"[") and _begins_array(first, name):
         yield from _read_array(file, name)
         return
@@ -76,12 +81,9 @@ def _read_jsonl(file: Path, name: str) -> Iterator[LocatedContent]:
 
 def _read_json(file: Path, name: str) -> Iterator[LocatedContent]:
     """An array of objects, one object, or objects line by line (which many files called .json are)."""
-    with open_decompressed(file) as stream:
-        first = next((line for _, line in _lines(stream, name) if line.strip()), b"")
-    if first.lstrip().startswith(b"{") and isinstance(json_row(first, name), dict):
-        yield from _read_jsonl(file, name)
-        return
-    yield from _read_array(file, name)
+    first = _first_line(file, name)
+    is_jsonl = first.startswith(b"{") and isinstance(json_row(first, name), dict)
+    yield from (_read_jsonl if is_jsonl else _read_array)(file, name)
 
 
 def _begins_array(line: bytes, name: str) -> bool:
@@ -168,10 +170,8 @@ def _read_csv(file: Path, name: str) -> Iterator[LocatedContent]:
                 if len(fields) == len(columns):
                     yield where, dict(zip(columns, fields, strict=True))
                 elif fields:
-                    yield (
-                        where,
-                        BadRow(f"{where}: {len(fields)} fields, but the first line names {len(columns)} columns"),
-                    )
+                    problem = f"{where}: {len(fields)} fields, but the first line names {len(columns)} columns"
+                    yield where, BadRow(problem)
         except csv.Error as error:
             raise DataError(f"{name}:{reader.line_num}: broken CSV: {error}") from error
         except UnicodeDecodeError:
@@ -237,14 +237,8 @@ def _last_character(data: bytes) -> int:
 def _text_row(where: str, lines: list[str], begins: bool, ends: bool) -> Iterator[LocatedContent]:
     text = "".join(lines)
     if text.strip() or not (begins and ends):
-        yield (
-            where,
-            {
-                "text": text,
-                **({} if begins else {"document_begins": False}),
-                **({} if ends else {"document_ends": False}),
-            },
-        )
+        borders = {"document_begins": begins, "document_ends": ends}
+        yield where, {"text": text, **{name: False for name, is_border in borders.items() if not is_border}}
 
 
 def _read_parquet(file: Path, name: str) -> Iterator[LocatedContent]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from danlu.data.idx_format import read_idx
 from danlu.data.permutation import Permutation
-from danlu.data.sources import source_names
+from danlu.data.sources import source_names, split_row_limit
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Source
 from danlu.types import TargetSources
@@ -197,10 +197,9 @@ def held_out(dataset: ImageDataset, share: float | int, seed: int) -> tuple[Imag
 
 def _read(source: Source, side: int, classes: int) -> tuple[str, np.ndarray, np.ndarray]:
     """(name, pixels [N, H, W], labels [N]) of one source."""
-    path, mark, limit = source.path.rpartition("#")
-    has_limit = bool(mark) and limit.isdecimal()
-    rows = int(limit) if has_limit else source.rows
-    file = _images_file(Path(path if has_limit else source.path).expanduser(), source.split)
+    path, limit = split_row_limit(source.path)
+    rows = int(limit) if limit else source.rows
+    file = _images_file(Path(path).expanduser(), source.split)
     labels_file = file.with_name(file.name.replace(IMAGES, LABELS))
     if not labels_file.is_file():
         raise DataError(f"{file}: its labels are missing: there is no {labels_file.name} beside it")

@@ -11,32 +11,17 @@ import numpy as np
 from danlu.data.column_values import abbreviate, decode_json, decode_list, require_string, type_name
 from danlu.errors import DataError
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "tool_response": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "tool_call": "tool_call",
-    "function_call": "tool_call",
+_ROLE_NAMES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model"),
+    "tool": ("tool", "tool_response", "observation", "function", "function_response"),
+    "tool_call": ("tool_call", "function_call"),
 }
-"""The role names files use, and what they mean here. A `tool_call` is an assistant turn that is a call as JSON."""
-WEIGHT_KEYS = (
-    "weight",
-    "train",
-    "training",
-    "loss",
-    "loss_weight",
-)  # keys of a message that say how much it is trained
+"""The names that files use for each role. A `tool_call` is an assistant turn that is a call as JSON."""
+ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names}
+WEIGHT_KEYS = ("weight", "train", "training", "loss", "loss_weight")
+"""The keys of a message that say how much it is trained."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MESSAGE_KEYS = (
     "role", "content", "from", "value", "tool_calls", "function_call", *_REASONING_KEYS, "name", "tool_call_id",
@@ -89,25 +74,15 @@ class Conversation:
 
 def parse_conversation(turns: Any, value: Mapping[str, Any], where: str, context: int = 0) -> Conversation:
     """Messages in the order of a row; the first `context` of them are there for what follows."""
-    dicts = _require_messages(decode_list(turns), where)
-    messages = [
-        _message(turn, f"{where} message {number}", is_context=number <= context)
-        for number, turn in enumerate(dicts, 1)
-    ]
-    if (
-        (system := require_string(value.get("system") or "", "system", where))
-        and messages
-        and messages[0].role != "system"
-    ):
-        messages.insert(0, Message("system", system))
-    keys = tuple(sorted({key for turn in dicts for key in turn.keys() - _READ_KEYS if turn[key] is not None}))
-    return Conversation(check_turn_order(messages, where), parse_tools(value.get("tools"), where), keys)
-
-
-def _require_messages(turns: Any, where: str) -> list[Mapping[str, Any]]:
+    turns = decode_list(turns)
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise DataError(f"{where}: a conversation must be a list of messages (objects), not {type_name(turns)}")
-    return turns
+    messages = [_message(turn, f"{where} message {n}", is_context=n <= context) for n, turn in enumerate(turns, 1)]
+    system = require_string(value.get("system") or "", "system", where)
+    if system and messages and messages[0].role != "system":
+        messages.insert(0, Message("system", system))
+    keys = tuple(sorted({key for turn in turns for key in turn.keys() - _READ_KEYS if turn[key] is not None}))
+    return Conversation(check_turn_order(messages, where), parse_tools(value.get("tools"), where), keys)
 
 
 def _message(turn: Mapping[str, Any], where: str, is_context: bool) -> Message:
@@ -206,9 +181,8 @@ def _tool_calls(calls: Any, where: str) -> tuple[dict[str, Any], ...]:
         arguments = function.get("arguments")
         arguments = {} if arguments is None else decode_json(arguments, "the arguments of a tool call", where)
         call_id = {"id": call["id"]} if call.get("id") else {}
-        normalized.append(
-            {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-        )
+        named = {"name": function["name"], "arguments": arguments}
+        normalized.append({**call_id, "type": "function", "function": named})
     return tuple(normalized)
 
 

@@ -54,9 +54,9 @@ class PackedDataset:
             place = Permutation.of(self.packs_per_epoch, self._seed, "packs", epoch)[place]
         return Pack(tuple(self._segment(*segment) for segment in self._layout.pack(place)))
 
-    def epoch(self, number: int = 0) -> Sequence[Pack]:
-        """The packs of one epoch in its order, each made when it is asked for."""
-        return _Epoch(self, number * self.packs_per_epoch)
+    def epoch(self) -> Sequence[Pack]:
+        """The packs of the first epoch in its order, each made when it is asked for."""
+        return _Epoch(self)
 
     def state(self, number: int | None = None) -> dict[str, Any]:
         """What a checkpoint keeps, whichever pack comes next: a digest by which `restore` knows the samples again."""
@@ -83,7 +83,6 @@ class PackedDataset:
 @dataclass(frozen=True)
 class _Epoch(Sequence[Pack]):
     dataset: PackedDataset
-    first: int
 
     def __len__(self) -> int:
         return self.dataset.packs_per_epoch
@@ -93,10 +92,8 @@ class _Epoch(Sequence[Pack]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Pack]: ...
     def __getitem__(self, index: int | slice) -> Pack | Sequence[Pack]:
-        numbers = range(self.first, self.first + len(self))[index]
-        if isinstance(numbers, range):
-            return [self.dataset.at(number) for number in numbers]
-        return self.dataset.at(numbers)
+        numbers = range(len(self))[index]
+        return self.dataset.at(numbers) if isinstance(numbers, int) else list(map(self.dataset.at, numbers))
 
 
 def cut(sample: Sample, start: int, stop: int) -> Sample:

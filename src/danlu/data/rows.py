@@ -23,9 +23,8 @@ Format = Literal["text", "alpaca", "sharegpt", "messages", "prompt-completion", 
 QUESTIONS = {"query": "response", "question": "answer", "instruction": "response"}
 """Column pairs that are one question and its answer, rendered as a conversation."""
 _CONTEXT_COLUMNS = ("input", "context")  # columns with what a question is about
-_WEIGHT_COLUMNS = frozenset(
-    {*WEIGHT_KEYS, "weights", "loss_weights", "sample_weight"}
-)  # columns of a row that are not read
+# Columns of a row that seem to weight it, and are not read.
+_WEIGHT_COLUMNS = frozenset({*WEIGHT_KEYS, "weights", "loss_weights", "sample_weight"})
 _PREFERENCE_COLUMNS = ("label", "kto_tag", "is_desirable")  # columns that judge an answer
 
 
@@ -192,14 +191,6 @@ def _single_turn(value: Mapping[str, Any], question: str, answer: str, where: st
     return Conversation(check_turn_order(messages, where), parse_tools(value.get("tools"), where))
 
 
-def _sharegpt(value: Mapping[str, Any], where: str) -> Conversation:
-    return parse_conversation(value["conversations"], value, where)
-
-
-def _messages(value: Mapping[str, Any], where: str) -> Conversation:
-    return parse_conversation(value["messages"], value, where)
-
-
 def _tokenized(value: Mapping[str, Any], where: str) -> Tokenized:
     tokens = require_integers(value["input_ids"], "input_ids", where)
     weights = np.ones(len(tokens), np.float32)
@@ -228,8 +219,8 @@ def _tokenized(value: Mapping[str, Any], where: str) -> Tokenized:
 _PARSERS: dict[Format, Callable[[Mapping[str, Any], str], Row]] = {
     "text": _text,
     "alpaca": _alpaca,
-    "sharegpt": _sharegpt,
-    "messages": _messages,
+    "sharegpt": lambda value, where: parse_conversation(value["conversations"], value, where),
+    "messages": lambda value, where: parse_conversation(value["messages"], value, where),
     "prompt-completion": _prompt_completion,
     "tokenized": _tokenized,
 }

@@ -125,9 +125,7 @@ class Selection:
     @classmethod
     def some_of(cls, stores: Sequence[Samples], sources: Sequence[str], chosen: Sequence[np.ndarray]) -> Selection:
         """Samples `chosen[i]` [..] of store i, store after store. `sources` names each store's source."""
-        numbers = np.repeat(
-            np.arange(len(stores), dtype=np.uint16), [len(chosen_of_store) for chosen_of_store in chosen]
-        )
+        numbers = np.repeat(np.arange(len(stores), dtype=np.uint16), [len(samples) for samples in chosen])
         return cls(tuple(stores), tuple(sources), numbers, _flat(chosen, np.int64))
 
     def __len__(self) -> int:

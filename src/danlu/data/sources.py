@@ -56,7 +56,7 @@ def source_names(sources: Sequence[Source]) -> list[str]:
     Where two sources share the last part, as much of the path before it is kept as tells them apart; sources of the
     same path are numbered. `data/chat.jsonl#500` is `chat.jsonl`, and beside `old/chat.jsonl` it is `data/chat.jsonl`.
     """
-    paths = [_without_row_count(source.path) for source in sources]
+    paths = [split_row_limit(source.path)[0] for source in sources]
     parts = [PurePath(path).parts or (path,) for path in paths]
     distinct, names = set(parts), list[str]()
     for own in parts:
@@ -70,10 +70,10 @@ def source_names(sources: Sequence[Source]) -> list[str]:
     ]
 
 
-def _without_row_count(path: str) -> str:
-    """`path` of `path#500`."""
+def split_row_limit(path: str) -> tuple[str, str]:
+    """`path` and `500` of `path#500`; the whole and nothing where no number of rows is behind it."""
     text, mark, number = path.rpartition("#")
-    return text if mark and number.isdecimal() else path
+    return (text, number) if mark and number.isdecimal() else (path, "")
 
 
 def fingerprint(source: Source, memory: Path | None = None) -> str:
@@ -91,8 +91,7 @@ def fingerprint(source: Source, memory: Path | None = None) -> str:
         digest.update(_hub_rows(str(path), source.split)._fingerprint.encode())
         return digest.hexdigest()
     for file in _files(path):
-        name = os.fsencode(file.name if file == path else file.relative_to(path.parent).as_posix())
-        digest.update(b"\0" + name + f"\0{_file_digest(file, memory)}".encode())
+        digest.update(b"\0" + _name_bytes(file, path) + f"\0{_file_digest(file, memory)}".encode())
     return digest.hexdigest()
 
 
@@ -128,8 +127,8 @@ def _file_state(file: Path) -> list[int]:
 
 def _path_and_row_limit(source: Source) -> tuple[Path, int | None]:
     """`path#N` and `rows: N` mean the same; of both, the smaller."""
-    text, mark, number = source.path.rpartition("#")
-    if not mark or not number.isdecimal() or _exists(_path(source.path)):
+    text, number = split_row_limit(source.path)
+    if not number or _exists(_path(source.path)):
         return _path(source.path), source.rows and min(source.rows, sys.maxsize)
     if not number.strip("0"):
         raise DataError(f"{source.path}: takes no rows at all; give at least #1")
@@ -180,20 +179,16 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _display_name(file: Path, source: Path) -> str:
-    """How messages call a file: by its name, or from the folder on that the recipe names.
-
-    A name on disk is bytes; those that are not UTF-8 are written as `\\xe9`.
-    """
-    name = file.name if file == source else file.relative_to(source.parent).as_posix()
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+def _name_bytes(file: Path, source: Path) -> bytes:
+    """The name of a file, or its path from the folder on that the recipe names."""
+    return os.fsencode(file.name if file == source else file.relative_to(source.parent).as_posix())
 
 
 def _read_files(files: Iterable[Path], source: Path) -> Iterator[LocatedContent]:
     for file in files:
         if not file.stat().st_size:
             raise DataError(f"{file}: the file is empty")
-        name = _display_name(file, source)
+        name = _name_bytes(file, source).decode("utf-8", "backslashreplace")  # \xe9 for what is not UTF-8
         with reading_errors(file, name):
             yield from READERS[format_of(file)](file, name)
 
