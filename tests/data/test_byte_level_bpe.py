@@ -199,7 +199,7 @@ def test_added_tokens_that_reach_around_themselves_are_left_to_the_library() -> 
 
 def test_real_text_and_a_real_tokenizer(shared_data: Any) -> None:
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "minimind"))
-    fast = tokenizer._fast
+    fast = tokenizer.fast
     found = byte_level_encoder(fast)
     assert found is not None
     for name in ("alpaca_en_demo.json", "alpaca_zh_demo.json"):

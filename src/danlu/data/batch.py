@@ -90,19 +90,14 @@ def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
     """
     more_tokens, more_targets = (_padding_to_bucket(len(column)) for column in (batch.tokens, batch.targets))
     more_tokens += -(len(batch.tokens) + more_tokens) % multiple
-    boundaries = batch.boundaries + ((len(batch.tokens) + more_tokens,) if more_tokens else ())
-    tokens, positions = (F.pad(column, (0, more_tokens)) for column in (batch.tokens, batch.positions))
-    logits_indices, targets, weights = (
-        F.pad(column, (0, more_targets)) for column in (batch.logits_indices, batch.targets, batch.weights)
-    )
     return replace(
         batch,
-        tokens=tokens,
-        positions=positions,
-        boundaries=boundaries,
-        logits_indices=logits_indices,
-        targets=targets,
-        weights=weights,
+        tokens=F.pad(batch.tokens, (0, more_tokens)),
+        positions=F.pad(batch.positions, (0, more_tokens)),
+        boundaries=batch.boundaries + ((len(batch.tokens) + more_tokens,) if more_tokens else ()),
+        logits_indices=F.pad(batch.logits_indices, (0, more_targets)),
+        targets=F.pad(batch.targets, (0, more_targets)),
+        weights=F.pad(batch.weights, (0, more_targets)),
     )
 
 

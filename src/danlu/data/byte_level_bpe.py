@@ -42,20 +42,16 @@ Splitter = Callable[[str], list[str]]
 def byte_level_encoder(fast: Any) -> ByteLevelEncoder | None:
     """An encoder for a `tokenizers.Tokenizer`; None where its ids might differ from the library's."""
     model, added = fast.model, list(fast.get_added_tokens_decoder().values())
-    if type(model).__name__ != "BPE" or any(
+    is_plain_bpe = type(model).__name__ == "BPE" and not any(
         (model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix, model.byte_fallback)
-    ):
-        return None
-    if fast.encode_special_tokens:
-        return None
-    if any(token.lstrip or token.rstrip or token.single_word or not token.content for token in added):
-        return None
+    )
+    adds_plainly = not fast.encode_special_tokens and all(
+        token.content and not (token.lstrip or token.rstrip or token.single_word) for token in added
+    )
     # Added tokens that are looked for before and after normalising take turns; one kind alone needs no second look.
-    if len({token.normalized for token in added}) > 1:
-        return None
-    if _description(fast.normalizer) not in ({}, {"type": "NFC"}):
-        return None
-    splitters = _splitters(_description(fast.pre_tokenizer))
+    one_pass = len({token.normalized for token in added}) <= 1
+    is_known = is_plain_bpe and adds_plainly and one_pass and _description(fast.normalizer) in ({}, {"type": "NFC"})
+    splitters = _splitters(_description(fast.pre_tokenizer)) if is_known else None
     if splitters is None:
         return None
     ids = {token.content: number for number, token in fast.get_added_tokens_decoder().items()}

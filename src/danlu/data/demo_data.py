@@ -12,6 +12,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Literal
 
 Language = Literal["en", "zh"]
@@ -115,8 +117,9 @@ class Question:
 
 def pretraining_documents(seed: int, n: int) -> Iterator[str]:
     """`n` short documents of plain text about the world, 10 to 70 tokens each with `vocabulary.train_tokenizer`."""
+    english, chinese = (partial(_portrait, language=language) for language in ("en", "zh"))
     writers: list[tuple[int, Callable[[random.Random], str]]] = [
-        (6, _portrait_en), (3, _portrait_zh), (3, _story), (2, _introduction), (3, _sums), (1, _dictionary),
+        (6, english), (3, chinese), (3, _story), (2, _introduction), (3, _sums), (1, _dictionary),
     ]  # fmt: skip
     weights, functions = zip(*writers, strict=True)
     for number in range(n):
@@ -137,53 +140,41 @@ def conversations(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
 
 def questions() -> list[Question]:
     """A fixed set to show: facts and sums, asked in training and held out, a name to remember, a system prompt."""
-    fox = ANIMALS[0]
     shown: list[Question] = []
     for held_out in (False, True):
         for language in ("en", "en", "zh"):
             animal, attribute = _pick_fact(random.Random(f"{language} {held_out} {len(shown)}"), language, held_out)
-            text, answer = _ask(animal, attribute, language, 0)
-            shown.append(Question((_say("user", text),), answer, held_out))
-        a, b = next(
-            pair
-            for pair in ((4, 5), (6, 3), (2, 6), (5, 6), (3, 4), (6, 1), (5, 2))
-            if is_held_out("sum", *pair) == held_out
-        )
-        shown.append(Question((_say("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out))
-    shown.append(
-        Question(
-            (
-                _say("user", "My name is Clara."),
-                _say("assistant", "Nice to meet you, Clara!"),
-                _say("user", "What is my name?"),
-            ),
-            "Your name is Clara.",
-            False,
-        )
-    )
-    text, answer = _ask(fox, "home", "en", 0)
-    shown.append(
-        Question((_say("system", _PIRATE), _say("user", text)), f"Arr! {answer}", is_held_out("fox", "home", "en"))
-    )
+            shown.append(_about_animal(animal, attribute, language, held_out))
+        pairs = ((4, 5), (6, 3), (2, 6), (5, 6), (3, 4), (6, 1), (5, 2))
+        shown.append(next(_about_sum(*pair, held_out) for pair in pairs if is_held_out("sum", *pair) == held_out))
+    introduction = _turn("My name is Clara.", "Nice to meet you, Clara!")
+    shown.append(Question((*introduction, _say("user", "What is my name?")), "Your name is Clara.", False))
+    text, answer = _ask(ANIMALS[0], "home", "en", 0)
+    is_new = is_held_out(ANIMALS[0].name.en, "home", "en")
+    shown.append(Question((_say("system", _PIRATE), _say("user", text)), f"Arr! {answer}", is_new))
     return shown
 
 
 def every_question(held_out: bool) -> list[Question]:
     """All questions about animals and sums that `conversations` leaves out (or does not), to count right answers."""
     about_animals = [
-        Question((_say("user", text),), answer, held_out)
+        _about_animal(animal, attribute, language, held_out)
         for animal in ANIMALS
         for attribute in ATTRIBUTES
         for language in ("en", "zh")
         if is_held_out(animal.name.en, attribute, language) == held_out
-        for text, answer in [_ask(animal, attribute, language, 0)]
     ]
-    pairs = [(a, b) for a in range(LARGEST_ADDEND + 1) for b in range(LARGEST_ADDEND + 1)]
-    return about_animals + [
-        Question((_say("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out)
-        for a, b in pairs
-        if is_held_out("sum", a, b) == held_out
-    ]
+    pairs = product(range(LARGEST_ADDEND + 1), repeat=2)
+    return about_animals + [_about_sum(a, b, held_out) for a, b in pairs if is_held_out("sum", a, b) == held_out]
+
+
+def _about_animal(animal: Animal, attribute: Attribute, language: Language, held_out: bool) -> Question:
+    text, answer = _ask(animal, attribute, language, 0)
+    return Question((_say("user", text),), answer, held_out)
+
+
+def _about_sum(a: int, b: int, held_out: bool) -> Question:
+    return Question((_say("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out)
 
 
 def is_held_out(*fact: object) -> bool:
@@ -191,18 +182,11 @@ def is_held_out(*fact: object) -> bool:
     return random.Random(" ".join(map(str, fact))).random() < 1 / 6
 
 
-def _portrait_en(chance: random.Random) -> str:
+def _portrait(chance: random.Random, language: Language) -> str:
     animal = chance.choice(ANIMALS)
     attributes = chance.sample(ATTRIBUTES, k=chance.choice((2, 3, 4)))
-    opening = chance.choice(("", f"About the {animal.name.en}: "))
-    return opening + " ".join(_statement(animal, attribute, "en") for attribute in attributes)
-
-
-def _portrait_zh(chance: random.Random) -> str:
-    animal = chance.choice(ANIMALS)
-    attributes = chance.sample(ATTRIBUTES, k=chance.choice((2, 3, 4)))
-    opening = chance.choice(("", f"关于{animal.name.zh}："))
-    return opening + "".join(_statement(animal, attribute, "zh") for attribute in attributes)
+    about, space = (f"About the {animal.name.en}: ", " ") if language == "en" else (f"关于{animal.name.zh}：", "")
+    return chance.choice(("", about)) + space.join(_statement(animal, attribute, language) for attribute in attributes)
 
 
 def _story(chance: random.Random, animal: Animal | None = None) -> str:

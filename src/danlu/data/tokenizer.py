@@ -55,6 +55,7 @@ class Tokenizer:
         eos_id, bos_id, pad_id: None where the tokenizer has none.
         offsets_in_bytes: places of tokens are counted in UTF-8 bytes (byte-level tokenizers), else in characters.
         adds_bos: plain text begins with bos when this tokenizer is used the ordinary way.
+        fast: the `tokenizers.Tokenizer` behind it.
 
     Args:
         date: the day that chat templates write, see `ChatTemplate`.
@@ -72,19 +73,20 @@ class Tokenizer:
         self._date = date
         self._template_path = template_path or path
         self._pretrained = pretrained
-        self._fast = pretrained.backend_tokenizer
-        self._fast.no_padding()
-        self._fast.no_truncation()
+        self.fast = pretrained.backend_tokenizer
+        self.fast.no_padding()
+        self.fast.no_truncation()
         self._templates = dict(templates)
-        self._vocabulary: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
+        self._compiled: dict[str, ChatTemplate] = {}
+        self._vocabulary: dict[str, int] = self.fast.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(self._vocabulary.values()) + 1
         self.eos_id: int | None = pretrained.eos_token_id
         self.bos_id: int | None = pretrained.bos_token_id
         self.pad_id: int | None = pretrained.pad_token_id
-        with_specials = self._fast.encode("a", add_special_tokens=True).ids
+        with_specials = self.fast.encode("a", add_special_tokens=True).ids
         self.adds_bos = self.bos_id is not None and with_specials[:1] == [self.bos_id]
-        self._byte_lengths = _byte_lengths(self._fast, self._vocabulary, self.vocab_size)
-        self._normalizes = self._fast.normalizer is not None
+        self._byte_lengths = _byte_lengths(self.fast, self._vocabulary, self.vocab_size)
+        self._normalizes = self.fast.normalizer is not None
 
     @property
     def offsets_in_bytes(self) -> bool:
@@ -95,7 +97,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands: nothing added, special tokens in the text recognised."""
-        return list(self._fast.encode(text, add_special_tokens=False).ids)
+        return list(self.fast.encode(text, add_special_tokens=False).ids)
 
     def encode_many(self, texts: Sequence[str]) -> Encoded:
         """Ids and places of several texts.
@@ -105,7 +107,7 @@ class Tokenizer:
         the spaces around it), has them tracked like those of any other tokenizer.
         """
         if self._byte_lengths is None:
-            encodings = self._fast.encode_batch(texts, add_special_tokens=False)
+            encodings = self.fast.encode_batch(texts, add_special_tokens=False)
             sizes = np.array([len(text) for text in texts], np.int64)
             counts = np.array([len(encoding) for encoding in encodings], np.int64)
             offsets = chain.from_iterable(encoding.offsets for encoding in encodings)
@@ -135,7 +137,7 @@ class Tokenizer:
     def _encode_bytewise(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids end to end and how many each text has, of a byte-level tokenizer."""
         if self._encoder is None:
-            encoded = [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+            encoded = [encoding.ids for encoding in self.fast.encode_batch_fast(texts, add_special_tokens=False)]
             return _concatenate(encoded), np.array([len(ids) for ids in encoded], np.int64)
         encoded_bytes = [self._encoder.encode(text) for text in texts]
         counts = np.array([len(ids) // 4 for ids in encoded_bytes], np.int64)
@@ -143,7 +145,7 @@ class Tokenizer:
 
     @cached_property
     def _encoder(self) -> ByteLevelEncoder | None:
-        return byte_level_encoder(self._fast)
+        return byte_level_encoder(self.fast)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included and spaces as they are."""
@@ -154,11 +156,11 @@ class Tokenizer:
 
         Empty for an id that stands for no token.
         """
-        known = self._fast.get_added_tokens_decoder()
-        has_bytes = getattr(self._fast.model, "byte_fallback", False)
+        known = self.fast.get_added_tokens_decoder()
+        has_bytes = getattr(self.fast.model, "byte_fallback", False)
         texts = []
         for token in ids:
-            written: str = known[token].content if token in known else self._fast.id_to_token(token) or ""
+            written: str = known[token].content if token in known else self.fast.id_to_token(token) or ""
             if token in known:
                 texts.append(written.encode())
             elif self._writes_bytes and _BYTES.keys() >= set(written):
@@ -172,23 +174,23 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Tokens that a text cannot contain by its letters alone, such as `<|im_end|>`."""
-        return frozenset(token for token, added in self._fast.get_added_tokens_decoder().items() if added.special)
+        return frozenset(token for token, added in self.fast.get_added_tokens_decoder().items() if added.special)
 
     @cached_property
     def _writes_bytes(self) -> bool:
         # Not `offsets_in_bytes`: a tokenizer that normalises its text (Qwen's) writes its vocabulary in bytes too.
-        return "ByteLevel" in repr(self._fast.decoder)
+        return "ByteLevel" in repr(self.fast.decoder)
 
     @cached_property
     def missing_bytes(self) -> int:
         """Of the 256 bytes, those that a byte-level vocabulary has no token for: text loses them without a trace."""
-        if not self._writes_bytes or getattr(self._fast.model, "unk_token", None) is not None:
+        if not self._writes_bytes or getattr(self.fast.model, "unk_token", None) is not None:
             return 0
         return len(_BYTES.keys() - self._vocabulary.keys())
 
     def _byte_places(self, text: str) -> np.ndarray:
         """[S, 2] int64: where each token of a text begins and ends, in bytes, as the tokenizer tracks it."""
-        characters = np.array(self._fast.encode(text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
+        characters = np.array(self.fast.encode(text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
         widths = np.fromiter((len(character.encode()) for character in text), np.int64, len(text))
         return np.concatenate([[0], np.cumsum(widths)])[characters]
 
@@ -207,15 +209,11 @@ class Tokenizer:
                     f"{self.path}: this tokenizer has no chat template, so conversations cannot be rendered. Name a "
                     "Jinja file in model.chat_template, or train on rows of plain text or prompt/completion strings"
                 )
-            added = [token.content for token in self._fast.get_added_tokens_decoder().values()]
+            added = [token.content for token in self.fast.get_added_tokens_decoder().values()]
             self._compiled[name] = ChatTemplate(
                 self._templates[name], self._pretrained.special_tokens_map, added, self._template_path, self._date
             )
         return self._compiled[name]
-
-    @cached_property
-    def _compiled(self) -> dict[str, ChatTemplate]:
-        return {}
 
     def apply_template(
         self,
@@ -250,11 +248,6 @@ class Tokenizer:
         return self.eos_id
 
     @property
-    def fast(self) -> Any:
-        """The `tokenizers.Tokenizer` behind it."""
-        return self._fast
-
-    @property
     def special_texts(self) -> dict[str, Any]:
         """Its special tokens by their names in tokenizer_config.json: bos_token, eos_token, ..."""
         return dict(self._pretrained.special_tokens_map)
@@ -263,9 +256,9 @@ class Tokenizer:
         """Whether both tokenizers have the same entries and templates, and give the same ids of texts of all kinds."""
 
         def facts(of: Tokenizer) -> tuple[Any, ...]:
-            added = sorted(token.content for token in of._fast.get_added_tokens_decoder().values())
+            added = sorted(token.content for token in of.fast.get_added_tokens_decoder().values())
             texts = (_PROBE, " ".join(added), f"{_PROBE}{''.join(added)}{_PROBE}")
-            ids = [of._fast.encode(text).ids for text in texts]
+            ids = [of.fast.encode(text).ids for text in texts]
             return of._vocabulary, of._templates, of.special_ids, of.bos_id, of.eos_id, of.pad_id, ids
 
         return facts(self) == facts(tokenizer)

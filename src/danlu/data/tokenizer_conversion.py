@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from danlu.data.byte_level_bpe import PRINTABLE
 from danlu.errors import DataError
@@ -27,6 +27,9 @@ LLAMA3_PATTERN = (
 _LLAMA3_RANKS = 128_000
 _LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 _SPACE = "\u2581"  # what SentencePiece writes for a space
+
+
+Piece = TypeVar("Piece", str, bytes)
 
 
 class PieceType(IntEnum):
@@ -141,13 +144,14 @@ def _from_sentencepiece(model: _Model, adds_bos: bool) -> ConvertedTokenizer | N
     vocabulary = {text: number for number, (text, _, _) in enumerate(model.pieces)}
     if len(vocabulary) < len(model.pieces):
         raise ValueError("a piece occurs twice")
-    scores = {text: score for text, score, kind in model.pieces if kind == PieceType.NORMAL}
+    # SentencePiece merges to the piece with the highest score first.
+    ranks = {text: -score for text, score, kind in model.pieces if kind == PieceType.NORMAL}
     kinds = {text: kind for text, _, kind in model.pieces}
     unknown = next((text for text, kind in kinds.items() if kind == PieceType.UNKNOWN), None)
     fast = Tokenizer(
         models.BPE(
             vocabulary,
-            _merges(scores),
+            _merges(ranks),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=any(kind == PieceType.BYTE for kind in kinds.values()),
@@ -171,43 +175,18 @@ def _from_sentencepiece(model: _Model, adds_bos: bool) -> ConvertedTokenizer | N
         fast.normalizer = normalizers.Sequence(steps)
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     fast.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    fast.add_special_tokens(
-        [
-            AddedToken(text, normalized=False, special=True)
-            for text, kind in kinds.items()
-            if kind in (PieceType.CONTROL, PieceType.UNKNOWN)
-        ]
-    )
-    fast.add_tokens(
-        [
-            AddedToken(text, normalized=_SPACE in text, special=False)
-            for text, kind in kinds.items()
-            if kind == PieceType.USER_DEFINED
-        ]
-    )
+    special = [text for text, kind in kinds.items() if kind in (PieceType.CONTROL, PieceType.UNKNOWN)]
+    fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    added = [text for text, kind in kinds.items() if kind == PieceType.USER_DEFINED]
+    fast.add_tokens([AddedToken(text, normalized=_SPACE in text, special=False) for text in added])
     return _with_bos(ConvertedTokenizer(fast, specials), adds_bos)
 
 
 def _sentencepiece_specials(model: _Model) -> dict[str, str]:
     ids = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2), "pad_token": (43, -1)}
-    specials = {}
-    for name, (field, default) in ids.items():
-        number = model.trainer.get(field, default)
-        if 0 <= number < len(model.pieces):  # -1, none at all, is a very large number to protobuf
-            specials[name] = model.pieces[number][0]
-    return specials
-
-
-def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the piece with the highest score first: SentencePiece's order."""
-    merges: list[tuple[float, int, str, str]] = []
-    for place, (piece, score) in enumerate(scores.items()):
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in scores and right in scores:
-                merges.append((-score, place, left, right))
-    merges.sort(key=lambda merge: merge[:2])
-    return [(left, right) for _, _, left, right in merges]
+    numbers = {name: model.trainer.get(field, default) for name, (field, default) in ids.items()}
+    # -1, none at all, is a very large number to protobuf.
+    return {name: model.pieces[n][0] for name, n in numbers.items() if 0 <= n < len(model.pieces)}
 
 
 # -- tiktoken ---------------------------------------------------------------------------------------------------------
@@ -237,17 +216,10 @@ def _from_ranks(ranks: Mapping[bytes, int], file: Path, adds_bos: bool) -> Conve
             "Put a tokenizer.json beside it"
         )
     written = {token: token.decode("latin-1").translate(PRINTABLE) for token in ranks}
-    merges: list[tuple[int, str, str]] = []
-    for token, rank in ranks.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ranks and right in ranks:
-                merges.append((rank, written[left], written[right]))
-    merges.sort(key=lambda merge: merge[0])
     fast = Tokenizer(
         models.BPE(
             {written[token]: rank for token, rank in ranks.items()},
-            [(left, right) for _, left, right in merges],
+            [(written[left], written[right]) for left, right in _merges(ranks)],
             ignore_merges=True,  # a piece that is a token is that token, whatever its merges
         )
     )
@@ -272,6 +244,13 @@ def _llama3_specials() -> Iterable[str]:
         else:
             yield f"<|reserved_special_token_{reserved}|>"
             reserved += 1
+
+
+def _merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
+    """Every way to make a piece of two others, the piece with the lowest rank first, the earlier one of equal ranks."""
+    by_rank = sorted(ranks, key=ranks.__getitem__)
+    cuts = ((piece[:cut], piece[cut:]) for piece in by_rank for cut in range(1, len(piece)))
+    return [(left, right) for left, right in cuts if left in ranks and right in ranks]
 
 
 def _with_bos(converted: ConvertedTokenizer, adds_bos: bool) -> ConvertedTokenizer:

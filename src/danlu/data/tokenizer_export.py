@@ -73,13 +73,10 @@ def _export(task: tuple[Path, str | None]) -> ExportedTokenizer:
         return ExportedTokenizer(folder)
     target = converted_folder(f"{tokenizer_fingerprint(str(folder))}-{model_type}")
     specials = {name: text for name, text in trained.special_texts.items() if isinstance(text, str)}
-    written = (
-        target
-        if (target / "tokenizer.json").is_file()
-        else write_fast_tokenizer(folder, target, trained.fast, specials)
-    )
-    if _reads_same_tokenizer(trained, written, model_type):
-        return ExportedTokenizer(written)
+    if not (target / "tokenizer.json").is_file():
+        target = write_fast_tokenizer(folder, target, trained.fast, specials)
+    if _reads_same_tokenizer(trained, target, model_type):
+        return ExportedTokenizer(target)
     return ExportedTokenizer(folder, faithful=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from danlu.errors import DataError, ResourceError
@@ -65,17 +66,11 @@ def train_tokenizer(texts: Iterable[str], size: int, folder: Path, chat_template
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    seen = 0
-
-    def counted() -> Iterable[str]:
-        nonlocal seen
-        for text in texts:
-            seen += 1
-            yield text
-
-    tokenizer.train_from_iterator(counted(), trainer)
-    if not seen:
+    texts = iter(texts)
+    first = next(texts, None)
+    if first is None:
         raise DataError("no text to train a vocabulary on")
+    tokenizer.train_from_iterator(chain([first], texts), trainer)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
