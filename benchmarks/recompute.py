@@ -31,7 +31,7 @@ from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
 from danlu.memory.activation_offload import ActivationOffload, offload_for
 from danlu.memory.recompute import LayerPlan, describe, plan_of, unwrap_layer, wrap
-from danlu.memory.recompute_planner import fastest_plan, measure_layers, peak_bytes
+from danlu.memory.recompute_planner import fastest_plan, measure_layers
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder, Layer
@@ -126,7 +126,7 @@ def main() -> None:
     start = time.perf_counter()
     costs = measure_layers(model, bench.tokens, bench.positions, PackedAttention(bench.boundaries), torch.bfloat16)
     seconds = time.perf_counter() - start
-    whole = peak_bytes(costs, [LayerPlan(cost.layer, "none") for cost in costs])
+    whole = sum(cost.whole_bytes for cost in costs)
     half = fastest_plan(costs, whole // 2)
     print(f"measured in {seconds:.1f} s; half of {mib(whole)} MiB: {describe(half)}")
     plans: dict[str, Sequence[LayerPlan]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -22,7 +23,7 @@ from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import ResourceError
 from danlu.output_folder import refuse_foreign_files
 from danlu.rollout.generate import generate
-from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
+from danlu.rollout.load_model import load_chat_tokenizer, load_model
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.resolve_model import resolve_model
 
@@ -58,6 +59,11 @@ class Answered:
     before: str
     after: str
 
+    @property
+    def is_right(self) -> bool:
+        """Whether the answer after instruction tuning is the right one."""
+        return self.after == self.question.answer
+
 
 @dataclass(frozen=True)
 class Tally:
@@ -79,31 +85,16 @@ class Result:
     held_out: Tally = Tally(0, 0, 0)  # about facts that only the documents tell
 
 
-@dataclass(frozen=True)
 class Place:
     """The folder, and what is where in it."""
 
-    folder: Path
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.folder / "tokenizer"
-
-    @property
-    def documents(self) -> Path:
-        return self.folder / "data" / "documents.jsonl"
-
-    @property
-    def conversations(self) -> Path:
-        return self.folder / "data" / "conversations.jsonl"
-
-    @property
-    def cache(self) -> Path:
-        return self.folder / "cache"
-
-    @property
-    def answers(self) -> Path:
-        return self.folder / "answers.json"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokenizer = folder / "tokenizer"
+        self.documents = folder / "data" / "documents.jsonl"
+        self.conversations = folder / "data" / "conversations.jsonl"
+        self.cache = folder / "cache"
+        self.answers = folder / "answers.json"
 
     def recipe(self, stage: str) -> Path:
         return self.folder / f"{stage}.yaml"
@@ -288,8 +279,7 @@ output: {_quoted(place.run("sft"))}
 def _quoted(path: Path) -> str:
     """A path as YAML reads it back, whatever characters it has."""
     text = str(path)
-    plain = text.replace("/", "").replace(".", "").replace("-", "").replace("_", "")
-    if plain.isascii() and plain.isalnum() and plain[0].isalpha():
+    if re.fullmatch(r"[/._-]*[A-Za-z][A-Za-z0-9/._-]*", text):
         return text
     return json.dumps(text.replace("${", "$${"), ensure_ascii=False)
 
@@ -311,40 +301,26 @@ def _compare(place: Place) -> Result:
 
 def _answers(run_folder: Path, asked: list[Question]) -> list[str]:
     """The likeliest answer to each question, by the tokenizer's chat template."""
-    opened = _open(run_folder)
-    prompts = [opened.chat_tokenizer.encode_chat(question.messages) for question in asked]
-    completions = generate(
-        opened.model,
-        prompts,
-        SamplingOptions(temperature=0.0),
-        LONGEST_ANSWER,
-        sorted(opened.stop_ids),
-        decode=opened.chat_tokenizer.decode,
-    )
-    return [completion.text.strip() for completion in completions]
-
-
-def _open(run_folder: Path) -> LoadedModel:
     resolved = resolve_model(str(run_folder))
-    return load_model(resolved, load_chat_tokenizer(resolved.tokenizer_folder))
+    tokenizer = load_chat_tokenizer(resolved.tokenizer_folder)
+    loaded = load_model(resolved, tokenizer)
+    prompts = [tokenizer.encode_chat(question.messages) for question in asked]
+    greedy, stop_ids = SamplingOptions(temperature=0.0), sorted(loaded.stop_ids)
+    completions = generate(loaded.model, prompts, greedy, LONGEST_ANSWER, stop_ids, decode=tokenizer.decode)
+    return [completion.text.strip() for completion in completions]
 
 
 def _tally(answered: list[Answered]) -> Tally:
     return Tally(
         len(answered),
         sum(each.before == each.question.answer for each in answered),
-        sum(each.after == each.question.answer for each in answered),
+        sum(each.is_right for each in answered),
     )
 
 
 def _as_json(result: Result) -> str:
     shown = [
-        {
-            **asdict(each.question),
-            "before": each.before,
-            "after": each.after,
-            "right": each.after == each.question.answer,
-        }
+        {**asdict(each.question), "before": each.before, "after": each.after, "right": each.is_right}
         for each in result.shown
     ]
     content = {"right": {"asked": asdict(result.asked), "held_out": asdict(result.held_out)}, "shown": shown}

@@ -66,7 +66,7 @@ class FileLock:
         """Raises AlreadyLocked if another process holds it and not `wait`; OSError if the file cannot be written."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            self._flock(fd, wait)
+            _flock(fd, wait)
         except BlockingIOError:
             holder = _named_in(fd)
             os.close(fd)
@@ -85,7 +85,8 @@ class FileLock:
                 raise
             self._fd = fd
         self._pid = os.getpid()
-        os.register_at_fork(after_in_child=self._forget)
+        # Closing a copy of the descriptor keeps the parent's lock; unlocking it would not.
+        os.register_at_fork(after_in_child=self.release)
 
     def release(self) -> None:
         """Let others in. The files stay: deleting one would let two processes lock two files of one name."""
@@ -98,20 +99,16 @@ class FileLock:
                     self._own.write_text(_RELEASED)
             self._own = None
 
-    def _flock(self, fd: int, wait: bool) -> None:
-        if wait:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            return
+
+def _flock(fd: int, wait: bool) -> None:
+    """Locks an open file. Raises BlockingIOError if another process holds it, except to `wait`."""
+    if not wait:
         for _ in range(_TRIES):
             with suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             time.sleep(_BETWEEN_TRIES_S)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _forget(self) -> None:
-        # Closing a copy of the descriptor keeps the parent's lock; unlocking it would not.
-        self.release()
+    fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def holder_of(path: Path) -> Holder | None:
@@ -169,18 +166,13 @@ def _take(path: Path, wait: bool) -> Path:
 
 def _newest(path: Path) -> tuple[int, Path | None]:
     """The highest number of the files that stand in for a lock, and that file; 0 and None where there is none."""
-    files = _numbered(path)
-    return max(files.items(), key=lambda item: item[0]) if files else (0, None)
+    return max(_numbered(path).items(), default=(0, None))
 
 
 def _numbered(path: Path) -> dict[int, Path]:
     """The files `NAME.1`, `NAME.2`, ... beside a lock, by number."""
-    files = {}
-    for entry in path.parent.iterdir():
-        name, _, number = entry.name.rpartition(".")
-        if name == path.name and number.isdecimal():
-            files[int(number)] = entry
-    return files
+    names = ((entry, *entry.name.rpartition(".")) for entry in path.parent.iterdir())
+    return {int(number): entry for entry, name, _, number in names if name == path.name and number.isdecimal()}
 
 
 def _holder(file: Path) -> Holder | None:

@@ -58,11 +58,9 @@ def parse_json(text: str | bytes) -> Any:
     of thousands of digits. Raises UnicodeDecodeError too."""
     try:
         return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
     except RecursionError:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
-    except json.JSONDecodeError:
-        raise
-    except ValueError as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise
+    except ValueError:
         raise json.JSONDecodeError("a number with too many digits", "", 0) from None

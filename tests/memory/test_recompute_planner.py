@@ -18,7 +18,6 @@ from danlu.memory.recompute_planner import (
     fastest_plan,
     least_peak_bytes,
     measure_layers,
-    peak_bytes,
 )
 from danlu.models.attend import PackedAttention
 
@@ -52,6 +51,15 @@ def seconds(costs: list[LayerCosts], plan: list[LayerPlan]) -> float:
         next(option.time_s for option in one.options if option.kind == chosen.kind)
         for one, chosen in zip(costs, plan, strict=True)
     )
+
+
+def peak_bytes(costs: list[LayerCosts], plan: list[LayerPlan]) -> int:
+    """The most bytes of activations that a plan holds at a time."""
+    kept = peak = 0
+    for layer_costs, chosen in zip(costs, plan, strict=True):
+        peak = max(peak, kept + layer_costs.whole_bytes)
+        kept += next(option.kept_bytes for option in layer_costs.options if option.kind == chosen.kind)
+    return peak
 
 
 @pytest.mark.parametrize("seed", range(12))

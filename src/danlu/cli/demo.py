@@ -31,16 +31,12 @@ def demo(
     # torch takes a second to import, which `danlu demo --help` should not.
     from danlu.demo import demo as make
 
-    result = make(output, say=_say)
+    result = make(output, say=print_status)
     if result.exit_code:
         raise typer.Exit(result.exit_code)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for line in (*answer_lines(result, colour), "", *next_lines(result.place, program())):
         print(line)  # noqa: T201  with its own colours; the rest is printable already
-
-
-def _say(text: str) -> None:
-    print_status(text)
 
 
 def answer_lines(result: Result, colour: bool) -> Iterator[str]:
@@ -66,10 +62,9 @@ def _answer_lines(answered: Answered, colour: bool) -> Iterator[str]:
     *context, question = answered.question.messages
     for message in context:
         yield printable(f"  {message['role']}: {message['content']}")
-    right = answered.after == answered.question.answer
-    verdict = "right" if right else f"wrong: {answered.question.answer}"
+    verdict = "right" if answered.is_right else f"wrong: {answered.question.answer}"
     if colour:
-        verdict = f"\033[{32 if right else 31}m{verdict}\033[0m"
+        verdict = f"\033[{32 if answered.is_right else 31}m{verdict}\033[0m"
     yield f"  {question['content']}"
     yield f"      before  {_short(answered.before)}"
     yield f"      after   {_short(answered.after)}   ({verdict})"

@@ -50,12 +50,11 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class _Partial:
-    """Options chosen for the first layers, as a linked list."""
+    """Kinds chosen for the first layers."""
 
     kept_bytes: int
     time_s: float
-    last: Option | None = None
-    rest: _Partial | None = None
+    kinds: tuple[Kind, ...] = ()
 
 
 def fastest_plan(costs: Sequence[LayerCosts], budget_bytes: int) -> list[LayerPlan]:
@@ -66,7 +65,9 @@ def fastest_plan(costs: Sequence[LayerCosts], budget_bytes: int) -> list[LayerPl
     frontier = [_Partial(0, 0.0)]
     for layer_costs in costs:
         extended = [
-            _Partial(partial.kept_bytes + option.kept_bytes, partial.time_s + option.time_s, option, partial)
+            _Partial(
+                partial.kept_bytes + option.kept_bytes, partial.time_s + option.time_s, (*partial.kinds, option.kind)
+            )
             for partial in frontier
             if partial.kept_bytes + layer_costs.whole_bytes <= budget_bytes
             for option in layer_costs.options
@@ -78,12 +79,8 @@ def fastest_plan(costs: Sequence[LayerCosts], budget_bytes: int) -> list[LayerPl
                 f"however much is recomputed: {_gib(least_peak_bytes(costs))} GiB. Raise it, or lower batch.micro or "
                 "data.max_length"
             )
-    kinds: list[Kind] = []
-    partial: _Partial | None = min(frontier, key=lambda partial: partial.time_s)
-    while partial is not None and partial.last is not None:
-        kinds.append(partial.last.kind)
-        partial = partial.rest
-    return [LayerPlan(each.layer, kind) for each, kind in zip(costs, reversed(kinds), strict=True)]
+    fastest = min(frontier, key=lambda partial: partial.time_s)
+    return [LayerPlan(each.layer, kind) for each, kind in zip(costs, fastest.kinds, strict=True)]
 
 
 def _pareto_frontier(partials: list[_Partial], budget_bytes: int) -> list[_Partial]:
@@ -105,15 +102,6 @@ def least_peak_bytes(costs: Sequence[LayerCosts]) -> int:
     for each in costs:
         peak = max(peak, kept + each.whole_bytes)
         kept += min(option.kept_bytes for option in each.options)
-    return peak
-
-
-def peak_bytes(costs: Sequence[LayerCosts], plan: Sequence[LayerPlan]) -> int:
-    """The most bytes of activations that a plan holds at a time."""
-    kept = peak = 0
-    for each, chosen in zip(costs, plan, strict=True):
-        peak = max(peak, kept + each.whole_bytes)
-        kept += next(option.kept_bytes for option in each.options if option.kind == chosen.kind)
     return peak
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from danlu.atomic_write import write_atomically
+
 # FLOP/s of dense products with 16-bit numbers and float32 sums, from the makers' data sheets, by what torch calls the
 # device; the first that is found counts. Data sheets often print twice as much, for sparse matrices.
 SPECIFIED: tuple[tuple[str, float], ...] = (
@@ -168,7 +170,7 @@ def machine_key(dtype: torch.dtype, device: torch.device) -> str:
     else:
         processor = f"{_cpu_model()}, {torch.get_num_threads()} threads of {os.cpu_count()}"
     precision = f" ({torch.get_float32_matmul_precision()})" if dtype == torch.float32 else ""
-    return f"{processor} | torch {torch.__version__} | {str(dtype).removeprefix('torch.')}{precision}"
+    return f"{processor} | torch {torch.__version__} | {_name(dtype)}{precision}"
 
 
 def _cpu_model() -> str:
@@ -191,11 +193,8 @@ def _read(file: Path) -> dict[str, float]:
 
 
 def _write(file: Path, known: dict[str, float]) -> None:
-    """Into place by a rename, so that a reader never sees half a file."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"{file.name}.{os.getpid()}")
-        part.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
-        part.replace(file)
+        write_atomically(file, json.dumps(known, indent=1, sort_keys=True).encode())
     except OSError:  # read-only or full: the number is still good, it is only not remembered
         return
