@@ -16,8 +16,7 @@ from danlu.terminal import echo, printable
 from danlu.train.runs import RunInfo, find_runs
 from danlu.train.units import format_duration
 
-ABOUT = "List the runs below a folder."
-app = typer.Typer(name="runs", help=ABOUT, no_args_is_help=True)
+app = typer.Typer(name="runs", no_args_is_help=True)
 
 DEFAULT_FOLDER = Path("runs")
 _HEADINGS = ("state", "step", "loss", "eval", "time", "last change", "run")

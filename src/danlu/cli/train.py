@@ -147,7 +147,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
         restarts=recipe.parallel.restarts,
         threads=recipe.threads,
         from_where=from_where,
-        say=_say,
+        say=print_status,
         progress_s=PROGRESS_S if processes > usable_cores() else None,
     )
 
@@ -161,7 +161,7 @@ def check_processes(processes: int) -> None:
             f"and this machine has {memory / 2**30:.0f} GiB in all. Use {cores}, as many as it has cores"
         )
     if processes > cores:
-        _say(
+        print_status(
             f"{processes} processes share {cores} {'cores' if cores > 1 else 'core'}: they take turns, so this is "
             f"slower than --processes {cores}, and starting them takes {processes / cores:.0f} times as long"
         )
@@ -174,10 +174,10 @@ def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu import run
 
-    say, stream = (_silent, io.StringIO()) if quiet else (_say, None)
+    say, stream = (_silent, io.StringIO()) if quiet else (print_status, None)
     outcome = run.train(loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
     if outcome.exit_code:
-        _say(outcome.stopped)
+        print_status(outcome.stopped)
         return outcome.exit_code
     if outcome.rehearsed:
         say(
@@ -201,9 +201,5 @@ def suggested_commands(folder: Path) -> str:
     return f"try `danlu generate {folder} --prompt ...` or `danlu chat {folder}`"
 
 
-def _say(text: str) -> None:
-    print_status(text)
-
-
 def _silent(text: str) -> None:
-    """Takes the place of `_say` under --quiet."""
+    """Takes the place of `print_status` under --quiet."""

@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 from danlu.errors import RecipeError
 from danlu.recipe.loading import Loaded
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type, first_sentence
-from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.sections import Recipe, Section, value_at
 from danlu.recipe.type_hints import Hint, field_types, literal_values, subsection_types, variants_of
 from danlu.registry import suggested_verb
 
@@ -102,17 +102,6 @@ def _default(section: type[Section], name: str) -> str:
     """A field's default as YAML has it, or `required`."""
     default = section.model_fields[name].default
     return "required" if default is PydanticUndefined else _as_yaml(default)
-
-
-def value_at(recipe: Recipe, key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
-    value: Any = recipe
-    for part in key.split("."):
-        if isinstance(value, list):
-            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
-        else:
-            value = getattr(value, part, None)
-    return value
 
 
 def _as_yaml(value: Any) -> str:

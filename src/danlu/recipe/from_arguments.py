@@ -7,7 +7,7 @@ from typing import Any
 
 from danlu.errors import RecipeError
 from danlu.recipe import overrides as overriding
-from danlu.recipe.messages import closest_match
+from danlu.recipe.messages import did_you_mean
 from danlu.recipe.sections import Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.validation import validate
@@ -53,7 +53,5 @@ def _node(value: Any, origin: Origin) -> Node:
 
 def _refused(key: str, verb: str, open_keys: Sequence[str]) -> str:
     """The message for an override of a key that the verb does not read."""
-    by_name = {key.rpartition(".")[2]: key for key in open_keys}
-    guess = closest_match(key.rpartition(".")[2], list(by_name))
-    hint = f" Did you mean {by_name[guess]!r}?" if guess is not None else ""
+    hint = did_you_mean(key.rpartition(".")[2], {key.rpartition(".")[2]: key for key in open_keys})
     return f"{verb} takes no {key!r}.{hint} It takes {', '.join(open_keys)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from danlu.errors import DanluError, RecipeError, ResourceError
-from danlu.recipe.messages import closest_match
+from danlu.recipe.messages import did_you_mean
 
 
 def folder() -> Path:
@@ -33,10 +33,9 @@ def copy(name: str, to: Path) -> Path:
     Returns the file. Raises RecipeError for an unknown name or an existing file, ResourceError if it cannot be written.
     """
     source = folder() / f"{name}.yaml"
-    if name not in shipped():
-        guess = closest_match(name, list(shipped()))
-        hint = f" Did you mean {guess!r}?" if guess else ""
-        raise RecipeError(f"no recipe called {name!r}.{hint} There are: {', '.join(shipped())}")
+    names = list(shipped())
+    if name not in names:
+        raise RecipeError(f"no recipe called {name!r}.{did_you_mean(name, names)} There are: {', '.join(names)}")
     target = to / source.name if to.is_dir() else to
     try:
         with target.open("x", encoding="utf-8") as file:

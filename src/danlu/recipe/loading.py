@@ -24,7 +24,6 @@ class Loaded:
     """A recipe, and where each of its values came from."""
 
     recipe: Recipe
-    path: Path
     origins: Mapping[str, Origin]  # by dotted key, of every value that was written; the other keys have their default
     notes: tuple[str, ...]  # remarks for the console
 
@@ -44,7 +43,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     if problems or recipe is None or tree is None:
         problems.sort(key=lambda problem: (0, 0, 0) if problem.origin is None else problem.origin.order)
         raise RecipeError([problem.line(str(path)) for problem in problems])
-    return Loaded(recipe, Path(path), {key: node.origin for key, node in tree.walk()}, tuple(rules.notes(recipe)))
+    return Loaded(recipe, {key: node.origin for key, node in tree.walk()}, tuple(rules.notes(recipe)))
 
 
 def _check(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Recipe | None:

@@ -85,6 +85,14 @@ def closest_match(name: object, candidates: list[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def did_you_mean(name: str, candidates: list[str] | dict[str, str]) -> str:
+    """` Did you mean 'rank'?` for a misspelt name: the candidate most like it, or what it stands for; else ""."""
+    guess = closest_match(name, list(candidates))
+    if guess is None:
+        return ""
+    return f" Did you mean {candidates[guess] if isinstance(candidates, dict) else guess!r}?"
+
+
 def first_sentence(text: str | None) -> str:
     """The first sentence of a documentation, without its full stop."""
     return " ".join((text or "").split()).partition(". ")[0].rstrip(".")

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type, first_sentence, format_value
+from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, did_you_mean, first_sentence, format_value
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import type_at
 from danlu.recipe.type_hints import field_types, literal_values, section_types, variants_of
@@ -73,13 +73,12 @@ def _unknown(key: str, section: type[Section] | None) -> str:
     section = section or Recipe
     message = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
     known, name = list(field_types(section)), key.rpartition(".")[2]
-    guess = closest_match(name, known)
-    if guess is None:
-        danlu_key = KEYS_OF_OTHER_TOOLS.get(name.lower().replace("-", "_")) or _key_of_field(name)
-        if danlu_key is not None and danlu_key != key:
-            return f"{message}. danlu's key for it is {danlu_key}"
-        return f"{message}. Known: {', '.join(known)}"
-    return f"{message}. Did you mean '{guess}'?"
+    if hint := did_you_mean(name, known):
+        return f"{message}.{hint}"
+    danlu_key = KEYS_OF_OTHER_TOOLS.get(name.lower().replace("-", "_")) or _key_of_field(name)
+    if danlu_key is not None and danlu_key != key:
+        return f"{message}. danlu's key for it is {danlu_key}"
+    return f"{message}. Known: {', '.join(known)}"
 
 
 def _key_of_field(name: str) -> str | None:
@@ -99,8 +98,7 @@ def unexpected(value: Any, hint: Any) -> str:
     expected, written = describe_type(hint), format_value(value)
     options = [option for option in literal_values(hint) if isinstance(option, str)]
     if isinstance(value, str) and options:
-        guess = closest_match(value, options)
-        return f"expected {expected}, not {written}.{f' Did you mean {guess!r}?' if guess else ''}"
+        return f"expected {expected}, not {written}.{did_you_mean(value, options)}"
     if isinstance(value, str) and _reads_as_number(value):
         return f"expected {expected}, not the text {written}. Write it without quotes"
     if isinstance(value, float) and value.is_integer() and "whole number" in expected:
@@ -117,9 +115,7 @@ def _unknown_kind(value: dict[str, Any] | str, variants: list[str]) -> str:
         return f"missing 'kind'. One of: {', '.join(variants)}"
     if not isinstance(kind, str):
         return f"expected one of {', '.join(variants)}, not {format_value(kind)}"
-    guess = closest_match(kind, variants)
-    hint = f" Did you mean {guess!r}?" if guess else ""
-    return f"unknown kind {format_value(kind)}.{hint} One of: {', '.join(variants)}"
+    return f"unknown kind {format_value(kind)}.{did_you_mean(kind, variants)} One of: {', '.join(variants)}"
 
 
 def _reads_as_number(text: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from danlu.data.dataset_summary import DatasetSummary
@@ -63,13 +63,12 @@ def preview_writer(stream: TextIO) -> PreviewWriter:
     return PlainWriter(stream)
 
 
-def write_rows(out: PreviewWriter, rows: Iterable[PreviewRow], data: Data, max_tokens: int | None) -> None:
+def write_rows(out: PreviewWriter, rows: Sequence[PreviewRow], data: Data, max_tokens: int | None) -> None:
     """Writes rows token by token.
 
     Args:
         max_tokens: tokens shown of a sample; None for all.
     """
-    rows = list(rows)
     if not rows:
         return
     out.heading("rows")

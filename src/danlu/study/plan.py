@@ -12,9 +12,8 @@ from danlu.errors import CheckpointError, RecipeError, ResourceError
 from danlu.file_lock import is_lock_of
 from danlu.output_folder import refuse_foreign_files
 from danlu.recipe import Recipe, changes, resolved_yaml
-from danlu.recipe.explanation import value_at
 from danlu.recipe.parameter_grid import SEED, Combination, VariedKey, parameter_grid
-from danlu.recipe.sections import Section
+from danlu.recipe.sections import Section, value_at
 from danlu.recipe.yaml_tree import overlap
 from danlu.report.study_results import STUDY, is_finished, known_runs, study_json
 from danlu.train.run_lock import LOCK_FILE

@@ -8,7 +8,7 @@ from typing import Literal
 
 from danlu.errors import RecipeError
 from danlu.recipe.rules.paths import sources_of
-from danlu.recipe.sections import Continue, Dora, LowRank, Recipe, Section, Source
+from danlu.recipe.sections import Continue, Dora, LowRank, Recipe, Section, Source, value_at
 from danlu.recipe.yaml_tree import Problem
 
 # Keys about tokens and layers, which a classifier of images would ignore in silence.
@@ -90,10 +90,8 @@ def classification_reads_no_language_keys(recipe: Recipe) -> Iterator[Problem]:
     if preset not in (None, "lenet5"):
         yield Problem("model.preset", f"{preset} is a language model; stage classify trains lenet5", reads=("stage",))
     for key in _LANGUAGE_KEYS:
-        section: Section = recipe
-        *above, name = key.split(".")
-        for part in above:
-            section = getattr(section, part)
+        parent, _, name = key.rpartition(".")
+        section: Section = value_at(recipe, parent) if parent else recipe
         if getattr(section, name) != type(section).model_fields[name].get_default():
             hint = ". A step is counted in images: give batch.sequences" if key == "batch.tokens" else ""
             yield Problem(key, f"not read with stage classify, which has no tokens{hint}", reads=("stage",))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from danlu.recipe.messages import closest_match, format_value
+from danlu.recipe.messages import did_you_mean, format_value
 from danlu.recipe.sections import Data, Recipe, Source
 from danlu.recipe.yaml_tree import Problem
 
@@ -143,9 +143,8 @@ def _not_there(path: Path, written: str) -> str:
     if not folder.is_dir():
         return f"no file or folder {written!r}: there is no folder {str(folder)!r}"
     try:
-        names = {entry.name.lower(): entry.name for entry in islice(folder.iterdir(), MAX_NAMES)}
+        names = [entry.name for entry in islice(folder.iterdir(), MAX_NAMES)]
     except OSError:  # a folder that may be entered but not listed
-        names = {}
-    guess = closest_match(path.name, list(names))
-    hint = f" Did you mean {str(Path(written).parent / names[guess])!r}?" if guess else ""
-    return f"no file or folder {written!r} in {str(folder)!r}.{hint}"
+        names = []
+    nearby = {name.lower(): str(Path(written).parent / name) for name in names}
+    return f"no file or folder {written!r} in {str(folder)!r}.{did_you_mean(path.name, nearby)}"

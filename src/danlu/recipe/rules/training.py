@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
-from danlu.recipe.sections import SGD, GaLore, Recipe
+from danlu.recipe.sections import SGD, GaLore, Recipe, value_at
 from danlu.recipe.yaml_tree import Problem
 
 MAX_PACKS = 2**24
@@ -75,9 +74,7 @@ def batch_size_is_divisible(recipe: Recipe) -> Iterator[Problem]:
 def numbers_are_within_bounds(recipe: Recipe) -> Iterator[Problem]:
     """No number is beyond what any machine could do."""
     for key, largest, unit in _BOUNDS:
-        value: Any = recipe
-        for name in key.split("."):
-            value = getattr(value, name, None)
+        value = value_at(recipe, key)
         if isinstance(value, int | float) and value > largest:
             yield Problem(key, f"{value:,} is more than the {largest:,} {unit}. Give less")
     if recipe.stage != "classify" and recipe.data.max_length < 2:

@@ -31,7 +31,7 @@ from danlu.recipe.sections.adapters import (
     RsLora,
     Vera,
 )
-from danlu.recipe.sections.base import NonNegative, PositiveInt, Section
+from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, value_at
 from danlu.recipe.sections.data import Data, Packing, Source
 from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.optimizers import (
@@ -112,6 +112,7 @@ __all__ = [
     "Source",
     "Vera",
     "Watch",
+    "value_at",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -33,6 +33,17 @@ class VariantSection(Section):
     short = "kind"
 
     kind: str
+
+
+def value_at(section: Section, key: str) -> Any:
+    """The value at a dotted key of a section such as the recipe; None where there is none."""
+    value: Any = section
+    for part in key.split("."):
+        if isinstance(value, list):
+            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
+        else:
+            value = getattr(value, part, None)
+    return value
 
 
 PositiveInt = Annotated[int, Field(gt=0)]
