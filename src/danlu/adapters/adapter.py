@@ -80,6 +80,11 @@ class EmbeddingAdapter(ShardableModule):
         """The embedding [V, D] with this adapter merged into it."""
 
 
+def saved_inputs(x: Tensor, recomputed: Recomputed | None) -> tuple[Tensor, ...]:
+    """What an operation saves to have x in its backward pass: x, or what x is computed from again."""
+    return (x,) if recomputed is None else recomputed.inputs
+
+
 def module_of_type(module: nn.Module, kind: type[_Module]) -> _Module:
     """`module` itself, for the type checker; asserts that it is of this kind."""
     assert isinstance(module, kind), f"{type(module).__name__} where {kind.__name__} was expected"

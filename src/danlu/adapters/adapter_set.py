@@ -281,12 +281,9 @@ class AdapterSet:
 
     def refresh_copies(self) -> None:
         """After the model's parameters were replaced (sharded, moved): takes the active copies from their places."""
-        seen = set()
-        for name in reversed(self.active):
-            for copy in self.added[name].copies:
-                if copy.name not in seen:
-                    copy.trained = getattr(copy.owner, copy.attribute)
-                seen.add(copy.name)
+        highest = {copy.name: copy for name in self.active for copy in self.added[name].copies}
+        for copy in highest.values():
+            copy.trained = getattr(copy.owner, copy.attribute)
 
     # ── switching ──
 
@@ -376,10 +373,11 @@ def dense_linear(linear: Any) -> DenseLinear:
 
 
 def _changed_base(module: nn.Module | None) -> bool:
-    return isinstance(module, LowRank) and module.changed_base
+    """Whether a module's initial factors were subtracted from the base."""
+    return isinstance(module, LowRank) and module.initial_A is not None
 
 
 def _belongs_to(parameter: str, hf_name: str, module: str) -> bool:
     """Whether a parameter is within a module given by the end of its name, in danlu or in Hugging Face folders."""
     owners = (parameter.rpartition(".")[0], hf_name.rpartition(".")[0])
-    return any(owner == module or owner.endswith(f".{module}") for owner in owners)
+    return any(f".{owner}".endswith(f".{module}") for owner in owners)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type
+from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type, saved_inputs
 from danlu.adapters.hf_layers import adapted_layers, hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
 from danlu.errors import ModelError
@@ -72,9 +72,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, vector: Tensor, recomputed: Recomputed | None) -> Tensor:
-        saved_x: tuple[Tensor, ...] = ()
-        if ctx.needs_input_grad[1]:
-            saved_x = (x,) if recomputed is None else recomputed.inputs
+        saved_x = saved_inputs(x, recomputed) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(vector, *saved_x)
         # Without its inputs: recomputation and offload can only free what `save_for_backward` was given.
         ctx.recompute = None if recomputed is None else recomputed.function

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, DenseLinear, EmbeddingAdapter, TensorAxes
 from danlu.adapters.dropout import Dropout
-from danlu.adapters.low_rank import Branch, LowRankFactors
+from danlu.adapters.low_rank import LowRankFactors
 from danlu.types import EmbeddingLayer, LinearLayer, LinearShard, Recomputed, ReduceGroup
 
 # T tokens · O, I outputs and inputs · r rank · V vocabulary · D model width
@@ -82,11 +82,6 @@ class LowRank(Adapter):
         """Probability with which dropout zeroes an input."""
         return 0.0 if self.restores_base else self._dropout.p
 
-    @property
-    def changed_base(self) -> bool:
-        """Whether the initial factors were subtracted from the base."""
-        return self.initial_A is not None
-
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator, *, gaussian: bool = False) -> None:
         """Draws A at random and sets B to zero, so that training starts at the base.
@@ -116,12 +111,12 @@ class LowRank(Adapter):
         """For DoRA: stores |W|^2 of each row of the base, and sets the magnitudes m to |V|, to start at V x."""
         if self.lora_magnitude_vector is None:
             return
-        self.base_row_squares = row_squares(linear.dense_weight(torch.float32))
+        dense = linear.dense_weight(torch.float32)
+        self.base_row_squares = row_squares(dense)
         a, b = self.lora_A.double(), self.lora_B.double()
         if not b.any():
             self.lora_magnitude_vector.copy_(self.base_row_squares.sqrt())  # V is W: no second dense matrix
             return
-        dense = linear.dense_weight(torch.float32)
         direction = dense.double().addmm_(b, a, alpha=self.scale)
         self.lora_magnitude_vector.copy_(torch.linalg.vector_norm(direction, dim=1))
 
@@ -156,10 +151,6 @@ class LowRank(Adapter):
             self.exact_norm,
             self.tensor_group,
         )
-
-    def branch(self, linear: LinearLayer) -> Branch:
-        """This adapter and its layer as an argument of `low_rank_linears`."""
-        return Branch(linear, self.factors())
 
     def adapt_output(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         """y + s B A x, for LoRA on top of another adapter. DoRA scales the weight itself, so it can only be lowest."""

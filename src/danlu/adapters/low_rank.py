@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.adapters.adapter import saved_inputs
 from danlu.adapters.dropout import Dropout
 from danlu.types import LinearLayer, Recomputed, ReduceGroup
 
@@ -59,7 +60,7 @@ def low_rank_linears(
     """
     call = _Call(tuple(branches), dropout if dropout is not None and dropout.active else None, recomputed)
     if not torch.is_grad_enabled():
-        return tuple(result.y for result in _forward(x, call)[1])
+        return tuple(y for y, _ in _forward(x, call)[1])
     flat: list[Tensor | None] = []
     for branch in branches:
         factors = branch.factors
@@ -79,14 +80,6 @@ class _Call:
 
 
 @dataclass
-class _BranchResult:
-    """What the forward pass of one branch computes: the output, and for DoRA what its gradient needs."""
-
-    y: Tensor
-    direction: _Direction | None = None
-
-
-@dataclass
 class _Direction:
     """DoRA's V = W + s B A by its norms, and the products that they were computed from."""
 
@@ -96,14 +89,15 @@ class _Direction:
     gram: Tensor  # [r, r] float32: A A^T, of whole rows
 
 
-def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[_BranchResult]]:
-    """U = A x of all branches, [T, R], and the result of each branch."""
+def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[tuple[Tensor, _Direction | None]]]:
+    """U = A x of all branches, [T, R], and of each branch its output and, for DoRA, what its gradient needs."""
     u = (x if call.dropout is None else call.dropout(x)) @ _joined_a(call, x.dtype).t()
-    results, start = [], 0
+    results: list[tuple[Tensor, _Direction | None]] = []
+    start = 0
     for branch in call.branches:
         linear, factors = branch.linear, branch.factors
         if factors is None:
-            results.append(_BranchResult(linear.base(x)))
+            results.append((linear.base(x), None))
             continue
         rank = factors.a.shape[0]
         own_u = u[:, start : start + rank]  # [T, r], the columns of this branch
@@ -115,7 +109,7 @@ def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[_BranchResult]]:
             y = F.linear(x, effective, bias)
         # In place: y is this operation's own output, and no [T, O] temporary is made.
         y.addmm_(own_u, _scaled(factors.b * factors.scale, direction).to(x.dtype).t())
-        results.append(_BranchResult(y, direction))
+        results.append((y, direction))
     return u, results
 
 
@@ -169,15 +163,14 @@ class _LowRankLinears(torch.autograd.Function):
         ctx.call = replace(call, recomputed=None if call.recomputed is None else call.recomputed._replace(inputs=()))
         # By the time of the backward pass the dropout state may be that of another micro-batch.
         ctx.token_keys = None if call.dropout is None else call.dropout.state.token_keys(x)
-        ctx.directions = [result.direction for result in results]
-        saved_x: tuple[Tensor, ...] = ()
-        if any(a is not None and a.requires_grad for a in flat[1::4]):
-            saved_x = (x,) if call.recomputed is None else call.recomputed.inputs
+        ctx.directions = [direction for _, direction in results]
+        trains_a = any(a is not None and a.requires_grad for a in flat[1::4])
+        saved_x = saved_inputs(x, call.recomputed) if trains_a else ()
         ctx.saved_x_count = len(saved_x)
         # V x, for the gradient of DoRA's magnitudes, is computed from y; mostly the next operation saves y anyway.
-        outputs = [result.y if result.direction is not None else None for result in results]
+        outputs = [None if direction is None else y for y, direction in results]
         ctx.save_for_backward(*saved_x, u, *outputs, *flat)
-        return tuple(result.y for result in results)
+        return tuple(y for y, _ in results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]

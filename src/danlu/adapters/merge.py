@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from danlu.adapters.adapter import DenseLinear
 from danlu.adapters.adapter_set import AdapterSet, dense_linear, in_float32
-from danlu.adapters.slot import EmbeddingSlot, LinearSlot, Slot
+from danlu.adapters.slot import EmbeddingSlot, Slot
 from danlu.errors import ModelError
 
 UNMERGEABLE_KINDS = ("bottleneck", "prefix", "prompt")
@@ -39,16 +40,19 @@ def merged_parameter(adapters: AdapterSet, name: str) -> Tensor:
     owner_name, _, attribute = name.rpartition(".")
     owner: Any = adapters.model.get_submodule(owner_name)
     slot = getattr(owner, "adapter", None)
-    if isinstance(slot, EmbeddingSlot):
-        return slot.merged_into(in_float32(getattr(owner, attribute)))
-    if isinstance(slot, LinearSlot) and slot.stack():
-        dense = slot.merged_into(dense_linear(owner))
-        merged = dense.weight if attribute == "weight" else dense.bias
-        assert merged is not None, f"{name} is not a parameter of the layer"
-        return merged
-    if attribute == "weight" and getattr(owner, "quantized", None) is not None:
-        return dense_linear(owner).weight
-    return in_float32(getattr(owner, attribute))
+    if not isinstance(slot, Slot) and getattr(owner, "quantized", None) is None:
+        return in_float32(getattr(owner, attribute))
+    merged: Tensor | None = getattr(_merged_layer(owner), attribute)
+    assert merged is not None, f"{name} is not a parameter of the layer"
+    return merged
+
+
+def _merged_layer(layer: Any) -> DenseLinear:
+    """The weight and bias of a linear layer or an embedding with the active adapters merged into them."""
+    if isinstance(layer.adapter, EmbeddingSlot):
+        return DenseLinear(layer.adapter.merged_into(in_float32(layer.weight)), None)
+    dense = dense_linear(layer)
+    return dense if layer.adapter is None else layer.adapter.merged_into(dense)
 
 
 @torch.no_grad()
@@ -80,15 +84,12 @@ def merge_weights(adapters: AdapterSet) -> None:
         slot, bias = owner.adapter, getattr(owner, "bias", None)
         if slot.stack():
             stored = owner.quantized.dtype if owner.weight is None else owner.weight.dtype
-            if isinstance(slot, EmbeddingSlot):
-                weight, merged_bias = slot.merged_into(in_float32(owner.weight)), None
-            else:
-                dense = slot.merged_into(dense_linear(owner))
-                weight, merged_bias = dense.weight, dense.bias
+            merged = _merged_layer(owner)
+            if owner.weight is None:
                 owner.quantized = None  # the merged weight is dense
-            owner.weight = Parameter(weight.to(stored), requires_grad=False)
-            if bias is not None and merged_bias is not None:
-                owner.bias = Parameter(merged_bias.to(bias.dtype), requires_grad=False)
+            owner.weight = Parameter(merged.weight.to(stored), requires_grad=False)
+            if bias is not None and merged.bias is not None:
+                owner.bias = Parameter(merged.bias.to(bias.dtype), requires_grad=False)
         owner.adapter = None
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, DenseLinear, module_of_type
+from danlu.adapters.adapter import Adapter, DenseLinear, module_of_type, saved_inputs
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.hf_layers import hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
@@ -166,9 +166,7 @@ class _Path(torch.autograd.Function):
         dropout: Dropout | None,
         recomputed: Recomputed | None,
     ) -> Tensor:
-        saved_x: tuple[Tensor, ...] = ()
-        if ctx.needs_input_grad[1]:
-            saved_x = (x,) if recomputed is None else recomputed.inputs
+        saved_x = saved_inputs(x, recomputed) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(m, cos, sin, *saved_x)
         ctx.folding, ctx.dropout = folding, dropout
         # Without its inputs: recomputation and offload can only free what `save_for_backward` was given.

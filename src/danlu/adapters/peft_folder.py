@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from danlu.adapters.adapter_set import AdapterSet, AddedAdapter
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.peft_formats import FORMATS, format_of
 from danlu.adapters.peft_lora import for_original_base
-from danlu.adapters.peft_values import PREFIX, PeftReader
+from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftReader
 from danlu.errors import ModelError
 
 
@@ -136,20 +135,20 @@ def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
 
     Raises ModelError for tensors that are missing, unknown, or of another shape, as in an adapter of another base.
     """
-    contents = _contents(adapters, folder)
-    where, section = str(folder.path / WEIGHTS), contents.section
-    for key, tensor in contents.untrained.items():
+    where = str(folder.path / WEIGHTS)
+    section, values, fully_trained, untrained = _contents(adapters, folder)
+    for key, tensor in untrained.items():
         _check_base(adapters, key, tensor, where)
-    if any(_base_parameter(key) == "model.embed_tokens.weight" for key in contents.fully_trained):
+    if any(_base_parameter(key) == "model.embed_tokens.weight" for key in fully_trained):
         adapters.head_as_linear()  # PEFT leaves a tied head at the base's embedding
     adapters.add(name, section, check_ranks=False)
     added = adapters.added[name]
-    for place, by_name in contents.values.items():
+    for place, by_name in values.items():
         parameters = dict(added.modules[place].named_parameters())
         for key, value in by_name.items():
             parameters[key].data.copy_(value)
     copies = {adapters.hf_name(copy.name): copy for copy in added.copies}
-    for key, tensor in contents.fully_trained.items():
+    for key, tensor in fully_trained.items():
         copy = copies.get(_base_parameter(key))
         if copy is None:
             raise ModelError(f"{where}: {key} is of the base, and {CONFIG} does not say in `bias` that it is trained")
@@ -163,21 +162,17 @@ def section_of(adapters: AdapterSet, folder: AdapterFolder) -> Any:
 
     Raises ModelError as `add_adapter` does, except for an embedding that is not the base's.
     """
-    return _contents(adapters, folder).section
+    return _contents(adapters, folder)[0]
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """The content of an adapter folder, for the model at hand."""
+def _contents(
+    adapters: AdapterSet, folder: AdapterFolder
+) -> tuple[Any, ModuleValues, dict[str, Tensor], dict[str, Tensor]]:
+    """Reads an adapter folder: its section, the values of its modules, and by their keys in the file the parameters of
+    the base that it trains in full, and the embeddings of the base that PEFT writes beside an adapter of them.
 
-    section: Any
-    values: Mapping[str, Mapping[str, Tensor]]  # of each module's parameters, by the module's site or slot
-    fully_trained: Mapping[str, Tensor]  # parameters of the base, by their keys in the file
-    untrained: Mapping[str, Tensor]  # embeddings of the base, which PEFT writes beside an adapter of them
-
-
-def _contents(adapters: AdapterSet, folder: AdapterFolder) -> _Contents:
-    """Reads an adapter folder. Raises ModelError for one that does not fit the model, or that danlu cannot compute."""
+    Raises ModelError for an adapter that does not fit the model, or that danlu cannot compute.
+    """
     where = str(folder.path / WEIGHTS)
     reader = PeftReader(folder.values, read_tensors(folder), where)
     if folder.kind == "LORA":
@@ -193,7 +188,7 @@ def _contents(adapters: AdapterSet, folder: AdapterFolder) -> _Contents:
     settings = _full_training_settings(folder.values, rest, adapters, where)
     fields = type(section).model_fields
     section = section.model_copy(update={key: value for key, value in settings.items() if key in fields})
-    return _Contents(section, values, rest, untrained)
+    return section, values, rest, untrained
 
 
 def _loaded_weight(adapters: AdapterSet, where: str, module: str) -> Tensor | None:

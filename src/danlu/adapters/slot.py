@@ -44,7 +44,7 @@ class LinearSlot(Slot):
             adapted = adapter.adapt_input(x, recomputed)
             x, recomputed = adapted, recomputed if adapted is x else None
         if steps and isinstance(lowest := steps[-1][0], LowRank):
-            (y,) = low_rank_linears(x, [lowest.branch(linear)], lowest.dropout, recomputed)
+            (y,) = low_rank_linears(x, [Branch(linear, lowest.factors())], lowest.dropout, recomputed)
             steps.pop()
         else:
             y = linear.base(x)

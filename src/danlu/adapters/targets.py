@@ -72,11 +72,8 @@ def select(sites: Sequence[Site], targets: Iterable[str], *, key: str = "adapter
 def _matches(site: Site, target: str) -> bool:
     if target in GROUPS:
         return site.group in GROUPS[target]
-    return any(_ends_with(name, target) or _matches_whole(target, name) for name in (site.name, site.hf_name))
-
-
-def _ends_with(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
+    names = (site.name, site.hf_name)
+    return any(f".{name}".endswith(f".{target}") or _matches_whole(target, name) for name in names)
 
 
 def _matches_whole(pattern: str, name: str) -> bool:
@@ -88,9 +85,7 @@ def _matches_whole(pattern: str, name: str) -> bool:
 
 def _no_match(sites: Sequence[Site], target: str) -> str:
     """The message for a target that no site matches, with the names that are near."""
-    names = sorted(
-        {site.name.rpartition(".")[2] for site in sites} | {site.hf_name.rpartition(".")[2] for site in sites}
-    )
+    names = sorted({name.rpartition(".")[2] for site in sites for name in (site.name, site.hf_name)})
     near = get_close_matches(target.rpartition(".")[2], [*names, *GROUPS], n=3, cutoff=0.5)
     hint = f" Near: {', '.join(near)}." if near else ""
     return f"{target!r} matches no layer of this model.{hint} There are {', '.join([*GROUPS, *names])}"

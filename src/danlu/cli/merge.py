@@ -89,14 +89,9 @@ def write_model(
     from danlu.assembly import merging
     from danlu.plan.precision import DTYPES
 
+    section = quantization_section(quantization)
     merged = merging.merge(
-        sources,
-        out,
-        into=into,
-        force=force,
-        dtype=DTYPES.get(dtype),
-        combination=combination,
-        quantization=quantization_section(quantization),
+        sources, out, into=into, force=force, dtype=DTYPES.get(dtype), combination=combination, quantization=section
     )
     if quantization is None and merged.trained_over is not None and not merged.quantized:
         kind = merged.trained_over
@@ -113,9 +108,8 @@ def write_model(
 def rounding_lines(merged: Merged) -> list[str]:
     """Lines on the type of the written weights, and on the errors of rounding to it."""
     name = str(merged.dtype).removeprefix("torch.")
-    lines = []
-    if merged.quantized:
-        lines.append("the base is quantized: merged into its dequantized weights, and written unquantized")
+    dequantized = "the base is quantized: merged into its dequantized weights, and written unquantized"
+    lines = [dequantized] if merged.quantized else []
     if not merged.rounding.by_name:
         return [*lines, f"written in {name}, as it was computed: nothing was rounded"]
     worst, largest = merged.rounding.worst

@@ -74,15 +74,13 @@ class KVCache:
         dropped = set(rows)
         count = len(self.lengths) - len(dropped)
         movers = (row for row in range(count, len(self.lengths)) if row not in dropped)
-        moves = [(hole, next(movers)) for hole in range(count) if hole in dropped]
+        order = [next(movers) if row in dropped else row for row in range(count)]
+        moves = [(row, mover) for row, mover in enumerate(order) if row != mover]
         for layer, (keys, values) in self._layers.items():
-            for hole, mover in moves:
-                keys[hole, :, : self.lengths[mover]] = keys[mover, :, : self.lengths[mover]]
-                values[hole, :, : self.lengths[mover]] = values[mover, :, : self.lengths[mover]]
+            for row, mover in moves:
+                keys[row, :, : self.lengths[mover]] = keys[mover, :, : self.lengths[mover]]
+                values[row, :, : self.lengths[mover]] = values[mover, :, : self.lengths[mover]]
             self._layers[layer] = (keys[:count], values[:count])
-        order = list(range(count))
-        for hole, mover in moves:
-            order[hole] = mover
         self.lengths = [self.lengths[row] for row in order]
         return order
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, is_adapter
@@ -37,8 +38,8 @@ class ResolvedModel:
     @property
     def virtual_tokens_per_prompt(self) -> int:
         """How many tokens of the model's context the first stack puts before every prompt."""
-        counts = [adapter.values.get("num_virtual_tokens") for adapter in self.stacks[0]] if self.stacks else []
-        return sum(count for count in counts if isinstance(count, int))
+        numbers = [adapter.values.get("num_virtual_tokens") for adapter in self.stacks[0]] if self.stacks else []
+        return sum(number for number in numbers if isinstance(number, int))
 
 
 def resolve_model(path_or_id: str, base: str | None = None, adapters: Sequence[str] = ()) -> ResolvedModel:
@@ -89,11 +90,8 @@ def adapter_names(stacks: Sequence[Stack]) -> list[str]:
         path = stack[-1].path.resolve()
         in_run = (path.parent / "recipe.yaml").is_file() and path.name.startswith("adapter")
         name = (path.parent.name + path.name.removeprefix("adapter") if in_run else path.name).replace(" ", "-")
-        taken, number = {*names, "none"}, 2
-        unique = name
-        while unique in taken:
-            unique, number = f"{name}-{number}", number + 1
-        names.append(unique)
+        candidates = chain((name,), (f"{name}-{number}" for number in count(2)))
+        names.append(next(candidate for candidate in candidates if candidate not in (*names, "none")))
     return names
 
 
