@@ -49,6 +49,11 @@ def echo(text: str, *, end: str = "\n") -> None:
     _write(sys.stdout, (printable(text) if sys.stdout.isatty() else text) + end)
 
 
+def write_to_stderr(text: str) -> None:
+    """Writes a line by write(2): in a signal handler, or beside a progress bar that holds Python's own stderr."""
+    os.write(2, f"\n{text}\n".encode())
+
+
 def wrap_to_terminal(text: str, stream: TextIO) -> str:
     """The text in lines no wider than the terminal; unchanged where the stream is not a terminal."""
     if not stream.isatty():

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def metrics(step: int, loss: float = 2.5, **extra: float) -> StepMetrics:
 
 
 def test_one_valid_json_object_a_line(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path / "run" / "metrics.jsonl") as log:
+    with closing(MetricsLog(tmp_path / "run" / "metrics.jsonl")) as log:
         log.step(metrics(1, z_loss=0.25))
         log.evaluation(1, {"loss": 2.0, "perplexity": math.inf})
         log.event(2, "overflow", scale=0.1, reason="日本")
@@ -54,7 +55,7 @@ def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
 
 def test_floats_come_back_exactly(tmp_path: Path) -> None:
     values = [0.1 + 0.2, 1e-320, math.pi * 1e300]
-    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+    with closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
         log.evaluation(1, {str(index): value for index, value in enumerate(values)})
     assert [read_metrics(log.path)[0][f"eval_{index}"] for index in range(3)] == values
 
@@ -62,7 +63,7 @@ def test_floats_come_back_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b"x" * 200_000])
 def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with closing(MetricsLog(path)) as log:
         log.step(metrics(1))
         log.step(metrics(2))
     whole = path.read_bytes()
@@ -77,7 +78,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     def run(path: Path, first: int, last: int, speed: float, lines: int) -> None:
-        with MetricsLog(path) as log:
+        with closing(MetricsLog(path)) as log:
             log.truncate(lines)
             for step in range(first, last + 1):
                 log.step(StepMetrics(step, 1 / step, 0.5, 1e-4, 10, 9, speed, int(speed), {"mfu": speed}))

@@ -108,7 +108,7 @@ def exit_report_of(rank: int, error: BaseException) -> ExitReport:
         return ExitReport(rank, "error", reported.exit_code, tuple(reported.problems))
     if isinstance(reported, DanluError):
         return ExitReport(rank, "error" if reported is error else "hang", reported.exit_code, (str(reported),))
-    where = "" if process_group is None else str(process_group.PHASE)
+    where = "" if process_group is None else process_group.current_phase()
     trace = "".join(traceback.format_exception(error)).rstrip()
     if exit_reports.is_peer_failure(error):
         message = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from danlu.errors import TrainingError
 from danlu.language.outputs import DecoderOutputs
 from danlu.models.decoder import Decoder
-from danlu.train.diagnosis import first_few
+from danlu.train.units import first_few
 from danlu.types import Attend, Batch
 
 

@@ -51,7 +51,7 @@ class AdamW:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
                 if not self.state[parameter]:
-                    self._init_state(parameter, _zeros)
+                    self._init_state(parameter, TensorSpec.zeros)
                 if parameter in self._rows_with_moments:  # all of them from now on
                     self._rows_with_moments[parameter].fill_(True)
             if self.pages is None:
@@ -118,18 +118,12 @@ class AdamW:
             else:
                 self.state[parameter] = {name: tensor.to(parameter.device) for name, tensor in state.items()}
 
-    def _init_state(self, parameter: Parameter, zeros: Callable[[TensorSpec, torch.device], Tensor]) -> State:
+    def _init_state(self, parameter: Parameter, zeros: Callable[[TensorSpec, torch.device], Tensor]) -> None:
         if self.pages is not None:
-            state = self.pages.zeros(parameter)
+            self.state[parameter] = self.pages.zeros(parameter)
         else:
             specs = self.moments.specs(parameter.shape)
-            state = {name: zeros(spec, parameter.device) for name, spec in specs.items()}
-        self.state[parameter] = state
-        return state
-
-
-def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+            self.state[parameter] = {name: zeros(spec, parameter.device) for name, spec in specs.items()}
 
 
 def _untouched_zeros(spec: TensorSpec, device: torch.device) -> Tensor:

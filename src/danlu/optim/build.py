@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -127,9 +127,8 @@ class Optimizers:
 
         Raises CheckpointError for another kind of optimizer.
         """
-        self._check_kind(scalars)
         tensors = {}
-        for name, spec in self._expected_state(unstepped=set(scalars.get("unstepped", ()))).items():
+        for name, spec in self._expected_state(scalars).items():
             key, _, parameter_name = name.partition(".")
             parameter = self.parameters[parameter_name]
             optimizer = self._optimizer_of[parameter]
@@ -146,8 +145,7 @@ class Optimizers:
         Raises CheckpointError, before anything is changed, for another kind of optimizer and for a state tensor that is
         missing, unknown, or of another shape or type.
         """
-        self._check_kind(scalars)
-        expected = self._expected_state(unstepped=set(scalars.get("unstepped", ())))
+        expected = self._expected_state(scalars)
         check_state(tensors, expected)
         states: dict[AnyOptimizer, dict[Parameter, dict[str, Tensor]]] = defaultdict(dict)
         for name in expected:
@@ -159,7 +157,7 @@ class Optimizers:
 
     def state_bytes(self) -> int:
         """Bytes of state once every parameter has been stepped, known before the first step allocates it."""
-        return sum(spec.bytes for spec in self._expected_state(unstepped=set()).values())
+        return sum(spec.bytes for spec in self._expected_state({"kind": self.kind}).values())
 
     def resident_state_bytes(self) -> int:
         """Those of `state_bytes` that stay in memory: of paged state, what belongs to the largest parameter."""
@@ -188,15 +186,17 @@ class Optimizers:
     def _galore_optimizers(self) -> list[GaLore]:
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, GaLore)]
 
-    def _check_kind(self, scalars: Mapping[str, Any]) -> None:
+    def _expected_state(self, scalars: Mapping[str, Any]) -> TensorSpecs:
+        """Shape and type of every tensor of the state that `state_scalars` belong to, by its name.
+
+        Raises CheckpointError for another kind of optimizer.
+        """
         if scalars.get("kind") != self.kind:
             raise CheckpointError(
                 f"the checkpoint holds the state of optimizer {scalars.get('kind')!r}, the recipe asks for "
                 f"{self.kind!r}. Resume with the recipe of the run, or start a new run from its weights."
             )
-
-    def _expected_state(self, unstepped: set[str]) -> TensorSpecs:
-        """Shape and type of every state tensor by its name, of parameters that are not in `unstepped`."""
+        unstepped = set(scalars.get("unstepped", ()))
         return {
             f"{key}.{name}": spec
             for name, parameter in self.parameters.items()
@@ -242,12 +242,9 @@ def _paged(section: sections.Optimizer, folder: str | None) -> sections.Optimize
         case sections.PagedAdamW():
             return section.model_copy(update={"folder": section.folder or folder})
         case sections.AdamW() | sections.AdamW8bit():
-            common = {
-                name: getattr(section, name) for name in ("learning_rate", "weight_decay", "betas", "eps", "decay")
-            }
-            return sections.PagedAdamW(
-                **common, bits=8 if isinstance(section, sections.AdamW8bit) else 32, folder=folder
-            )
+            common = section.model_dump(include={"learning_rate", "weight_decay", "betas", "eps", "decay"})
+            bits: Literal[8, 32] = 8 if isinstance(section, sections.AdamW8bit) else 32
+            return sections.PagedAdamW(**common, bits=bits, folder=folder)
     raise AssertionError(f"the recipe's rules offload AdamW's state alone, not that of {section.kind}")
 
 
@@ -327,11 +324,7 @@ def _galore(named: NamedParameters, section: sections.GaLore, rate_of: RateOf | 
 
 
 def _param_groups(named: NamedParameters, section: sections.Optimizer, rate_of: RateOf | None) -> list[dict[str, Any]]:
-    """The parameter groups as torch's optimizers take them; "ratio" is a group's learning rate over the optimizer's."""
-    return [
-        {"params": list(group.parameters), "weight_decay": group.weight_decay, "ratio": group.ratio}
-        for group in parameter_groups(named, section.decay, section.weight_decay, rate_of)
-    ]
+    return parameter_groups(named, section.decay, section.weight_decay, rate_of)
 
 
 def _step_one_by_one(optimizer: AnyOptimizer, parameters: Set[Parameter], free_gradients: bool) -> None:

@@ -155,8 +155,7 @@ class GaLore:
         state = self.state.get(parameter)
         if state is None:
             specs = self.moments.specs(gradient.shape)
-            state = {name: torch.zeros(s.shape, dtype=s.dtype, device=gradient.device) for name, s in specs.items()}
-            self.state[parameter] = state
+            state = self.state[parameter] = {name: spec.zeros(gradient.device) for name, spec in specs.items()}
         state["projector"] = projector
         # AdamW moves a weight by -lr x direction: weights of 0 at a rate of 1 become the negative direction.
         direction = torch.zeros_like(gradient)

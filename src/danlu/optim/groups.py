@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch.nn import Parameter
 
@@ -14,16 +13,6 @@ Role = Literal["matrix", "embedding", "head", "vector"]
 # Modules whose weight is looked up by token or position, in the names of the families we read.
 _EMBEDDINGS = frozenset({"embed_tokens", "embed_positions", "embedding", "wte", "wpe"})
 _HEADS = frozenset({"lm_head"})
-
-
-@dataclass(frozen=True)
-class ParameterGroup:
-    """Parameters that share a weight decay and a learning rate, in rising order of name."""
-
-    names: tuple[str, ...]
-    parameters: tuple[Parameter, ...]
-    weight_decay: float
-    ratio: float = 1.0  # of the learning rate to the optimizer's own
 
 
 def role(name: str, parameter: Parameter) -> Role:
@@ -51,25 +40,23 @@ def parameter_groups(
     decay: Literal["matrices", "all"],
     weight_decay: float,
     rate_of: Callable[[str], float] | None = None,
-) -> list[ParameterGroup]:
+) -> list[dict[str, Any]]:
     """Splits trainable parameters into decayed and not decayed, and both by learning rate; no group is empty.
+
+    Groups are as torch's optimizers take them: "params" in rising order of name, "weight_decay", and "ratio", which is
+    that of the group's learning rate to the optimizer's own.
 
     `matrices` decays weights of matrix products (the untied head and the matrices of adapters among them) and leaves
     norms, biases and embeddings alone; `all` decays everything. `rate_of` gives a parameter, by name, the ratio of its
     learning rate to the optimizer's own, as LoRA+ does for B (arXiv:2402.12354); by default all have the same.
     """
-    members_of: dict[tuple[float, float], list[tuple[str, Parameter]]] = {}
+    params_of: dict[tuple[bool, float], list[Parameter]] = {}
     for name, parameter in trainable(named_parameters):
         decayed = decay == "all" or role(name, parameter) in ("matrix", "head")
         ratio = 1.0 if rate_of is None else rate_of(name)
         assert 0 < ratio < math.inf, f"{name}: {ratio} is no ratio of learning rates"
-        members_of.setdefault((not decayed, ratio), []).append((name, parameter))
+        params_of.setdefault((not decayed, ratio), []).append(parameter)
     return [
-        ParameterGroup(
-            tuple(name for name, _ in members),
-            tuple(parameter for _, parameter in members),
-            0.0 if undecayed else weight_decay,
-            ratio,
-        )
-        for (undecayed, ratio), members in sorted(members_of.items(), key=lambda item: item[0])
+        {"params": params, "weight_decay": 0.0 if undecayed else weight_decay, "ratio": ratio}
+        for (undecayed, ratio), params in sorted(params_of.items(), key=lambda item: item[0])
     ]

@@ -28,6 +28,10 @@ class TensorSpec:
         """Bytes of such a tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
+    def zeros(self, device: torch.device) -> Tensor:
+        """Such a tensor of zeros."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
 
 class Moments(Protocol):
     """A way of keeping the two moments. The state of a parameter is a dictionary of tensors, all zeros at first."""

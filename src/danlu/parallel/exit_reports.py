@@ -16,16 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from danlu.errors import (
-    CheckpointError,
-    DanluError,
-    DataError,
-    InternalError,
-    ModelError,
-    RecipeError,
-    ResourceError,
-    TrainingError,
-)
+from danlu.errors import DanluError, RecipeError, ResourceError
 from danlu.parallel.world import format_ranks
 
 Kind = Literal["begun", "finished", "stopped", "error", "failure", "hang", "consequence"]
@@ -39,19 +30,8 @@ LOADED = "has loaded torch"
 EXIT_REPORT = "DANLU_EXIT_REPORT"
 """The environment variable with the path of a process's exit report."""
 
-_ERRORS: dict[int, type[DanluError]] = {
-    kind.exit_code: kind
-    for kind in (
-        DanluError,
-        RecipeError,
-        DataError,
-        ModelError,
-        CheckpointError,
-        ResourceError,
-        TrainingError,
-        InternalError,
-    )
-}
+# The kinds of `danlu.errors`, each of which has an exit code of its own.
+_ERRORS = {kind.exit_code: kind for kind in DanluError.__subclasses__()}
 
 _LESS_MEMORY = (
     "To need less memory set batch.micro lower, memory: {recompute: full}, or parallel: zero3; the start of the run "

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -106,16 +106,11 @@ def pending_collective() -> PendingCollective | None:
         for group, ranks in list(dist.distributed_c10d._world.pg_group_ranks.items())
         if isinstance(group, dist.ProcessGroup)  # groups that this process is no member of are numbers there
     }
-    pending = [oldest_pending(json.loads(dump()), members, time.time_ns()) for dump in _dumps()]
+    # gloo has a recorder of its own, and so has NCCL where torch comes with it.
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    dumps = filter(None, (getattr(torch._C._distributed_c10d, name, None) for name in names))
+    pending = [oldest_pending(json.loads(dump()), members, time.time_ns()) for dump in dumps]
     return max(filter(None, pending), key=lambda collective: collective.elapsed_s, default=None)
-
-
-def _dumps() -> Iterator[Callable[[], str]]:
-    """Functions that dump a flight recorder: gloo's, and NCCL's where torch has it; each keeps its own."""
-    module = torch._C._distributed_c10d
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if (dump := getattr(module, name, None)) is not None:
-            yield dump
 
 
 def main_thread_line() -> str:

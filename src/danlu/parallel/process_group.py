@@ -27,17 +27,7 @@ from danlu.parallel.flight_recorder import BUFFER_ENTRIES
 from danlu.parallel.rendezvous import rendezvous
 from danlu.parallel.watchdog import PHASE, Watchdog
 from danlu.parallel.world import World, format_ranks, world_from_environment
-
-__all__ = [
-    "LAUNCHER",
-    "PHASE",
-    "ProcessRank",
-    "error_to_report",
-    "is_first_to_report",
-    "join_process_group",
-    "leave_process_group",
-    "untimed_barrier",
-]
+from danlu.terminal import write_to_stderr
 
 LAUNCHER = "DANLU_LAUNCHER"
 """The environment variable with the process number of the danlu that has started this process."""
@@ -96,7 +86,7 @@ def join_process_group(device: str, timeout_s: float, say: Callable[[str], None]
     os.environ.update(world.variables())
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(BUFFER_ENTRIES))
     launcher = None if LAUNCHER not in os.environ else int(os.environ[LAUNCHER])
-    say = say or _say_stderr
+    say = say or write_to_stderr
     store = rendezvous(world, max(timeout_s, _LEAST_RENDEZVOUS_S), say, lambda: _require_launcher(launcher))
     if taken is not None:
         agree_on_devices(world, store, taken)
@@ -155,6 +145,11 @@ def error_to_report(error: BaseException) -> BaseException:
     ):
         return TrainingError(report)
     return error
+
+
+def current_phase() -> str:
+    """What the main thread of this process is doing: ``layers.3.mlp (backward, step 17)``."""
+    return str(PHASE)
 
 
 def is_first_to_report() -> bool:
@@ -248,11 +243,6 @@ def _end(rank: int, text: str) -> None:
     """Ends this process, whose main thread may never come back."""
     exit_reports.write_report(exit_reports.ExitReport(rank, "hang", TrainingError.exit_code, (text,)))
     if exit_reports.EXIT_REPORT not in os.environ:
-        _say_stderr(f"error: {text}")
+        write_to_stderr(f"error: {text}")
     sys.stdout.flush()
     os._exit(TrainingError.exit_code)
-
-
-def _say_stderr(text: str) -> None:
-    # By write(2): a progress bar of the main thread may hold Python's own stream.
-    os.write(2, f"\n{text}\n".encode())

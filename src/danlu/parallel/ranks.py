@@ -51,7 +51,7 @@ def ranks_of(layout: Layout, device_type: str) -> Ranks:
 
     def along(axis: str) -> Group:
         ranks = tuple(_ranks_along(layout, coordinates, (axis,)))
-        return Group(axis, ranks, ranks.index(rank), mesh.get_group(axis)) if len(ranks) > 1 else _alone(axis, rank)
+        return Group(axis, ranks, ranks.index(rank), mesh.get_group(axis)) if len(ranks) > 1 else Group(axis, (rank,))
 
     return Ranks(
         layout,
@@ -77,7 +77,7 @@ def _data_group(layout: Layout, rank: int) -> Group:
 
     All processes create the groups at all coordinates of the other axes, as `new_group` demands.
     """
-    own = _alone("data", rank)
+    own = Group("data", (rank,))
     if layout.data == 1:
         return own
     for pipeline, context, tensor in itertools.product(
@@ -87,7 +87,3 @@ def _data_group(layout: Layout, rank: int) -> Group:
         group = new_group("data", _ranks_along(layout, coordinates, ("replicate", "shard")))
         own = group if rank in group.ranks else own
     return own
-
-
-def _alone(name: str, rank: int) -> Group:
-    return Group(name, (rank,))

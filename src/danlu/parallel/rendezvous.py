@@ -38,7 +38,8 @@ def rendezvous(
     """
     if not 0 < world.port < 1 << 16:
         raise RecipeError(f"MASTER_PORT is {world.port} (from {world.source}): ports are numbers from 1 to 65535")
-    wait = _Wait(timeout_s, say if world.local_rank in (0, None) else _silence, check)
+    is_first = world.local_rank in (0, None)  # of its machine: it speaks for all of them
+    wait = _Wait(timeout_s, say if is_first else lambda text: None, check)
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(world, timeout_s, wait))
     if store.add(f"here/{world.rank}", 1) > 1:
         raise RecipeError(f"two processes say that they are rank {world.rank} of {world.size} at {_address(world)}")
@@ -128,7 +129,3 @@ def _unreachable(world: World) -> str:
 
 def _address(world: World) -> str:
     return f"{world.address}:{world.port} (from {world.source})"
-
-
-def _silence(text: str) -> None:
-    """In the place of `say` on all processes of a machine but the first."""

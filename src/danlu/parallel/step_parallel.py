@@ -25,14 +25,6 @@ MicroBatchContext = Callable[[bool], AbstractContextManager[None]]
 """Makes the context of a micro-batch's forward and backward pass, from whether it is the step's last."""
 
 
-def _no_context(is_last: bool) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class StepParallel:
     """The part of one process, one among `ranks`, in each step."""
@@ -42,11 +34,11 @@ class StepParallel:
     """By name, what this process has of each parameter; empty on a single process, which has all of the model."""
     partial_gradients: Sequence[tuple[Group, str]] = ()
     """A group and a parameter's name: after the backward pass its gradient is one term of a sum over the group."""
-    micro_batch: MicroBatchContext = _no_context
+    micro_batch: MicroBatchContext = lambda is_last: nullcontext()
     """Around each micro-batch: decides whether gradients are reduced and parameters resharded in it (`no_sync`)."""
-    reshard: Callable[[], None] = _nothing
+    reshard: Callable[[], None] = lambda: None
     """Frees parameters that FSDP2 gathered, after their shards have changed outside of a step."""
-    release_pages: Callable[[], None] = _nothing
+    release_pages: Callable[[], None] = lambda: None
     """Lets the system take back the memory of parameters that lie in a file, after an update or a checkpoint."""
 
     @property

@@ -37,7 +37,6 @@ from danlu.shard_box import ShardBox
 from danlu.types import Axis, LinearShard, VocabShard
 
 LINEAR_AXES: TensorAxes = {"weight": ("outputs", "inputs"), "bias": ("outputs",)}
-EMBEDDING_AXES: TensorAxes = {"weight": ("outputs", "inputs")}
 
 
 class ShardableAdapter(Protocol):
@@ -152,7 +151,7 @@ class Cutter:
 
     def _embedding(self, embedding: Embedding, vocabulary: slice, regions: Regions) -> None:
         shard = self._shard("outputs", vocabulary, slice(0, embedding.weight.shape[1]))
-        self._parameters(embedding, EMBEDDING_AXES, shard, self.alone)
+        self._parameters(embedding, LINEAR_AXES, shard, self.alone)
         self._adapters(embedding.adapter, shard, self.alone)
         embedding.vocab_start = vocabulary.start
         embedding.leave = regions.leave_embedding

@@ -168,16 +168,12 @@ def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
     Their results are not initialised, so only shapes and counts of what runs inside mean anything.
     """
     assert not dist.is_initialized(), "this process belongs to a world already"
-    dist.init_process_group("fake", store=_fake_store(), rank=rank, world_size=world)
+    # Importing it registers the backend, which nothing but counting needs.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    make_store: Callable[[], Any] = FakeStore
+    dist.init_process_group("fake", store=make_store(), rank=rank, world_size=world)
     try:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _fake_store() -> Any:
-    # Importing it registers the backend, which nothing but counting needs.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    store: Callable[[], Any] = FakeStore
-    return store()

@@ -52,9 +52,10 @@ def _from_variables(environ: Mapping[str, str]) -> World | None:
         return None
     missing = [name for name in (_RANK, _ADDRESS, _PORT) if name not in environ]
     if missing:
+        verb = "are" if len(missing) > 1 else "is"
         raise RecipeError(
-            f"{_SIZE} is {size} in the environment, but {' and '.join(missing)} {_are(missing)} not set. Start danlu "
-            f"with torchrun, srun or --processes {size}, which set them all; or unset {_SIZE} to train in one process"
+            f"{_SIZE} is {size} in the environment, but {' and '.join(missing)} {verb} not set. Start danlu with "
+            f"torchrun, srun or --processes {size}, which set them all; or unset {_SIZE} to train in one process"
         )
     rank = _number(environ, _RANK)
     if size < 1:
@@ -119,7 +120,3 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         seen = "not set" if text is None else f"{text!r}, which is no number"
         raise RecipeError(f"{name} is {seen} in the environment; it says how the processes of a run are numbered")
     return int(text)
-
-
-def _are(names: list[str]) -> str:
-    return "are" if len(names) > 1 else "is"

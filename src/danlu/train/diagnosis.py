@@ -8,9 +8,8 @@ from torch import Tensor
 
 from danlu.errors import TrainingError
 from danlu.optim.clip import non_finite
+from danlu.train.units import first_few
 from danlu.types import Item
-
-_ROWS_SHOWN = 3
 
 
 def explain_gradient(
@@ -35,9 +34,3 @@ def explain_weights(weights: Mapping[str, Tensor], step: int) -> TrainingError |
         f"step {step}: its update made weights that are not finite: {first_few(names)}. They are not saved: earlier "
         "checkpoints stay. Lower optimizer.learning_rate, and start again or go on from one of them."
     )
-
-
-def first_few(names: Sequence[str]) -> str:
-    """The first few of the names, and how many more there are."""
-    shown = ", ".join(names[:_ROWS_SHOWN])
-    return shown if len(names) <= _ROWS_SHOWN else f"{shown} and {len(names) - _ROWS_SHOWN} more"

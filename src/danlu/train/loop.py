@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from danlu.errors import DanluError, TrainingError
 from danlu.optim.schedules import multiplier
 from danlu.parallel.watchdog import PHASE
-from danlu.train.diagnosis import explain_gradient, explain_weights, first_few
+from danlu.train.diagnosis import explain_gradient, explain_weights
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.metrics import Value, peak_memory_bytes
 from danlu.train.out_of_memory import OutOfMemory, is_out_of_memory, out_of_memory_message
 from danlu.train.state import Run, restore, shard_boxes, snapshot
 from danlu.train.step import StepGradients, StepObserver, accumulate
+from danlu.train.units import first_few
 from danlu.types import Item, StepMetrics, Totals
 
 

@@ -78,12 +78,6 @@ class MetricsLog:
         if sum(lengths) < os.fstat(self._fd).st_size:  # the last line is torn
             os.ftruncate(self._fd, sum(lengths))
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def step(self, metrics: StepMetrics) -> None:
         """Log one optimizer step, with `extra` laid beside the other fields."""
         self._append(step_fields(metrics))

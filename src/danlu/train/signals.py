@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -10,16 +9,12 @@ from types import FrameType
 from typing import Any
 
 from danlu.errors import Stopped
+from danlu.terminal import write_to_stderr
 
 TOGETHER_S = 1.0
 """`together_s` of a StopRequest in processes that a launcher has started."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def write_to_stderr(text: str) -> None:
-    """Write one line to stderr by write(2): inside a signal handler, print may find its own buffer half-written."""
-    os.write(2, f"\n{text}\n".encode())
 
 
 class StopRequest:

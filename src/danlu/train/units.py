@@ -1,6 +1,10 @@
-"""Formats bytes, counts and seconds for messages and progress lines."""
+"""Formats bytes, counts, seconds and lists of names for messages and progress lines."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SHOWN_NAMES = 3
 
 
 def format_bytes(count: float) -> str:
@@ -33,6 +37,12 @@ def format_duration(seconds: float) -> str:
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     return f"{days}d {hour:02d}:{minute:02d}:{second:02d}" if days else f"{hour}:{minute:02d}:{second:02d}"
+
+
+def first_few(names: Sequence[str], rest: str = "more") -> str:
+    """`a, b, c and 4 more`: the first few of the names, and how many there are of the `rest`."""
+    hidden = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {hidden} {rest}" if hidden > 0 else "")
 
 
 def _three_digits(size: float) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from danlu.errors import CheckpointError
 from danlu.machine import usable_cores
 from danlu.train.checkpoints.manifest import STATE, Manifest, Shard, coverage_problems, read_manifest
+from danlu.train.units import first_few
 
 _HASH_CHUNK_BYTES = 4 << 20
 
@@ -73,7 +74,7 @@ def _shard_problems(file: Path, shard: Shard, names: Collection[str | None], poo
         fd = os.open(file, os.O_RDONLY)
     except FileNotFoundError:
         lost = [entry.label(name) for name, entry in shard.tensors.items()]
-        return [f"{file}: missing; it held {_first_few(lost)}."]
+        return [f"{file}: missing; it held {first_few(lost, 'more tensors')}."]
     try:
         size = os.fstat(fd).st_size
         if size != shard.bytes:
@@ -107,8 +108,3 @@ def _hash_range(fd: int, offset: int, size: int) -> str:
         digest.update(chunk)
         offset += len(chunk)
     return digest.hexdigest()
-
-
-def _first_few(names: Sequence[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more tensors" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
