@@ -11,6 +11,7 @@ of what is recomputed: with `full`, one tensor a layer.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -181,14 +182,14 @@ def _is_weight(tensor: Tensor) -> bool:
 # ── a file, for the CPU ──
 
 
+@dataclass(frozen=True)
 class _MappedFiles:
     """A file for each tensor, as their number and sizes are not known beforehand; it goes with the tensor."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    folder: Path
 
     def offload(self, tensor: Tensor) -> _MappedCopy:
-        return _MappedCopy(tensor, self._folder)
+        return _MappedCopy(tensor, self.folder)
 
     def finish(self) -> None:
         pass
@@ -218,15 +219,14 @@ class _PinnedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.stream = _stream(device)
+        self.stream = _copy_stream(device)
         # Tensors that are being copied out: their memory must not be given to others before it has been read.
         self._copying: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def offload(self, tensor: Tensor) -> _PinnedCopy:
         while self._copying and (len(self._copying) >= _MAX_COPIES or self._copying[0][0].query()):
-            copied, _ = self._copying[0]
+            copied, _ = self._copying.popleft()
             torch.cuda.current_stream(self._device).wait_event(copied)
-            self._copying.popleft()
         on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self.stream.wait_stream(torch.cuda.current_stream(self._device))  # until it has been computed
         with torch.cuda.stream(self.stream):
@@ -271,11 +271,7 @@ class _PinnedCopy:
         return self._on_device
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """One copy stream for all passes on a device: streams are few."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)

@@ -10,6 +10,7 @@ import mmap
 import os
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ from danlu.errors import ResourceError
 # fault of its own.
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _ALIGNMENT = 64  # of a tensor, in bytes: what torch gives its own
+
+
+class Extent(NamedTuple):
+    """Where something lies in a file, in bytes: whole pages, so that it comes and goes alone."""
+
+    start: int
+    size: int
 
 
 class PageFile:

@@ -10,23 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.memory.page_file import PageFile, aligned, default_folder, whole_pages
+from danlu.memory.page_file import Extent, PageFile, aligned, default_folder, whole_pages
 from danlu.optim.moments import State, TensorSpecs
-
-
-@dataclass(frozen=True)
-class _Extent:
-    """Where the state of a parameter lies in the file: whole pages, so that it comes and goes alone."""
-
-    start: int
-    bytes: int
-    offsets: dict[str, int]  # of its tensors by name, from the start of the file
 
 
 class PagedState:
@@ -41,11 +31,12 @@ class PagedState:
 
     def __init__(self, specs: Mapping[Parameter, TensorSpecs], folder: Path | None) -> None:
         self._specs = dict(specs)
-        self._extents: dict[Parameter, _Extent] = {}
+        self._extents: dict[Parameter, Extent] = {}
         end = 0
         for parameter, tensor_specs in self._specs.items():
-            self._extents[parameter] = extent = _lay_out(tensor_specs, end)
-            end += extent.bytes
+            size = whole_pages(sum(aligned(spec.bytes) for spec in tensor_specs.values()))
+            self._extents[parameter] = Extent(end, size)
+            end += size
         self._file = PageFile(end, folder, what="state", field="optimizer.folder")
         self._state: dict[Parameter, State] = {}
         self._next = dict(zip(self._extents, list(self._extents)[1:], strict=False))
@@ -72,7 +63,9 @@ class PagedState:
         """Within it the state of `parameter` is on its device; what is changed there is kept."""
         state = self.tensors(parameter)
         if parameter.device.type == "cpu":
-            self._fetch(parameter)
+            if (following := self._next.get(parameter)) is not None:
+                self._file.prefetch(*self._extents[following])
+            self._file.fetch(*self._extents[parameter], to_write=True)
             yield state
             self.release(parameter)
             return
@@ -83,24 +76,16 @@ class PagedState:
 
     def release(self, parameter: Parameter) -> None:
         """Lets go of the pages of a parameter; the file keeps them."""
-        extent = self._extents[parameter]
-        self._file.release(extent.start, extent.bytes)
-
-    def _fetch(self, parameter: Parameter) -> None:
-        following = self._next.get(parameter)
-        if following is not None:
-            self._file.prefetch(self._extents[following].start, self._extents[following].bytes)
-        extent = self._extents[parameter]
-        self._file.fetch(extent.start, extent.bytes, to_write=True)
+        self._file.release(*self._extents[parameter])
 
     def tensors(self, parameter: Parameter) -> State:
         """The state of a parameter in its pages, whatever they hold."""
         if parameter not in self._state:
-            offsets = self._extents[parameter].offsets
-            self._state[parameter] = {
-                name: self._file.tensor(offsets[name], spec.shape, spec.dtype)
-                for name, spec in self._specs[parameter].items()
-            }
+            self._state[parameter] = state = State()
+            offset = self._extents[parameter].start
+            for name, spec in self._specs[parameter].items():
+                state[name] = self._file.tensor(offset, spec.shape, spec.dtype)
+                offset += aligned(spec.bytes)
         return self._state[parameter]
 
 
@@ -111,12 +96,3 @@ def paged_state(specs: Mapping[Parameter, TensorSpecs], folder: str | None) -> P
         return PagedState(specs, Path(folder).expanduser())
     on_cpu = all(parameter.device.type == "cpu" for parameter in specs)
     return PagedState(specs, default_folder() if on_cpu else None)
-
-
-def _lay_out(tensor_specs: TensorSpecs, start: int) -> _Extent:
-    """Aligned offsets of the tensors of one parameter's state, from `start` on."""
-    offsets, end = {}, start
-    for name, spec in tensor_specs.items():
-        offsets[name] = end
-        end += aligned(spec.bytes)
-    return _Extent(start, whole_pages(end - start), offsets)

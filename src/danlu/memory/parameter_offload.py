@@ -12,8 +12,8 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from danlu.errors import RecipeError
-from danlu.memory.page_file import PageFile, aligned, whole_pages
+from danlu.memory.page_file import Extent, PageFile, whole_pages
 from danlu.models.decoder import Decoder
 
 _MIN_BYTES = 4096
 """Tensors of no more bytes stay where they are: a page would be as large."""
-
-
-@dataclass(frozen=True)
-class _Extent:
-    """Where a tensor lies in the file, in bytes."""
-
-    start: int
-    bytes: int
 
 
 class MappedTensors:
@@ -47,13 +39,12 @@ class MappedTensors:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path, *, what: str) -> None:
-        self._extents: dict[str, _Extent] = {}
-        end = 0
+        self._extents: dict[str, Extent] = {}
+        self.bytes = 0
         for name, tensor in tensors.items():
-            self._extents[name] = _Extent(end, whole_pages(aligned(tensor.nbytes)))
-            end += self._extents[name].bytes
-        self.bytes = end
-        self._file = PageFile(end, folder, what=what, field="memory.folder")
+            self._extents[name] = Extent(self.bytes, whole_pages(tensor.nbytes))
+            self.bytes += self._extents[name].size
+        self._file = PageFile(self.bytes, folder, what=what, field="memory.folder")
 
     def move(self, name: str, tensor: Tensor) -> Tensor:
         """Copies a tensor to its place in the file; returns the mapped one, row-major."""
@@ -64,21 +55,18 @@ class MappedTensors:
 
     def fetch(self, names: Iterable[str]) -> None:
         """Brings tensors into memory; they are there when it returns."""
-        for extent in self._extents_of(names):
-            self._file.fetch(extent.start, extent.bytes, to_write=False)
+        for name in names:
+            self._file.fetch(*self._extents[name], to_write=False)
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Begins to read tensors from the disk, without waiting."""
-        for extent in self._extents_of(names):
-            self._file.prefetch(extent.start, extent.bytes)
+        for name in names:
+            self._file.prefetch(*self._extents[name])
 
     def release(self, names: Iterable[str]) -> None:
         """Takes tensors from memory; whoever touches one of them gets it back, a page at a time."""
-        for extent in self._extents_of(names):
-            self._file.release(extent.start, extent.bytes)
-
-    def _extents_of(self, names: Iterable[str]) -> Iterator[_Extent]:
-        yield from (self._extents[name] for name in names)
+        for name in names:
+            self._file.release(*self._extents[name])
 
 
 class OffloadedLayers:
@@ -133,7 +121,8 @@ def offload_parameters(model: Decoder, folder: Path, *, prefetch_layers: int = 1
     Raises ResourceError when the folder cannot hold them, RecipeError when the layers are not on a CPU: there a GPU's
     memory is not what they take.
     """
-    tensors = {name: local for name, tensor in _tensors(model.layers) if _can_move(tensor, local := _local(tensor))}
+    named = dict(chain(model.layers.named_parameters(), model.layers.named_buffers()))  # each tensor once
+    tensors = {name: local for name, tensor in named.items() if _can_move(tensor, local := _local(tensor))}
     if devices := sorted({local.device.type for local in tensors.values()} - {"cpu"}):
         raise RecipeError(
             f"memory.folder: the weights of the layers are on {devices[0]}, and only those in the host's memory can "
@@ -141,20 +130,13 @@ def offload_parameters(model: Decoder, folder: Path, *, prefetch_layers: int = 1
         )
     mapped = MappedTensors(tensors, folder, what="weights")
     with torch.no_grad():
-        for name, tensor in _tensors(model.layers):
-            if name in tensors:
-                _replace_local(tensor, mapped.move(name, tensors[name]))
+        for name, local in tensors.items():
+            _replace_local(named[name], mapped.move(name, local))
     names = [[name for name in tensors if name.startswith(f"{layer}.")] for layer in model.layers]
     offloaded = OffloadedLayers(mapped, names, prefetch_layers)
     for index, layer in enumerate(model.layers.values()):
         offloaded.install_hooks(index, layer)
     return offloaded
-
-
-def _tensors(layers: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, each once."""
-    yield from layers.named_parameters()
-    yield from layers.named_buffers()
 
 
 def _local(tensor: Tensor) -> Tensor:

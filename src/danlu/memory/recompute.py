@@ -91,11 +91,11 @@ def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:
     model.segments = parts if any(isinstance(part, RecomputedFunction) for part in parts) else ()
 
 
+@dataclass(frozen=True)
 class _Segment:
     """Layers that are called one after the other, as one function."""
 
-    def __init__(self, layers: Sequence[Callable[..., Tensor]]) -> None:
-        self.layers = layers
+    layers: Sequence[Callable[..., Tensor]]
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
         for layer in self.layers:
@@ -119,11 +119,10 @@ def wrap_layer(layer: Any, kind: Kind, where: str = "layer", *, gathered: bool =
 
 def unwrap_layer(layer: Layer) -> None:
     """Undoes `wrap_layer`."""
-    for owner, name in [
-        (layer, "forward"),
-        *((owner, name) for kind in KINDS for owner, name, _ in _recompute_points(layer, kind)),
-    ]:
-        vars(owner).pop(name, None)
+    vars(layer).pop("forward", None)
+    for kind in KINDS:
+        for owner, name, _ in _recompute_points(layer, kind):
+            vars(owner).pop(name, None)
     if isinstance(layer.enter, RecomputedFunction):
         layer.enter = layer.enter.function
 

@@ -18,7 +18,7 @@ either compiled or recomputed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -57,8 +57,7 @@ class RecomputedFunction:
         with saved_tensors_hooks(frame.pack, _unpack):
             y = self.function(*args)
         outputs = None if self.within is None else self.within.outputs
-        is_registered = outputs is not None and outputs.register(frame, y)
-        frame.close(output_may_be_saved=is_registered)
+        frame.close(output_may_be_saved=outputs is not None and outputs.register(frame, y))
         return y
 
 
@@ -263,11 +262,11 @@ class _Frame:
                 raise self._differs()
             self._tensors[output] = y.detach()
 
-    def _arguments(self) -> Iterator[Any]:
+    def _arguments(self) -> list[Any]:
         args = list(self._args)
         for number, (index, requires_grad) in enumerate(zip(self._tensor_indices, self._requires_grad, strict=True)):
             args[index] = self.input(number).requires_grad_(requires_grad)
-        return iter(args)
+        return args
 
     def _differs(self) -> TrainingError:
         return TrainingError(
