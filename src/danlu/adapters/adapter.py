@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from danlu.types import Axis, EmbeddingLayer, LinearLayer, LinearShard, Recomputed
@@ -78,6 +79,11 @@ class EmbeddingAdapter(ShardableModule):
     @abstractmethod
     def merged_into(self, weight: Tensor) -> Tensor:
         """The embedding [V, D] with this adapter merged into it."""
+
+
+def in_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 where it is that; itself where nothing changes."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def saved_inputs(x: Tensor, recomputed: Recomputed | None) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from danlu.adapters.adapter import DenseLinear
+from danlu.adapters.adapter import DenseLinear, in_float32
 from danlu.adapters.build import BuildContext, build_modules
 from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS, initialize_from_base
@@ -61,6 +61,7 @@ class AddedAdapter:
         return [site for site in self.sites if _changed_base(self.modules[site.name])]
 
 
+@dataclass(eq=False)
 class AdapterSet:
     """All adapters of a model by name, of which some are active, stacked one on top of the other.
 
@@ -77,24 +78,17 @@ class AdapterSet:
         quantize_dequantize: a matrix as it comes back from the quantization of the base; for LoftQ.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: Sequence[Site],
-        hf_name: Callable[[str], str],
-        build_context: BuildContext,
-        *,
-        head_as_linear: Callable[[], nn.Module],
-        quantize_dequantize: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.model = model.requires_grad_(False)
-        self.sites = tuple(sites)
-        self.hf_name = hf_name
-        self.build_context = build_context
+    model: nn.Module
+    sites: Sequence[Site]
+    hf_name: Callable[[str], str]
+    build_context: BuildContext
+    head_as_linear: Callable[[], nn.Module] = field(kw_only=True)
+    quantize_dequantize: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.model.requires_grad_(False)
         self.added: dict[str, AddedAdapter] = {}
         self.active: tuple[str, ...] = ()
-        self.head_as_linear = head_as_linear
-        self._quantize_dequantize = quantize_dequantize
         self.tied = any(site.module is None for site in self.sites)
         """Whether the base ties its head to the embedding."""
 
@@ -178,7 +172,7 @@ class AdapterSet:
                     added.section,
                     site_name,
                     generator=self.build_context.generator(f"{site_name}.{added.name}.svd"),
-                    quantize_dequantize=self._quantize_dequantize,
+                    quantize_dequantize=self.quantize_dequantize,
                 )
         return weight
 
@@ -359,11 +353,6 @@ class AdapterSet:
                 seen.add(parameter)
         for copy in added.copies:
             yield copy.name, copy.trained
-
-
-def in_float32(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 where it is that; itself where nothing changes."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def dense_linear(linear: Any) -> DenseLinear:

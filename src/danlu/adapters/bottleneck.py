@@ -6,7 +6,7 @@ T tokens · D model width · w width of the bottleneck
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -49,14 +49,15 @@ class Bottleneck(nn.Module):
         return x + F.linear(inner, self.up_weight.to(x.dtype), self.up_bias.to(x.dtype))
 
 
-def slot_names(sites: Sequence[Site], placement: str) -> list[str]:
-    """The names of the slots of every layer that a placement (houlsby, pfeiffer) fills."""
-    return [f"{layer}.{slot}" for layer in _layers(sites) for slot in SLOTS[placement]]
-
-
-def _layers(sites: Sequence[Site]) -> dict[str, str]:
-    """From the name of each layer (`layers.0`) to its name in Hugging Face folders (`model.layers.0`)."""
-    return {site.name.rsplit(".", 2)[0]: site.hf_name.rsplit(".", 2)[0] for site in sites if site.layer is not None}
+def slot_keys(sites: Sequence[Site], placement: str) -> dict[str, str]:
+    """By the name of each slot that a placement (houlsby, pfeiffer) fills: the prefix of its keys on disk."""
+    # From the name of each layer (`layers.0`) to its name in Hugging Face folders (`model.layers.0`).
+    layers = {site.name.rsplit(".", 2)[0]: site.hf_name.rsplit(".", 2)[0] for site in sites if site.layer is not None}
+    return {
+        f"{layer}.{slot}": f"{PREFIX}{hf_layer}.{slot}.bottleneck"
+        for layer, hf_layer in layers.items()
+        for slot in SLOTS[placement]
+    }
 
 
 # ── a format like PEFT's, which has no bottleneck adapters ──
@@ -66,7 +67,7 @@ def to_peft(section: sections.Bottleneck, modules: Mapping[str, nn.Module], site
     """Values of adapter_config.json, and tensors by name. modules: by their slot; sites: all of the model's."""
     tensors = {
         f"{key}.{name}": parameter.detach()
-        for slot, key in _keys(sites, section.placement)
+        for slot, key in slot_keys(sites, section.placement).items()
         for name, parameter in modules[slot].named_parameters()
     }
     values = {
@@ -93,13 +94,6 @@ def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.Bottl
     shapes = {"down_weight": (inner, width), "down_bias": (inner,), "up_weight": (width, inner), "up_bias": (width,)}
     by_slot = {
         slot: {name: reader.tensor(f"{key}.{name}", shape) for name, shape in shapes.items()}
-        for slot, key in _keys(sites, section.placement)
+        for slot, key in slot_keys(sites, section.placement).items()
     }
     return section, by_slot
-
-
-def _keys(sites: Sequence[Site], placement: str) -> Iterator[tuple[str, str]]:
-    """The name of each slot, and the prefix of its tensors' names in the adapter's file."""
-    for layer, hf_layer in _layers(sites).items():
-        for slot in SLOTS[placement]:
-            yield f"{layer}.{slot}", f"{PREFIX}{hf_layer}.{slot}.bottleneck"

@@ -63,11 +63,7 @@ def build_modules(
         case sections.Vera():
             return vera(_target_layers(targets, all_sites), section, name, context)
         case sections.Mora():
-            return {
-                site.name: mora(site, section, name, context)
-                for _, parts in _target_layers(targets, all_sites)
-                for site in parts
-            }
+            return {site.name: mora(site, section, name, context) for site in targets}
         case sections.Ia3():
             feedforward = {site.name for site in select(all_sites, section.feedforward, key="adapter.feedforward")}
             return ia3(_target_layers(targets, all_sites), feedforward, context)
@@ -161,7 +157,7 @@ def bottlenecks(
     """Bottleneck adapters by the slots they sit in."""
     width = next(site for site in all_sites if site.group == "embedding").shape[1]
     modules: dict[str, nn.Module] = {}
-    for slot in bottleneck.slot_names(all_sites, section.placement):
+    for slot in bottleneck.slot_keys(all_sites, section.placement):
         module = bottleneck.Bottleneck(width, section.width, section.activation, device=context.device)
         module.reset_parameters(context.generator(f"{slot}.{name}.down_weight"))
         modules[slot] = module

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danlu.adapters.adapter import in_float32
 from danlu.adapters.lora import LowRank
 from danlu.errors import ModelError
 
@@ -38,7 +39,7 @@ def pissa(
 
     iterations: power iterations of a randomised SVD (arXiv:0909.4061), drawn from `generator`; None: the exact SVD.
     """
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    wide = in_float32(weight)
     if iterations is None:
         u, s, vh = torch.linalg.svd(wide, full_matrices=False)
         u, s, vh = u[:, :rank], s[:rank], vh[:rank]
@@ -51,7 +52,7 @@ def pissa(
 
 def olora(weight: Tensor, rank: int, scale: float) -> InitialFactors:
     """W = Q R; B the first r columns of Q, A the first r rows of R (OLoRA, arXiv:2406.01775, algorithm 1)."""
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    wide = in_float32(weight)
     q, r = torch.linalg.qr(wide)
     a, b = r[:rank].contiguous(), q[:, :rank].contiguous()
     return InitialFactors(a, b, wide.addmm(b, a, alpha=-scale))
@@ -65,7 +66,7 @@ def loftq(
     quantize_dequantize: a matrix as it comes back from quantization. The base that is returned is not quantized yet:
     `quantize_dequantize` of it is Q.
     """
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    wide = in_float32(weight)
     residual = wide
     for _ in range(iterations):
         u, s, vh = torch.linalg.svd(wide - quantize_dequantize(residual), full_matrices=False)
@@ -98,7 +99,7 @@ def initialize_from_base(
     scale, rank = module.scale, module.rank
     resumed = None if module.initial_A is None or module.initial_B is None else (module.initial_A, module.initial_B)
     if resumed is not None and section.init != "loftq":
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)).addmm(resumed[1], resumed[0], alpha=-scale)
+        return in_float32(weight).addmm(resumed[1], resumed[0], alpha=-scale)
     match section.init:
         case "pissa":
             initial = pissa(weight, rank, scale, iterations=section.svd_iterations, generator=generator)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.adapters.adapter import DenseLinear
-from danlu.adapters.adapter_set import AdapterSet, dense_linear, in_float32
+from danlu.adapters.adapter import DenseLinear, in_float32
+from danlu.adapters.adapter_set import AdapterSet, dense_linear
 from danlu.adapters.slot import EmbeddingSlot, Slot
 from danlu.errors import ModelError
 

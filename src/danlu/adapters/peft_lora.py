@@ -195,7 +195,7 @@ def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.LowRa
     for layer in layers:
         if (factors := by_module.get(layer.name)) is None:
             continue
-        _check_shapes(layer, factors, where)
+        _check_shapes(layer, factors, reader)
         if not factors.embedding and (factors.magnitude is None) == bool(values.get("use_dora")):
             what = "is missing" if factors.magnitude is None else "is there, though use_dora is not set"
             raise ModelError(f"{where}: {PREFIX}{layer.name}.{_MAGNITUDE} {what}: the two files are not of one adapter")
@@ -297,17 +297,13 @@ def _named_tensors(factors: Factors) -> dict[str, Tensor]:
     return named if factors.magnitude is None else {**named, _MAGNITUDE: factors.magnitude}
 
 
-def _check_shapes(layer: HFLayer, factors: Factors, where: str) -> None:
+def _check_shapes(layer: HFLayer, factors: Factors, reader: PeftReader) -> None:
     """Raises ModelError for factors that do not fit the layer; the embedding's shape is (V, D)."""
     (outputs, inputs), rank = layer.shape, factors.rank
     # An embedding's outputs are its vocabulary, which its A is the side of; it has no magnitudes.
     shapes = [(rank, outputs), (inputs, rank)] if factors.embedding else [(rank, inputs), (outputs, rank), (outputs,)]
-    for (key, tensor), shape in zip(_named_tensors(factors).items(), shapes, strict=False):
-        if tuple(tensor.shape) != shape:
-            raise ModelError(
-                f"{where}: {PREFIX}{layer.name}.{key} is {list(tensor.shape)}, this model needs {list(shape)}: "
-                "the adapter is of another base"
-            )
+    for key, shape in zip(_named_tensors(factors), shapes, strict=False):
+        reader.tensor(f"{PREFIX}{layer.name}.{key}", shape)
 
 
 def _check_types(reader: PeftReader) -> None:

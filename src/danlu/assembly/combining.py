@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from danlu import __version__
+from danlu.adapters.adapter import in_float32
 from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, init_taken_from_base, open_adapter
 from danlu.adapters.combine import Combination, weighted_sum
 from danlu.adapters.low_rank_init import pissa
@@ -190,8 +191,7 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | 
 
 def _base_weight(base: Path, module: str) -> Tensor:
     """The weight of a module in the folder of a base, in float32 or wider."""
-    stored = read_tensor(base, f"{module}.weight")
-    return stored.to(torch.promote_types(stored.dtype, torch.float32))
+    return in_float32(read_tensor(base, f"{module}.weight"))
 
 
 def _check_shapes(name: str, parts: Sequence[Factors]) -> None:

@@ -52,12 +52,8 @@ class ChatAdapters:
         Raises DataError for a name that is not there, and for one without a chat template; nothing has changed then.
         """
         if name not in (BASE, *self.adapters):
-            known = ", ".join(self.adapters)
-            raise DataError(
-                f"{name}: no such adapter; there are {known} and {BASE}"
-                if known
-                else f"{name}: no such adapter; there are none. Start with --adapter PATH"
-            )
+            known = f"{', '.join(self.adapters)} and {BASE}" if self.adapters else "none. Start with --adapter PATH"
+            raise DataError(f"{name}: no such adapter; there are {known}")
         number = None if name == BASE else self.adapters.index(name)
         folder, chat_tokenizer = self._find_chat_tokenizer(number)
         if self._loaded.stacks is not None:
