@@ -80,9 +80,9 @@ def launch(
         local_addr=LOOPBACK,
     )
     # torch's own messages about restarts and signals: those of this file say what to do.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", *logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     spec = WorkerSpec(
         role="danlu",
         local_world_size=processes,
@@ -92,16 +92,8 @@ def launch(
         monitor_interval=0.05,
         local_addr=LOOPBACK,
     )
-    agent = Agent(
-        spec,
-        WorkerEnvironment(folder, threads or usable_cores() // processes or 1),
-        folder,
-        arguments,
-        from_where,
-        say,
-        grace_s,
-        progress_s,
-    )
+    environment = WorkerEnvironment(folder, threads or usable_cores() // processes or 1)
+    agent = Agent(spec, environment, folder, arguments, from_where, say, grace_s, progress_s)
     previous_handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS} if _in_main_thread() else {}
     try:
         agent.run()

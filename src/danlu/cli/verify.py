@@ -77,10 +77,8 @@ def verify(
     )
     if pretend is not None:
         layout, rows = verification.predict_traffic(loaded.recipe, pretend, options)
-        _show(
-            f"one process of a simulated world size of {pretend} ({layout}) sends in a step with two micro-batches:",
-            rows,
-        )
+        world = f"a simulated world size of {pretend} ({layout})"
+        _show(f"one process of {world} sends in a step with two micro-batches:", rows)
         return
     result, rows = verification.verify(recipe.name, loaded.recipe, options)
     _print(result)
