@@ -12,7 +12,7 @@ import typer
 
 from danlu import recipe as recipes
 from danlu.cli.generate import escape_unencodable
-from danlu.errors import DataError, RecipeError, ResourceError
+from danlu.errors import DataError, RecipeError
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
 from danlu.terminal import echo, print_status, print_status_early
@@ -45,7 +45,6 @@ def preview(
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
     from danlu.assembly.context_length import max_sample_length
     from danlu.assembly.recipe_adapters import check_without_weights
-    from danlu.atomic_write import write_atomically
     from danlu.data.dataset_summary import summarize_dataset, summarize_refused
     from danlu.data.prepare import DatasetSpec
     from danlu.data.preview import render_examples
@@ -103,11 +102,7 @@ def preview(
     if as_json:
         echo(preview_json.as_json(chosen, shown, summary, refusal))
     if html is not None:
-        text = page(recipe.name, chosen, shown, summary, max_tokens, refusal)
-        try:
-            write_atomically(html, text.encode())
-        except OSError as error:
-            raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
+        PAGE.write(html, page(recipe.name, chosen, shown, summary, max_tokens, refusal))
         (print_status if as_json else echo)(f"\nwritten to {html}")
     if refused is not None:
         raise refused

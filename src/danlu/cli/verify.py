@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu import recipe as recipes
-from danlu.errors import DanluError, RecipeError, ResourceError
+from danlu.errors import DanluError, RecipeError
 from danlu.terminal import echo, print_status, print_status_early, printable
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ def verify(
         )
     print_status_early(f"verifying {recipe}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
-    from danlu.atomic_write import write_atomically
     from danlu.report.verification_page import PAGE, page
     from danlu.verify import verification
 
@@ -85,10 +84,7 @@ def verify(
     if traffic:
         _show("one process sends in a step:", rows)
     if html is not None:
-        try:
-            write_atomically(html, page(result, rows).encode())
-        except OSError as error:
-            raise ResourceError(f"--html {html}: cannot be written: {error.strerror}") from None
+        PAGE.write(html, page(result, rows))
         print_status(f"written to {html}")
     if not result.holds:
         raise typer.Exit(DanluError.exit_code)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from danlu.atomic_write import write_atomically
 from danlu.errors import RecipeError, ResourceError
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -40,6 +41,13 @@ class HtmlPage:
             undefined=StrictUndefined,
         )
         return self.start + environment.get_template(f"{self.kind}.html.j2").render(values)
+
+    def write(self, file: Path, text: str) -> None:
+        """Writes a page. Raises ResourceError if it cannot be written."""
+        try:
+            write_atomically(file, text.encode())
+        except OSError as error:
+            raise ResourceError(f"--html {file}: cannot be written: {error.strerror}") from None
 
     def check_target(self, file: Path) -> None:
         """Refuses to write over anything but an earlier page of this kind.
