@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from danlu.data.packing import best_fit, concatenate, efficiency, one_per_pack, plan_packing
+from danlu.data.packing import best_fit, concatenate, efficiency, plan_packing
 from danlu.errors import DataError
 
 lengths_strategy = st.lists(st.integers(1, 64), max_size=300).map(np.array)
@@ -45,12 +45,12 @@ def test_a_wider_window_packs_tighter() -> None:
     assert efficiency(lengths, len(wide), 1024) > 0.99 > efficiency(lengths, len(narrow), 1024)
 
 
-@pytest.mark.parametrize("pack", [lambda lengths: best_fit(lengths, 64, 8), lambda lengths: one_per_pack(lengths, 64)])
-def test_a_sample_longer_than_a_pack_is_an_error(pack) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("kind", ["best-fit", "none"])
+def test_a_sample_longer_than_a_pack_is_an_error(kind: str) -> None:
     with pytest.raises(
         DataError, match=r"sample 1 has 65 tokens and does not fit a packed sequence of 64 \(2 such samples\)"
     ):
-        pack(np.array([3, 65, 64, 70]))
+        plan_packing(np.array([3, 65, 64, 70]), kind, 64, 8)
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,7 +78,8 @@ def test_layouts_of_whole_samples() -> None:
 
 
 def test_none_gives_each_sample_its_own_pack() -> None:
-    assert one_per_pack(np.array([3, 1, 2]), 4) == [[0], [1], [2]]
+    layout = plan_packing(np.array([3, 1, 2]), "none", 4, 100)
+    assert [layout.pack(number) for number in range(len(layout))] == [[(0, 0, 3)], [(1, 0, 1)], [(2, 0, 2)]]
 
 
 def test_efficiency_counts_the_room() -> None:

@@ -38,7 +38,14 @@ def plan_packing(lengths: np.ndarray, kind: str, capacity: int, window: int) -> 
     """
     if kind == "concatenate":
         return concatenate(lengths, capacity)
-    packs = best_fit(lengths, capacity, window) if kind == "best-fit" else one_per_pack(lengths, capacity)
+    too_long = np.flatnonzero(lengths > capacity)
+    if too_long.size:
+        first = int(too_long[0])
+        raise DataError(
+            f"sample {first} has {int(lengths[first])} tokens and does not fit a packed sequence of {capacity} "
+            f"({too_long.size} such samples): raise data.max_length or let data.overlong shorten them"
+        )
+    packs = best_fit(lengths, capacity, window) if kind == "best-fit" else [[n] for n in range(len(lengths))]
     samples = np.fromiter((index for pack in packs for index in pack), dtype=np.int64, count=len(lengths))
     offsets = np.cumsum([0, *map(len, packs)], dtype=np.int64)
     return PackingPlan(samples, np.zeros(len(samples), np.int32), lengths[samples].astype(np.int32), offsets)
@@ -52,18 +59,13 @@ def best_fit(lengths: np.ndarray, capacity: int, window: int) -> list[list[int]]
     closed before the next begins, so a sample moves at most `window` places from where the order put it.
 
     Args:
-        lengths: [n] integers, tokens per sample.
+        lengths: [n] integers, tokens per sample, each at most `capacity`.
         capacity: tokens in a pack.
         window: samples looked at together.
 
     Returns:
         For each pack the indices of its samples, rising. Ties go to the earlier sample and the earlier pack.
-
-    Raises:
-        DataError: a sample is longer than a pack.
     """
-    lengths = np.asarray(lengths)
-    _check_capacity(lengths, capacity)
     packs: list[list[int]] = []
     for start in range(0, len(lengths), window):
         part = lengths[start : start + window]
@@ -121,22 +123,6 @@ def concatenate(lengths: np.ndarray, capacity: int) -> PackingPlan:
     )
 
 
-def one_per_pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Each sample a pack of its own (`packing: none`)."""
-    _check_capacity(np.asarray(lengths), capacity)
-    return [[index] for index in range(len(lengths))]
-
-
 def efficiency(lengths: np.ndarray, packs: int, capacity: int) -> float:
     """Share of the packs' room that holds tokens; 1 for no packs at all."""
     return float(np.sum(lengths, dtype=np.int64)) / (packs * capacity) if packs else 1.0
-
-
-def _check_capacity(lengths: np.ndarray, capacity: int) -> None:
-    too_long = np.flatnonzero(lengths > capacity)
-    if too_long.size:
-        first = int(too_long[0])
-        raise DataError(
-            f"sample {first} has {int(lengths[first])} tokens and does not fit a packed sequence of {capacity} "
-            f"({too_long.size} such samples): raise data.max_length or let data.overlong shorten them"
-        )
