@@ -20,16 +20,17 @@ from builders.chat_tokenizers import (
     pretrained,
     tokenizer_and_oracle,
 )
+from builders.rendering import render
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from danlu.data import render as render_module
 from danlu.data.message_spans import Reason
 from danlu.data.messages import Conversation
-from danlu.data.render import RenderedSample, RenderSettings, render, render_rows, turn_of, untrained_terminator
+from danlu.data.render import RenderedSample, RenderSettings, render_rows, turn_of, untrained_terminator
 from danlu.data.rows import parse_row
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
-from danlu.data.truncation import NOTHING_LEFT, NOTHING_TRAINED, TOO_LONG, fit_to_length
+from danlu.data.tokenizing import NOTHING_LEFT, NOTHING_TRAINED, TOO_LONG, fit_to_length
 from danlu.errors import DataError
 
 ASSISTANT = RenderSettings()

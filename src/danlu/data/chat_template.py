@@ -25,11 +25,16 @@ _SEARCHING_METHODS = ("count", "find", "replace", "split")
 _TELLING_TESTS = ("ge", "gt", "le", "lower", "lt", "upper")
 _LIST_NAME = re.compile(r"messages|tools|calls|^loop$")
 _CALL = {"id": "call00001", "type": "function", "function": {"name": _TOOL, "arguments": {"at": 1}}}
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}},
-    }
+_FUNCTION = {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
+# Conversations that tell what a template can express.
+_EXCHANGE: list[Turn] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+_SYSTEM_EXCHANGE: list[Turn] = [{"role": "system", "content": _SYSTEM}, *_EXCHANGE]
+_TOOL_EXCHANGE: list[Turn] = [
+    {"role": "user", "content": _QUESTION},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": _RESULT, "name": _TOOL, "tool_call_id": "call00001"},
+    {"role": "assistant", "content": _ANSWER},
 ]
 
 
@@ -125,7 +130,7 @@ class ChatTemplate:
             DataError: it takes no conversation at all.
         """
         said = None
-        for turns in (self._exchange(), [{"role": "system", "content": _SYSTEM}, *self._exchange()]):
+        for turns in (_EXCHANGE, _SYSTEM_EXCHANGE):
             try:
                 _, answer, rest = self.render(turns).rpartition(_ANSWER)
             except DataError as error:
@@ -142,17 +147,17 @@ class ChatTemplate:
     @cached_property
     def takes_system(self) -> bool:
         """Whether a system message is shown to the model (Gemma's template refuses it, others leave it out)."""
-        return self._shows(_SYSTEM, [{"role": "system", "content": _SYSTEM}, *self._exchange()])
+        return self._shows(_SYSTEM, _SYSTEM_EXCHANGE)
 
     @cached_property
     def takes_tools(self) -> bool:
         """Whether it lists the tools that can be called."""
-        return self._shows(_TOOL, self._exchange(), _TOOLS)
+        return self._shows(_TOOL, _EXCHANGE, _TOOLS)
 
     @cached_property
     def takes_calls(self) -> bool:
         """Whether it shows the assistant's tool calls and their results."""
-        return self._shows(_TOOL, self._tool_exchange()) and self._shows(_RESULT, self._tool_exchange())
+        return self._shows(_TOOL, _TOOL_EXCHANGE) and self._shows(_RESULT, _TOOL_EXCHANGE)
 
     @cached_property
     def looks_for(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -208,17 +213,6 @@ class ChatTemplate:
                 if token.start() < low < token.end():
                     low = token.start()
         return low
-
-    def _exchange(self) -> list[Turn]:
-        return [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-
-    def _tool_exchange(self) -> list[Turn]:
-        return [
-            {"role": "user", "content": _QUESTION},
-            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-            {"role": "tool", "content": _RESULT, "name": _TOOL, "tool_call_id": "call00001"},
-            {"role": "assistant", "content": _ANSWER},
-        ]
 
     def _shows(self, what: str, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
         try:

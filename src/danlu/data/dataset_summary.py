@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -98,9 +99,8 @@ def summarize_dataset(
     prepared = prepare(spec, progress=progress)
     if prepared.train is not None:
         packed = PackedDataset(prepared.train, data.packing, data.max_length, spec.seed)
-        train = SplitSummary(
-            prepared.statistics, _lengths(prepared.train), _packing_summary(packed, prepared.train, packs)
-        )
+        lengths = np.concatenate([store.lengths for store in prepared.train.stores])  # of all samples, chosen or not
+        train = SplitSummary(prepared.statistics, lengths, _packing_summary(packed, prepared.train, packs))
     else:
         with StreamingDataset(spec) as stream:
             train = _first_block(stream, data, packs)
@@ -155,11 +155,6 @@ def summarize_refused(
     return DatasetSummary(train, evaluation, block=spec.data.streaming, date=job.date, beyond=beyond)
 
 
-def _lengths(selection: Selection) -> np.ndarray:
-    """Of every sample of its stores, chosen or not: [samples] int32."""
-    return np.concatenate([store.lengths for store in selection.stores])
-
-
 def _packing_summary(packs: PackedDataset, samples: Samples, first: int) -> PackingSummary:
     count = packs.packs_per_epoch
     kept = tuple(packs.at(number) for number in range(min(first, count)))
@@ -207,9 +202,8 @@ def _count_held_out(samples: Selection) -> Statistics:
     for number, sample in enumerate(samples):
         statistics.trained_tokens += int(np.count_nonzero(sample.weights))
         tokens_by_reason += np.bincount(samples.reasons(number), minlength=256)
-    statistics.reasons.update(
-        {reason.name.lower(): int(tokens_by_reason[reason]) for reason in Reason if tokens_by_reason[reason]}
-    )
+    counts = {reason.name.lower(): int(tokens_by_reason[reason]) for reason in Reason}
+    statistics.reasons += Counter(counts)  # which leaves out those that are 0
     return statistics
 
 

@@ -26,6 +26,8 @@ from danlu.machine import usable_cores
 from danlu.recipe.sections import Data, Source
 
 Stage = Literal["pretrain", "sft"]
+Tokenizers = WorkerPool[Task, TokenizedChunk]
+"""Processes that tokenise chunks of rows."""
 Progress = Callable[[int, int | None], None]
 """Called with the rows done so far and, where known, their number."""
 
@@ -198,7 +200,7 @@ class _CachedSources:
         self._progress = progress or (lambda done, total: None)
         self._rows_done = 0
 
-    def store(self, source: Source, workers: WorkerPool[Task, TokenizedChunk]) -> TokenStore:
+    def store(self, source: Source, workers: Tokenizers) -> TokenStore:
         parts = {
             "source": sources.fingerprint(source, self._cache.folder / "files"),
             "tokenizer": self._tokenizer,
@@ -259,9 +261,7 @@ def read(source: Source, data: Data, stage: Stage) -> tuple[Format | Literal["au
     return format, chain(seen, rows)
 
 
-def tokenise_rows(
-    raw: Iterable[RawRow], settings: TokenizeSettings, workers: WorkerPool[Task, TokenizedChunk]
-) -> Iterator[TokenizedChunk]:
+def tokenise_rows(raw: Iterable[RawRow], settings: TokenizeSettings, workers: Tokenizers) -> Iterator[TokenizedChunk]:
     """Rows as tokenised chunks, in order."""
     return workers.map((settings, chunk) for chunk in chunks(raw))
 
@@ -280,18 +280,18 @@ def _choose(stores: list[TokenStore], data: Data, seed: int) -> tuple[Selection,
     for source, count in zip(data.train, counts, strict=True):
         if not count:
             raise DataError(f"{source.path}: no row is left to train on: every one was skipped or dropped")
-    held_out, names = None, source_names(data.train)
+    names = source_names(data.train)
+
+    def select(rows: Sequence[np.ndarray]) -> Selection:
+        return Selection.some_of(stores, names, list(map(_samples_of, stores, rows)))
+
+    held_out = None
     if data.eval is not None and not isinstance(data.eval, list):
         masks = mixture.hold_out(counts, data.eval, seed)
-        held_out = Selection.some_of(
-            stores,
-            names,
-            [_samples_of(store, rows[mask]) for store, rows, mask in zip(stores, usable, masks, strict=True)],
-        )
+        held_out = select([rows[mask] for rows, mask in zip(usable, masks, strict=True)])
         usable = [rows[~mask] for rows, mask in zip(usable, masks, strict=True)]
     positions = mixture.epoch_rows([len(rows) for rows in usable], [source.weight for source in data.train], seed)
-    chosen = [_samples_of(store, rows[at]) for store, rows, at in zip(stores, usable, positions, strict=True)]
-    return Selection.some_of(stores, names, chosen), held_out
+    return select([rows[at] for rows, at in zip(usable, positions, strict=True)]), held_out
 
 
 def _samples_of(store: TokenStore, row_numbers: np.ndarray) -> np.ndarray:

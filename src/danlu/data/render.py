@@ -74,22 +74,12 @@ class _Draft:
     last_label: tuple[Reason, int, float] = (Reason.EOS, -1, 1.0)
 
 
-def render(row: Row, where: str, tokenizer: Tokenizer, rendering: RenderSettings) -> list[RenderedSample]:
-    """One row as one sample; several where the chat template rewrites history (see `danlu.data.message_spans`).
-
-    Raises:
-        DataError: the row cannot be rendered; the message begins with `where`.
-    """
-    outcome = render_rows([row], [where], tokenizer, rendering)[0]
-    if isinstance(outcome, DataError):
-        raise outcome
-    return outcome
-
-
 def render_rows(
     rows: Sequence[Row], wheres: Sequence[str], tokenizer: Tokenizer, rendering: RenderSettings
 ) -> list[list[RenderedSample] | DataError]:
     """For each row its samples, or what is wrong with it.
+
+    A row is one sample, or several where the chat template rewrites history (see `danlu.data.message_spans`).
 
     Raises:
         DataError: the tokenizer lacks what every row needs (a chat template, an end-of-text token).
@@ -99,33 +89,28 @@ def render_rows(
     owners: list[int] = []
     outcomes: list[list[RenderedSample] | DataError] = []
     for number, (row, where) in enumerate(zip(rows, wheres, strict=True)):
-        outcome: list[RenderedSample] | DataError = []
         if isinstance(row, Tokenized):
-            outcome = _pretokenized(row, where, tokenizer)
+            outcomes.append(_pretokenized(row, where, tokenizer))
+            continue
+        renderer.prepare(row)
+        try:
+            row_drafts = renderer.drafts(row)
+        except DataError as error:
+            outcomes.append(DataError(f"{where}: {error}"))
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start]).strip("'")
+            problem = f"{where}: the text holds {half}, half a character (a lone surrogate)"
+            advice = "which cannot be tokenised; write the whole character or remove it"
+            outcomes.append(DataError(f"{problem}, {advice}"))
         else:
-            renderer.prepare(row)
-            try:
-                row_drafts = renderer.drafts(row)
-                drafts += row_drafts
-                owners += [number] * len(row_drafts)
-            except DataError as error:
-                outcome = DataError(f"{where}: {error}")
-            except UnicodeEncodeError as error:
-                half = ascii(error.object[error.start]).strip("'")
-                problem = f"{where}: the text holds {half}, half a character (a lone surrogate)"
-                outcome = DataError(f"{problem}, which cannot be tokenised; write the whole character or remove it")
-        outcomes.append(outcome)
+            drafts += row_drafts
+            owners += [number] * len(row_drafts)
+            outcomes.append([])
     for owner, rendered in zip(owners, _tokenised(drafts, [wheres[owner] for owner in owners], tokenizer), strict=True):
         target = outcomes[owner]
         assert isinstance(target, list), "a row with drafts has no error"
         target.append(rendered)
     return outcomes
-
-
-@lru_cache(maxsize=4)
-def _renderer(tokenizer: Tokenizer, rendering: RenderSettings) -> _Renderer:
-    """Kept for the next rows: what is found out about a template takes longer than a row."""
-    return _Renderer(tokenizer, rendering)
 
 
 class _Renderer:
@@ -234,18 +219,20 @@ class _Renderer:
         )
 
 
+_renderer = lru_cache(maxsize=4)(_Renderer)
+"""Kept for the next rows: what is found out about a template takes longer than a row."""
+
+
 def turn_of(message: Message) -> dict[str, Any]:
     """A message as chat templates see it: only the keys it has, the thought under both names in use."""
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        turn["tool_calls"] = list(message.tool_calls)
-    if message.reasoning_content:
-        turn["reasoning_content"] = turn["thinking"] = message.reasoning_content
-    if message.name:
-        turn["name"] = message.name
-    if message.tool_call_id:
-        turn["tool_call_id"] = message.tool_call_id
-    return turn
+    optional = {
+        "tool_calls": list(message.tool_calls or ()),
+        "reasoning_content": message.reasoning_content,
+        "thinking": message.reasoning_content,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+    }
+    return {"role": message.role, "content": message.content} | {k: value for k, value in optional.items() if value}
 
 
 def _merge_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -328,12 +315,12 @@ def _with_token(
         added = np.array([value], column.dtype)
         return np.concatenate([column[rest], added] if at_end else [added, column[rest]])
 
-    return RenderedSample(
+    return replace(
+        rendered,
         tokens=join(rendered.tokens, token),
         weights=join(rendered.weights, weight),
         reasons=join(rendered.reasons, reason),
         turns=join(rendered.turns, turn),
-        where=rendered.where,
     )
 
 

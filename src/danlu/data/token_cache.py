@@ -83,18 +83,15 @@ class TokenStore:
 
     def sample(self, number: int) -> Sample:
         part = slice(self._offsets[number], self._offsets[number + 1])
+        row = bytes(self._rows[self._row_offsets[number] : self._row_offsets[number + 1]])
         tokens = np.array(self._tokens[part], dtype=np.int32)  # a copy: the sample outlives the map's pages
-        return Sample(tokens, self._palette["weight"][self._codes[part]], self.row(number))
+        return Sample(tokens, self._palette["weight"][self._codes[part]], row.decode())
 
     def reasons(self, number: int) -> np.ndarray:
         return self._palette["reason"][self._codes[self._offsets[number] : self._offsets[number + 1]]]
 
     def digest(self) -> str:
         return self._digest
-
-    def row(self, number: int) -> str:
-        """Where a sample came from, for messages."""
-        return bytes(self._rows[self._row_offsets[number] : self._row_offsets[number + 1]]).decode()
 
 
 class StoreWriter:
