@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from danlu.errors import CheckpointError
 from danlu.output_folder import refuse_existing
 from danlu.parallel.comm import ALONE
-from danlu.parallel.local_parameter import LocalParameter
 from danlu.recipe import Recipe
 from danlu.stage_protocols import PlacedModel
 from danlu.stages import STAGES
@@ -50,13 +48,12 @@ def _write(placed: PlacedModel, target: Path, run: Run | None = None) -> Path:
     """Writes `placed` as `target`. run: whose processes have its shards; None where this process has all of it."""
     local = {} if run is None else run.learner.parallel.local_parameters
     with Gathering(ALONE if run is None else run.store.group) as gathering:
-        value = partial(_whole, gathering, local) if local else None
-        placed.write(target, value, writes=gathering.first)
+
+        def whole(name: str) -> Tensor | None:
+            return gathering.whole(name, local[name].local, local[name].box)
+
+        placed.write(target, whole if local else None, writes=gathering.first)
     return target
-
-
-def _whole(gathering: Gathering, local: Mapping[str, LocalParameter], name: str) -> Tensor | None:
-    return gathering.whole(name, local[name].local, local[name].box)
 
 
 def export_checkpoint(path: Path, target: Path, *, average: bool = False) -> Path:

@@ -189,14 +189,7 @@ def check_placing(recipe: Recipe, ranks: Ranks, device: torch.device) -> None:
         )
 
 
-def place(
-    subject: Subject,
-    recipe: Recipe,
-    ranks: Ranks,
-    device: torch.device,
-    *,
-    resumed: bool = False,
-) -> Placed:
+def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, *, resumed: bool = False) -> Placed:
     """Places a subject on the processes, in place; each line does nothing along an axis with one process.
 
     resumed: weights will be read from a checkpoint, so a model on the meta device gets no values here.

@@ -63,13 +63,7 @@ from danlu.train.run_folder import (
 from danlu.train.run_lock import RunLock
 from danlu.train.signals import TOGETHER_S, StopRequest
 from danlu.train.state import Cadence, Run, restore
-from danlu.train.summary import (
-    clear_summary,
-    few_steps,
-    flat_loss,
-    seconds_in,
-    write_summary,
-)
+from danlu.train.summary import clear_summary, few_steps, flat_loss, seconds_in, write_summary
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
 from danlu.train.units import parameters_and_trained
 from danlu.train.watch import Watch

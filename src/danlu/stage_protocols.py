@@ -81,13 +81,11 @@ class PlacedModel(Protocol):
 
     def parameters(self) -> list[tuple[str, Parameter]]:
         """What optimizer and average work on, by name: as much of each parameter as this process has."""
-        ...
 
     def base(self) -> Mapping[str, Any] | None: ...  # what tells the base of a trained adapter from another; JSON
 
     def weights(self) -> dict[str, Tensor]:
         """What a checkpoint has of a model that is whole on one process, by name, live."""
-        ...
 
     def micro(self, optimizer: Optimizers, most: int) -> int: ...  # items in a micro-batch, at most so many
 
@@ -105,7 +103,6 @@ class PlacedModel(Protocol):
 
     def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
         """Writes the result; `value` and `writes` as in `models.saving.save`."""
-        ...
 
 
 class ModelBuilder(Protocol):
@@ -113,11 +110,9 @@ class ModelBuilder(Protocol):
 
     def check(self, start: Start | None) -> None:
         """Raises a DanluError for what can be wrong before any data is read; start: as in `place`."""
-        ...
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedModel:
         """The models on the processes of a layout; `start` is the checkpoint that will be loaded into them."""
-        ...
 
     def unplaced(self, checkpoint: Path) -> PlacedModel: ...  # on the CPU, to load a checkpoint into and write it
 

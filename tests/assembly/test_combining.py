@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from danlu.adapters.adapter_config import CONFIG, DANLU, WEIGHTS
 from danlu.adapters.combine import Combination
-from danlu.assembly.combining import Combined, combine
+from danlu.assembly.combining import combine
 from danlu.assembly.merging import merge
 from danlu.errors import ModelError, ResourceError
 from danlu.models.loading import load
 from danlu.models.saving import save
+from danlu.numerics.relative_error import RelativeErrors
 from danlu.recipe import sections
 
 STRENGTHS = (0.7, -0.4, 1.2)
@@ -77,7 +78,7 @@ def test_linear_is_pefts(base: Path, tmp_path: Path, three: list[Path]) -> None:
     for name, factors in found.items():
         for one, other in zip(factors, expected[name], strict=True):
             torch.testing.assert_close(one, other)
-    assert report.worst[1] >= report.mean > 0.1  # it is not the sum of the changes, and says so
+    assert report.errors.worst[1] >= report.errors.mean > 0.1  # it is not the sum of the changes, and says so
     wrong = pefts(base, three[::-1], combination_type="linear")
     assert not torch.allclose(found["model.layers.0.self_attn.q_proj"][0], wrong["model.layers.0.self_attn.q_proj"][0])
 
@@ -85,7 +86,7 @@ def test_linear_is_pefts(base: Path, tmp_path: Path, three: list[Path]) -> None:
 @pytest.mark.parametrize("place", range(3))
 def test_a_module_that_is_not_finite_is_the_worst(place: int) -> None:
     errors = {f"m{number}": 0.1 * (number + 1) for number in range(3)} | {f"m{place}": float("nan")}
-    assert Combined((), errors).worst[0] == f"m{place}"
+    assert RelativeErrors(errors).worst[0] == f"m{place}"
 
 
 def test_cat_is_pefts_and_exact(base: Path, tmp_path: Path, three: list[Path]) -> None:
@@ -96,7 +97,7 @@ def test_cat_is_pefts_and_exact(base: Path, tmp_path: Path, three: list[Path]) -
         torch.testing.assert_close(a, expected[name][0][:rank])
         torch.testing.assert_close(b, expected[name][1][:, :rank])
         assert rank == (12 if "self_attn" in name else 8) and not expected[name][0][rank:].any()
-    assert report.errors == {} and report.mean == 0.0
+    assert report.errors == {} and report.errors.mean == 0.0
     merge(three, tmp_path / "merged", combination=Combination(STRENGTHS))
     combined = adapted_logits(base, tmp_path / "out")
     torch.testing.assert_close(combined, logits(load(tmp_path / "merged")), rtol=1e-5, atol=1e-5)
@@ -125,9 +126,9 @@ def test_ties_is_pefts_of_the_changes(base: Path, tmp_path: Path, three: list[Pa
     merge(three, tmp_path / "merged", combination=how)
     exact = torch.allclose(adapted_logits(base, tmp_path / "out"), logits(load(tmp_path / "merged")), atol=1e-4)
     assert exact == (rank == 32)  # as far as the ranks go; and what is cut off is said
-    assert (report.worst[1] < 1e-5) == (rank == 32)
+    assert (report.errors.worst[1] < 1e-5) == (rank == 32)
     if rank == 6:
-        assert 0.1 < report.mean < report.worst[1] < 1
+        assert 0.1 < report.errors.mean < report.errors.worst[1] < 1
 
 
 def test_what_is_cut_off_is_measured(tmp_path: Path, three: list[Path]) -> None:
@@ -151,7 +152,7 @@ def test_of_a_large_matrix_a_few_directions_are_found_as_well(tmp_path: Path) ->
     how = Combination((1.0, 1.0), "ties", 0.5)
     report = combine(folders, tmp_path / "out", how, rank=2)
     whole = combine(folders, tmp_path / "whole", how, rank=128)
-    assert whole.worst[1] < 1e-5
+    assert whole.errors.worst[1] < 1e-5
     for name, (a, b) in ours(tmp_path / "whole").items():
         values = torch.linalg.svdvals(b @ a)
         expected = values[2:].square().sum().sqrt() / values.square().sum().sqrt()

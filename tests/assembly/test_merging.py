@@ -72,7 +72,7 @@ def test_merged_is_unmerged(bases: dict[str, Path], tmp_path: Path, family: str,
     merged = load(tmp_path / "out")
     torch.testing.assert_close(logits(merged), apart, rtol=1e-5, atol=1e-5)
     assert (logits(load(bases[family])) - apart).abs().max() > 1e-2  # the negative control
-    assert report.rounding.by_name == {} and not report.quantized
+    assert report.rounding == {} and not report.quantized
     assert report.base == bases[family] and report.adapters == (folder,)
     assert merged.config.tie_word_embeddings == (family == "tied" and section.targets == ["all-linear"])
 
@@ -120,11 +120,9 @@ def test_weights_are_rounded_once_and_by_how_much_is_said(bases: dict[str, Path]
     twice = base[name] + (exact[name] - base[name].float()).to(torch.bfloat16)
     assert not torch.equal(twice, written[name])
     error = (written[name].float() - exact[name]).norm() / exact[name].norm()
-    assert report.rounding.by_name["layers.1.mlp.up_proj.weight"] == pytest.approx(float(error), rel=1e-4)
+    assert report.rounding["layers.1.mlp.up_proj.weight"] == pytest.approx(float(error), rel=1e-4)
     assert 1e-3 < report.rounding.mean <= report.rounding.worst[1] < 2.0**-8
-    assert report.rounding.worst[0] in report.rounding.by_name and not any(
-        "norm" in one for one in report.rounding.by_name
-    )
+    assert report.rounding.worst[0] in report.rounding and not any("norm" in one for one in report.rounding)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
@@ -141,7 +139,7 @@ def test_a_base_in_4_bits_is_merged_into_and_written_in_full(
     torch.testing.assert_close(logits(load(tmp_path / "out")), apart, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(apart, adapted_logits(bases[family], folder), atol=1e-3)
     rounded = merge([folder], tmp_path / "half", into=tmp_path / "nf4", dtype=torch.bfloat16)
-    assert 1e-3 < rounded.rounding.mean < 2.0**-8 and len(rounded.rounding.by_name) == 16
+    assert 1e-3 < rounded.rounding.mean < 2.0**-8 and len(rounded.rounding) == 16
     # The same base, packed while it is loaded.
     merge([folder], tmp_path / "here", quantization=section)
     ours, theirs = (load_file(tmp_path / name / SINGLE_FILE) for name in ("out", "here"))

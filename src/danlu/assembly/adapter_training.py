@@ -50,10 +50,6 @@ def adapted_model(
     below = open_named(model.adapters, base)
     continued = take_last(below, model.adapters) if isinstance(adapter, sections.Continue) else None
 
-    def restore_adapters(adapters: AdapterSet) -> None:
-        if saved_adapter is not None and continued is None:
-            adapters.load_initial_factors(TRAINED, saved_adapter)
-
     adapted = load_frozen(
         base.folder,
         dtype=dtype,
@@ -62,7 +58,7 @@ def adapted_model(
         seed=seed,
         new={} if continued is not None else {TRAINED: adapter},
         encode=encode,
-        restore_adapters=restore_adapters,
+        saved_factors={} if saved_adapter is None or continued is not None else {TRAINED: saved_adapter},
         layer_hook_factory=layer_hook_factory,
     )
     adapters = adapted.adapters

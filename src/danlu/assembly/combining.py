@@ -26,12 +26,7 @@ from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, 
 from danlu.adapters.combine import Combination, weighted_sum
 from danlu.adapters.low_rank_init import pissa
 from danlu.adapters.peft_folder import read_tensors, write_files
-from danlu.adapters.peft_lora import (
-    Factors,
-    for_original_base,
-    peft_of_factors,
-    read_factors,
-)
+from danlu.adapters.peft_lora import Factors, for_original_base, peft_of_factors, read_factors
 from danlu.adapters.peft_values import PREFIX, PeftReader
 from danlu.assembly.base_model import Base, base_of, check_base, find_base
 from danlu.assembly.merging import common_below, find_tokenizer
@@ -39,6 +34,7 @@ from danlu.errors import ModelError
 from danlu.models.initialize import named_generator
 from danlu.models.loading import read_tensor
 from danlu.models.saving import copy_tokenizer
+from danlu.numerics.relative_error import RelativeErrors
 from danlu.output_folder import refuse_existing, replace_folder
 
 _LARGE, _POWER_ITERATIONS = 16, 16
@@ -50,19 +46,8 @@ class Combined:
     """The report of `combine`: the adapters, and how far the result is from the exact combination of their changes."""
 
     adapters: tuple[Path, ...]
-    errors: Mapping[str, float]
+    errors: RelativeErrors
     """By module: ||s B A - D|| / ||D||, Frobenius norms, where D is what the changes combine to; empty for cat."""
-
-    @property
-    def mean(self) -> float:
-        """The mean of `errors`; 0 without any."""
-        return sum(self.errors.values()) / len(self.errors) if self.errors else 0.0
-
-    @property
-    def worst(self) -> tuple[str, float]:
-        # What is not finite comes first, as `max` alone would pass over a NaN.
-        """The module with the largest error, and that; one that is not finite comes first."""
-        return max(self.errors.items(), key=lambda item: (not math.isfinite(item[1]), item[1]), default=("", 0.0))
 
 
 @torch.no_grad()
@@ -94,7 +79,7 @@ def combine(
     embeddings: dict[str, Tensor] = {}
     by_folder = [_factors(folder, embeddings, base) for folder in folders]
     written: dict[str, Factors] = {}
-    errors: dict[str, float] = {}
+    errors = RelativeErrors()
     for name in dict.fromkeys(name for factors in by_folder for name in factors):
         parts = [factors.get(name) for factors in by_folder]
         weighted = [(part, weight) for part, weight in zip(parts, combination.weights, strict=True) if part is not None]

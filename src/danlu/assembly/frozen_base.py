@@ -79,7 +79,7 @@ def load_frozen(
     seed: int = 0,
     new: Mapping[str, Any] | None = None,
     encode: Callable[[str], Sequence[int]] | None = None,
-    restore_adapters: Callable[[AdapterSet], None] | None = None,
+    saved_factors: Mapping[str, Mapping[str, Tensor]] | None = None,
     layer_hook_factory: LayerHookFactory | None = None,
 ) -> Adapted:
     """Loads the model of a folder, frozen: matrices in `dtype` or quantized, norms and biases in float32.
@@ -90,7 +90,7 @@ def load_frozen(
     Args:
         quantization: section of the recipe for the linear layers (not the head); None keeps what is stored.
         new: adapters to make, by name, with their sections; their start may come out of the weights.
-        restore_adapters: called once the new adapters have memory, to put in the values of an earlier run.
+        saved_factors: the tensors that an earlier run saved of some of the new adapters, by name.
         layer_hook_factory: makes the hook that shards each layer as soon as it is whole. No adapter may be added or
             removed then.
     Raises ModelError as `models.loading.load` does, and for a folder that is quantized already.
@@ -102,8 +102,8 @@ def load_frozen(
     adapters = adapters_of(model, seed=seed, device=device, encode=encode, quantization=quantization)
     for name, section in (new or {}).items():
         adapters.add(name, section)
-    if restore_adapters is not None:
-        restore_adapters(adapters)
+    for name, factors in (saved_factors or {}).items():
+        adapters.load_initial_factors(name, factors)
     whole = adapters.fully_trained()
     linears = {site.name: site.module for site in adapters.sites if site.layer is not None}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,30 +25,11 @@ from danlu.models.hf_layout import hf_tensors
 from danlu.models.initialize import named_generator
 from danlu.models.loading import stored_dtype, widest_dtype
 from danlu.models.saving import save
+from danlu.numerics.relative_error import RelativeErrors
 from danlu.output_folder import refuse_existing
 
 _CHUNK_ELEMENTS = 1 << 22
 """Elements of a matrix whose rounding error is measured at a time: no second matrix is made."""
-
-
-@dataclass
-class Rounding:
-    """The relative error of rounding each merged matrix to the written dtype: ||rounded - W|| / ||W||, Frobenius norms.
-
-    W is base and adapters in float32; of a base in 4 bits, what its codes stand for.
-    """
-
-    by_name: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def mean(self) -> float:
-        """The mean over all matrices; 0 where nothing was rounded."""
-        return sum(self.by_name.values()) / len(self.by_name) if self.by_name else 0.0
-
-    @property
-    def worst(self) -> tuple[str, float]:
-        """The matrix that loses most, and how much."""
-        return max(self.by_name.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 @dataclass(frozen=True)
@@ -60,7 +41,9 @@ class Merged:
     quantized: bool
     """Whether the base is stored in 4 or 8 bits."""
     dtype: torch.dtype
-    rounding: Rounding
+    rounding: RelativeErrors
+    """Of rounding each merged matrix to the written dtype: ||rounded - W|| / ||W||, Frobenius norms; empty where
+    nothing was rounded. W is base and adapters in float32; of a base in 4 bits, what its codes stand for."""
     trained_over: str | None
     """The kind of quantization ("nf4") under which the last adapter was trained, if any."""
 
@@ -112,7 +95,7 @@ def merge(
     value, unties = _values(opened, lowest, combination)
     written = dtype or stored_dtype(base.folder)
     written = torch.float32 if written == torch.float64 else written
-    rounding = Rounding()
+    rounding = RelativeErrors()
     config = adapted.model.config
     save(
         adapted.model,
@@ -228,12 +211,12 @@ def _changed_names(adapters: AdapterSet) -> set[str]:
     return names
 
 
-def _measured(name: str, value: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
+def _measured(name: str, value: Tensor, dtype: torch.dtype, rounding: RelativeErrors) -> Tensor:
     """The value itself; the relative error of rounding it to `dtype` goes into `rounding`."""
     if value.ndim == 2 and dtype != value.dtype:
         error = norm = 0.0  # squared
         for chunk in value.detach().reshape(-1).split(_CHUNK_ELEMENTS):
             error += float((chunk.to(dtype).to(chunk.dtype) - chunk).square().sum(dtype=torch.float64))
             norm += float(chunk.square().sum(dtype=torch.float64))
-        rounding.by_name[name] = (error / norm) ** 0.5 if norm else 0.0
+        rounding[name] = (error / norm) ** 0.5 if norm else 0.0
     return value

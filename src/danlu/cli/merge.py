@@ -110,7 +110,7 @@ def rounding_lines(merged: Merged) -> list[str]:
     name = str(merged.dtype).removeprefix("torch.")
     dequantized = "the base is quantized: merged into its dequantized weights, and written unquantized"
     lines = [dequantized] if merged.quantized else []
-    if not merged.rounding.by_name:
+    if not merged.rounding:
         return [*lines, f"written in {name}, as it was computed: nothing was rounded"]
     worst, largest = merged.rounding.worst
     return [
@@ -127,9 +127,9 @@ def write_adapter(sources: list[str], out: Path, combination: Combination, rank:
     combined = combining.combine(sources, out, combination, rank=rank, into=into)
     print_status(f"{', '.join(map(str, combined.adapters))} ({describe(combination)}) in one adapter")
     if combined.errors:
-        worst, largest = combined.worst
+        worst, largest = combined.errors.worst
         print_status(
-            f"it differs from the combined changes by {combined.mean:.2%} on average, at most by {largest:.2%} "
+            f"it differs from the combined changes by {combined.errors.mean:.2%} on average, at most by {largest:.2%} "
             f"({worst}); ||difference|| / ||change||, Frobenius norms. Merging into the base has no such error"
             + (", nor has --method cat" if combination.method == "linear" else "")
         )

@@ -72,13 +72,7 @@ class DecoderBuilder:
         check_placing(recipe, ranks, device)
         saved = None if start is None or recipe.adapter is None else read_group(start.path, "model")
         subject = subject_of(
-            recipe,
-            config,
-            device,
-            saved=saved,
-            resumed=start is not None,
-            encode=self._encode,
-            ranks=ranks,
+            recipe, config, device, saved=saved, resumed=start is not None, encode=self._encode, ranks=ranks
         )
         placed = place(subject, recipe, ranks, device, resumed=start is not None)
         # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.

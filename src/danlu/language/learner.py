@@ -27,7 +27,7 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, shares_of
 from danlu.train.memory_parts import Activations
 from danlu.train.step import sum_losses
-from danlu.types import Attend, Batch, Loss, Objective, Outputs, Pack, Role, TargetSources, Totals
+from danlu.types import Batch, Loss, Objective, Outputs, Pack, Role, TargetSources, Totals
 
 Forward = Callable[..., Tensor]
 
@@ -79,10 +79,6 @@ class DecoderLearner:
         finally:
             dropout_state.end()
 
-    def attend_for(self, batch: Batch) -> Attend:
-        """The attention that this learner's models are given for a batch."""
-        return attend_for(batch)
-
     def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0) -> Loss:
         """The objective's loss of a micro-batch; under DDP its backward pass sums gradients over data ranks."""
         with nullcontext() if self.offload is None else self.offload.active():
@@ -101,7 +97,7 @@ class DecoderLearner:
     def outputs(self, batch: Batch, gradient_scale: float) -> dict[Role, Outputs]:
         """What every model of the stage says about `batch`; only the policy's outputs carry gradients."""
         filled = pad_to_bucket(batch, self.token_multiple)
-        attend = self.attend_for(filled)
+        attend = attend_for(filled)
 
         def of(model: Decoder, forward: Forward) -> DecoderOutputs:
             hidden = forward(filled.tokens, filled.positions, attend, self.dtype)  # [T', D]
@@ -121,7 +117,7 @@ class DecoderLearner:
 
     def _explained(self, batch: Batch, step: int, names: Sequence[str]) -> Exception:
         filled = pad_to_bucket(batch, self.token_multiple)
-        return explain_non_finite(self.model, batch, filled, self.attend_for(filled), self.dtype, step, names)
+        return explain_non_finite(self.model, batch, filled, attend_for(filled), self.dtype, step, names)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from typing import TextIO
 
 import numpy as np
@@ -45,18 +46,12 @@ class PackReader:
             return Material(
                 packs, packs.packs_per_epoch, held_out, lines, tokenizer=prepared.tokenizer, sources=sources
             )
-        stream_ = StreamingDataset(_dataset_spec(recipe))
-        name = "data, as far as it was read"
-        return Material(
-            stream_,
-            None,
-            held_out,
-            lines,
-            lambda: row_lines(name, stream_.statistics),
-            stream_.close,
-            tokenizer=prepared.tokenizer,
-            sources=sources,
-        )
+        rows = StreamingDataset(_dataset_spec(recipe))
+
+        def late_lines() -> list[str]:
+            return row_lines("data, as far as it was read", rows.statistics)
+
+        return Material(rows, None, held_out, lines, late_lines, rows.close, prepared.tokenizer, sources)
 
     def amount(self, items: int) -> str:
         """So many packs in words."""
@@ -73,11 +68,8 @@ class PackReader:
         return beyond_positions(max_sample_length(recipe.model, recipe.adapter), recipe.data.max_length, lengths)
 
     def _prepared(self, stream: TextIO) -> PreparedData:
-        recipe, progress = self.recipe, RowProgress(stream)
-        try:
-            return prepare(_dataset_spec(recipe), progress=progress)
-        finally:
-            progress.close()
+        with closing(RowProgress(stream)) as progress:
+            return prepare(_dataset_spec(self.recipe), progress=progress)
 
 
 def _dataset_spec(recipe: Recipe) -> DatasetSpec:

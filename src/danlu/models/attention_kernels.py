@@ -190,13 +190,7 @@ def documents_mask(boundaries: Sequence[int], window: int | None, device: torch.
     counts, indices = (copy_to(column, device) for column in _ordered(partial))
     full_counts, full_indices = (copy_to(column, device) for column in _ordered(full))
     return BlockMask.from_kv_blocks(
-        counts,
-        indices,
-        full_counts,
-        full_indices,
-        BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=sees,
-        seq_lengths=(total, total),
+        counts, indices, full_counts, full_indices, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(total, total)
     )
 
 

@@ -179,9 +179,7 @@ class ModelConfig:
 
     def parameter_count(self) -> int:
         """Parameters of the decoder; a tied head counts once."""
-        vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        layer = sum(math.prod(shape) for shape in _layer_shapes(self).values())
-        return vocabulary + self.layers * layer + self.hidden_size
+        return sum(math.prod(shape) for shape in parameter_shapes(self).values())
 
     @property
     def largest_size(self) -> tuple[str, int]:

@@ -92,15 +92,12 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
             kv_heads=_kv_heads(hf, heads),
             head_dim=hf.integer("head_dim") if "head_dim" in hf else width // heads,
             rms_norm_eps=hf.number("rms_norm_eps"),
-            rope_theta=rope.theta,
             max_position_embeddings=longest,
-            rope_scaling=rope.scaling,
-            partial_rotary_factor=rope.partial_rotary_factor,
             tie_word_embeddings=hf.flag("tie_word_embeddings"),
             bos_token_id=hf.optional_integer("bos_token_id"),
             eos_token_ids=hf.token_ids("eos_token_id"),
             pad_token_id=hf.optional_integer("pad_token_id"),
-            **({"activation": _activation(hf, "hidden_act")} | own),
+            **({"activation": _activation(hf, "hidden_act")} | rope | own),
         )
     except ModelError as error:
         raise error if str(error).startswith(where) else ModelError(f"{where}: {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from danlu.errors import ModelError
@@ -21,15 +21,11 @@ _NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "
 _DEFAULT_THETA = 10_000.0
 
 
-@dataclass(frozen=True)
-class Rope:
-    theta: float
-    partial_rotary_factor: float
-    scaling: RopeScaling | None
+def read_rope(values: HFValues, *, max_position_embeddings: int, scalings: tuple[str, ...]) -> dict[str, Any]:
+    """The rotary settings of `values`, as fields of ModelConfig.
 
-
-def read_rope(values: HFValues, *, max_position_embeddings: int, scalings: tuple[str, ...]) -> Rope:
-    """The rotary settings of `values`; ModelError for a scaling the family cannot have or danlu does not know."""
+    Raises ModelError for a scaling the family cannot have or danlu does not know.
+    """
     key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
     rope = HFValues(values.section(key), {}, f"{values.where}: {key}")
     if any(isinstance(rope.raw(layer_type), dict) for layer_type in ("full_attention", "sliding_attention")):
@@ -41,13 +37,14 @@ def read_rope(values: HFValues, *, max_position_embeddings: int, scalings: tuple
     if theta <= 1 or not 0 < share <= 1:
         raise values.error(key, f"rope_theta {theta} must be above 1 and partial_rotary_factor {share} in (0, 1]")
     kind = rope.text("rope_type") if "rope_type" in rope else rope.text("type") if "type" in rope else "default"
+    settings = {"rope_theta": theta, "partial_rotary_factor": share}
     if kind == "default":
-        return Rope(theta, share, None)
+        return settings
     if kind not in scalings:
         supported = ", ".join(("default", *scalings))
         raise values.error(key, f"rotary scaling {kind!r} is not supported for this family; supported: {supported}")
     trained = values.optional_integer("original_max_position_embeddings") or max_position_embeddings
-    return Rope(theta, share, _read_scaling(rope, SCALINGS[kind], trained, max_position_embeddings))
+    return {**settings, "rope_scaling": _read_scaling(rope, SCALINGS[kind], trained, max_position_embeddings)}
 
 
 def _read_scaling(rope: HFValues, scaling: type[RopeScaling], trained: int, longest: int) -> RopeScaling:

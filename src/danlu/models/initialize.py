@@ -41,9 +41,9 @@ def initialize(model: Decoder, seed: int) -> None:
 
 def initial_value(config: ModelConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
     """A whole parameter, drawn on the CPU in float32, so that no device, type or layout changes the values."""
-    std = initial_std(config, name)
+    std = _initial_std(config, name)
     if std is None:
-        return torch.full(tuple(shape), initial_constant(config, name))
+        return torch.full(tuple(shape), 0.0 if name.endswith(".bias") else 1.0 - config.norm_offset)
     return torch.empty(tuple(shape)).normal_(std=std, generator=named_generator(seed, name))
 
 
@@ -53,7 +53,7 @@ def named_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
 
 
-def initial_std(config: ModelConfig, name: str) -> float | None:
+def _initial_std(config: ModelConfig, name: str) -> float | None:
     """Standard deviation a matrix is drawn with; None for norms and biases, which are constant."""
     module, kind = name.split(".")[-2:]
     if kind == "bias" or module.endswith("norm"):
@@ -64,8 +64,3 @@ def initial_std(config: ModelConfig, name: str) -> float | None:
     if module == "embed_tokens" and not config.tie_word_embeddings:
         return 1 / config.embedding_multiplier
     return small
-
-
-def initial_constant(config: ModelConfig, name: str) -> float:
-    """What a norm's weight or a bias starts as."""
-    return 0.0 if name.endswith(".bias") else 1.0 - config.norm_offset

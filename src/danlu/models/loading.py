@@ -38,12 +38,7 @@ Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[Quan
 bitsandbytes quantized."""
 
 
-def load(
-    folder: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Decoder:
+def load(folder: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
     """The decoder of a Hugging Face folder, its parameters in `dtype` on `device`.
 
     Raises ModelError for an unsupported architecture and for files or tensors that are missing, extra, truncated,

@@ -11,29 +11,28 @@ from danlu.models.families import FAMILIES, read_config_values
 from danlu.models.hf_folder import check_vocabulary, read_json
 from danlu.recipe.sections import Model
 
+_LLAMA: dict[str, object] = {
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
 PRESETS: dict[str, dict[str, object]] = {
     # 5.8M parameters with a vocabulary of 4096. The head is tied: apart it would be a sixth of the model.
     "tiny": {
-        "model_type": "llama",
+        **_LLAMA,
         "hidden_size": 256,
         "intermediate_size": 768,
         "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     },
     # 57.9M parameters with a vocabulary of 32000.
     "small": {
-        "model_type": "llama",
+        **_LLAMA,
         "hidden_size": 512,
         "intermediate_size": 1536,
         "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     },
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -70,9 +69,7 @@ class TensorStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._handle:
             if kind is None:
                 header = encode_header(self._entries, self._header_bytes)

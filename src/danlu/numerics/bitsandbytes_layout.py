@@ -40,19 +40,12 @@ def write(name: str, packed: FourBitMatrix) -> dict[str, Tensor]:
         "shape": packed.shape,
     }
     device = packed.codes.device
-    tensors = {
-        name: packed.codes,
-        f"{name}.quant_map": codebook(packed.kind, device).clone(),
-    }
+    tensors = {name: packed.codes, f"{name}.quant_map": codebook(packed.kind, device).clone()}
     if isinstance(packed.absmax, Tensor):
         tensors[f"{name}.absmax"] = packed.absmax
     else:
         nested = packed.absmax
-        state |= {
-            "nested_blocksize": NESTED_BLOCK,
-            "nested_dtype": "float32",
-            "nested_offset": nested.offset.item(),
-        }
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": nested.offset.item()}
         tensors[f"{name}.absmax"] = nested.codes
         tensors[f"{name}.nested_absmax"] = nested.absmax
         tensors[f"{name}.nested_quant_map"] = nested.values.clone()

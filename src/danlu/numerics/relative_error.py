@@ -8,6 +8,21 @@ from collections.abc import Iterable
 from torch import Tensor
 
 
+class RelativeErrors(dict[str, float]):
+    """Relative errors by the name of what has them."""
+
+    @property
+    def mean(self) -> float:
+        """The mean of all; 0 without any."""
+        return sum(self.values()) / len(self) if self else 0.0
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The name with the largest error, and that; one that is not finite comes first."""
+        # `max` alone would pass over a NaN.
+        return max(self.items(), key=lambda item: (not math.isfinite(item[1]), item[1]), default=("", 0.0))
+
+
 def worst_error(errors: Iterable[float]) -> float:
     """The largest of several errors, infinite where one of them is not finite.
 

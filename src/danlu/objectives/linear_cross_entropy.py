@@ -15,7 +15,7 @@ N trained targets · D model width · V vocabulary · S rows of the vocabulary i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,8 +162,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_head, None, None, None, None
 
 
-@dataclass(frozen=True)
-class _RowStatistics:
+class _RowStatistics(NamedTuple):
     """What each row of logits comes to over the whole vocabulary, [N] each."""
 
     highest: Tensor  # the largest logit
@@ -250,14 +249,7 @@ def _by_rows(slices: VocabSlices, weights: Tensor, options: _Options) -> tuple[_
                 logits[chunk].copy_(_by_logits(y, rows.log_z[chunk], weights[block][chunk], part, options))
             statistics.append(rows)
         torch.mm(logits, head, out=grad_hidden[block])
-    return _concatenated(statistics), grad_hidden
-
-
-def _concatenated(statistics: list[_RowStatistics]) -> _RowStatistics:
-    columns = zip(
-        *((part.highest, part.log_z, part.at_target, part.sum, part.ahead) for part in statistics), strict=True
-    )
-    return _RowStatistics(*(torch.cat(column) for column in columns))
+    return _RowStatistics(*map(torch.cat, zip(*statistics, strict=True))), grad_hidden
 
 
 def _whole_head(slices: VocabSlices, targets: Tensor, options: _Options) -> VocabSlice:

@@ -119,7 +119,7 @@ def proxy_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Pa
         config: of the large model.
         folder: where those are written.
 
-    Raises ModelError, which names --full, for weights that are stored in a way that has no small form.
+    Raises ModelError for weights that are stored in a way that danlu does not read.
     """
     optimizer, notes = proxy_optimizer(recipe.optimizer)
     section, stored = recipe.quantization, None
@@ -159,7 +159,7 @@ def proxy_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Pa
 
 
 def _stored_quantization(path: str) -> sections.QuantizationSection | None:
-    """The section that would quantize a base as it is stored; None for plain weights. Raises ModelError (see above)."""
+    """The section that would quantize a base as it is stored; None for plain weights. Raises ModelError."""
     folder = Path(path).expanduser()
     return stored_quantization(folder) if (folder / CONFIG).is_file() else None
 
