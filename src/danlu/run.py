@@ -128,7 +128,7 @@ def train(
             require_writable(folder)
         elif ranks.leads:
             closing.enter_context(RunLock(folder))
-        stop_request = closing.enter_context(_stop_request(ranks))
+        stop_request = closing.enter_context(StopRequest(together_s=0.0 if ranks.alone else TOGETHER_S))
         stop_request.at_once = True
         try:
             return _train(loaded, stage, folder, into, resume, stop_request, say, stream, device, ranks)
@@ -138,10 +138,6 @@ def train(
             latest = CheckpointStore(folder / CHECKPOINTS).latest()
             kept = "nothing was saved" if latest is None else f"the checkpoint of step {latest.step} stays"
             raise Stopped(stop.number, f"stopped at once; {kept}, and the same command goes on from there") from None
-
-
-def _stop_request(ranks: Ranks) -> StopRequest:
-    return StopRequest(together_s=0.0 if ranks.alone else TOGETHER_S)
 
 
 def _silence(line: str) -> None:

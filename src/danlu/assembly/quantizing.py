@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -96,7 +96,8 @@ def quantize(
                 names = [f"{tensor.name}{suffix}" for tensor in shard for suffix in ("", *SUFFIXES)]
                 stream = closing.enter_context(TensorStream(fresh / file, names))
                 streams |= {tensor.name: stream for tensor in shard}
-            writer = _Writer(tensors, streams, linears, section, kept, progress)
+            tensor_of = {part: tensor for tensor in tensors for part in tensor.parts}
+            writer = _Writer(tensor_of, streams, linears, section, kept, progress)
             load_into(model, folder, take=writer.take, unpack=refuse_four_bit)
         files = list(dict.fromkeys(streams.values()))
         total_bytes = sum(stream.bytes for stream in files)
@@ -105,53 +106,50 @@ def quantize(
     return Quantized(config.parameter_count(), writer.quantized, writer.quantized_bytes, total_bytes)
 
 
+@dataclass
 class _Writer:
     """Takes weights as they are loaded, and writes each tensor of the folder when all of its parts have come."""
 
-    def __init__(
-        self,
-        tensors: list[HFTensor],
-        streams: dict[str, TensorStream],
-        linears: set[str],
-        section: sections.Nf4 | sections.Fp4,
-        dtype: torch.dtype,
-        progress: Progress | None,
-    ) -> None:
-        self.quantized = self.quantized_bytes = 0
-        self._tensor_of = {part: tensor for tensor in tensors for part in tensor.parts}
-        self._streams, self._linears, self._section, self._dtype = streams, linears, section, dtype
-        self._parts_read: list[Tensor] = []
-        self._progress, self._done, self._total = progress, 0, len(tensors)
+    tensor_of: dict[str, HFTensor]  # by parameter
+    streams: dict[str, TensorStream]  # by tensor
+    linears: set[str]
+    section: sections.Nf4 | sections.Fp4
+    dtype: torch.dtype
+    progress: Progress | None
+    quantized: int = 0  # parameters
+    quantized_bytes: int = 0
+    written: int = 0  # tensors
+    parts_read: list[Tensor] = field(default_factory=list)
 
     def take(self, parameter: str, value: Tensor) -> None:
         """For `load_into`: writes the value and returns None, so that nothing stays in the model."""
-        tensor = self._tensor_of[parameter]
-        self._parts_read.append(value)
-        if len(self._parts_read) < len(tensor.parts):
+        tensor = self.tensor_of[parameter]
+        self.parts_read.append(value)
+        if len(self.parts_read) < len(tensor.parts):
             return
-        whole = self._parts_read[0] if len(self._parts_read) == 1 else torch.cat(self._parts_read)
-        self._parts_read = []
-        if parameter in self._linears:
+        whole = self.parts_read[0] if len(self.parts_read) == 1 else torch.cat(self.parts_read)
+        self.parts_read = []
+        if parameter in self.linears:
             self._write_quantized(tensor.name, whole)
         else:
-            self._write(tensor.name, whole.to(self._dtype))
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+            self._write(tensor.name, whole.to(self.dtype))
+        self.written += 1
+        if self.progress is not None:
+            self.progress(self.written, len(self.streams))
 
     def _write_quantized(self, name: str, whole: Tensor) -> None:
-        weight = quantize_weight(whole, self._section, name)
+        weight = quantize_weight(whole, self.section, name)
         assert isinstance(weight, FourBitWeight)
-        weight.dtype = self._dtype
+        weight.dtype = self.dtype
         self.quantized += whole.numel()
         self.quantized_bytes += weight.stored_bytes()
         for key, tensor in weight.tensors(name).items():
-            self._streams[name].add(key, tensor)
+            self.streams[name].add(key, tensor)
 
     def _write(self, name: str, value: Tensor) -> None:
         if not is_finite(value):
-            raise ModelError(f"{name}: not finite as {self._dtype}; the model is not written. Choose a wider --dtype")
-        self._streams[name].add(name, value)
+            raise ModelError(f"{name}: not finite as {self.dtype}; the model is not written. Choose a wider --dtype")
+        self.streams[name].add(name, value)
 
 
 def _size_bytes(tensor: HFTensor, linears: set[str], dtype: torch.dtype) -> int:

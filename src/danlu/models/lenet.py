@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +134,10 @@ def load(folder: Path, *, device: torch.device | str = "cpu") -> LeNet5:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file}: cannot be read: {error}") from None
     model = LeNet5()
-    _check(file, tensors, model)
-    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-    return model.to(device)
-
-
-def _check(file: Path, tensors: Mapping[str, Tensor], model: LeNet5) -> None:
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | stored.keys()):
         if expected.get(name) != stored.get(name):
             raise ModelError(f"{file}: tensor {name} is {stored.get(name)}, and LeNet-5 has {expected.get(name)}")
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    return model.to(device)

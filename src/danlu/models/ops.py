@@ -9,13 +9,13 @@ T tokens · I in features · O out features · D model width · H query heads ·
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["silu", "gelu_tanh"]
+from danlu.models.config import Activation
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

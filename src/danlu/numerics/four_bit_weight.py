@@ -6,6 +6,7 @@ O, I outputs and inputs · N = O I numbers · B blocks of them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import Self
 
@@ -100,19 +101,13 @@ class FourBitWeight(QuantizedWeightModule):
         outputs, width = self.shape
         if sum(rows) != outputs:
             raise ModelError(f"{where}: has {outputs} rows, its parts {' + '.join(map(str, rows))}.")
-        parts, first = [], 0
-        for count in rows:
-            start, stop = first * width, (first + count) * width
-            first += count
-            if start % self.block:
-                raise ModelError(
-                    f"{where}: is packed in one piece for several layers, and a block of {self.block} numbers is "
-                    "partly of one and partly of another. Load the original model and quantize it here."
-                )
-            absmax = _absmax_of(self.packed().absmax, start // self.block, -(-stop // self.block))
-            codes = self.codes[start // 2 : (stop + 1) // 2].clone()
-            parts.append(FourBitWeight(FourBitMatrix(self.kind, self.block, (count, width), self.dtype, codes, absmax)))
-        return parts
+        stops = list(accumulate(rows))
+        if any(stop * width % self.block for stop in stops[:-1]):
+            raise ModelError(
+                f"{where}: is packed in one piece for several layers, and a block of {self.block} numbers is "
+                "partly of one and partly of another. Load the original model and quantize it here."
+            )
+        return [self.shard(slice(*part), slice(0, width)) for part in pairwise([0, *stops])]
 
     def shard(self, rows: slice, columns: slice) -> FourBitWeight:
         """The sub-matrix of some rows and columns, by the same codes: nothing is quantized again.
@@ -129,35 +124,30 @@ class FourBitWeight(QuantizedWeightModule):
             codes = self.codes[start // 2 : (start + count + 1) // 2].clone()
             return FourBitWeight(FourBitMatrix(self.kind, self.block, shape, self.dtype, codes, absmax))
         block = gcd(self.block, start) if width == inputs else gcd(self.block, inputs, columns.start, width)
-        nested = self._nested()
-        magnitudes = self.absmax if nested is None else bitsandbytes_kernels.dequantize_absmax(nested)
         places = torch.arange(0, count, block, device=self.device)  # of each block's first number, in the box
         places = (rows.start + places // width) * inputs + columns.start + places % width  # and in the whole
         codes = four_bit.join(four_bit.apart(self.codes, outputs * inputs).view(outputs, inputs)[rows, columns])
-        return FourBitWeight(
-            FourBitMatrix(self.kind, block, shape, self.dtype, codes, magnitudes[places // self.block].clone())
-        )
+        absmax = self._magnitudes()[places // self.block].clone()
+        return FourBitWeight(FourBitMatrix(self.kind, block, shape, self.dtype, codes, absmax))
 
     def packed(self) -> FourBitMatrix:
         """The codes and constants, as `four_bit` works with them."""
-        nested = self._nested()
-        return FourBitMatrix(
-            self.kind, self.block, self.shape, self.dtype, self.codes, self.absmax if nested is None else nested
-        )
+        absmax: Tensor | Nested = self.absmax
+        if self.nested_absmax is not None and self.nested_offset is not None:
+            values = dynamic_map(self.absmax.device) if self.nested_values is None else self.nested_values
+            absmax = Nested(self.absmax, self.nested_absmax, self.nested_offset, values)
+        return FourBitMatrix(self.kind, self.block, self.shape, self.dtype, self.codes, absmax)
 
     def write(self, out: Tensor) -> None:
-        nested = self._nested()
-        absmax = self.absmax if nested is None else bitsandbytes_kernels.dequantize_absmax(nested)
-        bitsandbytes_kernels.dequantize_into(out, self.codes, absmax, self.kind, self.block)
+        bitsandbytes_kernels.dequantize_into(out, self.codes, self._magnitudes(), self.kind, self.block)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {super().extra_repr()}"
 
-    def _nested(self) -> Nested | None:
-        if self.nested_absmax is None or self.nested_offset is None:
-            return None
-        values = dynamic_map(self.absmax.device) if self.nested_values is None else self.nested_values
-        return Nested(self.absmax, self.nested_absmax, self.nested_offset, values)
+    def _magnitudes(self) -> Tensor:
+        """The absmax of blocks, [B] float32."""
+        absmax = self.packed().absmax
+        return absmax if isinstance(absmax, Tensor) else bitsandbytes_kernels.dequantize_absmax(absmax)
 
 
 def _absmax_of(absmax: Tensor | Nested, start: int, stop: int) -> Tensor | Nested:
