@@ -85,7 +85,7 @@ class PlacedModel(Protocol):
     def base(self) -> Mapping[str, Any] | None: ...  # what tells the base of a trained adapter from another; JSON
 
     def weights(self) -> dict[str, Tensor]:
-        """What a checkpoint has of a model that is whole on one process, by name, live."""
+        """What a checkpoint has of the model, by name, live: as much of each tensor as this process has."""
 
     def micro(self, optimizer: Optimizers, most: int) -> int: ...  # items in a micro-batch, at most so many
 

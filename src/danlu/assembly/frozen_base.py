@@ -119,16 +119,14 @@ def load_frozen(
         return value.to(torch.float32 if value.ndim < 2 or parameter in whole else dtype)
 
     adapted = Adapted(model, adapters)
-    if layer_hook_factory is None:
-        load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device))
-    else:
-        layer_hook = layer_hook_factory(adapted)
+    layer_hook = None if layer_hook_factory is None else layer_hook_factory(adapted)
 
-        def layer_loaded(layer: str) -> None:
+    def layer_loaded(layer: str) -> None:
+        if layer_hook is not None:
             adapters.finish_loading(f"layers.{layer}.")
             layer_hook(layer)
 
-        load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device), layer_loaded=layer_loaded)
+    load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device), layer_loaded=layer_loaded)
     adapters.finish_loading()
     return adapted
 

@@ -15,6 +15,7 @@ from danlu.assembly.base_model import Base, check_base, find_base
 from danlu.errors import ModelError
 from danlu.models.hf_folder import find_config, read_config, tensors_fingerprint
 from danlu.models.hf_layout import config_sites
+from danlu.models.presets import from_scratch
 from danlu.recipe import sections
 from danlu.safetensors_format import read_header
 
@@ -43,6 +44,18 @@ def check_without_weights(model: sections.Model, adapter: sections.AdapterSectio
         open_adapter(folder.path)
     if adapter is not None and not isinstance(adapter, sections.Continue):
         choose(config_sites(find_config(model.path)), adapter)
+
+
+def max_sample_length(model: sections.Model, adapter: Any) -> int:
+    """The most tokens a sample may have: the model's context length less the virtual tokens of its adapters.
+
+    adapter: section of the recipe, or None. Raises ModelError for a config that danlu cannot read.
+    """
+    config = find_config(model.path) if model.path is not None else from_scratch(model, vocab_size=1)
+    virtual = [folder.values.get("num_virtual_tokens") for folder in named_stack(model.adapters)]
+    if isinstance(adapter, sections.Prefix | sections.Prompt):
+        virtual.append(adapter.tokens)
+    return config.context_length - sum(count for count in virtual if isinstance(count, int))
 
 
 def base_identity(model: sections.Model) -> dict[str, Any]:

@@ -43,8 +43,7 @@ def preview(
     loaded = recipes.load(recipe, overrides or [])
     print_status_early(f"reading the rows of {recipe}")
     # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
-    from danlu.assembly.context_length import max_sample_length
-    from danlu.assembly.recipe_adapters import check_without_weights
+    from danlu.assembly.recipe_adapters import check_without_weights, max_sample_length
     from danlu.data.dataset_summary import summarize_dataset, summarize_refused
     from danlu.data.prepare import DatasetSpec
     from danlu.data.preview import render_examples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -51,14 +52,10 @@ def _first_non_finite_module(model: Decoder, batch: Batch, attend: Attend, dtype
         if not non_finite and isinstance(output, Tensor) and not output.isfinite().all():
             non_finite.append(names[module] or "the decoder")
 
-    # Leaves first: a child's hook runs before its parent's, so the innermost module that fails is named.
-    handles = [module.register_forward_hook(look) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            hidden = model(batch.tokens, batch.positions, attend, dtype)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for module in names:  # a child's hook runs before its parent's, so the innermost module that fails is named
+            hooks.enter_context(module.register_forward_hook(look))
+        hidden = model(batch.tokens, batch.positions, attend, dtype)
     return (non_finite[0] if non_finite else ""), hidden
 
 

@@ -99,13 +99,10 @@ class PlacedDecoder:
         return None if self.recipe.adapter is None else base_identity(self.recipe.model)
 
     def weights(self) -> dict[str, Tensor]:
-        """What a checkpoint has of a model that is whole on one process, by name, live."""
-        return {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
-
-    def _local_weights(self) -> dict[str, Tensor]:
-        """`weights`, as much of each as this process has."""
+        """What a checkpoint has of the model, by name, live: as much of each tensor as this process has."""
         local = self.parallel.local_parameters
-        return {name: local[name].local.detach() if local else weight for name, weight in self.weights().items()}
+        weights = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
+        return {name: local[name].local.detach() for name in weights} if local else weights
 
     def micro(self, optimizer: Optimizers, most: int) -> int:
         """PackedDataset in a micro-batch, at most so many, by what the recipe says and what fits."""
@@ -117,7 +114,7 @@ class PlacedDecoder:
         """What a step of this process is expected to hold: counted, but for activations and logits."""
         recipe, model, ranks = self.recipe, self.model, self.parallel.ranks
         average = sum(parameter.nbytes for parameter in optimizer.parameters.values()) if recipe.ema is not None else 0
-        resident = self._resident(self._local_weights(), optimizer, average)
+        resident = self._resident(self.weights(), optimizer, average)
         elsewhere = optimizer.state_bytes() - optimizer.resident_state_bytes()
         if ranks.data.size > 1 and shards_on_host(recipe, self.device):
             elsewhere += resident.total

@@ -8,7 +8,7 @@ from typing import TextIO
 
 import numpy as np
 
-from danlu.assembly.context_length import max_sample_length
+from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import DatasetSpec, PreparedData, prepare
 from danlu.data.sources import source_names

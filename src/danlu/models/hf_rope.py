@@ -11,10 +11,7 @@ from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, Ro
 from danlu.models.hf_values import HFValues
 
 SCALINGS: dict[str, type[RopeScaling]] = {
-    "dynamic": DynamicScaling,
-    "linear": LinearScaling,
-    "llama3": Llama3Scaling,
-    "yarn": YarnScaling,
+    scaling.kind: scaling for scaling in (DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling)
 }
 # Read elsewhere, or notes of whoever made the file that change nothing.
 _NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -62,13 +63,13 @@ def read(name: str, tensors: Mapping[str, Tensor], where: str) -> FourBitMatrix:
     return _Reader(name, tensors, where).packed()
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Takes a weight's tensors one by one and raises ModelError at the first that cannot be right."""
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor], where: str) -> None:
-        self.name = name
-        self.tensors = tensors
-        self.where = where
+    name: str
+    tensors: Mapping[str, Tensor]
+    where: str  # the file, for messages
 
     def packed(self) -> FourBitMatrix:
         kind = self.kind()

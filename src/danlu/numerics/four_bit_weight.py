@@ -173,13 +173,10 @@ def unpack_kernels(model: nn.Module, dtype: torch.dtype) -> list[bitsandbytes_ke
 def check_quantizable(weight: Tensor, where: str) -> None:
     """Raises ModelError if this is no matrix of a type that can be quantized."""
     if weight.dtype not in DTYPES:
+        stored = str(weight.dtype).removeprefix("torch.")
         raise ModelError(
-            f"{where} cannot be quantized: it holds {_name(weight.dtype)}, not float32, bfloat16 or float16. "
+            f"{where} cannot be quantized: it holds {stored}, not float32, bfloat16 or float16. "
             "Quantize the model that it was made from."
         )
     if weight.ndim != 2 or not weight.numel():
         raise ModelError(f"{where} cannot be quantized: its shape is {list(weight.shape)}, not [outputs, inputs].")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from builders.tiny_world import CONFIG, World
 
-from danlu.assembly.context_length import max_sample_length
+from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.errors import ModelError
 from danlu.recipe import sections
 
