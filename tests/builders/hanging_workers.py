@@ -57,8 +57,8 @@ def _work(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     said: list[str] = []
-    place = process_group.join_process_group("cpu", timeout_s, said.append)
-    assert (place.rank, place.world) == (rank, size)
+    process_group.join_process_group("cpu", timeout_s, said.append)
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
     try:
         result = worker(said, *args)
     except RuntimeError as error:
@@ -77,7 +77,7 @@ def skipping(said: list[str], skips: list[int], asleep_s: float) -> Any:
     rank = dist.get_rank()
     for step in (1, 2, 3):
         PHASE.begin("backward" if rank not in skips else "forward", step)
-        PHASE.enter("layers.3.mlp" if rank not in skips else "layers.2.attention")
+        PHASE.module = "layers.3.mlp" if rank not in skips else "layers.2.attention"
         if step == 3 and rank in skips:
             time.sleep(asleep_s)
         else:

@@ -33,7 +33,7 @@ def placed_on_gpu(file: str) -> dict[str, tuple[str, bool, bool]]:
     return {
         name: (
             one.local.device.type,
-            one.sharded,
+            one.local is not one.parameter,
             one.local.device == HOST and torch.equal(one.local, one.box.view_of(values[name])),
         )
         for name, one in held.items()

@@ -298,9 +298,9 @@ class CountingGroup(Group):
         self.seen.append("sum")
         return super().sum(x)
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         self.seen.append("all-gather")
-        return super().all_gather(x, dim)
+        return super().all_gather(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         self.seen.append("reduce-scatter")

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 
 from danlu.errors import RecipeError
-from danlu.parallel.layout import AXES, Layout, Sizes, layout_of, problems
+from danlu.models.config import ModelConfig
+from danlu.parallel.layout import AXES, Layout, layout_of, problems
 from danlu.recipe.sections import Parallel
 
-SIZES = Sizes(heads=32, kv_heads=8, intermediate=14336, vocabulary=128256)
+
+def config_of(heads: int, kv_heads: int, intermediate_size: int, vocab_size: int) -> ModelConfig:
+    return ModelConfig("llama", vocab_size, 64 * heads, intermediate_size, 2, heads, kv_heads, 64, 1e-6, 10_000.0, 4096)
+
+
+LARGE = config_of(32, 8, 14336, 128256)
 
 
 @pytest.mark.parametrize(
@@ -59,22 +65,26 @@ def test_what_does_not_fit_is_told_with_what_would(section: Parallel, world: int
 
 
 @pytest.mark.parametrize(
-    ("degree", "sizes", "message"),
+    ("degree", "config", "message"),
     [
-        (5, SIZES, "5 does not divide the model's 32 attention heads. Use 4 or 8"),
-        (16, Sizes(48, 6, 4096, 1000), "16 neither divides the model's 6 key/value heads nor is a multiple of them"),
-        (8, Sizes(32, 8, 1004, 1000), "8 does not divide the MLP's width of 1004. Use 4"),
-        (8, Sizes(32, 8, 1024, 4), "8 is more than the 4 tokens of the vocabulary. Use 4 or 16"),
+        (5, LARGE, "5 does not divide the model's 32 attention heads. Use 4 or 8"),
+        (
+            16,
+            config_of(48, 6, 4096, 1000),
+            "16 neither divides the model's 6 key/value heads nor is a multiple of them",
+        ),
+        (8, config_of(32, 8, 1004, 1000), "8 does not divide the MLP's width of 1004. Use 4"),
+        (8, config_of(32, 8, 1024, 4), "8 is more than the 4 tokens of the vocabulary. Use 4 or 16"),
     ],
 )
-def test_a_model_that_cannot_be_cut_so_is_told_with_what_it_can(degree: int, sizes: Sizes, message: str) -> None:
-    (found,) = problems(Parallel(tensor=degree), sizes)
+def test_a_model_that_cannot_be_cut_so_is_told_with_what_it_can(degree: int, config: ModelConfig, message: str) -> None:
+    (found,) = problems(Parallel(tensor=degree), config)
     assert message in found
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8, 16, 32])
 def test_a_model_that_can_be_cut_has_no_problem(degree: int) -> None:
-    assert not list(problems(Parallel(tensor=degree), SIZES))
+    assert not list(problems(Parallel(tensor=degree), LARGE))
 
 
 def test_neighbouring_ranks_are_neighbours_along_tensor() -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from builders.equal_shards import assemble_equal
 from builders.parallel_steps import recipe_file, see
 from builders.process_group import run_group
 from builders.tiny_world import World
 from torch import Tensor
 
 from danlu.numerics.relative_error import relative_error
-from danlu.verify.trace import Trace, assemble_equal
+from danlu.verify.trace import Trace
 
 pytestmark = pytest.mark.distributed
 

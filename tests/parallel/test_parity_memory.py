@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.equal_shards import assemble_equal
 from builders.parallel_steps import recipe_file, see
 from builders.process_group import run_group
 from builders.tiny_world import CONFIG, World
@@ -20,7 +21,7 @@ from danlu.models.families import read_config_values
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, load
-from danlu.verify.trace import Trace, assemble_equal
+from danlu.verify.trace import Trace
 
 CPU = torch.device("cpu")
 # Rows that two processes cannot share evenly, in layers large enough to go to a file.

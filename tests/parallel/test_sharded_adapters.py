@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.equal_shards import assemble_equal
 from builders.parallel_steps import matrices_left, recipe_file, see, see_without_sums
 from builders.process_group import run_group
 from builders.tiny_world import World
 from builders.worst_errors import worst_relative_error
 
-from danlu.verify.trace import Trace, assemble_equal
+from danlu.verify.trace import Trace
 
 pytestmark = pytest.mark.distributed
 

@@ -26,7 +26,7 @@ def test_where_in_words() -> None:
     assert str(where) == "checkpoint"
     where.begin("forward", 17)
     assert str(where) == "forward, step 17"
-    where.enter("layers.3.mlp")
+    where.module = "layers.3.mlp"
     assert str(where) == "layers.3.mlp (forward, step 17)"
     where.begin("backward")
     assert str(where) == "backward, step 17"

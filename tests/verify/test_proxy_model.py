@@ -21,7 +21,7 @@ from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.loading import load as load_model
-from danlu.parallel.layout import Layout, Sizes, problems
+from danlu.parallel.layout import Layout, problems
 from danlu.recipe import Recipe, load, sections
 from danlu.recipe.sections import Parallel
 from danlu.verify.proxy_model import EPS, MAX_LENGTH, WINDOW, proxy_config, proxy_recipe
@@ -92,8 +92,7 @@ LAYOUTS = (Layout(shard=2), Layout(tensor=2), Layout(replicate=2, shard=2), Layo
 
 
 def fits(config: ModelConfig, layout: Layout) -> list[str]:
-    sizes = Sizes(config.heads, config.kv_heads, config.intermediate_size, config.vocab_size)
-    return list(problems(Parallel(tensor=layout.tensor), sizes))
+    return list(problems(Parallel(tensor=layout.tensor), config))
 
 
 @pytest.mark.parametrize("quantized", [False, True])

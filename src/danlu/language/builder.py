@@ -24,7 +24,7 @@ from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
 from danlu.models.hf_validation import check_headers
 from danlu.models.presets import from_scratch
 from danlu.parallel.comm import world_size
-from danlu.parallel.layout import Sizes, problems
+from danlu.parallel.layout import problems
 from danlu.parallel.local_parameter import replicated_parameter
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
@@ -93,8 +93,7 @@ class DecoderBuilder:
         return ChatTokenizer(tokenizer_of(self.recipe)).encode_prompt(text)
 
     def _check_layout(self, config: ModelConfig) -> None:
-        sizes = Sizes(config.heads, config.kv_heads, config.intermediate_size, config.vocab_size)
-        if wrong := list(problems(self.recipe.parallel, sizes)):
+        if wrong := list(problems(self.recipe.parallel, config)):
             raise RecipeError(wrong)
 
     def _check_base(self, checkpoint: Path) -> None:

@@ -55,13 +55,13 @@ class Group:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.handle)
         return x
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The members' tensors, all of one shape, concatenated along `dim` in the group's order; new unless alone."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The members' tensors, all of one shape, stacked by rows in the group's order; new unless alone."""
         if self.alone:
             return x
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]) if x.ndim else (self.size,))
         _all_gather(out, x.contiguous(), group=self.handle)
-        return out if dim == 0 else torch.cat(out.chunk(self.size), dim)
+        return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """This process's rows [R / size, ..] of the sum of x [R, ..] over the group; R is a multiple of `size`."""

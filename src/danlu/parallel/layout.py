@@ -7,10 +7,11 @@ most stays inside a machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from danlu.errors import RecipeError
+from danlu.models.config import ModelConfig
 from danlu.recipe.sections import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -30,7 +31,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
+        return math.prod(self.sizes)
 
     @property
     def data(self) -> int:
@@ -49,22 +50,17 @@ class Layout:
             rank, index_along[axis] = divmod(rank, size)
         return index_along
 
+    def ranks_along(self, rank: int, axes: Sequence[str]) -> list[int]:
+        """The ranks whose coordinates differ from those of `rank` along `axes` alone, in order."""
+        kept = [(axis, index) for axis, index in self.coordinates(rank).items() if axis not in axes]
+        return [other for other in range(self.world) if {*kept} <= self.coordinates(other).items()]
+
     def __str__(self) -> str:
         degrees = {"data": self.data, "shards": self.shard, "tensor": self.tensor, "pipeline": self.pipeline}
         if self.shard == self.data:
             del degrees["shards"]
         parts = [f"{name} {size}" for name, size in degrees.items() if size > 1]
         return " x ".join(parts) or "one process"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model that limit how tensor parallelism can cut it."""
-
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocabulary: int
 
 
 def layout_of(section: Parallel, world: int) -> Layout:
@@ -100,24 +96,24 @@ def layout_of(section: Parallel, world: int) -> Layout:
     return Layout(replicate=section.replicate, shard=data // section.replicate, tensor=section.tensor)
 
 
-def problems(section: Parallel, sizes: Sizes) -> Iterator[str]:
+def problems(section: Parallel, config: ModelConfig) -> Iterator[str]:
     """Why a model cannot be cut by `section.tensor`; each message proposes the nearest degrees that fit."""
     degree = section.tensor
     if degree == 1:
         return
-    fitting = [n for n in divisors(sizes.heads) if _kv_fits(sizes.kv_heads, n) and sizes.intermediate % n == 0]
+    fitting = [n for n in divisors(config.heads) if _kv_fits(config.kv_heads, n) and config.intermediate_size % n == 0]
     near = " or ".join(map(str, _nearest(fitting, degree)))
-    if sizes.heads % degree:
-        yield f"parallel.tensor: {degree} does not divide the model's {sizes.heads} attention heads. Use {near}"
-    elif not _kv_fits(sizes.kv_heads, degree):
+    if config.heads % degree:
+        yield f"parallel.tensor: {degree} does not divide the model's {config.heads} attention heads. Use {near}"
+    elif not _kv_fits(config.kv_heads, degree):
         yield (
-            f"parallel.tensor: {degree} neither divides the model's {sizes.kv_heads} key/value heads nor is a multiple "
-            f"of them. Use {near}"
+            f"parallel.tensor: {degree} neither divides the model's {config.kv_heads} key/value heads nor is a "
+            f"multiple of them. Use {near}"
         )
-    elif sizes.intermediate % degree:
-        yield f"parallel.tensor: {degree} does not divide the MLP's width of {sizes.intermediate}. Use {near}"
-    elif sizes.vocabulary < degree:
-        yield f"parallel.tensor: {degree} is more than the {sizes.vocabulary} tokens of the vocabulary. Use {near}"
+    elif config.intermediate_size % degree:
+        yield f"parallel.tensor: {degree} does not divide the MLP's width of {config.intermediate_size}. Use {near}"
+    elif config.vocab_size < degree:
+        yield f"parallel.tensor: {degree} is more than the {config.vocab_size} tokens of the vocabulary. Use {near}"
 
 
 def divisors(number: int) -> list[int]:

@@ -27,13 +27,9 @@ class LocalParameter:
     local: Parameter  # the same memory as a plain tensor; `parameter` itself where that is plain
     box: ShardBox  # of the whole parameter
 
-    @property
-    def sharded(self) -> bool:
-        return self.local is not self.parameter
-
     def take_gradient(self) -> None:
         """Moves the gradient from `parameter` to `local`; a shard without rows has an empty one."""
-        if self.sharded and self.parameter.grad is not None:
+        if self.local is not self.parameter and self.parameter.grad is not None:
             grad = self.parameter.grad
             self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
             self.parameter.grad = None

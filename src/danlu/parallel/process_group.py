@@ -37,29 +37,19 @@ _LEAVE_TIMEOUT_S = 60.0
 _REPORTERS = "told"  # key in the store: how many processes have asked whether they are to report an error
 
 
-@dataclass(frozen=True)
-class ProcessRank:
-    """The rank of this process; that of a single process by default."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-
-
 @dataclass
 class _Membership:
     """What this process has joined."""
 
     store: Any
     watchdog: Watchdog
-    rank: int
-    world: int
+    world: World
 
 
 _membership: _Membership | None = None  # None in a single process, and where something else initialised torch
 
 
-def join_process_group(device: str, timeout_s: float, say: Callable[[str], None] | None = None) -> ProcessRank:
+def join_process_group(device: str, timeout_s: float, say: Callable[[str], None] | None = None) -> None:
     """Joins the process group that the environment describes, and starts the watchdog; does nothing in one process.
 
     device: cpu, cuda, or auto for cuda where there is one; a process takes the CUDA device of its local rank, or
@@ -70,17 +60,15 @@ def join_process_group(device: str, timeout_s: float, say: Callable[[str], None]
     """
     global _membership
     if dist.is_initialized():
-        return ProcessRank(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+        return
     world = world_from_environment(os.environ)
     if world is None:
-        return ProcessRank()
+        return
     on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    local = world.local_rank or 0
     taken: str | RecipeError | None = None
     if on_cuda:
         try:
-            local = _take_device(world)
-            taken = f"CUDA device {torch.cuda.get_device_properties(local).uuid}"
+            taken = f"CUDA device {torch.cuda.get_device_properties(_take_device(world)).uuid}"
         except RecipeError as error:
             taken = error
     os.environ.update(world.variables())
@@ -100,8 +88,7 @@ def join_process_group(device: str, timeout_s: float, say: Callable[[str], None]
         end=lambda text: _end(world.rank, text),
         launcher=launcher,
     ).start()
-    _membership = _Membership(store, watchdog, world.rank, world.size)
-    return ProcessRank(world.rank, world.size, local)
+    _membership = _Membership(store, watchdog, world)
 
 
 def leave_process_group() -> None:
@@ -115,7 +102,7 @@ def leave_process_group() -> None:
     until = time.monotonic() + _LEAVE_TIMEOUT_S
     with suppress(dist.DistError):  # the store went with a launcher that was killed: nobody asks it any more
         left = _membership.store.add("left", 1)
-        while _membership.rank == 0 and left < _membership.world and time.monotonic() < until:
+        while _membership.world.rank == 0 and left < _membership.world.size and time.monotonic() < until:
             time.sleep(0.01)
             left = _membership.store.add("left", 0)
 
@@ -129,7 +116,7 @@ def untimed_barrier(name: str) -> None:
     if _membership is None:
         return
     arrived = _membership.store.add(f"assemble/{name}", 1)
-    while arrived < _membership.world:
+    while arrived < _membership.world.size:
         if _membership.store.add(_REPORTERS, 0):
             raise ConnectionError("another process has failed")
         time.sleep(0.02)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -47,10 +45,9 @@ def ranks_of(layout: Layout, device_type: str) -> Ranks:
     rank, world = dist.get_rank(), dist.get_world_size()
     assert world == layout.world, f"a layout of {layout.world} on {world} processes"
     mesh: DeviceMesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
-    coordinates = layout.coordinates(rank)
 
     def along(axis: str) -> Group:
-        ranks = tuple(_ranks_along(layout, coordinates, (axis,)))
+        ranks = tuple(layout.ranks_along(rank, (axis,)))
         return Group(axis, ranks, ranks.index(rank), mesh.get_group(axis)) if len(ranks) > 1 else Group(axis, (rank,))
 
     return Ranks(
@@ -65,13 +62,6 @@ def ranks_of(layout: Layout, device_type: str) -> Ranks:
     )
 
 
-def _ranks_along(layout: Layout, coordinates: dict[str, int], axes: tuple[str, ...]) -> list[int]:
-    """The ranks whose coordinates differ from the given ones along `axes` alone, in order."""
-    ranks = torch.arange(layout.world).view(layout.sizes)
-    index = tuple(slice(None) if axis in axes else coordinates[axis] for axis in AXES)
-    return ranks[index].flatten().tolist()  # type: ignore[no-any-return]
-
-
 def _data_group(layout: Layout, rank: int) -> Group:
     """The group of this process along replicate and shard together.
 
@@ -80,10 +70,8 @@ def _data_group(layout: Layout, rank: int) -> Group:
     own = Group("data", (rank,))
     if layout.data == 1:
         return own
-    for pipeline, context, tensor in itertools.product(
-        *(range(n) for n in (layout.pipeline, layout.context, layout.tensor))
-    ):
-        coordinates = {"pipeline": pipeline, "replicate": 0, "shard": 0, "context": context, "tensor": tensor}
-        group = new_group("data", _ranks_along(layout, coordinates, ("replicate", "shard")))
+    data_axes = ("replicate", "shard")
+    for first in layout.ranks_along(0, [axis for axis in AXES if axis not in data_axes]):
+        group = new_group("data", layout.ranks_along(first, data_axes))
         own = group if rank in group.ranks else own
     return own

@@ -18,13 +18,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from danlu.adapters.adapter import TensorAxes
+from danlu.adapters.adapter import ShardableModule, TensorAxes
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import Slot
 from danlu.errors import RecipeError
@@ -37,15 +37,6 @@ from danlu.shard_box import ShardBox
 from danlu.types import Axis, LinearShard, VocabShard
 
 LINEAR_AXES: TensorAxes = {"weight": ("outputs", "inputs"), "bias": ("outputs",)}
-
-
-class ShardableAdapter(Protocol):
-    """An adapter whose parameters tensor parallelism can cut."""
-
-    @property
-    def tensor_axes(self) -> TensorAxes: ...
-
-    def narrow(self, shard: LinearShard) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,12 @@ class Cutter:
         layer = self.model.layers[name]
         assert isinstance(layer, Layer)
         self._copies = self._trained_copies()
-        self._layer(layer, f"layers.{name}", self._regions)
+        for sublayer_name, sublayer in layer.sublayers.items():
+            self._sublayer(sublayer, f"layers.{name}.{sublayer_name}")
+        for child_name, child in layer.named_children():
+            if child_name not in layer.sublayers:
+                self._uncut(child)
+        layer.enter, layer.leave = self._regions.enter, self._regions.leave
         self._record(layer, f"layers.{name}.")
 
     def rest(self) -> Cuts:
@@ -156,14 +152,6 @@ class Cutter:
         embedding.vocab_start = vocabulary.start
         embedding.leave = regions.leave_embedding
 
-    def _layer(self, layer: Layer, name: str, regions: Regions) -> None:
-        for sublayer_name, sublayer in layer.sublayers.items():
-            self._sublayer(sublayer, f"{name}.{sublayer_name}")
-        for child_name, child in layer.named_children():
-            if child_name not in layer.sublayers:
-                self._uncut(child)
-        layer.enter, layer.leave = regions.enter, regions.leave
-
     def _sublayer(self, sublayer: Any, name: str) -> None:
         """Cuts attention or a feed-forward network as it declares: see `models.sublayer.Sublayer`."""
         unit = sublayer.tensor_unit
@@ -198,9 +186,9 @@ class Cutter:
             return
         assert isinstance(slot, Slot)
         for module in slot.values():
-            adapter = cast(ShardableAdapter, module)
-            self._parameters(module, adapter.tensor_axes, shard, replicas)
-            adapter.narrow(shard)
+            assert isinstance(module, ShardableModule)
+            self._parameters(module, module.tensor_axes, shard, replicas)
+            module.narrow(shard)
 
     def _uncut(self, module: nn.Module) -> None:
         """A module that works on whole features, of all tokens or of this rank's under sequence parallelism."""
@@ -213,7 +201,8 @@ class Cutter:
         for name, parameter in self._named(module, recurse=not isinstance(module, Linear | Embedding)):
             dimensions = axes.get(name, ())
             if shard.axis in dimensions:
-                self._cut_parameter(parameter, [_range(shard, axis) for axis in dimensions], replicas)
+                ranges = [None if axis is None else getattr(shard, axis) for axis in dimensions]
+                self._cut_parameter(parameter, ranges, replicas)
             else:
                 self._keep_whole(parameter, self.group)
 
@@ -270,12 +259,6 @@ class Cutter:
         if size not in self._subgroups:
             self._subgroups[size] = subgroup_of(self.group, size)
         return self._subgroups[size]
-
-
-def _range(shard: LinearShard, axis: Axis | None) -> slice | None:
-    if axis is None:
-        return None
-    return shard.outputs if axis == "outputs" else shard.inputs
 
 
 def _length(part: slice) -> int:

@@ -6,7 +6,7 @@ there, forward and backward, on any backend. With the `fake` backend a single pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -171,8 +171,7 @@ def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
     # Importing it registers the backend, which nothing but counting needs.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    make_store: Callable[[], Any] = FakeStore
-    dist.init_process_group("fake", store=make_store(), rank=rank, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

@@ -51,9 +51,6 @@ class PhaseTracker:
         if step is not None:
             self.step = step
 
-    def enter(self, module: str) -> None:
-        self.module = module
-
     def __str__(self) -> str:
         """``layers.3.mlp (backward, step 17)``; empty before the first phase."""
         step = "" if self.step is None else f"step {self.step}"

@@ -15,7 +15,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.presets import from_scratch
 from danlu.parallel.collective_traffic import CollectiveTraffic
-from danlu.parallel.layout import Layout, Sizes, problems
+from danlu.parallel.layout import Layout, problems
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
 from danlu.recipe import Recipe
@@ -84,10 +84,10 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": short})})
     data = proxy_data(recipe, count)
     config = _config(recipe, data.vocab_size)
-    if wrong := list(problems(recipe.parallel, _sizes(config))):
+    if wrong := list(problems(recipe.parallel, config)):
         raise RecipeError(wrong)
     small = ProxyRecipe(recipe, config) if full else proxy_recipe(recipe, config, layout, folder)
-    assert full or not list(problems(small.recipe.parallel, _sizes(small.config))), "divides as the large one does"
+    assert full or not list(problems(small.recipe.parallel, small.config)), "divides as the large one does"
     vocab_size = small.config.vocab_size
     return PreparedProxy(
         recipe=small.recipe,
@@ -106,10 +106,6 @@ def _config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:
         return read_config(resolve_folder(recipe.model.path))
     given = recipe.model.config if isinstance(recipe.model.config, dict) else {}
     return from_scratch(recipe.model, vocab_size or int(given.get("vocab_size", _VOCAB_SIZE)), 1, 2)
-
-
-def _sizes(config: ModelConfig) -> Sizes:
-    return Sizes(config.heads, config.kv_heads, config.intermediate_size, config.vocab_size)
 
 
 def _summary(small: ModelConfig, large: ModelConfig) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from danlu.numerics.relative_error import relative_error
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import AXES, Layout
 from danlu.parallel.ranks import Ranks
@@ -168,18 +169,11 @@ def _missing_sum(first: ComparedTensor, case: Case) -> str | None:
     assert first.name is not None
     for count in range(1, len(AXES) + 1):
         for axes in itertools.combinations([axis for axis in AXES if getattr(case.layout, axis) > 1], count):
-            ranks = _ranks_along(case.layout, axes)
+            ranks = case.layout.ranks_along(0, axes)
             total = _sum_of_copies(first.name, [gradients[rank] for rank in ranks], first.reference)
-            if total is not None and _is_close(total, first.reference, 1e-4):
-                names = {("replicate",): "data", ("shard",): "data", ("replicate", "shard"): "data"}
-                return names.get(axes, " x ".join(axes))
+            if total is not None and relative_error(total, first.reference) <= 1e-4:
+                return "data" if {*axes} <= {"replicate", "shard"} else " x ".join(axes)
     return None
-
-
-def _ranks_along(layout: Layout, axes: Sequence[str]) -> list[int]:
-    """The ranks whose coordinates are those of rank 0 but along some axes."""
-    coordinates = ((rank, layout.coordinates(rank)) for rank in range(layout.world))
-    return [rank for rank, at in coordinates if all(index == 0 for axis, index in at.items() if axis not in axes)]
 
 
 def _sum_of_copies(name: str, shards_by_rank: Sequence[LocalShards], reference: Tensor) -> Tensor | None:
@@ -234,7 +228,7 @@ def _by_shares(shares: Tensor, case: Case) -> tuple[str, str]:
             "a mean over data ranks of their own means: with uneven rows each rank must add its sum, to be divided "
             "once by the weight of all"
         )
-    micro_batches = [(rank, number // case.task.micro) for rank, number in _numbers_on_rank(ranks)]
+    micro_batches = [(rank, ranks[:item].count(rank) // case.task.micro) for item, rank in enumerate(ranks)]
     if _constant_within(shares, micro_batches) and _constant_within(
         shares * _sum_within(weights, micro_batches), ranks
     ):
@@ -243,14 +237,6 @@ def _by_shares(shares: Tensor, case: Case) -> tuple[str, str]:
             "it has"
         )
     return shares_by_rank, f"{items} are weighted by something else than their targets"
-
-
-def _numbers_on_rank(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """For each item (its data rank, its number among the items of that rank)."""
-    counts: dict[int, int] = {}
-    for rank in ranks:
-        yield rank, counts.get(rank, 0)
-        counts[rank] = counts.get(rank, 0) + 1
 
 
 def _by_rank(shares: Tensor, ranks: Sequence[int]) -> str:
@@ -362,7 +348,3 @@ def _of_constant(ratio: float, case: Case) -> str:
         "gradients are too small by a constant: averaged over ranks where they should be summed (torch's DDP and FSDP "
         "divide by the number of ranks), or divided twice"
     )
-
-
-def _is_close(value: Tensor, reference: Tensor, share: float) -> bool:
-    return float((value.double() - reference.double()).norm()) <= share * float(reference.double().norm())

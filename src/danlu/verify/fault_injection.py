@@ -30,17 +30,13 @@ from danlu.types import Item, Loss, Totals
 from danlu.verify import trace
 from danlu.verify.proxy import Proxy
 
-Inject = Callable[[Recipe, Ranks], AbstractContextManager[None]]
-
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake: what it is, in which layouts it can be made at all, and how it is injected."""
+    """One mistake: in which layouts it can be made at all, and how it is injected."""
 
-    description: str
     is_possible: Callable[[Recipe, Layout, Proxy], bool]
-    inject: Inject
-    diagnosis: str  # a part of the cause that a verification reports
+    inject: Callable[[Recipe, Ranks], AbstractContextManager[None]]
 
 
 @contextmanager
@@ -72,15 +68,13 @@ class _Scaled:
         return self._learner.losses(batch, totals, gradient_scale * factor)
 
 
-@contextmanager
-def _scaled(factor: Factor) -> Iterator[None]:
+def _scaled(factor: Factor) -> AbstractContextManager[None]:
     """Multiplies the gradient of each micro-batch by a factor."""
 
     def accumulate(learner: Any, items: Sequence[Item], **options: Any) -> Any:
         return step_module.accumulate(_Scaled(learner, items, factor), items, **options)
 
-    with _replaced(loop, "accumulate", accumulate):
-        yield
+    return _replaced(loop, "accumulate", accumulate)
 
 
 def _weight(learner: AnyLearner, items: Sequence[Item]) -> float:
@@ -93,32 +87,27 @@ def _own_weight(learner: AnyLearner, items: Sequence[Item]) -> float:
     return _weight(learner, [items[number] for number in learner.parallel.local_range(items)])
 
 
-@contextmanager
-def _mean_of_means(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+def _mean_of_means(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Each data rank divides by its own weight, and the ranks are averaged."""
 
     def factor(learner: AnyLearner, items: Sequence[Item], batch: Any) -> float:
         own_weight = _own_weight(learner, items)
         return _weight(learner, items) / (ranks.data.size * own_weight) if own_weight else 1.0
 
-    with _scaled(factor):
-        yield
+    return _scaled(factor)
 
 
-@contextmanager
-def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Each micro-batch is divided by its own weight, and the micro-batches are averaged."""
 
     def factor(learner: AnyLearner, items: Sequence[Item], batch: Any) -> float:
         micro_batches = -(-len(learner.parallel.local_range(items)) // learner.micro)
         return _own_weight(learner, items) / (micro_batches * batch.weight) if batch.weight else 1.0
 
-    with _scaled(factor):
-        yield
+    return _scaled(factor)
 
 
-@contextmanager
-def _doubled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+def _doubled(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Gradients are as many times too large as an axis has ranks, as after a second all-reduce."""
     original, size = StepParallel.reduce_gradients, ranks.data.size if ranks.data.size > 1 else ranks.tensor.size
 
@@ -128,12 +117,10 @@ def _doubled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
             if parameter.local.grad is not None:
                 parameter.local.grad.mul_(size)
 
-    with _replaced(StepParallel, "reduce_gradients", reduce_gradients):
-        yield
+    return _replaced(StepParallel, "reduce_gradients", reduce_gradients)
 
 
-@contextmanager
-def _without_sum_of_norms(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+def _without_sum_of_norms(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Norms' gradients, which each rank has a part of, are not all-reduced over one axis."""
     original = StepParallel.reduce_gradients
     axis = "tensor" if recipe.parallel.sequence else ranks.data.name
@@ -142,8 +129,7 @@ def _without_sum_of_norms(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
         kept = [(group, name) for group, name in self.partial_gradients if group.name != axis]
         original(replace(self, partial_gradients=kept))
 
-    with _replaced(StepParallel, "reduce_gradients", reduce_gradients):
-        yield
+    return _replaced(StepParallel, "reduce_gradients", reduce_gradients)
 
 
 @contextmanager
@@ -157,15 +143,13 @@ def _local_clip(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _untied(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+def _untied(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """The head's gradient stops before the embedding that it shares its weight with."""
 
     def head_weight(self: Decoder) -> Tensor:
         return self.embed_tokens.weight.detach()
 
-    with _replaced(Decoder, "head_weight", property(head_weight)):
-        yield
+    return _replaced(Decoder, "head_weight", property(head_weight))
 
 
 @contextmanager
@@ -188,20 +172,17 @@ def _same_masks(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _stale(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+def _stale(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """FSDP keeps the gathered parameters after the backward pass, and the update does not reach them."""
     original = FSDPModule.set_reshard_after_backward
 
     def never(self: Any, reshard_after_backward: bool, **options: Any) -> None:
         original(self, False, **options)
 
-    with _replaced(FSDPModule, "set_reshard_after_backward", never):
-        yield
+    return _replaced(FSDPModule, "set_reshard_after_backward", never)
 
 
-@contextmanager
-def _repeated_rows(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+def _repeated_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Each data rank gets equally many rows, which a sampler reaches by giving some rows to two ranks."""
 
     def local_range(self: StepParallel, packs: Sequence[Any]) -> range:
@@ -209,12 +190,10 @@ def _repeated_rows(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
         first = min(data.index * per_rank, len(packs) - per_rank)
         return range(first, first + per_rank)
 
-    with _replaced(StepParallel, "local_range", local_range):
-        yield
+    return _replaced(StepParallel, "local_range", local_range)
 
 
-@contextmanager
-def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Each rank loads the next rank's optimizer state, where all have the same shapes."""
     original = Optimizers.load_state
     group = ranks.shard if ranks.shard.size > 1 else ranks.tensor
@@ -226,12 +205,10 @@ def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
                 tensor.copy_(by_rank[(group.index + 1) % group.size])
         original(self, tensors, scalars)
 
-    with _replaced(Optimizers, "load_state", load_state):
-        yield
+    return _replaced(Optimizers, "load_state", load_state)
 
 
-@contextmanager
-def _never_filled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+def _never_filled(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """A weight of the last rank is NaN at the second step, as memory may be that nothing was written to."""
 
     def accumulate(learner: AnyLearner, items: Sequence[Item], *, step: int, **options: Any) -> Any:
@@ -240,8 +217,11 @@ def _never_filled(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
             next(shard for shard in shards if shard.requires_grad and shard.numel()).detach().fill_(math.nan)
         return step_module.accumulate(learner, items, step=step, **options)
 
-    with _replaced(loop, "accumulate", accumulate):
-        yield
+    return _replaced(loop, "accumulate", accumulate)
+
+
+def _always(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return True
 
 
 def _has_data_ranks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
@@ -273,49 +253,16 @@ def _has_tied_head(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
 
 
 FAULTS: dict[str, Fault] = {
-    "doubled": Fault(
-        "gradients are summed twice along an axis",
-        lambda recipe, layout, proxy: layout.world > 1,
-        _doubled,
-        "too large by a constant",
-    ),
-    "local-clip": Fault(
-        "each process clips by the norm of what it holds", _is_cut, _local_clip, "the norm of what it holds"
-    ),
-    "mean-of-means": Fault(
-        "a mean over ranks of uneven means", _has_data_ranks, _mean_of_means, "mean over data ranks of their own means"
-    ),
-    "mean-of-micro-batches": Fault(
-        "a loss scale that is wrong when gradients accumulate",
-        lambda recipe, layout, proxy: True,
-        _mean_of_micro_batches,
-        "each micro-batch counts alike",
-    ),
-    "missing-norm-sum": Fault(
-        "gradients of norm weights are not summed over the ranks that share tokens or rows",
-        _has_partial_norm_gradients,
-        _without_sum_of_norms,
-        "is missing",
-    ),
-    "never-filled": Fault(
-        "a process trains on memory that nothing was written to",
-        lambda recipe, layout, proxy: layout.world > 1,
-        _never_filled,
-        "never filled",
-    ),
-    "repeated-rows": Fault(
-        "a sampler that gives some rows to two ranks", _has_data_ranks, _repeated_rows, "more than once"
-    ),
-    "same-masks": Fault("the same dropout mask on every rank", _has_dropout, _same_masks, "dropout"),
-    "stale": Fault(
-        "the parameters of an earlier all-gather are used after the step",
-        _keeps_gathered_parameters,
-        _stale,
-        "out of date",
-    ),
-    "state-of-another-shard": Fault(
-        "optimizer state is loaded for the shard of another rank", _is_cut, _state_of_another_shard, "optimizer's state"
-    ),
-    "untied": Fault("a tied head whose gradient does not come to the embedding", _has_tied_head, _untied, "tie"),
+    "doubled": Fault(_always, _doubled),
+    "local-clip": Fault(_is_cut, _local_clip),
+    "mean-of-means": Fault(_has_data_ranks, _mean_of_means),
+    "mean-of-micro-batches": Fault(_always, _mean_of_micro_batches),
+    "missing-norm-sum": Fault(_has_partial_norm_gradients, _without_sum_of_norms),
+    "never-filled": Fault(_always, _never_filled),
+    "repeated-rows": Fault(_has_data_ranks, _repeated_rows),
+    "same-masks": Fault(_has_dropout, _same_masks),
+    "stale": Fault(_keeps_gathered_parameters, _stale),
+    "state-of-another-shard": Fault(_is_cut, _state_of_another_shard),
+    "untied": Fault(_has_tied_head, _untied),
 }
 """By name, sorted."""

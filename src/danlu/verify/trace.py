@@ -6,8 +6,7 @@ Everything comes from the same calls that `danlu train` makes; only the gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,7 +77,7 @@ def trace_training(
     """
     run = run or training.run(steps)
     trace = Trace(initial_weights=local_shards(training.placed, weights=True))
-    with _ending_at_non_finite(training, trace):
+    try:
         for _ in steps:
             trace.steps.append(trace_step(training, run))
         if held_out:
@@ -86,18 +85,11 @@ def trace_training(
                 scores = evaluate(run.learner, list(held_out))
                 run.learner.parallel.reshard()
             trace.evaluation = None if scores is None else scores.loss
-    return trace
-
-
-@contextmanager
-def _ending_at_non_finite(training: ProxyTraining, trace: Trace) -> Iterator[None]:
-    """Lets all processes of a layout end together where a number is not finite; one process alone must not meet any."""
-    try:
-        yield
-    except TrainingError:
+    except TrainingError:  # all processes of a layout end together here; one process alone must not meet such a number
         if training.ranks.alone:
             raise
         trace.hit_non_finite = True
+    return trace
 
 
 def trace_step(training: ProxyTraining, run: Run) -> StepTrace:
@@ -192,14 +184,6 @@ def local_shards(placed: PlacedModel, *, weights: bool, scale: float = 1.0) -> d
             value = value.to_dense() if value.is_sparse else value
             shards[name] = box, value.to(device="cpu", copy=True).mul_(scale)
     return shards
-
-
-def assemble_equal(shards_by_rank: Sequence[LocalShards]) -> dict[str, Tensor]:
-    """Every tensor put together from the shards of all processes. Raises ValueError where copies of a box differ."""
-    tensors, differing = assemble(shards_by_rank)
-    if differing:
-        raise ValueError(f"{next(iter(differing))}: processes that hold the same part of it differ")
-    return tensors
 
 
 def assemble(shards_by_rank: Sequence[LocalShards]) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:

@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from danlu.atomic_write import write_atomically
 from danlu.errors import DanluError, TrainingError
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks, ranks_of
@@ -189,10 +190,8 @@ def _work(folder: str, role: str, rank: int) -> None:
         torch.save(result, done.with_suffix(".part"))
         done.with_suffix(".part").rename(done)
     except BaseException as error:
-        failed = place / f"{role}-{rank}.failed"
         content = (error if isinstance(error, DanluError) else None, traceback.format_exc())
-        failed.with_suffix(".writing").write_bytes(pickle.dumps(content))
-        failed.with_suffix(".writing").rename(failed)
+        write_atomically(place / f"{role}-{rank}.failed", pickle.dumps(content))
     os._exit(0)
 
 
@@ -200,7 +199,7 @@ def _layout_rank(task: Task, folder: Path, rank: int) -> Result:
     """One process of the layout."""
     device = _init_process_group(task, folder, rank)
     ranks = ranks_of(task.layout, device.type)
-    with _injected(task, ranks):
+    with nullcontext() if task.fault is None else FAULTS[task.fault].inject(task.recipe, ranks):
         training, run = _start(task, task.recipe, ranks, device, folder / "layout")
         trace = trace_training(training, task.steps[:-1], task.held_out, run=run)
         path = None if trace.hit_non_finite else save_checkpoint(run)
@@ -284,20 +283,9 @@ def _init_process_group(task: Task, folder: Path, rank: int) -> torch.device:
     return device
 
 
-@contextmanager
-def _injected(task: Task, ranks: Ranks) -> Iterator[None]:
-    if task.fault is None:
-        yield
-    else:
-        with FAULTS[task.fault].inject(task.recipe, ranks):
-            yield
-
-
 def _publish(file: Path, checkpoint: Path | None) -> None:
     """Lets the other side know where a checkpoint is; None: that there is none."""
-    writing = file.with_suffix(".writing")
-    writing.write_text("" if checkpoint is None else str(checkpoint))
-    writing.rename(file)
+    write_atomically(file, b"" if checkpoint is None else os.fsencode(checkpoint))
 
 
 def _await(file: Path, timeout_s: float) -> Path | None:
@@ -310,5 +298,5 @@ def _await(file: Path, timeout_s: float) -> Path | None:
         if time.monotonic() > deadline:
             raise TrainingError(f"no checkpoint to resume from within {timeout_s:.0f} s")
         time.sleep(0.01)
-    path = file.read_text()
+    path = os.fsdecode(file.read_bytes())
     return Path(path) if path else None

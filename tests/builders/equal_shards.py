@@ -1,0 +1,16 @@
+"""Tensors put together from the shards of processes that must not contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from danlu.verify.trace import LocalShards, assemble
+
+
+def assemble_equal(shards_by_rank: Sequence[LocalShards]) -> dict[str, Tensor]:
+    """Every tensor put together from the shards of all processes, whose copies of a box must be equal."""
+    tensors, differing = assemble(shards_by_rank)
+    assert not differing, f"{next(iter(differing))}: processes that hold the same part of it differ"
+    return tensors
