@@ -28,7 +28,7 @@ def said(files: Sequence[str], world: int) -> list[tuple[str, str]]:
 def _said(file: str, world: int, *, last: bool) -> str:
     recipe = load(Path(file)).recipe
     ranks = ranks_of(layout_of(recipe.parallel, world), "cpu")
-    learning = ProxyTraining.build(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
+    learning = ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
     weight = dict(learning.placed.parameters())[WEIGHT].detach()
     if not last:
         weight.fill_(3e38)

@@ -76,7 +76,7 @@ def matrices_left(file: str) -> list[tuple[int, int]]:
     LayerPlacer.layer_loaded = layer_loaded  # type: ignore[method-assign]
     recipe = load(Path(file)).recipe
     ranks = _groups(layout_of(recipe.parallel, torch.distributed.get_world_size()))
-    ProxyTraining.build(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
+    ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
     return found
 
 
@@ -84,8 +84,9 @@ def _see(file: str, packs: int, micro: int, world: int | None) -> Trace:
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     ranks = _groups(layout)
-    learning = ProxyTraining.build(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
-    return trace_training(learning, steps_of(2, packs), steps_of(1, 3)[0])
+    learning = ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
+    steps = steps_of(2, packs)
+    return trace_training(learning, learning.run(steps), len(steps), steps_of(1, 3)[0])
 
 
 @functools.cache

@@ -26,6 +26,6 @@ def sendings(files: Mapping[str, str]) -> dict[str, StepTraffic]:
     ranks = ranks_of(layouts.pop(), "cpu")
     traffic = {}
     for name, recipe in recipes.items():
-        training = ProxyTraining.build(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=2)
+        training = ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=2)
         traffic[name] = measure_step_traffic(training, steps_of(1, 5)[0])
     return traffic

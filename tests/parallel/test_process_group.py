@@ -30,7 +30,8 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def become(store: Any) -> Any:
         watch = SimpleNamespace(stop=lambda: None)
-        monkeypatch.setattr(process_group, "_membership", process_group._Membership(store, watch, 0, 2))
+        world = World(0, 2, 0, "127.0.0.1", 29500, "a test")
+        monkeypatch.setattr(process_group, "_membership", process_group._Membership(store, watch, world))
         return store
 
     return become

@@ -138,10 +138,10 @@ def on_base(folder: Path, **changes: Any) -> Recipe:
 
 def test_a_base_is_written_with_norms_that_differ(tmp_path: Path) -> None:
     given = on_base(tmp_path).model_copy(update={"adapter": None})
-    small = proxy_recipe(given, read_config_values(LARGE["llama"]), Layout(shard=2), tmp_path)
-    assert small.recipe.model.path == str(tmp_path / "model")
+    small, config, _ = proxy_recipe(given, read_config_values(LARGE["llama"]), Layout(shard=2), tmp_path)
+    assert small.model.path == str(tmp_path / "model")
     model = load_model(tmp_path / "model")
-    assert model.config == small.config
+    assert model.config == config
     norms = [parameter for name, parameter in model.named_parameters() if name.endswith("norm.weight")]
     assert norms and all(len(norm.unique()) > 1 for norm in norms)
 
@@ -159,7 +159,7 @@ def test_adapters_blocks_and_lengths_get_small(tmp_path: Path) -> None:
         ),
         [f"model={tiny_world().base}", f"adapter={adapter}", "quantization={kind: int8, group: 128}"],
     ).recipe
-    small = proxy_recipe(made, read_config_values(LARGE["llama"]), Layout(tensor=2), tmp_path).recipe
+    small = proxy_recipe(made, read_config_values(LARGE["llama"]), Layout(tensor=2), tmp_path)[0]
     assert small.adapter is not None and small.quantization is not None
     assert (small.adapter.rank, small.adapter.dropout, small.adapter.rank_pattern) == (4, 0.1, {"q_proj": 6})
     assert (small.quantization.kind, small.quantization.group) == ("int8", 16)
@@ -169,10 +169,10 @@ def test_adapters_blocks_and_lengths_get_small(tmp_path: Path) -> None:
 def test_a_planned_recompute_has_something_to_plan(tmp_path: Path) -> None:
     given = recipe(tmp_path, memory={"recompute": {"kind": "planned", "budget": 8.0}}, batch={"micro": 2})
     for name in ("gemma2", "llama", "qwen3"):
-        small = proxy_recipe(given, read_config_values(LARGE[name]), Layout(shard=2), tmp_path)
-        budget, length = small.recipe.memory.recompute.budget, small.recipe.data.max_length
+        small, config, _ = proxy_recipe(given, read_config_values(LARGE[name]), Layout(shard=2), tmp_path)
+        budget, length = small.memory.recompute.budget, small.data.max_length
         assert budget is not None and length == 64
-        model = build(small.config)
+        model = build(config)
         initialize(model, 0)
         tokens, positions = torch.zeros(2 * length, dtype=torch.int64), torch.arange(length).repeat(2)
         attend = PackedAttention((0, length, 2 * length))
@@ -191,7 +191,7 @@ def test_adapters_below_are_written_beside_the_small_base(tmp_path: Path) -> Non
     below = adapter_folder(tiny_world().base, tmp_path / "below", sections.Vera(rank=32))
     made = on_base(tmp_path)
     given = made.model_copy(update={"model": made.model.model_copy(update={"adapters": [str(below)]})})
-    small = proxy_recipe(given, read_config(tiny_world().base), Layout(shard=2), tmp_path)
-    assert small.recipe.model.adapters == [str(tmp_path / "adapters" / "0-below")]
-    assert read_adapter_config(Path(small.recipe.model.adapters[0])).kind == "VERA"
-    assert small.notes[-1].endswith("with numbers of their own: vera")
+    small, _, notes = proxy_recipe(given, read_config(tiny_world().base), Layout(shard=2), tmp_path)
+    assert small.model.adapters == [str(tmp_path / "adapters" / "0-below")]
+    assert read_adapter_config(Path(small.model.adapters[0])).kind == "VERA"
+    assert notes[-1].endswith("with numbers of their own: vera")

@@ -130,10 +130,7 @@ def failure_cause(
     many processes the system has killed because memory ran out, since the group began.
     """
     died = {rank: code for rank, code in exits.items() if code is not None and _is_silent(reports[rank])}
-    failed = sorted(
-        (report for report in reports.values() if report is not None and report.kind in ("error", "failure", "hang")),
-        key=lambda report: report.at,
-    )
+    failed = _of_kinds(reports, "error", "failure", "hang")
     # A process is killed from outside, and others may fail because of that with exceptions of any kind; but not with a
     # DanluError.
     killed = -signal.SIGKILL in died.values()
@@ -142,21 +139,26 @@ def failure_cause(
         return _reported_cause(first, failed, reports)
     if died:
         return _silent_cause(died, logs, reports, memory_kills)
-    waited = [report for report in reports.values() if report is not None and report.kind == "consequence"]
-    assert waited, "a group fails of at least one process"
-    first = [min(waited, key=lambda report: report.at)]
+    first = _of_kinds(reports, "consequence")[:1]
+    assert first, "a group fails of at least one process"
     return _reported_cause(first, first, reports)
 
 
 def stopped_by_signal(reports: Mapping[int, ExitReport | None], exits: Mapping[int, int | None]) -> ExitReport | None:
     """The report of the process that a signal stopped at once; None unless the others failed of nothing else."""
-    stopped = [report for report in reports.values() if report is not None and report.kind == "stopped" and report.said]
+    stopped = [report for report in _of_kinds(reports, "stopped") if report.said]
     ended = [reports[rank] for rank, code in exits.items() if code is not None]  # else the launcher ends it
     if not stopped or not all(
         report is not None and (report.succeeded or report.kind == "consequence") for report in ended
     ):
         return None
-    return min(stopped, key=lambda report: report.at)
+    return stopped[0]
+
+
+def _of_kinds(reports: Mapping[int, ExitReport | None], *kinds: Kind) -> list[ExitReport]:
+    """The reports of some kinds, the earliest first."""
+    chosen = (report for report in reports.values() if report is not None and report.kind in kinds)
+    return sorted(chosen, key=lambda report: report.at)
 
 
 def _is_silent(report: ExitReport | None) -> bool:
@@ -210,7 +212,7 @@ def _silent_cause(
 
 def _consequences(ranks: set[int], reports: Mapping[int, ExitReport | None]) -> list[str]:
     """A line, or none, on those of `ranks` that failed because another was gone."""
-    waited = [rank for rank in ranks if (report := reports[rank]) is not None and report.kind == "consequence"]
+    waited = ranks & {report.rank for report in _of_kinds(reports, "consequence")}
     return [f"{format_ranks(waited)} then stopped waiting"] if waited else []
 
 

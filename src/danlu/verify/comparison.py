@@ -119,11 +119,16 @@ def compare(traces: Traces, tolerance: float, *, flip_distance: float = 0.0) -> 
     return Comparison(list(_compared(traces, _Rounding(tolerance, flip_distance))))
 
 
+def has_blockwise_state(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's state is quantized in blocks, which a checkpoint cannot cut into the shards of another
+    layout."""
+    return optimizer.kind == "adamw8bit" or getattr(optimizer, "bits", 32) == 8
+
+
 def sign_flip_distance(optimizer: Optimizer) -> float:
     """`flip_distance` of `compare`: twice the learning rate where small gradients move weights as far as large ones."""
     eps = getattr(optimizer, "eps", None)
-    is_blockwise = optimizer.kind == "adamw8bit" or getattr(optimizer, "bits", 32) == 8
-    can_flip = optimizer.kind == "lion" or is_blockwise or (eps is not None and eps < EPS)
+    can_flip = optimizer.kind == "lion" or has_blockwise_state(optimizer) or (eps is not None and eps < EPS)
     return 2 * optimizer.learning_rate if can_flip else 0.0
 
 

@@ -47,15 +47,14 @@ class ProxyData:
 
 def proxy_data(recipe: Recipe, count: int) -> ProxyData:
     """`count` packs: the recipe's first ones, or synthetic ones where its rows are remote or cannot be used."""
-    remote = next((source.path for source in recipe.data.train if not is_local(source.path)), None)
-    if remote is not None:
-        reason = f"synthetic data, for rows of {remote} would have to be fetched"
-        return ProxyData(synthetic_packs(recipe, count), None, reason)
-    try:
-        return _own_data(recipe, count)
-    except DanluError as error:
-        reason = f"synthetic data, for the recipe's cannot be used ({str(error).splitlines()[0]})"
-        return ProxyData(synthetic_packs(recipe, count), None, reason)
+    if remote := [source.path for source in recipe.data.train if not is_local(source.path)]:
+        reason = f"rows of {remote[0]} would have to be fetched"
+    else:
+        try:
+            return _own_data(recipe, count)
+        except DanluError as error:
+            reason = f"the recipe's cannot be used ({str(error).splitlines()[0]})"
+    return ProxyData(synthetic_packs(recipe, count), None, f"synthetic data, for {reason}")
 
 
 def _own_data(recipe: Recipe, count: int) -> ProxyData:

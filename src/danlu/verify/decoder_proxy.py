@@ -24,7 +24,7 @@ from danlu.train.checkpoints.loading import read_group
 from danlu.verify.collective_traffic import decoder_traffic
 from danlu.verify.data import fold_tokens, proxy_data
 from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining
-from danlu.verify.proxy_model import MAX_LENGTH, ProxyRecipe, proxy_recipe
+from danlu.verify.proxy_model import MAX_LENGTH, proxy_recipe
 
 _VOCAB_SIZE = 32_000  # of a model from scratch whose tokenizer was not loaded
 
@@ -86,18 +86,17 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     config = _config(recipe, data.vocab_size)
     if wrong := list(problems(recipe.parallel, config)):
         raise RecipeError(wrong)
-    small = ProxyRecipe(recipe, config) if full else proxy_recipe(recipe, config, layout, folder)
-    assert full or not list(problems(small.recipe.parallel, small.config)), "divides as the large one does"
-    vocab_size = small.config.vocab_size
+    small_recipe, small, notes = (recipe, config, []) if full else proxy_recipe(recipe, config, layout, folder)
+    assert full or not list(problems(small_recipe.parallel, small)), "divides as the large one does"
     return PreparedProxy(
-        recipe=small.recipe,
-        proxy=DecoderProxy(small.config, None if full else vocab_size),
-        items=data.packs if full and data.vocab_size is not None else fold_tokens(data.packs, vocab_size),
-        parameters=small.config.parameter_count(),
+        recipe=small_recipe,
+        proxy=DecoderProxy(small, None if full else small.vocab_size),
+        items=data.packs if full and data.vocab_size is not None else fold_tokens(data.packs, small.vocab_size),
+        parameters=small.parameter_count(),
         item_name="packed sequences",
-        model_summary=_summary(small.config, config),
+        model_summary=_summary(small, config),
         data_summary=data.source,
-        notes=small.notes,
+        notes=notes,
     )
 
 

@@ -47,13 +47,9 @@ class Case:
 
     def rank_of(self, items: Sequence[Item]) -> list[int]:
         """The data rank that takes each item of a step."""
-        size = self.layout.data
-        owners = [0] * len(items)
-        for index in range(size):
-            group = Group("data", tuple(range(size)), index)
-            for number in StepParallel(Ranks(self.layout, data=group)).local_range(items):
-                owners[number] = index
-        return owners
+        data_ranks = tuple(range(self.layout.data))
+        groups = (Group("data", data_ranks, index) for index in data_ranks)
+        return [group.index for group in groups for _ in StepParallel(Ranks(data=group)).local_range(items)]
 
 
 def diagnose(comparison: Comparison, case: Case) -> Finding | None:
@@ -178,12 +174,9 @@ def _missing_sum(first: ComparedTensor, case: Case) -> str | None:
 
 def _sum_of_copies(name: str, shards_by_rank: Sequence[LocalShards], reference: Tensor) -> Tensor | None:
     """The sum of what ranks have of a tensor; None where one of them does not have all of it."""
-    total = torch.zeros_like(reference)
-    for shards in shards_by_rank:
-        if name not in shards or shards[name][0].sizes != tuple(reference.shape):
-            return None
-        total += shards[name][1]
-    return total
+    if any(name not in shards or shards[name][0].sizes != tuple(reference.shape) for shards in shards_by_rank):
+        return None
+    return sum((shards[name][1] for shards in shards_by_rank), torch.zeros_like(reference))
 
 
 def _shares_of_items(first: ComparedTensor, item_gradients: Sequence[ItemGradient]) -> Tensor | None:
@@ -260,13 +253,12 @@ def _all_are(values: Tensor, value: float) -> bool:
 
 
 def _of_norm(first: ComparedTensor, case: Case) -> tuple[str, str]:
-    ratio = _ratio_of(first, case)
     if first.ranks is not None:
         norms = ", ".join(f"{float(norm):.4g}" for norm in first.layout_value)
         return f"by rank {norms} instead of {float(first.reference):.4g}", (
             "each process clips by the norm of what it holds: squares must be summed over all processes first"
         )
-    return ratio, (
+    return _ratio_of(first, case), (
         "squares of a part that several processes hold are counted several times, or those of a part that one holds "
         "are missing (norms on another mesh, a sum over the wrong ranks)"
     )
@@ -324,14 +316,8 @@ def _named(ratio: float, case: Case) -> str:
     micro_batches = max(
         -(-case.rank_of(case.task.steps[0]).count(rank) // case.task.micro) for rank in range(layout.data)
     )
-    sizes = {
-        "data": layout.data,
-        "shard": layout.shard,
-        "replicate": layout.replicate,
-        "tensor": layout.tensor,
-        "world": layout.world,
-        "micro-batches": micro_batches,
-    }
+    sizes = {name: getattr(layout, name) for name in ("data", "shard", "replicate", "tensor", "world")}
+    sizes["micro-batches"] = micro_batches
     factors = [name for name, size in sizes.items() if size > 1 and math.isclose(ratio, size, rel_tol=0.01)]
     divisors = [f"/{name}" for name, size in sizes.items() if size > 1 and math.isclose(ratio * size, 1, rel_tol=0.01)]
     names = factors + divisors

@@ -69,19 +69,11 @@ class PreparedProxy:
     notes: Sequence[str] = ()  # what is not as the recipe says, beside sizes
 
 
-@dataclass
 class ProxyTraining:
     """A recipe's model on the processes of a layout, ready for steps; no data, and no folder but for checkpoints."""
 
-    placed: PlacedModel
-    learner: AnyLearner
-    recipe: Recipe
-    ranks: Ranks
-    proxy: Proxy
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         recipe: Recipe,
         proxy: Proxy,
         ranks: Ranks,
@@ -89,15 +81,16 @@ class ProxyTraining:
         *,
         micro: int,
         resumed: Path | None = None,
-    ) -> ProxyTraining:
+    ) -> None:
         """Places the model on the processes of `ranks`; all of them call this together.
 
         Args:
             micro: items in a micro-batch.
             resumed: a checkpoint that will be loaded, so that memory for weights is enough.
         """
-        placed = proxy.place(recipe, ranks, device, resumed)
-        return cls(placed, placed.learner(micro), recipe, ranks, proxy)
+        self.recipe, self.proxy, self.ranks = recipe, proxy, ranks
+        self.placed = proxy.place(recipe, ranks, device, resumed)
+        self.learner: AnyLearner = self.placed.learner(micro)
 
     def run(self, steps: Sequence[Sequence[Item]], folder: Path | None = None) -> Run:
         """A `Run` over the items of `steps`, which all have the same number of them, at a constant learning rate.

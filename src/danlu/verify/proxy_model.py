@@ -7,7 +7,7 @@ layout's degrees, the kind of adapter, packing, objective and optimizer. What is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,15 +35,6 @@ _BUDGET_SHARE = 0.7
 """Of what all activations of a micro-batch are estimated to take: with 0.6 of it a small Gemma 2 has no plan, with all
 of it a small Llama recomputes nothing."""
 _PERTURBATION = 0.1  # standard deviation that is put on norms and biases, which otherwise are all alike
-
-
-@dataclass(frozen=True)
-class ProxyRecipe:
-    """What is verified in place of a recipe."""
-
-    recipe: Recipe
-    config: ModelConfig
-    notes: tuple[str, ...] = ()  # what is not as the recipe says, beside sizes
 
 
 def proxy_config(config: ModelConfig, layout: Layout, *, quantized: bool = False, deep: bool = False) -> ModelConfig:
@@ -112,13 +103,16 @@ def _sample_windows(windows: tuple[int | None, ...], count: int) -> tuple[int | 
     return tuple(windows[place * (len(windows) - 1) // max(1, count - 1)] for place in range(count))
 
 
-def proxy_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Path) -> ProxyRecipe:
+def proxy_recipe(
+    recipe: Recipe, config: ModelConfig, layout: Layout, folder: Path
+) -> tuple[Recipe, ModelConfig, list[str]]:
     """The recipe with a small model; where it starts from folders, of a model or adapters, small ones are written.
 
     Args:
         config: of the large model.
         folder: where those are written.
 
+    Returns (the recipe, the config of its model, notes of what is not as the recipe says beside sizes).
     Raises ModelError for weights that are stored in a way that danlu does not read.
     """
     optimizer, notes = proxy_optimizer(recipe.optimizer)
@@ -155,7 +149,7 @@ def proxy_recipe(recipe: Recipe, config: ModelConfig, layout: Layout, folder: Pa
             )
             notes.append(f"adapters of the same kinds as in model.adapters, with numbers of their own: {kinds}")
         changes["model"] = recipe.model.model_copy(update=start)
-    return ProxyRecipe(recipe.model_copy(update=changes), small, tuple(notes))
+    return recipe.model_copy(update=changes), small, notes
 
 
 def _stored_quantization(path: str) -> sections.QuantizationSection | None:

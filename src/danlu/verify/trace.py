@@ -67,18 +67,14 @@ class Trace:
     """Of several processes: numbers were not finite, so that this trace ends early."""
 
 
-def trace_training(
-    training: ProxyTraining, steps: Sequence[Sequence[Item]], held_out: Sequence[Item] = (), *, run: Run | None = None
-) -> Trace:
-    """Trains on the items of each step and records; then evaluates on held-out ones.
+def trace_training(training: ProxyTraining, run: Run, steps: int, held_out: Sequence[Item]) -> Trace:
+    """Takes and records the first steps of a run of `training`; then evaluates on held-out items.
 
-    run: one of `training` over these steps, to be continued afterwards; it may have more of them.
     Raises TrainingError for numbers that are not finite in one process; of several, `Trace.hit_non_finite` says it.
     """
-    run = run or training.run(steps)
     trace = Trace(initial_weights=local_shards(training.placed, weights=True))
     try:
-        for _ in steps:
+        for _ in range(steps):
             trace.steps.append(trace_step(training, run))
         if held_out:
             with run.averaged():

@@ -17,7 +17,7 @@ from danlu.plan.precision import fastest, product_speeds
 from danlu.recipe import Recipe
 from danlu.report.verification import Verification
 from danlu.verify import classifier_proxy, decoder_proxy
-from danlu.verify.comparison import TOLERANCES, compare, sign_flip_distance
+from danlu.verify.comparison import TOLERANCES, compare, has_blockwise_state, sign_flip_distance
 from danlu.verify.diagnosis import Case, diagnose
 from danlu.verify.fault_injection import FAULTS
 from danlu.verify.proxy import Proxy
@@ -82,7 +82,7 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     about: list[str] = []
     recipe, layout = _layout(recipe, options, about)
     recipe = _comparable(recipe, layout, options, about)
-    if _has_blockwise_state(recipe):
+    if has_blockwise_state(recipe.optimizer):
         about.append("8-bit optimizer state is resumed at the layout that saved it: its blocks cannot be resharded")
     per_step = 2 * layout.data + 1  # not a multiple: data ranks have unequal numbers of items
     held_out = layout.data + 2
@@ -102,7 +102,7 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
         device=_device(recipe, layout),
         trace_items=per_step * prepared.parameters <= _MAX_TRACED_NUMBERS,
         measure_traffic=options.traffic,
-        reshards=not _has_blockwise_state(prepared.recipe),
+        reshards=not has_blockwise_state(prepared.recipe.optimizer),
         fault=_fault(options.fault, prepared.recipe, layout, prepared.proxy),
         item_name=prepared.item_name,
         timeout_s=options.timeout_s,
@@ -165,12 +165,6 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
             "parallel=zero3, or --processes 2"
         )
     return recipe.model_copy(update={"parallel": section}), layout
-
-
-def _has_blockwise_state(recipe: Recipe) -> bool:
-    """Whether the optimizer's state is quantized in blocks, which a checkpoint cannot cut into the shards of another
-    layout."""
-    return recipe.optimizer.kind == "adamw8bit" or getattr(recipe.optimizer, "bits", 32) == 8
 
 
 def _device(recipe: Recipe, layout: Layout) -> str:

@@ -120,7 +120,7 @@ def _run_processes(folder: Path, roles: Sequence[tuple[str, int]], timeout_s: fl
     server = multiprocessing.get_context("forkserver")
     proxies = ["danlu.verify.classifier_proxy", "danlu.verify.decoder_proxy"]
     server.set_forkserver_preload([__name__, *proxies, "torch.distributed.fsdp", "torch.nn.parallel"])
-    processes: list[Any] = [server.Process(target=_work, args=(str(folder), *role), daemon=True) for role in roles]
+    processes: list[Any] = [server.Process(target=_work, args=(folder, *role), daemon=True) for role in roles]
     try:
         with _safe_path():
             for process in processes:
@@ -174,24 +174,22 @@ def _failure(files: Sequence[Path]) -> DanluError:
     for error, _ in errors:
         if isinstance(error, DanluError):
             return error
-    name = files[0].stem
-    return TrainingError(f"process {name} of the verification failed:\n{errors[0][1]}")
+    return TrainingError(f"process {files[0].stem} of the verification failed:\n{errors[0][1]}")
 
 
-def _work(folder: str, role: str, rank: int) -> None:
+def _work(folder: Path, role: str, rank: int) -> None:
     """The whole of a process: leaves ROLE-RANK.done with a `Result`, or ROLE-RANK.failed with (error, traceback)."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")  # advice about usage, which training shows once
-    place = Path(folder)
     try:
-        task: Task = pickle.loads((place / "task").read_bytes())  # noqa: S301 - written by our own process
-        result = _ROLES[role](task, place, rank)
-        done = _file(place, role, rank)
+        task: Task = pickle.loads((folder / "task").read_bytes())  # noqa: S301 - written by our own process
+        result = _ROLES[role](task, folder, rank)
+        done = _file(folder, role, rank)
         torch.save(result, done.with_suffix(".part"))
         done.with_suffix(".part").rename(done)
     except BaseException as error:
         content = (error if isinstance(error, DanluError) else None, traceback.format_exc())
-        write_atomically(place / f"{role}-{rank}.failed", pickle.dumps(content))
+        write_atomically(folder / f"{role}-{rank}.failed", pickle.dumps(content))
     os._exit(0)
 
 
@@ -201,7 +199,7 @@ def _layout_rank(task: Task, folder: Path, rank: int) -> Result:
     ranks = ranks_of(task.layout, device.type)
     with nullcontext() if task.fault is None else FAULTS[task.fault].inject(task.recipe, ranks):
         training, run = _start(task, task.recipe, ranks, device, folder / "layout")
-        trace = trace_training(training, task.steps[:-1], task.held_out, run=run)
+        trace = trace_training(training, run, len(task.steps) - 1, task.held_out)
         path = None if trace.hit_non_finite else save_checkpoint(run)
         if ranks.leads:
             _publish(folder / f"layout-{_CHECKPOINT}", path)
@@ -218,7 +216,7 @@ def _fake_world(task: Task, folder: Path, rank: int) -> Result:
     """Rank 0 of the layout, without the others."""
     with fake_process_group(task.layout.world):
         ranks = ranks_of(task.layout, "cpu")
-        training = ProxyTraining.build(task.recipe, task.proxy, ranks, torch.device("cpu"), micro=task.micro)
+        training = ProxyTraining(task.recipe, task.proxy, ranks, torch.device("cpu"), micro=task.micro)
         return Trace(), measure_step_traffic(training, task.steps[0])
 
 
@@ -227,7 +225,7 @@ def _reference(task: Task, folder: Path, rank: int) -> Result:
     recipe, device = reference_recipe(task.recipe), torch.device(task.device)
     training, run = _start(task, recipe, Ranks(), device, folder / "reference")
     item_gradients = gradients_by_item(training, task.steps[0]) if task.trace_items else []
-    trace = trace_training(training, task.steps[:-1], task.held_out, run=run)
+    trace = trace_training(training, run, len(task.steps) - 1, task.held_out)
     trace.item_gradients = item_gradients
     _publish(folder / f"reference-{_CHECKPOINT}", save_checkpoint(run))
     trace.next_step = trace_step(training, run)
@@ -242,7 +240,7 @@ def _perturbed(task: Task, folder: Path, rank: int) -> Result:
     recipe = reference_recipe(task.recipe)
     training, run = _start(task, recipe, Ranks(), torch.device(task.device), folder / "perturbed")
     perturb_weights(training, PERTURBATION, recipe.seed)
-    trace = trace_training(training, task.steps[:-1], task.held_out, run=run)
+    trace = trace_training(training, run, len(task.steps) - 1, task.held_out)
     trace.next_step = trace_step(training, run)
     return trace, None
 
@@ -256,13 +254,13 @@ def reference_recipe(recipe: Recipe) -> Recipe:
 
 
 def _start(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, folder: Path) -> tuple[ProxyTraining, Run]:
-    training = ProxyTraining.build(recipe, task.proxy, ranks, device, micro=task.micro)
+    training = ProxyTraining(recipe, task.proxy, ranks, device, micro=task.micro)
     return training, training.run(task.steps, folder)
 
 
 def _resume(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path, trace: Trace) -> None:
     """Builds everything anew, as another start of the program would, and takes a step from a checkpoint."""
-    training = ProxyTraining.build(recipe, task.proxy, ranks, device, micro=task.micro, resumed=checkpoint)
+    training = ProxyTraining(recipe, task.proxy, ranks, device, micro=task.micro, resumed=checkpoint)
     trace_resumed_step(training, training.run(task.steps), checkpoint, trace)
 
 
