@@ -10,7 +10,8 @@ from danlu.verify.trace import LocalShards, assemble
 
 
 def assemble_equal(shards_by_rank: Sequence[LocalShards]) -> dict[str, Tensor]:
-    """Every tensor put together from the shards of all processes, whose copies of a box must be equal."""
+    """Every tensor put together from the shards of all processes. Raises ValueError where copies of a box differ."""
     tensors, differing = assemble(shards_by_rank)
-    assert not differing, f"{next(iter(differing))}: processes that hold the same part of it differ"
+    if differing:
+        raise ValueError(f"{next(iter(differing))}: processes that hold the same part of it differ")
     return tensors
