@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,15 @@ def peak_in(step: Any) -> int:
     By the allocator's own count after each change. To sort changes by their times and add them up would do only on a
     quiet machine: the clocks of two cores may differ, and a process goes from one to the other.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-        step()
+    # Models of earlier tests wait in cycles for the collector: freed in the midst of it, they would lower the peak.
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+            step()
+    finally:
+        gc.enable()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None, "it has ended"
     changes = list(_changes(profiled.profiler.kineto_results.experimental_event_tree()))
     (before,) = {total - size for size, total in changes if size == _FIRST_BYTES}

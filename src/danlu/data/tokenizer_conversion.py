@@ -29,7 +29,7 @@ _LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: 
 _SPACE = "\u2581"  # what SentencePiece writes for a space
 
 
-Piece = TypeVar("Piece", str, bytes)
+Token = TypeVar("Token", str, bytes)
 
 
 class PieceType(IntEnum):
@@ -246,7 +246,7 @@ def _llama3_specials() -> Iterable[str]:
             reserved += 1
 
 
-def _merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
+def _merges(ranks: Mapping[Token, float]) -> list[tuple[Token, Token]]:
     """Every way to make a piece of two others, the piece with the lowest rank first, the earlier one of equal ranks."""
     by_rank = sorted(ranks, key=ranks.__getitem__)
     cuts = ((piece[:cut], piece[cut:]) for piece in by_rank for cut in range(1, len(piece)))
