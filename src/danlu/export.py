@@ -99,7 +99,7 @@ def _write_checkpoint(path: Path, target: Path, average: bool) -> None:
     group = "ema" if average else "model"
     weights = placed.weights()
     if average:
-        trained = {name for name, parameter in placed.model.named_parameters() if parameter.requires_grad}
+        trained = {name for name, parameter in placed.parameters() if parameter.requires_grad}
         weights = {name: tensor for name, tensor in weights.items() if name in trained}
     load_checkpoint(path, {group: weights})
     _write(placed, target)
