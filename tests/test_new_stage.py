@@ -6,19 +6,29 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
-from builders.pair_stage import PAIRS, PairObjective, train, trained_tensors
+from builders.classifier_worker import recipe_of
+from builders.digits import digits_folder
+from builders.pair_stage import PAIRS, PairObjective, PairReader, Pairs, train, trained_tensors
 from builders.process_group import run_group
+from builders.tiny_run import tiny_model
 from builders.tiny_world import World
 from builders.worst_errors import worst_relative_error
+from torch import Tensor, nn
 
 from danlu import run
 from danlu.errors import RecipeError
+from danlu.language.learner import DecoderLearner
+from danlu.models.decoder import Decoder
+from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.recipe import load
-from danlu.stage_protocols import Stage
+from danlu.stage_protocols import Material, ModelSpec, Stage
+from danlu.stages import STAGES
+from danlu.train.step import accumulate
+from danlu.types import Role
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {}),
@@ -103,9 +113,64 @@ def test_what_a_model_does_not_say_is_told_before_training(tiny_world: World, tm
     class Scored(PairObjective):
         needs = frozenset({"scores"})
 
-    stage = Stage(PAIRS.reader, PAIRS.builder, Scored, PAIRS.models)
+    class NeverRead(PairReader):
+        def read(self, stream: TextIO) -> Material:
+            pytest.fail("rows are read after what can be wrong without them")
+
+    stage = Stage(NeverRead, PAIRS.builder, Scored, PAIRS.models)
     with pytest.raises(RecipeError, match="its objective needs scores, which a decoder does not say"):
         run.train(load(Path(recipe(tiny_world, tmp_path, "run"))), say=lambda line: None, stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("objective", "models", "message"),
+    [
+        (PairObjective, {"policy": ModelSpec()}, "needs hidden, which a classifier of images does not say"),
+        (lambda recipe: CrossEntropy(), PAIRS.models, "trains alone, without frozen models"),
+        (lambda recipe: WithParameter(), {"policy": ModelSpec()}, "or parameters in its objective"),
+    ],
+)
+def test_a_classifier_refuses_what_it_has_no_place_for(
+    tmp_path: Path, objective: Any, models: Any, message: str
+) -> None:
+    classify = STAGES["classify"]
+    recipe = recipe_of(str(digits_folder(tmp_path / "set")), "none")
+    classify.builder(recipe, classify).check(None)  # control: its own stage is let through
+    stage = Stage(classify.reader, classify.builder, objective, models)
+    with pytest.raises(RecipeError, match=message):
+        stage.builder(recipe, stage).check(None)
+
+
+class WithParameter(nn.Linear):
+    needs = frozenset({"logprobs"})
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**12])
+def test_a_loss_scale_reaches_what_is_the_objectives_own(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16's scale is in every gradient before the division, and in none after it."""
+
+    def gradients(loss_scale: float) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model, objective = tiny_model(), PairObjective(None)  # type: ignore[arg-type]
+        learner = DecoderLearner(
+            model, model, torch.device("cpu"), torch.float32, 2, objective, objective, frozen=frozen
+        )
+        parameters = {**dict(model.named_parameters()), **dict(objective.named_parameters())}
+        accumulate(learner, items, step=1, clip=None, loss_scale=loss_scale, holders=list(parameters.values()))
+        return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+
+    frozen: dict[Role, Decoder] = {"reference": tiny_model(seed=1)}
+    items = [Pairs().at(number) for number in range(4)]
+    want, got = gradients(1.0), gradients(scale)
+    assert "reward.weight" in want and got.keys() == want.keys()
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], gradient.to_dense() if gradient.is_sparse else gradient)
+    # Control: without the scale in the gradient, the division by it is seen, in the objective's own parameters too.
+    monkeypatch.setattr("danlu.language.learner.scale_gradient", lambda x, scale: x)
+    assert torch.equal(gradients(scale)["reward.weight"], want["reward.weight"]) == (scale == 1)
 
 
 @pytest.mark.distributed

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from danlu.data.tokenizing import TokenizerInfo
+from danlu.errors import RecipeError
 from danlu.memory_estimate import MemoryEstimate
 from danlu.optim.build import Optimizers
 from danlu.parallel.ranks import Ranks
@@ -109,7 +110,10 @@ class ModelBuilder(Protocol):
     """Builds and places the models of a stage; made of the recipe and the stage."""
 
     def check(self, start: Start | None) -> None:
-        """Raises a DanluError for what can be wrong before any data is read; start: as in `place`."""
+        """Raises a DanluError for what can be wrong before any data is read, the stage's objective and models included.
+
+        start: as in `place`.
+        """
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedModel:
         """The models on the processes of a layout; `start` is the checkpoint that will be loaded into them."""
@@ -119,9 +123,8 @@ class ModelBuilder(Protocol):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model of a stage: whether it is trained, and the section of the recipe that says where it is from."""
+    """A model of a stage: the section of the recipe that says where it is from."""
 
-    trained: bool = True
     section: Callable[[Recipe], Model] = attrgetter("model")
 
 
@@ -132,6 +135,23 @@ class Stage:
     reader: Callable[[Recipe], Reader]
     builder: Callable[[Recipe, Stage], ModelBuilder]  # of the kind of model that the stage trains
     objective: Callable[[Recipe], Objective]
-    models: Mapping[Role, ModelSpec]
+    models: Mapping[Role, ModelSpec]  # the policy is trained, the others are frozen
     evaluation: Callable[[Recipe, Objective], Objective] = lambda recipe, objective: objective
     """What held-out items are judged by, made of the recipe and the objective that is trained with."""
+
+    def objectives(self, recipe: Recipe, offered: frozenset[str], model: str) -> tuple[Objective, Objective]:
+        """(objective, evaluation); first values of their parameters follow from the seed, so they are alike anywhere.
+
+        offered: the methods of `Outputs` that a model has; model: its name in messages.
+        Raises RecipeError if an objective needs what is not offered.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            objective = self.objective(recipe)
+            evaluation = self.evaluation(recipe, objective)
+        if lacking := sorted((objective.needs | evaluation.needs) - offered):
+            raise RecipeError(
+                f"stage {recipe.stage}: its objective needs {', '.join(lacking)}, which {model} does not say; it says "
+                f"{', '.join(sorted(offered))}"
+            )
+        return objective, evaluation

@@ -81,7 +81,7 @@ class PairObjective(nn.Module):
         )
 
 
-PAIRS = Stage(PairReader, DecoderBuilder, PairObjective, {"policy": ModelSpec(), "reference": ModelSpec(trained=False)})
+PAIRS = Stage(PairReader, DecoderBuilder, PairObjective, {"policy": ModelSpec(), "reference": ModelSpec()})
 
 
 class PerMicroBatch(PairObjective):

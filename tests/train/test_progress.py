@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from danlu.train.progress import BarProgress, Eta, LineProgress, event_line, numbers, progress_on
+from danlu.train.progress import BarProgress, Eta, LineProgress, evaluation_line, event_line, numbers, progress_on
 from danlu.train.units import format_bytes, format_duration
 from danlu.types import StepMetrics
 
@@ -27,6 +27,13 @@ class Terminal(io.StringIO):
 
 def metrics(step: int) -> StepMetrics:
     return StepMetrics(step, 3.2141, 0.9123, 2e-4, 100, 80, 4312.4, int(1.02 * 2**30))
+
+
+def test_the_losses_of_sources_stand_beside_the_loss_of_all() -> None:
+    values = {"loss": 2.0, "loss/a\x1b[2J.jsonl": 1.5, "loss/b.jsonl": 2.5, "tokens": 10, "s": 0.1}
+    assert evaluation_line(4, values) == (
+        "step 4 evaluation: loss 2.000, loss/a\\x1b[2J.jsonl 1.5, loss/b.jsonl 2.5, 10 tokens in 0.1 s"
+    )
 
 
 def test_a_plain_line() -> None:

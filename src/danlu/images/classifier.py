@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from danlu.data.images import Image, ImageBatch, collate_images
-from danlu.errors import TrainingError
+from danlu.errors import RecipeError, TrainingError
 from danlu.models import lenet
 from danlu.models.hf_folder import resolve_folder
 from danlu.objectives.classification import logits_cross_entropy
@@ -34,6 +34,7 @@ from danlu.types import Loss, Objective, Outputs, Role, TargetLosses, TokenLogpr
 
 # Images that go through the model at once, where the recipe leaves it open: 10 MB of activations on any device.
 MAX_IMAGES_PER_MICRO_BATCH = 512
+OFFERED = frozenset({"cross_entropy", "logprobs"})
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class ClassifierBuilder:
     stage: Stage
 
     def check(self, start: Start | None) -> None:
-        """Apart from the recipe's rules only the model to begin from can be wrong; it is read in a moment."""
+        """Apart from the recipe's rules only the stage and the model to begin from can be wrong, read in a moment."""
+        self._objectives()
         if self.recipe.model.path is not None and start is None:
             lenet.load(resolve_folder(self.recipe.model.path))
 
@@ -65,10 +67,17 @@ class ClassifierBuilder:
         return self._placed(lenet.LeNet5(), StepParallel(), torch.device("cpu"))
 
     def _placed(self, model: lenet.LeNet5, parallel: StepParallel, device: torch.device) -> PlacedClassifier:
-        objective = self.stage.objective(self.recipe)
-        return PlacedClassifier(
-            self.recipe, model, parallel, device, objective, self.stage.evaluation(self.recipe, objective)
-        )
+        return PlacedClassifier(self.recipe, model, parallel, device, *self._objectives())
+
+    def _objectives(self) -> tuple[Objective, Objective]:
+        """Raises RecipeError for a stage with more than one model, or with parameters in its objective."""
+        objectives = self.stage.objectives(self.recipe, OFFERED, "a classifier of images")
+        if len(self.stage.models) > 1 or any(isinstance(objective, nn.Module) for objective in objectives):
+            raise RecipeError(
+                f"stage {self.recipe.stage}: a classifier of images trains alone, without frozen models beside it or "
+                "parameters in its objective"
+            )
+        return objectives
 
 
 def step_parallel_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> StepParallel:
@@ -180,8 +189,8 @@ class ClassifierOutputs:
         return TokenLogprobs(of_labels, -(logprobs.exp() * logprobs).sum(-1))
 
     def hidden(self) -> Tensor:
-        """The logits: a classifier's last states."""
-        return self.logits
+        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        raise AssertionError("a classifier of images keeps no hidden states")
 
 
 @dataclass(frozen=True)

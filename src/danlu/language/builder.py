@@ -47,6 +47,7 @@ class DecoderBuilder:
     def check(self, start: Start | None) -> None:
         """Raises a DanluError for models, adapters, layouts, sizes and prompts that cannot be, before rows are read."""
         recipe = self.recipe
+        self.stage.objectives(recipe, OFFERED, "a decoder")
         check_adapters(recipe.model, recipe.adapter)
         if start is not None:
             self._check_base(start.path)
@@ -86,8 +87,8 @@ class DecoderBuilder:
         device = torch.device("cpu")
         saved = None if self.recipe.adapter is None else read_group(checkpoint, "model")
         subject = subject_of(self.recipe, self._config(None), device, saved=saved, resumed=True, encode=self._encode)
-        objective = _objective(self.recipe, self.stage, device)
-        return PlacedDecoder(self.recipe, Placed(subject, StepParallel()), device, objective, objective)
+        objectives = self.stage.objectives(self.recipe, OFFERED, "a decoder")
+        return PlacedDecoder(self.recipe, Placed(subject, StepParallel()), device, *objectives)
 
     def _encode(self, text: str) -> list[int]:
         return ChatTokenizer(tokenizer_of(self.recipe)).encode_prompt(text)
@@ -128,13 +129,10 @@ def placed_decoder(
     Raises RecipeError if the objective asks for what a decoder does not say.
     """
     ranks = placed.parallel.ranks
-    objective = _objective(recipe, stage, device)
-    evaluation = stage.evaluation(recipe, objective)
-    if lacking := sorted((objective.needs | evaluation.needs) - OFFERED):
-        raise RecipeError(
-            f"stage {recipe.stage}: its objective needs {', '.join(lacking)}, which a decoder does not say; it says "
-            f"{', '.join(sorted(OFFERED))}"
-        )
+    objective, evaluation = stage.objectives(recipe, OFFERED, "a decoder")
+    for module in (objective, evaluation):
+        if isinstance(module, nn.Module):
+            module.to(device)
     frozen: dict[Role, Decoder] = {
         role: _frozen_decoder(recipe, spec, config, ranks, device)
         for role, spec in stage.models.items()
@@ -144,26 +142,21 @@ def placed_decoder(
     return PlacedDecoder(recipe, replace(placed, parallel=parallel), device, objective, evaluation, frozen)
 
 
-def _objective(recipe: Recipe, stage: Stage, device: torch.device) -> Objective:
-    """The stage's objective; first values of its own parameters follow from the seed, so they are alike everywhere."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        objective = stage.objective(recipe)
-    return objective.to(device) if isinstance(objective, nn.Module) else objective
-
-
 def _frozen_decoder(
     recipe: Recipe, spec: ModelSpec, config: ModelConfig, ranks: Ranks, device: torch.device
 ) -> Decoder:
     """A decoder that is only asked: cut and sharded like the policy, without gradients or a place in checkpoints.
 
-    config: the policy's, which a model from scratch shares.
+    config: the policy's, for a model that is the same section's or shares its vocabulary.
     """
     section = spec.section(recipe)
     memory = recipe.memory.model_copy(update={"recompute": Recompute(), "offload": []})
     alike = recipe.model_copy(update={"model": section, "adapter": None, "quantization": None, "memory": memory})
-    own_config = config if section.path is None else read_config(resolve_folder(section.path))
-    subject = subject_of(alike, own_config, device, ranks=ranks)
+    if section.path is not None:
+        config = read_config(resolve_folder(section.path))
+    elif section != recipe.model:
+        config = from_scratch(section, config.vocab_size)
+    subject = subject_of(alike, config, device, ranks=ranks)
     model = place(subject, alike, ranks, device).subject.model
     return model.requires_grad_(False)
 

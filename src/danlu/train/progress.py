@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -56,7 +57,7 @@ class Eta:
         return (self._total - step) * self._seconds_per_step
 
 
-class _StepProgress:
+class _StepProgress(ABC):
     """The common part of lines and bar: the numbers of a step, and whether they are due to be shown again."""
 
     _interval_s: float
@@ -93,8 +94,9 @@ class _StepProgress:
     def event(self, step: int, event: str, **values: Value) -> None:
         self._print(event_line(step, event, values))
 
+    @abstractmethod
     def _print(self, text: str) -> None:
-        raise NotImplementedError
+        """Shows a text on lines of its own."""
 
 
 class LineProgress(_StepProgress):
@@ -173,6 +175,7 @@ def evaluation_line(step: int, values: Mapping[str, Value], counted: str = TOKEN
     """`step 50 evaluation: loss 3.142, perplexity 23.1, accuracy 31.2%, 1,712 tokens in 0.1 s`."""
     rest = dict(values)
     shown = [_EVALUATION_FORMATS[name].format(rest.pop(name)) for name in _EVALUATION_FORMATS if name in rest]
+    shown += _spell({name: rest.pop(name) for name in [*rest] if name.startswith("loss/")})
     if "tokens" in rest:
         seconds = rest.pop("s", None)
         shown.append(f"{rest.pop('tokens'):,} {counted}" + (f" in {seconds:.1f} s" if seconds is not None else ""))
@@ -200,7 +203,9 @@ _EVENT_FORMATS = {
 
 
 def _spell(values: Mapping[str, Value]) -> list[str]:
-    return [f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in values.items()]
+    return [
+        f"{printable(name)} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in values.items()
+    ]
 
 
 def _indented(text: Value) -> str:
