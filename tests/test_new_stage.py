@@ -97,6 +97,23 @@ def test_it_goes_on_where_it_stopped(tiny_world: World, tmp_path: Path, alone: P
     assert [name for name, tensor in uninterrupted.items() if not torch.equal(tensor, resumed[name])] == []
 
 
+def test_its_own_parameters_may_have_a_learning_rate_of_their_own(tiny_world: World, tmp_path: Path) -> None:
+    plain = {
+        "optimizer": {"kind": "sgd", "learning_rate": 1e-2},
+        "schedule": {"warmup": 0},
+        "steps": 1,
+        "evaluation": {},
+    }
+    plain |= {"data": {}, "checkpoint": {"every": 1}}
+    for name, rate in (("still", 1e-6), ("same", 1.0), ("double", 2.0)):
+        assert train([recipe(tiny_world, tmp_path, name, **plain)], objective_rate=rate) == [0]
+    still, same, double = (trained_tensors(tmp_path / name) for name in ("still", "same", "double"))
+    own = "objective.reward.weight"
+    torch.testing.assert_close(double[own] - still[own], 2 * (same[own] - still[own]), rtol=1e-3, atol=1e-6)
+    assert not torch.equal(same[own], double[own])
+    assert [name for name in same if not torch.equal(same[name], double[name])] == [own]
+
+
 def test_micro_batches_change_nothing_and_a_mean_over_them_is_seen(
     tiny_world: World, tmp_path: Path, alone: Path
 ) -> None:

@@ -299,13 +299,24 @@ def token_shares(recipe: Recipe, ranks: Ranks) -> int:
     return ranks.tensor.size if recipe.parallel.sequence else 1
 
 
-def optimizer_of(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, device: torch.device) -> Optimizers:
-    """The optimizer of a recipe over this process's part of the parameters, its state where `memory` says."""
+def optimizer_of(
+    parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, device: torch.device, *, objective_rate: float = 1.0
+) -> Optimizers:
+    """The optimizer of a recipe over this process's part of the parameters, its state where `memory` says.
+
+    objective_rate: what the learning rate of the objective's own parameters is multiplied by.
+    """
     memory, ratio = recipe.memory, getattr(recipe.adapter, "rate_ratio", 1.0)  # LoRA+: what B's rate is multiplied by
+
+    def rate_of(name: str) -> float:
+        if name.startswith("objective."):
+            return objective_rate
+        return float(ratio) if name.endswith("lora_B") else 1.0
+
     return build_optimizer(
         parameters,
         recipe.optimizer,
-        rate_of=None if ratio == 1 else lambda name: ratio if name.endswith("lora_B") else 1.0,
+        rate_of=None if ratio == objective_rate == 1 else rate_of,
         offload="optimizer" in memory.offload and (device.type == "cuda" or memory.folder is not None),
         folder=memory.folder,
         paged_state=paged_state,

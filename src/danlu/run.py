@@ -187,7 +187,7 @@ def _train(
         peak = placed.peak()
         for line in (*placed.notes, *([] if peak is None else [peak.line()])):
             say(line)
-        run = _build(recipe, reader, material, placed, device, into, start, say)
+        run = _build(recipe, stage, reader, material, placed, device, into, start, say)
         closing.callback(run.store.close)
         memory_report.began(run, placed)
         for line in memory_report.expected():
@@ -243,6 +243,7 @@ def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, st
 
 def _build(
     recipe: Recipe,
+    stage: Stage,
     reader: Reader,
     material: Material,
     placed: PlacedModel,
@@ -254,7 +255,7 @@ def _build(
     """All the parts of a run, put back to `start` if there is one."""
     ranks = placed.parallel.ranks
     generate = placed.generate()  # first: prompts that cannot be continued are told before anything is written
-    optimizer = optimizer_of(placed.parameters(), recipe, device)
+    optimizer = optimizer_of(placed.parameters(), recipe, device, objective_rate=stage.objective_rate)
     per_step = recipe.batch.packs(recipe.data.max_length)
     total_packs = None
     if material.per_epoch is not None and recipe.steps is None:

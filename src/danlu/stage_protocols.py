@@ -138,6 +138,8 @@ class Stage:
     models: Mapping[Role, ModelSpec]  # the policy is trained, the others are frozen
     evaluation: Callable[[Recipe, Objective], Objective] = lambda recipe, objective: objective
     """What held-out items are judged by, made of the recipe and the objective that is trained with."""
+    objective_rate: float = 1.0
+    """What the learning rate is multiplied by for the objective's own parameters, which are an optimizer group then."""
 
     def objectives(self, recipe: Recipe, offered: frozenset[str], model: str) -> tuple[Objective, Objective]:
         """(objective, evaluation); first values of their parameters follow from the seed, so they are alike anywhere.

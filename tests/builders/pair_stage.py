@@ -92,10 +92,11 @@ class PerMicroBatch(PairObjective):
         return super().forward(outputs, batch, pairs)
 
 
-def train(files: Sequence[str], wrong: bool = False) -> list[int]:
+def train(files: Sequence[str], wrong: bool = False, objective_rate: float = 1.0) -> list[int]:
     """Trains each recipe as a stage of pairs; the exit code of each."""
     torch.set_num_threads(1)
-    stage = Stage(PairReader, DecoderBuilder, PerMicroBatch if wrong else PairObjective, PAIRS.models)
+    objective = PerMicroBatch if wrong else PairObjective
+    stage = Stage(PairReader, DecoderBuilder, objective, PAIRS.models, objective_rate=objective_rate)
     return [
         run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO(), stage=stage).exit_code
         for file in files
