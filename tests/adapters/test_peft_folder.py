@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from builders.adapter_folders import changed
-from builders.peft_reference import TOKENS, hugging_face, theirs
+from builders.peft_reference import TOKENS, hugging_face, perturbed_adapter, theirs
 from builders.tiny_adapters import adapter_set, logits, perturb
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file, save_file
@@ -52,13 +52,7 @@ CASES: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("family", "section"), CASES)
 def test_peft_computes_what_danlu_wrote(bases: dict[str, Path], tmp_path: Path, family: str, section: Any) -> None:
-    model = load(bases[family])
-    adapters = adapter_set(model)
-    base = logits(model, TOKENS)
-    adapters.add("mine", section)
-    adapters.train_only("mine")
-    perturb(adapters, "mine", size=0.05)
-    ours = logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids)
+    adapters, ours, base = perturbed_adapter(bases[family], section, size=0.05)
     write_adapter(adapters, "mine", tmp_path, base=str(bases[family]), base_fingerprint=None)
     assert not any("mine" in key for key in load_file(tmp_path / WEIGHTS))
     with_peft = theirs(peft.PeftModel.from_pretrained(hugging_face(bases[family]), tmp_path))

@@ -9,8 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from builders.peft_reference import TOKENS, hugging_face, theirs
-from builders.tiny_adapters import adapter_set, logits, perturb
+from builders.peft_reference import TOKENS, hugging_face, perturbed_adapter, theirs
+from builders.tiny_adapters import adapter_set, logits
 from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -70,13 +70,7 @@ OWN_CASES: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("family", "section"), CASES)
 def test_peft_computes_what_danlu_wrote(bases: dict[str, Path], tmp_path: Path, family: str, section: Any) -> None:
-    model = load(bases[family])
-    adapters = adapter_set(model)
-    base = logits(model, TOKENS)
-    adapters.add("mine", section)
-    adapters.train_only("mine")
-    perturb(adapters, "mine", size=0.2)
-    expected = ours(model, adapters)
+    adapters, expected, base = perturbed_adapter(bases[family], section, size=0.2)
     written(adapters, "mine", tmp_path, bases[family])
     with_peft = theirs(peft.PeftModel.from_pretrained(hugging_face(bases[family]), tmp_path))
     torch.testing.assert_close(with_peft, expected, rtol=1e-5, atol=1e-5)
@@ -85,13 +79,7 @@ def test_peft_computes_what_danlu_wrote(bases: dict[str, Path], tmp_path: Path, 
 
 @pytest.mark.parametrize(("family", "section"), CASES + OWN_CASES)
 def test_danlu_reads_what_it_wrote(bases: dict[str, Path], tmp_path: Path, family: str, section: Any) -> None:
-    model = load(bases[family])
-    adapters = adapter_set(model)
-    base = logits(model, TOKENS)
-    adapters.add("mine", section)
-    adapters.train_only("mine")
-    perturb(adapters, "mine", size=0.2)
-    expected = ours(model, adapters)
+    adapters, expected, base = perturbed_adapter(bases[family], section, size=0.2)
     values, tensors = written(adapters, "mine", tmp_path, bases[family])
     assert not any("mine" in key for key in tensors)
     if values["peft_type"].startswith("DANLU"):

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from builders.tiny_adapters import DOCUMENTS
+from builders.tiny_adapters import DOCUMENTS, adapter_set, logits, perturb
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.models.loading import load
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
@@ -32,3 +34,14 @@ def theirs(model: Any) -> Tensor:
     pieces = [TOKENS[start:end] for start, end in pairwise(DOCUMENTS)]
     with torch.no_grad():
         return torch.cat([model(input_ids=piece.unsqueeze(0)).logits[0, -len(piece) :] for piece in pieces])
+
+
+def perturbed_adapter(base: Path, section: Any, *, size: float) -> tuple[AdapterSet, Tensor, Tensor]:
+    """(the adapters of a model, one of them, "mine", with numbers as after training; its logits; those of the base)."""
+    model = load(base)
+    adapters = adapter_set(model)
+    without = logits(model, TOKENS)
+    adapters.add("mine", section)
+    adapters.train_only("mine")
+    perturb(adapters, "mine", size=size)
+    return adapters, logits(model, TOKENS, virtual_token_ids=adapters.virtual_token_ids), without

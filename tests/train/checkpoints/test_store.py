@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.checkpoint_damage import check_every_tensor_and_header, flip
 from safetensors.torch import load_file
 from torch import Tensor
 
 from danlu.errors import CheckpointError
 from danlu.train.checkpoints.folders import CheckpointInfo, best_checkpoint, to_prune
 from danlu.train.checkpoints.loading import load_checkpoint, read_group, read_state
-from danlu.train.checkpoints.manifest import read_manifest
 from danlu.train.checkpoints.shard_files import plan_shards, write_shard
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.checkpoints.verification import verify
@@ -108,26 +108,9 @@ def test_tensors_start_at_multiples_of_their_element_size() -> None:
     assert plan.offsets["a"] == plan.offsets["b"] + 24
 
 
-def flip(file: Path, offset: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[offset] ^= 1
-    file.write_bytes(content)
-
-
 def test_every_flipped_byte_is_found_and_the_tensor_named(tmp_path: Path) -> None:
     path = store(tmp_path).save(3, tensors(), STATE)
-    manifest = read_manifest(path)
-    assert verify(path) == []
-    for shard in manifest.shards:
-        file = path / shard.file
-        for name, entry in shard.tensors.items():
-            if entry.bytes:
-                flip(file, entry.offset + entry.bytes - 1)
-                assert verify(path) == [f"{file}: tensor {name} was altered (SHA-256 differs)."]
-                flip(file, entry.offset + entry.bytes - 1)
-        flip(file, 9)
-        assert verify(path) == [f"{file}: its header was altered."]
-        flip(file, 9)
+    check_every_tensor_and_header(path)
     for name in ("state.json", "manifest.json"):
         flip(path / name, 5)
         (problem,) = verify(path)
