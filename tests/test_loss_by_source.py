@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.digits import digits_folder
+from builders.process_group import run_group
 from builders.tiny_world import World, danlu, write_rows
+from builders.train_worker import train
 
 from danlu.data.demo_data import conversations
 
@@ -68,6 +71,49 @@ def test_the_parts_of_a_step_are_those_of_its_rows(tiny_world: World, tmp_path: 
     assert danlu("train", recipe) == 0
     (step,) = [line for line in lines(tmp_path / "run") if "grad_norm" in line]
     assert by_source(step) == {name: pytest.approx(step["loss"], rel=1e-5) for name in ("a.jsonl", "b.jsonl")}
+
+
+def test_rows_to_evaluate_on_have_names_of_their_own(tiny_world: World, tmp_path: Path) -> None:
+    """Files of data.eval are not taken for those that are trained on; one of them alone is the loss of all."""
+    for count, names in ((1, set()), (2, {"eval_loss/c.jsonl", "eval_loss/d.jsonl"})):
+        files = {
+            name: str(write_rows(tmp_path / f"{name}.jsonl", list(conversations(ord(name), 20)))) for name in "abcd"
+        }
+        data = {"train": [{"path": files[name]} for name in "ab"], "eval": [{"path": files[n]} for n in "cd"[:count]]}
+        output = tmp_path / f"run{count}"
+        changes = {"steps": 2, "schedule": {"warmup": 0}, "evaluation": {"every": 2}}
+        assert danlu("train", tiny_world.recipe(output, data=data, **changes)) == 0
+        evaluation = next(line for line in lines(output) if "eval_loss" in line)
+        assert {name for name in evaluation if name.startswith("eval_loss/")} == names
+        assert any(by_source(line) for line in lines(output))
+
+
+def test_folders_of_images_are_told_apart(tmp_path: Path) -> None:
+    folders = [str(digits_folder(tmp_path / name)) for name in ("old", "new")]
+    recipe = tmp_path / "images.yaml"
+    recipe.write_text(
+        f"stage: classify\nmodel: {{preset: lenet5}}\ndata: {{train: [{folders[0]}, {folders[1]}]}}\nsteps: 2\n"
+        f"schedule: {{warmup: 0}}\nbatch: {{sequences: 32}}\nprecision: fp32\noutput: {tmp_path / 'run'}\n"
+    )
+    assert danlu("train", recipe) == 0
+    for step in (line for line in lines(tmp_path / "run") if "grad_norm" in line):
+        losses = by_source(step)
+        assert losses.keys() == {"old", "new"}
+        assert min(losses.values()) - 1e-6 <= step["loss"] <= max(losses.values()) + 1e-6
+
+
+@pytest.mark.distributed
+def test_processes_add_up_the_losses_of_sources(tiny_world: World, tmp_path: Path) -> None:
+    files = [str(write_rows(tmp_path / f"{name}.jsonl", list(conversations(ord(name), 20)))) for name in "ab"]
+    data = {"train": [{"path": file} for file in files]}
+    recipes = [tiny_world.recipe(tmp_path / name, data=data, steps=3) for name in ("alone", "two")]
+    assert danlu("train", recipes[0]) == 0
+    assert run_group(train, 2, [str(recipes[1])]) == [[(3, 0)]] * 2
+    alone, two = (
+        [by_source(line) for line in lines(tmp_path / name) if "grad_norm" in line] for name in ("alone", "two")
+    )
+    assert two == [pytest.approx(losses, rel=1e-5) for losses in alone]
+    assert alone[0] != pytest.approx(alone[1], rel=1e-3)
 
 
 def test_one_file_is_not_told_twice(tiny_world: World, tmp_path: Path) -> None:

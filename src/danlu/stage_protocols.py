@@ -46,7 +46,7 @@ class Material:
     late_lines: Callable[[], Sequence[str]] = tuple  # the same, of what is known only when all was read
     close: Callable[[], None] = lambda: None
     tokenizer: TokenizerInfo | None = None  # of rows of text, unless they are streamed
-    sources: tuple[str, ...] = ()  # names of the files or mixture parts that rows are from
+    sources: tuple[str, ...] = ()  # names of the files or mixture parts whose losses are told apart
 
 
 class Reader(Protocol):

@@ -109,10 +109,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class TargetSources:
-    """Which source of rows each target of a micro-batch is from, in a run that has several."""
+    """Which source of rows each target of a micro-batch is from, in a run that tells several apart."""
 
-    names: tuple[str, ...]  # [K] of all sources of the run, whether or not the micro-batch has targets of them
-    indices: Tensor  # [N] int64, into `names`
+    names: tuple[str, ...]  # [K] of all that are told apart, whether or not the micro-batch has targets of them
+    indices: Tensor  # [N] int64, into `names`; K for a target of another source
     weights: tuple[float, ...]  # [K] the weight that the micro-batch's targets of each source have in sum
 
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from danlu.data.batch import _padding_to_bucket, _to_device, collate, pad_to_bucket
+from danlu.data.batch import EMPTY_PACK, _padding_to_bucket, _to_device, collate, pad_to_bucket
 from danlu.types import Batch, Pack, Sample
 
 
@@ -138,3 +140,31 @@ def test_filling_up_adds_a_document_and_targets_of_no_weight() -> None:
     assert (filled.weight, filled.rows) == (batch.weight, batch.rows)
     whole = collate([Pack((sample([*range(128)], [0.0] + [1.0] * 127),))])
     assert pad_to_bucket(whole).boundaries == whole.boundaries
+
+
+SOURCES = ("a.jsonl", "b.jsonl", "c.jsonl")
+
+
+def sourced(tokens: list[int], weights: list[float], source: str) -> Sample:
+    return replace(sample(tokens, weights), source=source)
+
+
+def test_each_target_knows_its_source() -> None:
+    packs = [
+        Pack((sourced([1, 2, 3], [0, 1, 0.5], "b.jsonl"), sourced([4, 5], [0, 0], "a.jsonl"))),
+        Pack((sourced([6, 7], [0, 2], "a.jsonl"), sourced([8, 9], [0, 4], "elsewhere.jsonl"))),
+    ]
+    for virtual in ((), (90, 91)):
+        batch = collate(packs, virtual_token_ids=virtual, source_names=SOURCES)
+        assert batch.target_sources is not None
+        assert batch.target_sources.names == SOURCES
+        assert batch.targets.tolist() == [2, 3, 7, 9]
+        assert batch.target_sources.indices.tolist() == [1, 1, 0, 3]  # 3: of none of them, and counted with none
+        assert batch.target_sources.weights == (2.0, 1.5, 0.0)
+    assert collate(packs).target_sources is None
+
+
+def test_a_batch_without_targets_reports_every_source() -> None:
+    sources = collate([EMPTY_PACK], source_names=SOURCES).target_sources
+    assert sources is not None
+    assert (sources.indices.tolist(), sources.weights) == ([], (0.0, 0.0, 0.0))

@@ -29,8 +29,8 @@ def collate(
     Args:
         virtual_token_ids: tokens that every document begins with, counted by positions and never targets: those of soft
             prompts and prefixes.
-        source_names: of all files or mixture parts of the run; with two or more of them the batch says which one each
-            target is from.
+        source_names: of the files or mixture parts whose losses are told apart. The batch says which one each target is
+            from, where there are any.
     """
     samples = [sample for pack in packs for sample in pack.samples]
     if not samples:
@@ -53,13 +53,11 @@ def collate(
     trained_weights = weights[trained].astype(np.float32, copy=False)
     arrays = [tokens, positions, trained - 1, tokens[trained], trained_weights]
     source_weights: tuple[float, ...] = ()
-    if len(source_names) > 1:
-        numbers = {name: number for number, name in enumerate(source_names)}
-        of_samples = np.array([numbers.get(sample.source, 0) for sample in samples])
+    if source_names:
+        of_samples = source_numbers([sample.source for sample in samples], source_names)
         of_targets = np.repeat(of_samples, np.diff(boundaries))[trained]  # [N]
         arrays.append(of_targets)
-        sums = np.bincount(of_targets, weights=trained_weights, minlength=len(source_names))
-        source_weights = tuple(sums.tolist())
+        source_weights = weights_by_source(of_targets, trained_weights, source_names)
     tokens_, positions_, logits_indices, targets, weights_, *source_indices = _to_device(arrays, torch.device(device))
     return Batch(
         tokens=tokens_,
@@ -74,6 +72,18 @@ def collate(
         if source_indices
         else None,
     )
+
+
+def source_numbers(sources: Sequence[str], names: Sequence[str]) -> np.ndarray:
+    """[n] int64, the place of each source in `names`; their number for one that is not among them."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return np.array([numbers.get(source, len(names)) for source in sources], dtype=np.int64)
+
+
+def weights_by_source(numbers: np.ndarray, weights: np.ndarray, names: Sequence[str]) -> tuple[float, ...]:
+    """The sum of the `weights` [N] of each of `names`, whose places are `numbers` [N] as in `source_numbers`."""
+    sums = np.bincount(numbers, weights=weights, minlength=len(names))
+    return tuple(sums[: len(names)].tolist())
 
 
 EMPTY_PACK = Pack((Sample(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32), "filled up"),))

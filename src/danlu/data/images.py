@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from danlu.data.batch import source_numbers, weights_by_source
 from danlu.data.idx_format import read_idx
 from danlu.data.permutation import Permutation
 from danlu.data.sources import source_names, split_row_limit
@@ -75,7 +76,7 @@ class ImageBatch:
     weights: Tensor  # [N] float32
     weight: float  # sum of `weights`
     rows: tuple[str, ...]  # [N]
-    target_sources: TargetSources | None = None  # images of several folders are not told apart
+    target_sources: TargetSources | None = None  # None where all images of the run are from one source
 
 
 @dataclass(frozen=True)
@@ -153,17 +154,25 @@ class ImageSampler:
             )
 
 
-def collate_images(images: Sequence[Image], device: torch.device, *, side: int) -> ImageBatch:
-    """A micro-batch of weight 1 an image; of no images, one that is empty."""
+def collate_images(
+    images: Sequence[Image], device: torch.device, *, side: int, source_names: Sequence[str] = ()
+) -> ImageBatch:
+    """A micro-batch of weight 1 an image; of no images, one that is empty. source_names: as for `batch.collate`."""
     shape = (len(images), side, side)
     pixels = np.stack([image.pixels for image in images]) if images else np.empty(shape, dtype=np.uint8)
     labels = np.array([image.label for image in images], dtype=np.int64)
+    sources = None
+    if source_names:
+        numbers = source_numbers([image.source for image in images], source_names)
+        weights = weights_by_source(numbers, np.ones(len(images)), source_names)
+        sources = TargetSources(tuple(source_names), torch.from_numpy(numbers).to(device), weights)
     return ImageBatch(
         torch.from_numpy(pixels).to(device),
         torch.from_numpy(labels).to(device),
         torch.ones(len(images), device=device),
         float(len(images)),
         tuple(row for image in images for row in image.rows),
+        sources,
     )
 
 

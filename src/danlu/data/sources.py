@@ -22,7 +22,7 @@ from danlu.errors import DataError
 from danlu.small_files import check_regular
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
-    from danlu.recipe.sections import Source
+    from danlu.recipe.sections import Data, Source
 
 _MAX_COMPARED_NAMES = 2000  # of a folder, among which a misspelt one is looked for
 _SETTLED_NS = 2_000_000_000  # after which a change of a file shows in its times, whatever their grain
@@ -68,6 +68,15 @@ def source_names(sources: Sequence[Source]) -> list[str]:
         f"{name} ({names[:number].count(name) + 1})" if names.count(name) > 1 else name
         for number, name in enumerate(names)
     ]
+
+
+def reported_sources(data: Data) -> tuple[str, ...]:
+    """The names of the sources whose losses are told apart: of training where it has several, of evaluation likewise.
+
+    The loss of a side with one source is the loss of all, so it has no name of its own.
+    """
+    sides = (data.train, data.eval if isinstance(data.eval, list) else [])
+    return tuple(dict.fromkeys(name for sources in sides if len(sources) > 1 for name in source_names(sources)))
 
 
 def split_row_limit(path: str) -> tuple[str, str]:

@@ -129,7 +129,7 @@ class PlacedClassifier:
         counted = Activations.beside([*self.model.parameters(), *self.model.buffers()])
         dtype = DTYPES[recipe.precision]
         learner = ClassifierLearner(
-            self.model, self.device, dtype, micro, self.objective, self.evaluation, parallel, counted
+            self.model, self.device, dtype, micro, self.objective, self.evaluation, parallel, counted, sources
         )
         return data.replicated(learner, (self.model, self.objective), recipe.parallel)
 
@@ -205,6 +205,7 @@ class ClassifierLearner:
     evaluation: Objective = field(default_factory=lambda: CrossEntropy(reports_nll=True))
     parallel: StepParallel = field(default_factory=StepParallel)
     activations: Activations | None = None
+    source_names: tuple[str, ...] = ()  # of the images, for the loss by source
     replicated: Callable[..., Loss] | None = None  # DDP around `compute_loss`
 
     def weights(self) -> dict[str, Tensor]:
@@ -215,7 +216,7 @@ class ClassifierLearner:
 
     def collate(self, items: Sequence[Image]) -> ImageBatch:
         """The micro-batch of `items` on the device."""
-        return collate_images(items, self.device, side=lenet.SIDE)
+        return collate_images(items, self.device, side=lenet.SIDE, source_names=self.source_names)
 
     def dropout(self, step: int, items: Sequence[tuple[int, Image]]) -> AbstractContextManager[None]:
         """LeNet-5 has no dropout."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from danlu.data.images import ImageSampler, held_out, read_images
+from danlu.data.sources import reported_sources
 from danlu.models import lenet
 from danlu.recipe import Recipe
 from danlu.stage_protocols import Material
@@ -34,7 +35,7 @@ class ImageReader:
             lines.append(f"evaluation data: {len(evaluation):,} of these images are held out")
         images = ImageSampler(train, seed)
         kept = None if evaluation is None else [evaluation.image(number) for number in range(len(evaluation))]
-        return Material(images, images.per_epoch, kept, lines)
+        return Material(images, images.per_epoch, kept, lines, sources=reported_sources(section))
 
     def amount(self, items: int) -> str:
         """So many images in words."""

@@ -11,7 +11,7 @@ import numpy as np
 from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import DatasetSpec, PreparedData, prepare
-from danlu.data.sources import source_names
+from danlu.data.sources import reported_sources
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
@@ -39,7 +39,7 @@ class PackReader:
         recipe, prepared = self.recipe, self._prepared(stream)
         lines = data_lines(prepared) + self._beyond_positions(prepared)
         held_out = _held_out(recipe, prepared)
-        sources = tuple(source_names(recipe.data.train))
+        sources = reported_sources(recipe.data)
         if prepared.train is not None:
             packs = PackedDataset(prepared.train, recipe.data.packing, recipe.data.max_length, recipe.seed)
             _check_targets(map(packs.at, range(packs.packs_per_epoch)), "data.train", "train on")

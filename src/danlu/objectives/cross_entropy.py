@@ -57,7 +57,7 @@ def losses_by_source(by_target: Tensor | None, batch: MicroBatch) -> Mapping[str
     sources = batch.target_sources
     if sources is None or by_target is None:
         return {}
-    sums = torch.zeros(len(sources.names), dtype=by_target.dtype, device=by_target.device)
+    sums = torch.zeros(len(sources.names) + 1, dtype=by_target.dtype, device=by_target.device)
     count = len(sources.indices)
-    sums.index_add_(0, sources.indices, by_target[:count] * batch.weights[:count])  # [K]
+    sums.index_add_(0, sources.indices, by_target[:count] * batch.weights[:count])  # [K + 1]
     return {f"loss/{name}": Metric(sums[index], sources.weights[index]) for index, name in enumerate(sources.names)}
