@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from builders.reference_attention import ReferenceAttention
+from builders.reference_attention import ReferenceAttention, masked_attention
 from torch import Tensor
 
 from danlu.models import attend, attention_kernels
-from danlu.models.attend import PackedAttention, masked_attention, visible
+from danlu.models.attend import PackedAttention, visible
 
 BOUNDARIES = (0, 5, 6, 23, 40)
 

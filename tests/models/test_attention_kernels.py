@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from builders.reference_attention import ReferenceAttention
+from builders.reference_attention import ReferenceAttention, masked_attention
 from torch import Tensor
 
 from danlu.models import attend, attention_kernels
-from danlu.models.attend import PackedAttention, masked_attention
+from danlu.models.attend import PackedAttention
 from danlu.models.attention_kernels import EVERY, Flex, Kernels, Varlen, documents_mask, kernels_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:.torch.jit.script_method")

@@ -1,4 +1,4 @@
-"""Attention over packed documents, and attention written out, with a mask.
+"""Attention over packed documents: each document by itself, by the kernels that suit it.
 
 T packed tokens · H query heads · K key/value heads · G = H / K queries a key/value head serves · C head width
 S tokens of one document · B rows of a query block, filled up · L keys such a block sees
@@ -280,23 +280,3 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
     """
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return mask if window is None else mask.triu(keys - queries + 1 - window)
-
-
-def masked_attention(
-    q: Tensor,  # [Q, H, C]
-    k: Tensor,  # [S, K, C]
-    v: Tensor,  # [S, K, C]
-    mask: Tensor,  # [Q, S] bool, True = sees
-    *,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:  # [Q, H, C]
-    """Attention written out, with scores in float32 or wider."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [S, H, C]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("qhc,shc->hqs", q.to(wide), k.to(wide)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    probabilities = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1).to(v.dtype)
-    return torch.einsum("hqs,shc->qhc", probabilities, v)
