@@ -266,7 +266,7 @@ def test_memory_that_runs_out_is_told_with_what_took_it_and_what_to_set(
     where: str,
 ) -> None:
     if where == "the optimizer":
-        monkeypatch.setattr(run, "optimizer_of", lambda *arguments: torch.empty(2**50, dtype=torch.uint8))
+        monkeypatch.setattr(run, "optimizer_of", lambda *_, **__: torch.empty(2**50, dtype=torch.uint8))
     else:
         accumulate = loop.accumulate
 
