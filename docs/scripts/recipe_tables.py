@@ -14,6 +14,7 @@ from pathlib import Path
 from danlu.recipe.diff import HARMLESS
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.type_hints import (
+    entry_type,
     field_types,
     literal_values,
     section_types,
@@ -35,9 +36,10 @@ def _tables(name: str) -> str:
     if name == "harmless":
         return "\n".join(["| key | why |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in HARMLESS.items()), ""])
     if name == "recipe":
-        simple = [key for key, hint in field_types(Recipe).items() if not section_types(hint)]
+        simple = [key for key, hint in field_types(Recipe).items() if not subsection_types(hint)]
         return _table((key, _default(Recipe, key), _about(Recipe, key)) for key in simple)
     hint = field_types(Recipe)[name]
+    hint = entry_type(hint) or hint
     variants = variants_of(hint)
     if variants:
         return "\n".join(_variants(name, variants))

@@ -47,6 +47,7 @@ class Material:
     close: Callable[[], None] = lambda: None
     tokenizer: TokenizerInfo | None = None  # of rows of text, unless they are streamed
     sources: tuple[str, ...] = ()  # names of the files or mixture parts whose losses are told apart
+    empty: Item | None = None  # without targets, like the others, for a process that has none; None: the usual one
 
 
 class Reader(Protocol):

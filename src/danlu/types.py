@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,21 +13,44 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# S tokens of one sample · T packed tokens · N trained targets · D model width
+# S tokens of one sample · T packed tokens · N trained targets · M branches · D model width
 # H query heads · K key/value heads · C head width · I, O inputs and outputs of a linear layer
+
+
+class Branch(NamedTuple):
+    """A run of tokens in the tree of a sample: it sees itself and its ancestors, and nothing beside it.
+
+    Branches are in pre-order: a branch comes after its parent, and all that descends from it comes before what does
+    not. Together they are the sample's tokens, in order. Positions go on from the end of the parent.
+    """
+
+    parent: int  # number of the branch that it continues, smaller than its own; -1 for a root, a document of its own
+    start: int  # of its tokens
+    stop: int
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One tokenised row: a document that attention never leaves.
+    """One tokenised row: a document that attention never leaves, or a tree of branches that share their beginnings.
 
-    `weights[i]` belongs to token i *as a target*, predicted from tokens before it; `weights[0]` is always 0.
+    `weights[i]` belongs to token i *as a target*, predicted from the tokens before it (of the first token of a branch:
+    from its parent's last one); the first token of a root has nothing before it, so its weight is 0.
     """
 
     tokens: np.ndarray  # [S] int32
     weights: np.ndarray  # [S] float32, 0 = context only
     row: str  # where it came from, for messages: "alpaca.json row 17"
     source: str = ""  # short name of its file, data set or mixture part (`data.sources.source_names`), for metrics
+    branches: tuple[Branch, ...] = ()  # empty: one branch, which is the whole sample
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """[S, ...] each, values of every token: the log-probability that a reference gives it, an advantage."""
+    facts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """[branches] float32 each, values of every branch, NaN where one has none: a label, a margin, a reward, a group."""
+
+    @property
+    def documents(self) -> int:
+        """Roots: what virtual tokens are put before, and attention is cut at."""
+        return sum(branch.parent < 0 for branch in self.branches) or 1
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,11 @@ class Pack:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sample."""
         return tuple(len(sample.tokens) for sample in self.samples)
+
+    @property
+    def documents(self) -> int:
+        """Documents of all samples: a tree counts as one for each of its roots."""
+        return sum(sample.documents for sample in self.samples)
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -94,6 +122,8 @@ class Totals:
     tokens: int
     targets: int
     document_lengths: tuple[int, ...]  # in tokens, in the order of the items
+    divisors: Mapping[str, float] = field(default_factory=dict)
+    """What else of the step an objective divides by, by its names for it: pairs, tokens of chosen answers."""
 
     @classmethod
     def of(cls, items: Iterable[Item]) -> Totals:
@@ -120,18 +150,24 @@ class TargetSources:
 class Batch:
     """A micro-batch on the device: packed documents, and the targets that carry weight.
 
-    Target n is predicted from hidden state `logits_indices[n]`, which is the token just before it in the same document.
+    Target n is predicted from hidden state `logits_indices[n]`: that of the token just before it in the same branch, or
+    of the parent's last one.
     """
 
     tokens: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, restart at 0 in each document
+    positions: Tensor  # [T] int64, restart at 0 in each document; in a branch they go on from its parent's end
     boundaries: tuple[int, ...]  # [documents + 1] offsets into T, from 0 to T
-    logits_indices: Tensor  # [N] int64, rising
+    logits_indices: Tensor  # [N] int64, rising where there are no trees
     targets: Tensor  # [N] int64
     weights: Tensor  # [N] float32, all > 0 (see `data.batch.pad_to_bucket` for those that are not)
     weight: float  # sum of `weights`
-    rows: tuple[str, ...]  # one per document, for messages
+    rows: tuple[str, ...]  # one per sample, for messages
     target_sources: TargetSources | None = None  # None where all rows of the run are from one source
+    trees: tuple[Branch, ...] = ()  # [M] branches of all samples, offsets into T; empty: each document is one branch
+    branch: Tensor | None = None  # [N] int64, the branch of each target; None where there are no trees
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # [N, ...] each: of every target
+    facts: Mapping[str, Tensor] = field(default_factory=dict)
+    """[M] float32 each, of every branch; on the host, so that what they decide does not make it wait for a GPU."""
 
 
 class MicroBatch(Protocol):
@@ -150,8 +186,8 @@ class MicroBatch(Protocol):
     def target_sources(self) -> TargetSources | None: ...
 
 
-Role = Literal["policy", "reference", "reward", "teacher", "value"]
-"""What a model is in a stage; the policy is the one that is trained, and the result."""
+Role = str
+"""What a model is in a stage: the policy, which is trained and the result; a reference, teacher, reward or value."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +229,8 @@ class Outputs(Protocol):
 
     def logprobs(self, *, temperature: float = 1.0) -> TokenLogprobs: ...
 
+    def scores(self) -> Tensor: ...  # [M] float32: what the score head says at the last token of each branch
+
     def hidden(self) -> Tensor: ...  # [T, D] last hidden states
 
 
@@ -215,6 +253,38 @@ class Objective(Protocol):
     def needs(self) -> frozenset[str]: ...  # names of the methods of `Outputs` that it calls
 
     def __call__(self, outputs: Mapping[Role, Outputs], batch: Any, totals: Totals) -> Loss: ...
+
+
+@runtime_checkable
+class CountingObjective(Protocol):
+    """An objective whose terms have divisors of their own."""
+
+    def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
+        """`Totals.divisors` of a step of these items; sums over the items, so that they do not depend on the layout."""
+
+
+@dataclass(frozen=True)
+class StepLogprobs:
+    """The log-probabilities of all M branches of a step, in the order of its items, from a pass without gradients.
+
+    Each is the weighted sum over the branch's targets; 0 for a branch without any.
+    """
+
+    policy: Tensor  # [M] float64, on the host; with the dropout of the step
+    reference: Tensor | None  # [M] float64, without dropout; None in a stage without a reference
+    targets: Tensor  # [M] float64, the weight of each branch's targets
+    facts: Mapping[str, Tensor]  # [M] float32 each
+
+
+@runtime_checkable
+class StepObjective(Protocol):
+    """An objective that has to see the whole step before the loss of its first micro-batch (a sort, a mean over it)."""
+
+    def step_items(self, items: Sequence[Pack]) -> Sequence[Pack]:
+        """What the pass without gradients looks at, one for each item; for most the items themselves."""
+
+    def prepared(self, items: Sequence[Pack], logprobs: StepLogprobs) -> Sequence[Pack]:
+        """The items of the pass with gradients, one for each: with more facts, or without branches that are done."""
 
 
 @dataclass(frozen=True)

@@ -249,8 +249,11 @@ CASES = [
         "stage unknown",
         TRAIN,
         2,
-        ("error: r.yaml:31:8 stage: expected one of pretrain, sft, classify, not 'dpo'.",),
-        recipe(stage="dpo"),
+        (
+            "error: r.yaml:31:8 stage: expected one of pretrain, sft, classify, preference, reward, distill, not ",
+            "'ppoo'.",
+        ),
+        recipe(stage="ppoo"),
     ),
     Case(
         "number as text",

@@ -94,7 +94,7 @@ def test_the_variable_length_kernel_is_called_as_it_wants(
     version: str, kv_heads: int, window: int | None, softcap: float | None
 ) -> None:
     versions, tensors = Versions(), inputs(kv_heads)
-    packed = PackedAttention(BOUNDARIES, Kernels(varlen=Varlen(getattr(versions, version), EVERY)))
+    packed = PackedAttention(BOUNDARIES, kernels=Kernels(varlen=Varlen(getattr(versions, version), EVERY)))
     want = results(ReferenceAttention(BOUNDARIES), tensors, window, softcap)
     for got, expected in zip(results(packed, tensors, window, softcap), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
@@ -155,7 +155,7 @@ def test_softcaps_go_through_flex_attention(
         return dense_flex(*args, **options)
 
     tensors = inputs(kv_heads)
-    packed = PackedAttention(BOUNDARIES, Kernels(flex=Flex(flex, EVERY)))
+    packed = PackedAttention(BOUNDARIES, kernels=Kernels(flex=Flex(flex, EVERY)))
     want = results(ReferenceAttention(BOUNDARIES), tensors, window, softcap)
     for got, expected in zip(results(packed, tensors, window, softcap), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
@@ -169,7 +169,7 @@ def test_torchs_own_flex_attention_gives_the_same_values(window: int | None) -> 
     from torch.nn.attention.flex_attention import flex_attention
 
     tensors = [x.detach().float() for x in inputs(2)]  # it has no backward pass on CPU
-    packed = PackedAttention(BOUNDARIES, Kernels(flex=Flex(flex_attention, EVERY)))
+    packed = PackedAttention(BOUNDARIES, kernels=Kernels(flex=Flex(flex_attention, EVERY)))
     options = {"scale": 0.3, "window": window, "softcap": 2.0}
     want = ReferenceAttention(BOUNDARIES)(0, *tensors, **options)  # type: ignore[arg-type]
     torch.testing.assert_close(packed(0, *tensors, **options), want, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
@@ -212,7 +212,9 @@ def test_grouped_heads_are_repeated_where_no_kernel_takes_them(monkeypatch: pyte
     want = results(ReferenceAttention(BOUNDARIES), tensors, None, None)
     for kernels, grouped in ((Kernels(), True), (Kernels(grouped_heads=()), False)):
         seen.clear()
-        for got, expected in zip(results(PackedAttention(BOUNDARIES, kernels), tensors, None, None), want, strict=True):
+        for got, expected in zip(
+            results(PackedAttention(BOUNDARIES, kernels=kernels), tensors, None, None), want, strict=True
+        ):
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
         assert seen == [grouped] * 4  # documents
 

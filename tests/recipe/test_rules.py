@@ -42,6 +42,8 @@ PATHS = {
     "data.cache": text(data="{{train: rows.json, cache: {}}}"),
     "memory.folder": text(memory="{{offload: [optimizer], folder: {}}}"),
     "optimizer.folder": text(optimizer="{{kind: paged-adamw, folder: {}}}"),
+    "reference.model": text(stage="dpo", batch="{{pairs: 4}}", reference="{{kind: frozen, model: {}}}"),
+    "teacher.0.model": text(stage="distill", teacher="{}"),
     "output": text(output="{}"),
 }
 

@@ -25,7 +25,7 @@ from danlu.errors import DataError
 from danlu.machine import usable_cores
 from danlu.recipe.sections import Data, Source
 
-Stage = Literal["pretrain", "sft"]
+Stage = Literal["pretrain", "sft", "preference", "reward", "distill"]
 Tokenizers = WorkerPool[Task, TokenizedChunk]
 """Processes that tokenise chunks of rows."""
 Progress = Callable[[int, int | None], None]

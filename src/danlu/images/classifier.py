@@ -21,6 +21,7 @@ from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.build import Optimizers
 from danlu.optim.clip import non_finite
 from danlu.parallel import data
+from danlu.parallel.dealing import deal_in_order
 from danlu.parallel.local_parameter import local_parameters_of
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
@@ -188,6 +189,10 @@ class ClassifierOutputs:
         of_labels = logprobs.gather(-1, self.batch.targets[:, None]).squeeze(-1)
         return TokenLogprobs(of_labels, -(logprobs.exp() * logprobs).sum(-1))
 
+    def scores(self) -> Tensor:
+        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        raise AssertionError("a classifier of images has no score head")
+
     def hidden(self) -> Tensor:
         """Not among what is `OFFERED`, so no objective that was let through asks for it."""
         raise AssertionError("a classifier of images keeps no hidden states")
@@ -213,6 +218,23 @@ class ClassifierLearner:
         local = self.parallel.local_parameters
         named = self.model.named_parameters()
         return {name: (local[name].local if local else parameter).detach() for name, parameter in named}
+
+    def totals(self, items: Sequence[Image]) -> Totals:
+        """The totals of a step of these images."""
+        return Totals.of(items)
+
+    def micro_batches(self, items: Sequence[Image]) -> Sequence[Sequence[int]]:
+        """A contiguous share of the images, so many in each micro-batch."""
+        return deal_in_order(items, self.parallel, self.micro)
+
+    def prepare(
+        self, items: Sequence[Image], micro_batches: Sequence[Sequence[int]], step: int | None
+    ) -> Sequence[Image]:
+        """The images as they are: the likelihood of one asks nothing of the others."""
+        return items
+
+    def updated(self, step: int) -> None:
+        """Nothing depends on the weights but the model."""
 
     def collate(self, items: Sequence[Image]) -> ImageBatch:
         """The micro-batch of `items` on the device."""

@@ -35,7 +35,7 @@ from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.stage_protocols import Material, ModelSpec, Stage
 from danlu.train.checkpoints.loading import read_group, read_state
 from danlu.train.run_folder import Start
-from danlu.types import Objective, Role
+from danlu.types import Objective, Pack, Role
 
 
 class DecoderBuilder:
@@ -79,7 +79,11 @@ class DecoderBuilder:
         # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
         # Processes sum whole gradients.
         placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile and ranks.alone
-        return placed_decoder(recipe, self.stage, placed, config, device)
+        decoder = placed_decoder(recipe, self.stage, placed, config, device)
+        if material.empty is None:
+            return decoder
+        assert isinstance(material.empty, Pack), "the items of a decoder are packs"
+        return replace(decoder, empty=material.empty)
 
     def unplaced(self, checkpoint: Path) -> PlacedDecoder:
         """The trained decoder on the CPU with memory for the weights of `checkpoint`."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,14 +21,28 @@ from danlu.language.outputs import DecoderOutputs
 from danlu.memory.activation_offload import ActivationOffload
 from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
+from danlu.objectives.branches import sum_by_branch
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.clip import non_finite
+from danlu.parallel.dealing import deal_by_tokens, deal_in_order
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, shares_of
 from danlu.train.memory_parts import Activations
 from danlu.train.step import sum_losses
-from danlu.types import Batch, Loss, Objective, Outputs, Pack, Role, TargetSources, Totals
+from danlu.types import (
+    Batch,
+    CountingObjective,
+    Loss,
+    Objective,
+    Outputs,
+    Pack,
+    Role,
+    StepLogprobs,
+    StepObjective,
+    TargetSources,
+    Totals,
+)
 
 Forward = Callable[..., Tensor]
 
@@ -51,6 +66,9 @@ class DecoderLearner:
     offload: ActivationOffload | None = None  # where activations wait for the backward pass, if not on the device
     token_multiple: int = 1  # the number of tokens is a multiple of it, where ranks cut them among each other
     source_names: tuple[str, ...] = ()  # of the rows, for the loss by source
+    empty: Pack = EMPTY_PACK  # without targets, with the branches, columns and facts of the stage's items
+    sequence_tokens: int | None = None
+    """Where items are dealt by tokens: `micro` counts packed sequences of so many. None: `micro` counts items."""
 
     def weights(self) -> dict[str, Tensor]:
         """What training changes, by name, live: the decoder or the adapter on it, then what is the objective's own."""
@@ -58,11 +76,66 @@ class DecoderLearner:
         local = self.parallel.local_parameters
         return {name: local[name].local.detach() for name in named} if local else named
 
+    def totals(self, items: Sequence[Pack]) -> Totals:
+        """What a step of these packs consists of, with the divisors that the objective asks for."""
+        totals = Totals.of(items)
+        if not isinstance(self.objective, CountingObjective):
+            return totals
+        return replace(totals, divisors=self.objective.divisors(items))
+
+    def micro_batches(self, items: Sequence[Pack]) -> Sequence[Sequence[int]]:
+        """The numbers of the packs in each micro-batch of this process: in order, or by tokens."""
+        if self.sequence_tokens is None:
+            return deal_in_order(items, self.parallel, self.micro)
+        data = self.parallel.ranks.data
+        return deal_by_tokens([item.tokens for item in items], data.index, data.size, self.micro * self.sequence_tokens)
+
+    def prepare(
+        self, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
+    ) -> Sequence[Pack]:
+        """The packs as the objective wants them for its pass with gradients, where it has to see the whole step first.
+
+        It is shown the log-probabilities of all branches of the step, from a pass without gradients: the policy's with
+        the dropout of the step, the reference's without.
+        """
+        if not isinstance(self.objective, StepObjective):
+            return items
+        viewed = self.objective.step_items(items)
+        counts = [sum(len(sample.branches) for sample in pack.samples) for pack in viewed]
+        starts = np.cumsum([0, *counts]).tolist()
+        sums = torch.zeros(3, starts[-1], dtype=torch.float64)  # policy, reference, targets
+        has_reference = False
+        for numbers in micro_batches:
+            batch = self.collate([viewed[number] for number in numbers])
+            with torch.no_grad():
+                numbered = [(number, viewed[number]) for number in numbers]
+                with nullcontext() if step is None else self.dropout(step, numbered):
+                    outputs = self.outputs(batch, 1.0)
+                    rows = [sum_by_branch(outputs["policy"].logprobs().logprobs, batch)]
+                has_reference = "reference" in outputs
+                rows.append(
+                    sum_by_branch(outputs["reference"].logprobs().logprobs, batch) if has_reference else rows[0]
+                )
+                rows.append(sum_by_branch(torch.ones_like(batch.weights), batch))
+                values = torch.stack(rows).double().cpu()  # [3, M]
+            places = [place for number in numbers for place in range(starts[number], starts[number + 1])]
+            sums[:, places] = values[:, : len(places)]
+        self.parallel.all_reduce_data(sums)
+        facts = {
+            name: torch.from_numpy(np.concatenate([sample.facts[name] for pack in viewed for sample in pack.samples]))
+            for name in viewed[0].samples[0].facts
+        }
+        reference = sums[1] if has_reference else None
+        return self.objective.prepared(items, StepLogprobs(sums[0], reference, sums[2], facts))
+
+    def updated(self, step: int) -> None:
+        """Nothing here depends on the weights but the models themselves."""
+
     def collate(self, items: Sequence[Pack]) -> Batch:
         """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""
         virtual_token_ids = () if self.adapters is None else self.adapters.virtual_token_ids
         return collate(
-            items or [EMPTY_PACK], self.device, virtual_token_ids=virtual_token_ids, source_names=self.source_names
+            items or [self.empty], self.device, virtual_token_ids=virtual_token_ids, source_names=self.source_names
         )
 
     @contextmanager
@@ -72,7 +145,7 @@ class DecoderLearner:
             yield
             return
         dropout_state, virtual = self.adapters.build_context.dropout_state, len(self.adapters.virtual_token_ids)
-        lengths = [(number, pack.tokens + virtual * len(pack.samples)) for number, pack in items or [(0, EMPTY_PACK)]]
+        lengths = [(number, pack.tokens + virtual * pack.documents) for number, pack in items or [(0, self.empty)]]
         dropout_state.begin(step, lengths)
         try:
             yield
@@ -162,7 +235,7 @@ class ThreadedLearner(DecoderLearner):
         devices = self.replicas.devices
         parts = zip(shares_of(items, len(devices)), devices, strict=True)
         return ReplicaBatches(
-            tuple(collate(part or [EMPTY_PACK], device, source_names=self.source_names) for part, device in parts)
+            tuple(collate(part or [self.empty], device, source_names=self.source_names) for part, device in parts)
         )
 
     def losses(self, batch: Any, totals: Totals, gradient_scale: float = 1.0) -> Loss:

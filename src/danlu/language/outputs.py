@@ -62,6 +62,10 @@ class DecoderOutputs:
         )
         return TokenLogprobs(everything.logprobs[: self.targets], everything.entropy[: self.targets])
 
+    def scores(self) -> Tensor:
+        """What the score head says at the last token of each branch: [M] float32."""
+        raise NotImplementedError
+
     def hidden(self) -> Tensor:
         """The last hidden states [T, D], in the type of activations, the same on every tensor rank.
 

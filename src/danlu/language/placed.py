@@ -15,6 +15,7 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import leave_slots_uncompiled
 from danlu.assembly.frozen_base import model_bytes
 from danlu.assembly.recipe_adapters import base_identity, doubts
+from danlu.data.batch import EMPTY_PACK
 from danlu.errors import RecipeError
 from danlu.language.export import write
 from danlu.language.learner import (
@@ -43,7 +44,7 @@ from danlu.recipe import Recipe
 from danlu.stage_protocols import LeastSeconds
 from danlu.train.memory_parts import Activations, MemoryParts
 from danlu.train.state import Generate, Run
-from danlu.types import Objective, Role
+from danlu.types import Objective, Pack, Role
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class PlacedDecoder:
     objective: Objective
     evaluation: Objective
     frozen: Mapping[Role, Decoder] = field(default_factory=dict)
+    empty: Pack = EMPTY_PACK  # an item without targets, with what the items of the stage have
 
     @property
     def model(self) -> Decoder:
@@ -162,6 +164,8 @@ class PlacedDecoder:
             offload=self._activation_offload(),
             token_multiple=token_shares(self.recipe, self.parallel.ranks),
             source_names=sources,
+            empty=self.empty,
+            sequence_tokens=None if self.recipe.batch.pairs is None else self.recipe.data.max_length,
         )
         if self.recipe.parallel.workers == "threads":
             if isinstance(self.objective, nn.Module):

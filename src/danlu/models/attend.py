@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.models.attention_kernels import Kernels, copy_to, documents_mask, kernels_of
-from danlu.types import Batch
+from danlu.types import Batch, Branch
 
 BLOCK_ROWS = 256
 # Blocks of query rows are filled up to a multiple of this: see `attention_kernels.DOCUMENT_MULTIPLE`.
@@ -30,12 +30,16 @@ class PackedAttention:
     Documents are attended one by one (where the device has one, by a kernel that takes all of them), so the cost is the
     sum of squared lengths and no mask over the pack is built. A dense block mask measured 3-6 times slower on CPU.
 
-    boundaries: offsets of the documents in the pack, from 0 to T. kernels: what may be used; by default whatever the
-    device has.
+    boundaries: offsets of the documents in the pack, from 0 to T. trees: the branches of the documents, where a branch
+    sees itself and its ancestors and nothing beside it; empty where each document is one branch. kernels: what may be
+    used; by default whatever the device has.
     """
 
-    def __init__(self, boundaries: tuple[int, ...], kernels: Kernels | None = None) -> None:
+    def __init__(
+        self, boundaries: tuple[int, ...], trees: tuple[Branch, ...] = (), kernels: Kernels | None = None
+    ) -> None:
         self.boundaries = boundaries
+        self.trees = trees
         self._kernels = kernels
         self._offsets: Tensor | None = None  # int32 copy on the device, for the variable-length kernel
         self._masks: dict[int | None, Any] = {}  # by window, for flex attention
@@ -51,6 +55,8 @@ class PackedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:  # [T, H, C]
+        if any(branch.parent >= 0 for branch in self.trees):
+            return _attend_trees(self.trees, q, k, v, scale=scale, window=window, softcap=softcap)
         kernels = self._kernels or kernels_of(q.device)
         if kernels.varlen is not None and kernels.varlen.takes(q, window, softcap):
             longest = max(end - start for start, end in itertools.pairwise(self.boundaries))
@@ -82,7 +88,36 @@ class PackedAttention:
 
 def attend_for(batch: Batch) -> PackedAttention:
     """The attention that models are given for a packed batch, in training, evaluation and measuring alike."""
-    return PackedAttention(batch.boundaries)
+    return PackedAttention(batch.boundaries, batch.trees)
+
+
+def _attend_trees(
+    trees: tuple[Branch, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of each branch over the keys of its ancestors and its own: [T, H, C]."""
+    groups = q.shape[1] // k.shape[1]
+    outputs: list[Tensor] = []
+    for branch in trees:
+        path = [branch]
+        while path[0].parent >= 0:
+            path.insert(0, trees[path[0].parent])
+        keys, values = (torch.cat([x[part.start : part.stop] for part in path]).transpose(0, 1) for x in (k, v))
+        keys, values = (x.repeat_interleave(groups, dim=0) for x in (keys, values))  # [H, L, C]
+        queries = q[branch.start : branch.stop].transpose(0, 1)  # [H, S, C]
+        scores = attention_scores(queries, keys, scale)  # [H, S, L]
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        seen = visible(queries.shape[1], keys.shape[1], window, q.device)
+        probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(q.dtype)
+        outputs.append((probabilities @ values).transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def _whole_document(q: Tensor, k: Tensor, v: Tensor, scale: float, kernels: Kernels) -> Tensor:

@@ -130,6 +130,7 @@ def _as_value(word: str) -> str | None:
                 variants.setdefault(key.removesuffix(".kind"), variants_of(hint).get(word))
     if not variants:
         return None
+    variants = dict(sorted(variants.items(), key=lambda item: item[0].count(".")))  # the recipe's own keys first
     key, variant = next(iter(variants.items()))
     fields = [name for name in field_types(variant) if name != "kind"] if variant is not None else []
     more = f" It has {', '.join(fields)}: `danlu explain {key}.{fields[0]}`" if fields else f" `danlu explain {key}`"

@@ -13,6 +13,7 @@ from danlu.recipe import rules
 from danlu.recipe.messages import closest_match
 from danlu.recipe.sections import Recipe
 from danlu.recipe.short_forms import expand
+from danlu.recipe.stage_names import expand_stage
 from danlu.recipe.validation import validate
 from danlu.recipe.yaml_reader import MAX_BYTES, parse
 from danlu.recipe.yaml_tree import Node, Origin, Problem, overlap
@@ -52,8 +53,10 @@ def _check(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Rec
         state = "the file is empty" if tree.value is None else "a recipe is a mapping of keys such as 'stage: sft'"
         problems.append(Problem("", f"{state}. `danlu recipes copy sft` writes one to begin with", tree.origin))
         return None
+    expand_stage(tree)
     tree.value = expand(tree, Recipe).value
     overriding.apply(tree, overrides, problems)
+    expand_stage(tree)
     tree.value = expand(tree, Recipe).value
     reported = {problem.key for problem in problems if problem.key}  # one problem for each key is enough
     recipe, type_problems = validate(tree)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from danlu.train.step import AnyLearner, StepSums, micro_batch_ranges
-from danlu.types import Item, Totals
+from danlu.train.step import AnyLearner, StepSums
+from danlu.types import Item
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,13 @@ def evaluate(
 
     Each process takes its share; all of them ask `stop` equally often. `progress` is told (items done, items) here.
     """
-    totals = Totals.of(items)
+    totals = learner.totals(items)
     if not totals.weight:
         return None
     sums, done = StepSums(), 0
-    for numbers in micro_batch_ranges(items, learner.parallel, learner.micro):
+    micro_batches = learner.micro_batches(items)
+    items = learner.prepare(items, micro_batches, None)
+    for numbers in micro_batches:
         if stop():
             return None
         sums.add(learner.assess(learner.collate([items[number] for number in numbers]), totals))

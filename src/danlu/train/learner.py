@@ -16,7 +16,7 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.train.memory_parts import Activations
 from danlu.types import Item, Loss, MicroBatch, Totals
 
-ItemT = TypeVar("ItemT", bound=Item, contravariant=True)
+ItemT = TypeVar("ItemT", bound=Item)
 BatchT = TypeVar("BatchT", bound=MicroBatch)
 
 
@@ -44,6 +44,24 @@ class Learner(Protocol[ItemT, BatchT]):
         The parameters of the policy (or of the adapter that is trained in its place), then the objective's own
         parameters and running statistics.
         """
+
+    def totals(self, items: Sequence[ItemT]) -> Totals:
+        """What a step of `items` (of all processes) consists of, with the divisors that the objective asks for."""
+
+    def micro_batches(self, items: Sequence[ItemT]) -> Sequence[Sequence[int]]:
+        """The numbers of the items in each micro-batch of this process; as many on every process, some may be empty."""
+
+    def prepare(
+        self, items: Sequence[ItemT], micro_batches: Sequence[Sequence[int]], step: int | None
+    ) -> Sequence[ItemT]:
+        """The items with what has to be known of the whole step before its first micro-batch.
+
+        Where the objective asks for nothing of the kind, they are returned as they are; else every process must call
+        it, for it takes passes without gradients and collectives. step: whose dropout is applied; None: none.
+        """
+
+    def updated(self, step: int) -> None:
+        """Called on every process after the optimizer has changed the weights in `step`."""
 
     def collate(self, items: Sequence[ItemT]) -> BatchT:
         """The micro-batch of `items` on the device; of no items, one without targets, for a process that has none."""

@@ -87,7 +87,7 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
     """
     started = time.perf_counter()
     step, items = run.state.step + 1, run.feed.take()
-    totals = Totals.of(items)
+    totals = run.learner.totals(items)
     if not totals.weight:
         _pass_over(run, items, totals)
         return None
@@ -120,6 +120,7 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
         run.optimizer.step(free_gradients=True)
         if run.ema is not None:
             run.ema.update()
+        run.learner.updated(step)
         run.learner.parallel.release_pages()
     run.optimizer.zero_grad()
     run.state.tokens += totals.tokens

@@ -42,16 +42,6 @@ class StepGradients:
     totals: Totals
 
 
-def micro_batch_ranges(items: Sequence[Item], parallel: StepParallel, micro: int) -> list[range]:
-    """The numbers of the items in each micro-batch of this process, `micro` in each.
-
-    There are as many on every process, for each makes the same collectives; the last ones may be empty.
-    """
-    local = parallel.local_range(items)
-    count = parallel.num_micro_batches(len(items), micro)
-    return [local[start : start + micro] for start in range(0, count * micro, micro)]
-
-
 def accumulate(
     learner: AnyLearner,
     items: Sequence[Item],
@@ -77,16 +67,17 @@ def accumulate(
 
     Raises TrainingError, which names step, rows and tensor, when a loss is not finite.
     """
-    totals = totals or Totals.of(items)
+    totals = totals or learner.totals(items)
     assert totals.weight, "a step without trained weight has no mean loss: see loop.train_step"
     parallel, observer = learner.parallel, observer or StepObserver()
-    ranges = micro_batch_ranges(items, parallel, learner.micro)
+    micro_batches = learner.micro_batches(items)
+    items = learner.prepare(items, micro_batches, step)
     sums = StepSums()
-    for numbers in ranges:
+    for numbers in micro_batches:
         batch = learner.collate([items[number] for number in numbers])
         numbered = [(number, items[number]) for number in numbers]
         PHASE.begin("forward", step)
-        with learner.dropout(step, numbered), parallel.micro_batch(numbers is ranges[-1]):
+        with learner.dropout(step, numbered), parallel.micro_batch(numbers is micro_batches[-1]):
             with nullcontext() if learner.activations is None else learner.activations.counted(len(batch.targets)):
                 loss = learner.losses(batch, totals, loss_scale)
             PHASE.begin("backward")
@@ -99,7 +90,7 @@ def accumulate(
     mean_loss, metrics = sums.means(totals.weight, parallel)
     if not math.isfinite(mean_loss):
         cause = sums.first_non_finite()
-        raise _explained(learner, [items[number] for number in ranges[cause or 0]], cause is not None, step)
+        raise _explained(learner, [items[number] for number in micro_batches[cause or 0]], cause is not None, step)
     scale = 1 / (totals.weight * loss_scale)
     observer.before_clipping(scale)
     norm = clip_grad_norm(

@@ -15,7 +15,7 @@ from danlu.adapters.adapter import Adapter
 from danlu.adapters.lora import LowRank
 from danlu.adapters.mora import Mora
 from danlu.adapters.slot import Slot
-from danlu.data.batch import EMPTY_PACK, pad_to_bucket
+from danlu.data.batch import pad_to_bucket
 from danlu.language.learner import DecoderLearner
 from danlu.language.placed import PlacedDecoder
 from danlu.memory.recompute import Plan
@@ -26,8 +26,7 @@ from danlu.parallel.tensor import LINEAR_AXES
 from danlu.parallel.traffic_counter import TrafficCounter
 from danlu.plan.traffic import TensorStep, Weight, data_traffic, decoder_regions, tensor_traffic
 from danlu.recipe.sections import Bottleneck
-from danlu.train.step import micro_batch_ranges
-from danlu.types import Item, Totals
+from danlu.types import Item
 from danlu.verify.proxy import MicroBatches, ProxyTraining
 
 
@@ -53,7 +52,7 @@ def measure_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> Step
 
 
 def _forward_and_backward(training: ProxyTraining, items: Sequence[Item]) -> None:
-    learner, totals = training.learner, Totals.of(items)
+    learner, totals = training.learner, training.learner.totals(items)
     micro_batches = list(_micro_batches(training, items))
     for micro_batch in micro_batches:
         batch = learner.collate([item for _, item in micro_batch])
@@ -66,7 +65,7 @@ def _forward_and_backward(training: ProxyTraining, items: Sequence[Item]) -> Non
 
 def _micro_batches(training: ProxyTraining, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
     """This process's micro-batches of a step; the last ones are empty where other ranks have more items."""
-    for numbers in micro_batch_ranges(items, training.learner.parallel, training.learner.micro):
+    for numbers in training.learner.micro_batches(items):
         yield [(number, items[number]) for number in numbers]
 
 
@@ -106,7 +105,7 @@ def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> Tensor
     config = learner.model.config
     tokens = targets = 0
     for micro_batch in micro_batches:
-        batch = learner.collate([item for _, item in micro_batch] or [EMPTY_PACK])
+        batch = learner.collate([item for _, item in micro_batch])
         batch = pad_to_bucket(batch, learner.token_multiple)
         tokens += len(batch.tokens)
         targets += len(batch.targets)

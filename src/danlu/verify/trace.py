@@ -21,7 +21,7 @@ from danlu.train.evaluation import evaluate
 from danlu.train.loop import save, train_step
 from danlu.train.state import Run, restore
 from danlu.train.step import StepObserver
-from danlu.types import Item, Totals
+from danlu.types import Item
 from danlu.verify.proxy import ProxyTraining
 
 LocalShards = Mapping[str, tuple[ShardBox, Tensor]]
@@ -119,7 +119,7 @@ def trace_step(training: ProxyTraining, run: Run) -> StepTrace:
 def _targets_taken(run: Run) -> int:
     """Targets of the items that processes took in the last step, summed: `Totals` has what they should add up to."""
     items, parallel = [run.feed.source.at(number) for number in run.feed.last_taken], run.learner.parallel
-    own = sum(items[number].targets for number in parallel.local_range(items))
+    own = sum(items[number].targets for numbers in run.learner.micro_batches(items) for number in numbers)
     return int(parallel.all_reduce_data(torch.tensor([own])).item())
 
 
@@ -145,7 +145,7 @@ def trace_resumed_step(training: ProxyTraining, run: Run, checkpoint: Path, trac
 
 def gradients_by_item(training: ProxyTraining, items: Sequence[Item]) -> list[ItemGradient]:
     """In one process: what each item of the first step adds to the gradient of the step's mean loss."""
-    learner, totals = training.learner, Totals.of(items)
+    learner, totals = training.learner, training.learner.totals(items)
     item_gradients: list[ItemGradient] = []
     for number, item in enumerate(items):
         with learner.dropout(1, [(number, item)]):

@@ -101,7 +101,7 @@ def classification_reads_no_language_keys(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(key.replace("path", name), "not read with stage classify", reads=("stage",))
 
 
-def language_stage(recipe: Recipe, reader: str) -> Literal["pretrain", "sft"]:
+def language_stage(recipe: Recipe, reader: str) -> Literal["pretrain", "sft", "preference", "reward", "distill"]:
     """The stage of a recipe for a language model.
 
     Raises RecipeError for stage classify, which `reader` (a verb) can do nothing with.

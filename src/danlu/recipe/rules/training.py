@@ -40,7 +40,17 @@ def batch_size_is_divisible(recipe: Recipe) -> Iterator[Problem]:
     """A step is counted in tokens or sequences, in whole packed sequences and in whole micro-batches."""
     batch, data = recipe.batch, recipe.data
     packed = data.packing.kind != "none"
-    sizes = ("batch.tokens", "batch.sequences")
+    sizes = ("batch.tokens", "batch.sequences", "batch.pairs")
+    if recipe.stage in ("preference", "reward"):
+        if batch.pairs is None:
+            given = "tokens" if batch.sequences is None else "sequences"
+            message = f"a step of stage {recipe.stage} is counted in rows. Give batch.pairs instead"
+            yield Problem(f"batch.{given}", message, reads=("stage",))
+        return
+    if batch.pairs is not None:
+        message = f"only stages preference and reward count rows; stage {recipe.stage} takes batch.sequences"
+        yield Problem("batch.pairs", message, reads=("stage",))
+        return
     if (batch.tokens is None) == (batch.sequences is None):
         state = "missing" if batch.tokens is None else "given"
         yield Problem("batch", f"tokens and sequences are both {state}: give one of them", reads=sizes)

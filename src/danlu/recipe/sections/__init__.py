@@ -33,6 +33,7 @@ from danlu.recipe.sections.adapters import (
 )
 from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, value_at
 from danlu.recipe.sections.data import Data, Packing, Source
+from danlu.recipe.sections.distillation import DistillationObjective, ForwardKL, JensenShannon, ReverseKL, Teacher
 from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.optimizers import (
     SGD,
@@ -46,6 +47,9 @@ from danlu.recipe.sections.optimizers import (
     PagedAdamW,
 )
 from danlu.recipe.sections.placement import Memory, Parallel, Recompute
+from danlu.recipe.sections.preference import PreferenceObjective, PreferenceTerm, Sft, Sigmoid
+from danlu.recipe.sections.reference import AdapterOff, Cached, Frozen, NoReference, Reference, ReferenceSection
+from danlu.recipe.sections.reward import BradleyTerry, RewardObjective, Stepwise
 from danlu.recipe.sections.training import (
     BatchSize,
     Checkpoint,
@@ -65,21 +69,28 @@ __all__ = [
     "AdamW",
     "AdamW8bit",
     "Adapter",
+    "AdapterOff",
     "AdapterSection",
     "BatchSize",
     "Bottleneck",
+    "BradleyTerry",
+    "Cached",
     "Checkpoint",
     "Continue",
     "Data",
+    "DistillationObjective",
     "Dora",
     "EarlyStop",
     "Ema",
     "Evaluation",
+    "ForwardKL",
     "Fp4",
+    "Frozen",
     "GaLore",
     "Ia3",
     "Int4",
     "Int8",
+    "JensenShannon",
     "Lion",
     "Loftq",
     "Log",
@@ -93,27 +104,42 @@ __all__ = [
     "Mora",
     "Muon",
     "Nf4",
+    "NoReference",
+    "Objective",
     "Olora",
     "Optimizer",
     "Packing",
     "PagedAdamW",
     "Parallel",
     "Pissa",
+    "PreferenceObjective",
+    "PreferenceTerm",
     "Prefix",
     "Prompt",
     "Quantization",
     "QuantizationSection",
     "Recipe",
     "Recompute",
+    "Reference",
+    "ReferenceSection",
+    "ReverseKL",
+    "RewardObjective",
     "RsLora",
     "Samples",
     "Schedule",
     "Section",
+    "Sft",
+    "Sigmoid",
     "Source",
+    "Stepwise",
+    "Teacher",
     "Vera",
     "Watch",
     "value_at",
 ]
+
+
+Objective = Annotated[PreferenceObjective | RewardObjective | DistillationObjective, Field(discriminator="kind")]
 
 
 class Recipe(Section):
@@ -121,12 +147,22 @@ class Recipe(Section):
 
     one_of = ("epochs", "steps")
 
-    stage: Literal["pretrain", "sft", "classify"]
-    """What is trained: plain text (pretrain), conversations (sft), or a classifier of small images (classify)."""
+    stage: Literal["pretrain", "sft", "classify", "preference", "reward", "distill"]
+    """What is trained: plain text (pretrain), conversations (sft), a classifier of small images (classify), a policy
+    on preferred answers (preference; dpo, kto, orpo, simpo and cpo name one with its objective), a reward model
+    (reward), or a student of other models (distill)."""
     model: Model
     """Where the weights start."""
     data: Data
     """What is trained on, and how rows become tokens."""
+    objective: list[Objective] | None = None
+    """Stages preference, reward and distill: what is minimised, one term or several, whose weighted sum it is then."""
+    reference: Reference | None = None
+    """Stage preference: where the log-probabilities that the policy's are compared with come from: cached, frozen,
+    adapter-off or none. By default adapter-off with an adapter that starts without effect, else cached; none where no
+    term asks for any."""
+    teacher: list[Teacher] | None = None
+    """Stage distill: whose distribution is learnt."""
     adapter: Adapter | None = None
     """Train few parameters beside a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, vera,
     mora, ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on."""

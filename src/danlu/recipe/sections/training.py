@@ -60,20 +60,25 @@ class BatchSize(Section):
     """The global batch: what one optimizer step sees, whatever the world size, strategy or micro-batch size."""
 
     short = "sequences"
-    one_of = ("tokens", "sequences")
+    one_of = ("tokens", "sequences", "pairs")
 
     tokens: PositiveInt | None = None
     """Tokens in a step; a multiple of data.max_length when packing."""
     sequences: PositiveInt | None = None
     """Packed sequences in a step (rows, without packing; images, with stage classify)."""
+    pairs: PositiveInt | None = None
+    """Rows in a step, for stages preference and reward: pairs of answers, judged answers, or answers in steps."""
     micro: PositiveInt | Literal["auto"] = "auto"
     """Micro-batch size: packed sequences that go through the model at once; auto finds the most that fit in
-    `memory`."""
+    `memory`. Where a step is counted in pairs, as many rows go through at once as fit in so many x data.max_length
+    tokens."""
     memory: Annotated[float, Field(gt=0)] | None = None
     """Budget in GiB for auto; by default most of what is free."""
 
     def packs(self, max_length: int) -> int:
-        """Packs in a step (rows, without packing), each of `max_length` tokens."""
+        """Packs in a step (rows, without packing or counted in pairs), each of `max_length` tokens."""
+        if self.pairs is not None:
+            return self.pairs
         if self.tokens is not None:
             return max(1, self.tokens // max_length)
         assert self.sequences is not None, "the recipe's rules ask for tokens or sequences"

@@ -1,0 +1,57 @@
+"""Stage `distill`: the teacher, and how far the policy's distribution is from its."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from danlu.recipe.sections.base import PositiveInt, Section, Share, VariantSection
+from danlu.recipe.sections.model import Quantization
+
+
+class Teacher(Section):
+    """A model whose distribution over the vocabulary is learnt."""
+
+    short = "model"
+
+    model: str
+    """A Hugging Face folder, a hub id, or a finished run."""
+    quantization: Quantization | None = None
+    """Keep its weights in few bits."""
+    top_k: PositiveInt | None = None
+    """Learn only from its k likeliest tokens and the mass of all others; null: from the whole distribution."""
+    cache: bool = False
+    """Write its top_k down before training, and then train without it."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Its share where there are several, which are divided by their sum."""
+
+
+class _Divergence(VariantSection):
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """What the logits of teacher and policy are divided by; the divergence is multiplied by its square."""
+    cross_entropy: Share = 0.0
+    """alpha of alpha x cross-entropy of the rows + (1 - alpha) x divergence."""
+
+
+class ForwardKL(_Divergence):
+    """KL(teacher || policy), which covers all that the teacher may say (arXiv:1503.02531)."""
+
+    kind: Literal["forward"] = "forward"
+
+
+class ReverseKL(_Divergence):
+    """KL(policy || teacher), which keeps to what the teacher is likely to say (arXiv:2306.08543)."""
+
+    kind: Literal["reverse"] = "reverse"
+
+
+class JensenShannon(_Divergence):
+    """The generalised Jensen-Shannon divergence between both (GKD, arXiv:2306.13649, equation 1)."""
+
+    kind: Literal["jensen-shannon"] = "jensen-shannon"
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """The teacher's share of the mixture that both are compared with."""
+
+
+DistillationObjective = ForwardKL | ReverseKL | JensenShannon

@@ -1,0 +1,25 @@
+"""Objectives of stage `reward`: a score head on a decoder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from danlu.recipe.sections.base import NonNegative, VariantSection
+
+
+class BradleyTerry(VariantSection):
+    """-log sigmoid(score of the chosen answer - score of the rejected one - margin) (arXiv:2203.02155, equation 1)."""
+
+    kind: Literal["bradley-terry"] = "bradley-terry"
+    centring: NonNegative = 0.0
+    """Weight of the squared sum of both scores, which keeps them around 0 (arXiv:2312.09244, section 3)."""
+
+
+class Stepwise(VariantSection):
+    """Process reward: whether each step of an answer is right, a binary cross-entropy at its last token
+    (arXiv:2305.20050)."""
+
+    kind: Literal["stepwise"] = "stepwise"
+
+
+RewardObjective = BradleyTerry | Stepwise
