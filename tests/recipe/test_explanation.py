@@ -91,11 +91,8 @@ def test_unknown_keys(key: str, guess: str) -> None:
         ("LoRA", "'LoRA' is a value of adapter: set adapter to lora"),
         (
             "nf4",
-            (
-                "nf4",
-                "is a value of quantization and of reference.quantization and of teacher.quantization: set quantization to "
-                "nf4. It has block, double: `danlu explain quantization.block`",
-            ),
+            "is a value of quantization and of reference.quantization and of teacher.quantization: set quantization "
+            "to nf4. It has block, double: `danlu explain quantization.block`",
         ),
         ("zero3", "'zero3' is a value of parallel.shard: set parallel.shard to zero3. `danlu explain parallel.shard`"),
         ("cosine", "'cosine' is a value of schedule: set schedule to cosine"),
