@@ -125,6 +125,11 @@ class Totals:
     divisors: Mapping[str, float] = field(default_factory=dict)
     """What else of the step an objective divides by, by its names for it: pairs, tokens of chosen answers."""
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether the step has a mean loss: trained weight, and something of what the objective divides by."""
+        return self.weight > 0 and (not self.divisors or any(self.divisors.values()))
+
     @classmethod
     def of(cls, items: Iterable[Item]) -> Totals:
         """The totals of a step that consists of `items`: of all processes, not of this one's alone."""
@@ -260,7 +265,10 @@ class CountingObjective(Protocol):
     """An objective whose terms have divisors of their own."""
 
     def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
-        """`Totals.divisors` of a step of these items; sums over the items, so that they do not depend on the layout."""
+        """`Totals.divisors` of a step of these items; sums over the items, so that they do not depend on the layout.
+
+        The names are the same for any items, also for none.
+        """
 
 
 @dataclass(frozen=True)

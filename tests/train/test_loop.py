@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from builders.tiny_run import SyntheticPacks, tiny_run
 from builders.tiny_world import reproducible
 
 from danlu.errors import DanluError, DataError, ModelError, RecipeError, ResourceError, TrainingError
+from danlu.language.learner import DecoderLearner
 from danlu.numerics.loss_scaling import LossScaler
+from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.recipe import sections
 from danlu.train import loop
 from danlu.train.checkpoints.verification import verify
@@ -378,3 +381,21 @@ def test_early_stop_ends_the_run(tmp_path: Path) -> None:
     fit(run)
     assert run.state.ended_early and run.state.step == 3  # the first sets the mark, two do not beat it by 100
     assert [line["event"] for line in lines(tmp_path) if "event" in line] == ["early_stop"]
+
+
+class CrossEntropyOverSteps(CrossEntropy):
+    """Counts, as losses over pairs do, what its mean is over: here none in every step but those of `packs_with_any`."""
+
+    packs_with_any = ("made.jsonl:0.0", "made.jsonl:6.0")  # steps 1 and 3
+
+    def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
+        return {"pairs": float(sum(pack.rows[0] in self.packs_with_any for pack in items))}
+
+
+def test_a_step_without_anything_that_its_objective_divides_by_is_left_out_and_told(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    assert isinstance(run.learner, DecoderLearner)
+    run.learner = replace(run.learner, objective=CrossEntropyOverSteps())
+    fit(run)
+    assert [line["step"] for line in lines(tmp_path) if line.get("event") == "no_targets"] == [2, 4, 5, 6]
+    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 3]

@@ -158,7 +158,9 @@ def replicated(learner: L, trained: Iterable[object], section: Parallel) -> L:
     # it would round sums differently from all later steps: a run that resumes would not end where an uninterrupted one
     # does. So it goes through an empty batch first.
     statistics = [(buffer, buffer.clone()) for buffer in wrapped.buffers()]
-    wrapped(learner_of.collate([]), Totals(1.0, 2, 2, (1, 1)), 1.0).total.backward()  # totals that may be divided by
+    divisors = dict.fromkeys(learner_of.totals([]).divisors, 1.0)
+    totals = Totals(1.0, 2, 2, (1, 1), divisors)  # of no real step: they may be divided by
+    wrapped(learner_of.collate([]), totals, 1.0).total.backward()
     for parameter in wrapped.parameters():
         parameter.grad = None
     for buffer, value in statistics:

@@ -47,12 +47,12 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, count: None,
 ) -> Scores | None:
-    """Scores over all `items`; None when they have no trained weight, or when `stop` turned true on the way.
+    """Scores over all `items`; None when they have nothing to judge by, or when `stop` turned true on the way.
 
     Each process takes its share; all of them ask `stop` equally often. `progress` is told (items done, items) here.
     """
     totals = learner.totals(items)
-    if not totals.weight:
+    if not totals.has_targets:
         return None
     sums, done = StepSums(), 0
     micro_batches = learner.micro_batches(items)

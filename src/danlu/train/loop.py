@@ -79,16 +79,17 @@ def _put_back(run: Run, before: int) -> None:
 
 
 def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients | None:
-    """Forward and backward passes, clipping and the update of one step; None where it had no trained token.
+    """Forward and backward passes, clipping and the update of one step; None where it had nothing to train on.
 
-    A step without trained weight, as long context without targets can fill one, is passed over and told: nothing is
-    updated. `observer` looks at the gradients on the way (`danlu verify` proves this very function by it).
+    A step without trained weight, as long context without targets can fill one, or without any of what its objective
+    takes a mean over, is passed over and told: nothing is updated. `observer` looks at the gradients on the way
+    (`danlu verify` proves this very function by it).
     Raises TrainingError for numbers that are not finite.
     """
     started = time.perf_counter()
     step, items = run.state.step + 1, run.feed.take()
     totals = run.learner.totals(items)
-    if not totals.weight:
+    if not totals.has_targets:
         _pass_over(run, items, totals)
         return None
     scale = 1.0 if run.scaler is None else run.scaler.scale
@@ -130,7 +131,7 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
 
 
 def _pass_over(run: Run, items: Sequence[Item], totals: Totals) -> None:
-    """Ends a step in which no token is trained."""
+    """Ends a step in which nothing is trained."""
     run.optimizer.zero_grad()
     run.state.step += 1
     run.state.tokens += totals.tokens

@@ -195,7 +195,7 @@ _EVALUATION_FORMATS = {"loss": "loss {:.3f}", "perplexity": "perplexity {:.4g}",
 _EVENT_FORMATS = {
     "early_stop": "early stop: {evaluations} evaluations in a row were no better than {best_loss:.4f}",
     "loss_scale": "no fp16 overflow for a while, loss scale {before:,g} -> {after:,g}",
-    "no_targets": "no update: none of the {tokens:,} tokens of this step is trained, in {rows}",
+    "no_targets": "no update: nothing in the {tokens:,} tokens of this step is trained, in {rows}",
     "overflow": "fp16 overflow, update skipped, loss scale {before:,g} -> {after:,g}",
     "rewind": "back to the checkpoint of step {back_to}; packed sequences skipped so far: {packs_left_out}",
     "spike": "spike: {reason}; watch.policy: {policy}",

@@ -62,13 +62,13 @@ def accumulate(
     Args:
         items: those of all processes.
         clip: the largest global norm; None to only measure it.
-        totals: of `items`, where the caller has them already. Their weight must not be 0.
+        totals: of `items`, where the caller has them already. They must have targets.
         holders: what the optimizer takes gradients from (`Optimizers.gradient_holders`); by default the parameters.
 
     Raises TrainingError, which names step, rows and tensor, when a loss is not finite.
     """
     totals = totals or learner.totals(items)
-    assert totals.weight, "a step without trained weight has no mean loss: see loop.train_step"
+    assert totals.has_targets, "a step without trained weight has no mean loss: see loop.train_step"
     parallel, observer = learner.parallel, observer or StepObserver()
     micro_batches = learner.micro_batches(items)
     items = learner.prepare(items, micro_batches, step)
