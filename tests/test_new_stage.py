@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from danlu import run
 from danlu.errors import RecipeError
 from danlu.language.learner import DecoderLearner
-from danlu.models.decoder import Decoder
+from danlu.language.roles import FrozenDecoder, RoleOutputs
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.recipe import load
-from danlu.stage_protocols import Material, ModelSpec, Stage
+from danlu.stage_protocols import Material, Stage, policy_alone
 from danlu.stages import STAGES
 from danlu.train.step import accumulate
 from danlu.types import Role
@@ -142,9 +142,9 @@ def test_what_a_model_does_not_say_is_told_before_training(tiny_world: World, tm
 @pytest.mark.parametrize(
     ("objective", "models", "message"),
     [
-        (PairObjective, {"policy": ModelSpec()}, "needs hidden, which a classifier of images does not say"),
+        (PairObjective, policy_alone, "needs hidden, which a classifier of images does not say"),
         (lambda recipe: CrossEntropy(), PAIRS.models, "trains alone, without frozen models"),
-        (lambda recipe: WithParameter(), {"policy": ModelSpec()}, "or parameters in its objective"),
+        (lambda recipe: WithParameter(), policy_alone, "or parameters in its objective"),
     ],
 )
 def test_a_classifier_refuses_what_it_has_no_place_for(
@@ -172,14 +172,13 @@ def test_a_loss_scale_reaches_what_is_the_objectives_own(scale: float, monkeypat
     def gradients(loss_scale: float) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model, objective = tiny_model(), PairObjective(None)  # type: ignore[arg-type]
-        learner = DecoderLearner(
-            model, model, torch.device("cpu"), torch.float32, 2, objective, objective, frozen=frozen
-        )
+        learner = DecoderLearner(model, model, torch.device("cpu"), torch.float32, 2, objective, objective, roles=roles)
         parameters = {**dict(model.named_parameters()), **dict(objective.named_parameters())}
         accumulate(learner, items, step=1, clip=None, loss_scale=loss_scale, holders=list(parameters.values()))
         return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
 
-    frozen: dict[Role, Decoder] = {"reference": tiny_model(seed=1)}
+    reference = tiny_model(seed=1).requires_grad_(False)
+    roles: dict[Role, RoleOutputs] = {"reference": FrozenDecoder(reference, reference, torch.float32)}
     items = [Pairs().at(number) for number in range(4)]
     want, got = gradients(1.0), gradients(scale)
     assert "reward.weight" in want and got.keys() == want.keys()

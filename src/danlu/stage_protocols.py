@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -23,7 +22,7 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.gemm import Peak
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Model
+from danlu.recipe.sections import Model, QuantizationSection
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.position import PackSource
 from danlu.train.run_folder import Start
@@ -124,19 +123,34 @@ class ModelBuilder(Protocol):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model of a stage: the section of the recipe that says where it is from."""
+    """A frozen model beside the policy: where its weights are from, and how they are stored."""
 
-    section: Callable[[Recipe], Model] = attrgetter("model")
+    key: str  # of the section of the recipe that asks for it, for messages: "reference", "teacher.0"
+    section: Model
+    quantization: QuantizationSection | None = None  # of its linear layers; None: in the type of activations
+
+
+@dataclass(frozen=True)
+class PolicyWithoutAdapter:
+    """The policy without the adapter that is trained: a model that has no weights of its own."""
+
+
+RoleSpec = ModelSpec | PolicyWithoutAdapter
+
+
+def policy_alone(recipe: Recipe) -> Mapping[Role, RoleSpec]:
+    """The models beside the policy of a stage that has none."""
+    return {}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A kind of training: what reads its rows, the models it has by role, and the objective over their outputs."""
+    """A kind of training: what reads its rows, the models beside the policy, and the objective over their outputs."""
 
     reader: Callable[[Recipe], Reader]
     builder: Callable[[Recipe, Stage], ModelBuilder]  # of the kind of model that the stage trains
     objective: Callable[[Recipe], Objective]
-    models: Mapping[Role, ModelSpec]  # the policy is trained, the others are frozen
+    models: Callable[[Recipe], Mapping[Role, RoleSpec]] = policy_alone  # beside the policy, by role; none is trained
     evaluation: Callable[[Recipe, Objective], Objective] = lambda recipe, objective: objective
     """What held-out items are judged by, made of the recipe and the objective that is trained with."""
     objective_rate: float = 1.0

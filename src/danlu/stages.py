@@ -9,8 +9,8 @@ from danlu.language.reader import PackReader
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.recipe import Recipe
 from danlu.recipe.sections import LossOptions
-from danlu.stage_protocols import ModelSpec, Stage
-from danlu.types import Objective, Role
+from danlu.stage_protocols import Stage, policy_alone
+from danlu.types import Objective
 
 
 def likelihood(recipe: Recipe) -> CrossEntropy:
@@ -24,11 +24,9 @@ def plain_likelihood(recipe: Recipe, objective: Objective) -> CrossEntropy:
     return CrossEntropy(reports_nll=True)
 
 
-POLICY_ALONE: dict[Role, ModelSpec] = {"policy": ModelSpec()}
-
 STAGES: dict[str, Stage] = {
-    "classify": Stage(ImageReader, ClassifierBuilder, likelihood, POLICY_ALONE, plain_likelihood),
-    "pretrain": Stage(PackReader, DecoderBuilder, likelihood, POLICY_ALONE, plain_likelihood),
-    "sft": Stage(PackReader, DecoderBuilder, likelihood, POLICY_ALONE, plain_likelihood),
+    "classify": Stage(ImageReader, ClassifierBuilder, likelihood, policy_alone, plain_likelihood),
+    "pretrain": Stage(PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood),
+    "sft": Stage(PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood),
 }
 """By the name in a recipe's `stage`; sorted. The two stages of language differ in how `data/` renders their rows."""

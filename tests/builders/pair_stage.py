@@ -20,7 +20,7 @@ from builders.tiny_world import CONFIG
 from danlu import run
 from danlu.language.builder import DecoderBuilder
 from danlu.recipe import Recipe, load
-from danlu.stage_protocols import Material, ModelSpec, Stage
+from danlu.stage_protocols import Material, ModelSpec, RoleSpec, Stage
 from danlu.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
 
 
@@ -81,7 +81,12 @@ class PairObjective(nn.Module):
         )
 
 
-PAIRS = Stage(PairReader, DecoderBuilder, PairObjective, {"policy": ModelSpec(), "reference": ModelSpec()})
+def frozen_reference(recipe: Recipe) -> Mapping[Role, RoleSpec]:
+    """The model that the run starts from, once more."""
+    return {"reference": ModelSpec("reference", recipe.model, recipe.quantization)}
+
+
+PAIRS = Stage(PairReader, DecoderBuilder, PairObjective, frozen_reference)
 
 
 class PerMicroBatch(PairObjective):

@@ -321,13 +321,28 @@ class AdapterSet:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within it the model is its base, bit for bit: the reference of preference and reinforcement learning.
+        """Within it the model is its base, bit for bit.
 
         Where an initialisation subtracted its factors from the base (PiSSA, OLoRA, LoftQ), it is the base plus these
         factors, which is the original model up to rounding; the base without them never was a model.
         """
+        with self._switched_to(()):
+            yield
+
+    @contextmanager
+    def without(self, name: str) -> Iterator[None]:
+        """Within it one adapter is switched off, with its copies of parameters, and those stacked below it stay on.
+
+        It is the model that an adapter which starts without effect was put on: the reference of preference and
+        reinforcement learning.
+        """
+        with self._switched_to([active for active in self.active if active != name]):
+            yield
+
+    @contextmanager
+    def _switched_to(self, names: Sequence[str]) -> Iterator[None]:
         active = self.active
-        self.activate()
+        self.activate(*names)
         try:
             yield
         finally:

@@ -73,7 +73,7 @@ class ClassifierBuilder:
     def _objectives(self) -> tuple[Objective, Objective]:
         """Raises RecipeError for a stage with more than one model, or with parameters in its objective."""
         objectives = self.stage.objectives(self.recipe, OFFERED, "a classifier of images")
-        if len(self.stage.models) > 1 or any(isinstance(objective, nn.Module) for objective in objectives):
+        if self.stage.models(self.recipe) or any(isinstance(objective, nn.Module) for objective in objectives):
             raise RecipeError(
                 f"stage {self.recipe.stage}: a classifier of images trains alone, without frozen models beside it or "
                 "parameters in its objective"

@@ -12,6 +12,7 @@ from danlu.assembly.frozen_base import check_frozen
 from danlu.assembly.recipe_adapters import base_changes, base_identity, check_adapters
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.errors import CheckpointError, RecipeError
+from danlu.language.frozen_models import check_frozen_model, place_frozen
 from danlu.language.learner import objective_parameters, objective_tensors
 from danlu.language.outputs import OFFERED
 from danlu.language.placed import PlacedDecoder
@@ -19,7 +20,6 @@ from danlu.language.reader import tokenizer_of
 from danlu.language.samples import sample_prompts
 from danlu.memory_estimate import check_size
 from danlu.models.config import ModelConfig
-from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
 from danlu.models.hf_validation import check_headers
 from danlu.models.presets import from_scratch
@@ -30,12 +30,11 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Placed, check_placing, place, subject_of
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Recompute
 from danlu.rollout.chat_tokenizer import ChatTokenizer
-from danlu.stage_protocols import Material, ModelSpec, Stage
+from danlu.stage_protocols import Material, ModelSpec, PolicyWithoutAdapter, Stage
 from danlu.train.checkpoints.loading import read_group, read_state
 from danlu.train.run_folder import Start
-from danlu.types import Objective, Pack, Role
+from danlu.types import Objective, Pack
 
 
 class DecoderBuilder:
@@ -49,6 +48,9 @@ class DecoderBuilder:
         recipe = self.recipe
         self.stage.objectives(recipe, OFFERED, "a decoder")
         check_adapters(recipe.model, recipe.adapter)
+        for spec in self.stage.models(recipe).values():
+            if isinstance(spec, ModelSpec):
+                check_frozen_model(spec)
         if start is not None:
             self._check_base(start.path)
         if recipe.model.path is not None:
@@ -132,37 +134,19 @@ def placed_decoder(
 
     Raises RecipeError if the objective asks for what a decoder does not say.
     """
-    ranks = placed.parallel.ranks
     objective, evaluation = stage.objectives(recipe, OFFERED, "a decoder")
     for module in (objective, evaluation):
         if isinstance(module, nn.Module):
             module.to(device)
-    frozen: dict[Role, Decoder] = {
-        role: _frozen_decoder(recipe, spec, config, ranks, device)
-        for role, spec in stage.models.items()
-        if role != "policy"
+    beside = stage.models(recipe)
+    frozen = {
+        role: place_frozen(recipe, spec, config.vocab_size, placed.parallel.ranks, device)
+        for role, spec in beside.items()
+        if isinstance(spec, ModelSpec)
     }
+    adapter_off = [role for role, spec in beside.items() if isinstance(spec, PolicyWithoutAdapter)]
     parallel = _with_objective(placed.parallel, objective, recipe)
-    return PlacedDecoder(recipe, replace(placed, parallel=parallel), device, objective, evaluation, frozen)
-
-
-def _frozen_decoder(
-    recipe: Recipe, spec: ModelSpec, config: ModelConfig, ranks: Ranks, device: torch.device
-) -> Decoder:
-    """A decoder that is only asked: cut and sharded like the policy, without gradients or a place in checkpoints.
-
-    config: the policy's, for a model that is the same section's or shares its vocabulary.
-    """
-    section = spec.section(recipe)
-    memory = recipe.memory.model_copy(update={"recompute": Recompute(), "offload": []})
-    alike = recipe.model_copy(update={"model": section, "adapter": None, "quantization": None, "memory": memory})
-    if section.path is not None:
-        config = read_config(resolve_folder(section.path))
-    elif section != recipe.model:
-        config = from_scratch(section, config.vocab_size)
-    subject = subject_of(alike, config, device, ranks=ranks)
-    model = place(subject, alike, ranks, device).subject.model
-    return model.requires_grad_(False)
+    return PlacedDecoder(recipe, replace(placed, parallel=parallel), device, objective, evaluation, frozen, adapter_off)
 
 
 def _with_objective(parallel: StepParallel, objective: Objective, recipe: Recipe) -> StepParallel:

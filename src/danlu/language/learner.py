@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
 from danlu.language.diagnosis import explain_non_finite
-from danlu.language.outputs import DecoderOutputs
+from danlu.language.roles import Forward, RoleOutputs, decoder_outputs
 from danlu.memory.activation_offload import ActivationOffload
 from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
@@ -44,8 +44,6 @@ from danlu.types import (
     Totals,
 )
 
-Forward = Callable[..., Tensor]
-
 
 @dataclass(frozen=True)
 class DecoderLearner:
@@ -59,7 +57,7 @@ class DecoderLearner:
     objective: Objective = field(default_factory=CrossEntropy)
     evaluation: Objective = field(default_factory=lambda: CrossEntropy(reports_nll=True))  # what `assess` reports
     adapters: AdapterSet | None = None  # with some, the model itself is frozen
-    frozen: Mapping[Role, Decoder] = field(default_factory=dict)  # models of other roles, which have no gradient
+    roles: Mapping[Role, RoleOutputs] = field(default_factory=dict)  # beside the policy, without gradients
     activations: Activations | None = None  # None where the forward is compiled
     parallel: StepParallel = field(default_factory=StepParallel)
     replicated: Callable[..., Loss] | None = None  # DDP around `compute_loss`
@@ -171,16 +169,9 @@ class DecoderLearner:
         """What every model of the stage says about `batch`; only the policy's outputs carry gradients."""
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = attend_for(filled)
-
-        def of(model: Decoder, forward: Forward) -> DecoderOutputs:
-            hidden = forward(filled.tokens, filled.positions, attend, self.dtype)  # [T', D]
-            return DecoderOutputs(model, hidden, filled, len(batch.tokens), len(batch.targets), gradient_scale)
-
-        by_role: dict[Role, Outputs] = {}
-        with torch.no_grad():
-            for role, model in self.frozen.items():
-                by_role[role] = of(model, model)
-        return {**by_role, "policy": of(self.model, self.forward)}
+        beside = {role: outputs_of(batch, filled, attend) for role, outputs_of in self.roles.items()}
+        policy = decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend, gradient_scale)
+        return {**beside, "policy": policy}
 
     def explain(self, batch: Batch, step: int) -> Exception:
         """Why the loss of `batch` is not finite: a weight that is not, or the first module to make it so."""

@@ -5,7 +5,7 @@ T packed tokens · N trained targets · D model width · V vocabulary
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ class DecoderOutputs:
     targets: int  # N
     gradient_scale: float = 1.0
     """What gradients are multiplied by before they are rounded to the type of activations: see `scale_gradient`."""
+    head: Tensor | None = None  # [V, D]; None: the model's, as it is when it is used
+
+    def with_head(self, head: Tensor) -> DecoderOutputs:
+        """The same with an output matrix [V, D] that the model may have another of by the time it is used."""
+        return replace(self, head=head)
 
     def cross_entropy(
         self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, by_target: bool = False
@@ -38,7 +43,7 @@ class DecoderOutputs:
         """The fused head and cross-entropy; `by_target` has the N' targets of the filled-up batch."""
         losses = linear_cross_entropy(
             self._hidden_of_targets(),
-            self.model.head_weight,
+            self._head(),
             self.batch.targets,
             self.batch.weights,
             label_smoothing=label_smoothing,
@@ -55,7 +60,7 @@ class DecoderOutputs:
         """Log-probability [N] of each target, and the entropy [N] at its place, under softmax(logits / temperature)."""
         everything = token_logprobs(
             self._hidden_of_targets(),
-            self.model.head_weight,
+            self._head(),
             self.batch.targets,
             temperature=temperature,
             **self._head_options(),
@@ -81,6 +86,9 @@ class DecoderOutputs:
 
     def _hidden_of_targets(self) -> Tensor:
         return self.last_hidden.index_select(0, self.batch.logits_indices)  # [N', D]
+
+    def _head(self) -> Tensor:
+        return self.model.head_weight if self.head is None else self.head
 
     def _head_options(self) -> dict[str, Any]:
         """What is particular about this model's head, in the words of both operations."""

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import leave_slots_uncompiled
+from danlu.assembly.adapter_training import TRAINED
 from danlu.assembly.frozen_base import model_bytes
 from danlu.assembly.recipe_adapters import base_identity, doubts
 from danlu.data.batch import EMPTY_PACK
@@ -25,6 +26,7 @@ from danlu.language.learner import (
     objective_tensors,
     trained_weights,
 )
+from danlu.language.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs
 from danlu.language.samples import sampler
 from danlu.memory import activation_offload
 from danlu.memory_estimate import MemoryEstimate, estimate_of, find_micro_batch, gathered_parameters
@@ -49,14 +51,15 @@ from danlu.types import Objective, Pack, Role
 
 @dataclass(frozen=True)
 class PlacedDecoder:
-    """A `PlacedModel`: a decoder, or adapters on one, with the frozen decoders that its objective asks."""
+    """A `PlacedModel`: a decoder, or adapters on one, with what its objective asks beside it."""
 
     recipe: Recipe
     placed: Placed
     device: torch.device
     objective: Objective
     evaluation: Objective
-    frozen: Mapping[Role, Decoder] = field(default_factory=dict)
+    frozen: Mapping[Role, Placed] = field(default_factory=dict)  # decoders beside the policy
+    adapter_off: Sequence[Role] = ()  # roles of the policy without the adapter that is trained
     empty: Pack = EMPTY_PACK  # an item without targets, with what the items of the stage have
 
     @property
@@ -143,22 +146,25 @@ class PlacedDecoder:
     def learner(self, micro: int, sources: tuple[str, ...] = ()) -> DecoderLearner:
         """The placed models with the objective, under DDP where every data rank has all that is trained."""
         model, compiled = self.model, self.recipe.compile
-        if compiled and any(isinstance(module, QuantizedWeightModule) for module in model.modules()):
+        if compiled and any(
+            isinstance(module, QuantizedWeightModule) for own in self._modules() for module in own.modules()
+        ):
             leave_products_uncompiled()
             leave_slots_uncompiled()
         if compiled and torch.__version__ < "2.12":  # which has wrong gradients of adapters: see `models.ops._SwiGLU`
             leave_slots_uncompiled()
         weights = (tensor for module in self._modules() for tensor in (*module.parameters(), *module.buffers()))
+        forward = model.compiled() if compiled else model
         learner = DecoderLearner(
             model,
-            model.compiled() if compiled else model,
+            forward,
             self.device,
             self.dtype,
             micro,
             self.objective,
             self.evaluation,
             self.adapters,
-            self.frozen,
+            self._roles(forward),
             None if compiled else Activations.beside(weights),
             self.parallel,
             offload=self._activation_offload(),
@@ -215,7 +221,21 @@ class PlacedDecoder:
 
     def _modules(self) -> list[nn.Module]:
         own = [self.objective] if isinstance(self.objective, nn.Module) else []
-        return [self.model, *self.frozen.values(), *own]
+        return [self.model, *(placed.subject.model for placed in self.frozen.values()), *own]
+
+    def _roles(self, policy: Forward) -> dict[Role, RoleOutputs]:
+        """What makes the outputs of the models beside the policy, whose forward is `policy`.
+
+        Where the policy is compiled, so are they: else bf16 would round them otherwise.
+        """
+        roles: dict[Role, RoleOutputs] = {}
+        for role, placed in self.frozen.items():
+            model = placed.subject.model
+            roles[role] = FrozenDecoder(model, model.compiled() if self.recipe.compile else model, self.dtype)
+        for role in self.adapter_off:
+            assert self.adapters is not None, "the recipe's rules ask for an adapter"
+            roles[role] = AdapterOff(self.model, policy, self.dtype, self.adapters, TRAINED)
+        return roles
 
     def _activation_offload(self) -> activation_offload.ActivationOffload | None:
         memory = self.recipe.memory

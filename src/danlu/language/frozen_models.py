@@ -1,0 +1,110 @@
+"""Decoders that are only asked (a reference, a teacher): loaded as they are stored in training, placed like the policy.
+
+None of them has float32 copies of its matrices, gradients, or a place in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.assembly.adapter_training import merged_model
+from danlu.assembly.base_model import find_base
+from danlu.assembly.frozen_base import Adapted, check_frozen, load_frozen
+from danlu.assembly.recipe_adapters import open_named
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+from danlu.models.hf_folder import read_config, resolve_folder
+from danlu.models.initialize import initialize
+from danlu.models.loading import build
+from danlu.models.presets import from_scratch
+from danlu.parallel.ranks import Ranks
+from danlu.placing import LayerPlacer, Placed, Subject, layer_by_layer, place
+from danlu.plan.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Model, Recompute
+from danlu.stage_protocols import ModelSpec
+
+
+def check_frozen_model(spec: ModelSpec) -> None:
+    """Raises ModelError for what can be wrong with a frozen model without reading weights."""
+    if spec.section.path is None:
+        return
+    check_frozen(resolve_folder(spec.section.path), spec.quantization)
+    if spec.section.adapters:
+        open_named(spec.section.adapters, find_base(spec.section.path))
+
+
+def place_frozen(recipe: Recipe, spec: ModelSpec, vocab_size: int, ranks: Ranks, device: torch.device) -> Placed:
+    """A frozen decoder on the processes of a layout, cut and sharded like the policy.
+
+    Matrices are in the type of activations, in which they multiply to the same bits as in float32, or quantized as
+    `spec` says. Adapters of its section are stacked on a model of a recipe that trains one, or that is quantized; else
+    they are merged, as those of the policy are.
+
+    vocab_size: of the tokenizer, for a model from scratch.
+    """
+    alike = _as_if_it_were_the_policy(recipe, spec)
+    subject = _frozen_subject(alike, merges=recipe.adapter is None, vocab_size=vocab_size, ranks=ranks, device=device)
+    placed = place(subject, alike, ranks, device)
+    placed.subject.model.requires_grad_(False)
+    return placed
+
+
+def frozen_config(section: Model, vocab_size: int) -> ModelConfig:
+    """The config of a frozen model."""
+    return from_scratch(section, vocab_size) if section.path is None else read_config(resolve_folder(section.path))
+
+
+def _as_if_it_were_the_policy(recipe: Recipe, spec: ModelSpec) -> Recipe:
+    """The recipe that `placing` is to see: nothing is recomputed, and parameters are offloaded where it says so."""
+    offload = [part for part in recipe.memory.offload if part == "parameters"]
+    memory = recipe.memory.model_copy(update={"recompute": Recompute(), "offload": offload})
+    return recipe.model_copy(
+        update={"model": spec.section, "adapter": None, "quantization": spec.quantization, "memory": memory}
+    )
+
+
+def _frozen_subject(recipe: Recipe, *, merges: bool, vocab_size: int, ranks: Ranks, device: torch.device) -> Subject:
+    section, dtype = recipe.model, DTYPES[recipe.precision]
+    if section.path is None:
+        model = build(frozen_config(section, vocab_size), device=device)
+        initialize(model, recipe.seed)
+        return Subject(_narrowed(model, dtype))
+    if section.adapters and merges and recipe.quantization is None:
+        return Subject(_narrowed(merged_model(section, device=device), dtype))
+    placer: LayerPlacer | None = None
+
+    def layer_hook_factory(loading: Adapted) -> Callable[[str], None]:
+        nonlocal placer
+        placer = LayerPlacer(loading.model, loading.adapters, recipe, ranks, device)
+        return placer.layer_loaded
+
+    base = find_base(section.path)
+    adapted = load_frozen(
+        base.folder,
+        dtype=dtype,
+        device=device,
+        quantization=recipe.quantization,
+        layer_hook_factory=layer_hook_factory if layer_by_layer(recipe, ranks) else None,
+    )
+    stacks = AdapterStacks(adapted.adapters)
+    stacks.use(stacks.add(open_named(section.adapters, base)))
+    adapted.model.requires_grad_(False)
+    return Subject(adapted.model, adapted.adapters, base, placer)
+
+
+def _narrowed(model: Decoder, dtype: torch.dtype) -> Decoder:
+    """The same model, frozen, with its matrices in the type of activations."""
+    narrow: dict[nn.Parameter, nn.Parameter] = {}  # tied matrices stay tied
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim == 2:
+                if parameter not in narrow:
+                    narrow[parameter] = nn.Parameter(parameter.detach().to(dtype))
+                setattr(module, name, narrow[parameter])
+    model.requires_grad_(False)
+    return model

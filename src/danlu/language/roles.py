@@ -1,0 +1,73 @@
+"""What the models beside the policy say about a micro-batch: frozen decoders, and the policy without its adapter.
+
+T packed tokens · N trained targets
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.language.outputs import DecoderOutputs
+from danlu.models.decoder import Decoder
+from danlu.types import Attend, Batch, Outputs
+
+Forward = Callable[..., Tensor]
+"""A decoder, or its compiled form."""
+
+
+class RoleOutputs(Protocol):
+    """Makes the outputs of one role for a micro-batch; they carry no gradients."""
+
+    def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> Outputs:
+        """What the role says about `batch`, which goes through models as `filled`: see `data.batch.pad_to_bucket`."""
+
+
+@dataclass(frozen=True)
+class FrozenDecoder:
+    """A `RoleOutputs`: a decoder of its own, which is not trained."""
+
+    model: Decoder
+    forward: Forward
+    dtype: torch.dtype  # of activations
+
+    def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> DecoderOutputs:
+        """The decoder's hidden states, computed now, and its head, applied when it is asked for."""
+        with torch.no_grad():
+            return decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend)
+
+
+@dataclass(frozen=True)
+class AdapterOff:
+    """A `RoleOutputs`: the policy without the adapter `name`, and with those that are stacked below it."""
+
+    model: Decoder
+    forward: Forward
+    dtype: torch.dtype  # of activations
+    adapters: AdapterSet
+    name: str
+
+    def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> DecoderOutputs:
+        """As of a `FrozenDecoder`; the head is taken here, for it may have an adapter too."""
+        with torch.no_grad(), self.adapters.without(self.name):
+            outputs = decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend)
+            return outputs.with_head(self.model.head_weight)
+
+
+def decoder_outputs(
+    model: Decoder,
+    forward: Forward,
+    dtype: torch.dtype,
+    batch: Batch,
+    filled: Batch,
+    attend: Attend,
+    gradient_scale: float = 1.0,
+) -> DecoderOutputs:
+    """What a decoder says about `batch`, which goes through it as `filled`."""
+    hidden = forward(filled.tokens, filled.positions, attend, dtype)  # [T', D]
+    return DecoderOutputs(model, hidden, filled, len(batch.tokens), len(batch.targets), gradient_scale)
