@@ -60,7 +60,8 @@ def _variants(name: str, variants: Mapping[str, type[Section]]) -> Iterator[str]
             yield f"{heading}\n\n{_table(iter(rows.values()))}"
         else:
             different = [row for key, row in rows.items() if row != shown[like].get(key)]
-            yield f"{heading} Keys as for `{like}`, but:\n\n{_table(iter(different))}"
+            but = f", but:\n\n{_table(iter(different))}" if different else ".\n"
+            yield f"{heading} Keys as for `{like}`{but}"
         shown[kind] = rows
 
 
