@@ -13,6 +13,7 @@ from danlu.adapters.adapter_config import CONFIG, WEIGHTS, AdapterFolder, adapte
 from danlu.adapters.targets import choose
 from danlu.assembly.base_model import Base, check_base, find_base
 from danlu.errors import ModelError
+from danlu.models.config import DynamicScaling, ModelConfig
 from danlu.models.hf_folder import find_config, read_config, tensors_fingerprint
 from danlu.models.hf_layout import config_sites
 from danlu.models.presets import from_scratch
@@ -51,11 +52,35 @@ def max_sample_length(model: sections.Model, adapter: Any) -> int:
 
     adapter: section of the recipe, or None. Raises ModelError for a config that danlu cannot read.
     """
-    config = find_config(model.path) if model.path is not None else from_scratch(model, vocab_size=1)
+    return _config_of(model).context_length - _virtual_tokens(model, adapter)
+
+
+def longest_shared_path(data: sections.Data, model: sections.Model, adapter: Any) -> int | None:
+    """The most tokens that a path of a sample's tree may have for its stem to be shared; None: any number, 0: none is.
+
+    A path that is longer repeats its stem (`data.trees.repeat_stem`). Under dynamic NTK a document longer than
+    max_position_embeddings is rotated by its length, so that two answers of different lengths have no stem in common.
+
+    adapter: section of the recipe, or None. Raises ModelError for a config that danlu cannot read.
+    """
+    if not data.share_stem:
+        return 0
+    config = _config_of(model)
+    if not isinstance(config.rope_scaling, DynamicScaling):
+        return None
+    return max(0, config.max_position_embeddings - _virtual_tokens(model, adapter))
+
+
+def _config_of(model: sections.Model) -> ModelConfig:
+    return find_config(model.path) if model.path is not None else from_scratch(model, vocab_size=1)
+
+
+def _virtual_tokens(model: sections.Model, adapter: Any) -> int:
+    """Tokens that the adapters put before every document."""
     virtual = [folder.values.get("num_virtual_tokens") for folder in named_stack(model.adapters)]
     if isinstance(adapter, sections.Prefix | sections.Prompt):
         virtual.append(adapter.tokens)
-    return config.context_length - sum(count for count in virtual if isinstance(count, int))
+    return sum(count for count in virtual if isinstance(count, int))
 
 
 def base_identity(model: sections.Model) -> dict[str, Any]:

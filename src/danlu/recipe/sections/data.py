@@ -66,6 +66,9 @@ class Data(Section):
     """A row that cannot be read: stop with its file and line, or count and skip it."""
     bad_row_limit: PositiveInt = 100
     """With on_bad_row: skip, stop after this many."""
+    share_stem: bool = True
+    """Compute the prompt that several answers share once for all of them; false gives each answer a copy of its own.
+    The result is the same. Models whose rotary factors depend on the length repeat the prompt of longer rows always."""
     append_eos: bool = True
     """Close each plain-text document and each prompt/completion pair with the end-of-text token."""
     streaming: bool = False
