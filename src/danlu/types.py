@@ -232,7 +232,14 @@ class Outputs(Protocol):
         self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, by_target: bool = False
     ) -> TargetLosses: ...
 
-    def logprobs(self, *, temperature: float = 1.0) -> TokenLogprobs: ...
+    def logprobs(
+        self,
+        *,
+        temperature: float = 1.0,
+        support: Tensor | None = None,  # [N, K] int64: ids that the distribution is confined to, -1 for none
+        entropy: bool = False,
+        collision: bool = False,
+    ) -> TokenLogprobs: ...
 
     def scores(self) -> Tensor: ...  # [M] float32: what the score head says at the last token of each branch
 
@@ -241,10 +248,14 @@ class Outputs(Protocol):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The distribution at each target's place; both carry gradients where the model's do."""
+    """The distribution at each target's place: softmax(logits / temperature), within its support where one is given.
 
-    logprobs: Tensor  # [N] float32, nats: of the target under softmax(logits / temperature)
-    entropy: Tensor  # [N] float32, nats: of the whole distribution
+    What was not asked for is None.
+    """
+
+    logprobs: Tensor  # [N] float32, nats: of the target; carries gradients where the model does
+    entropy: Tensor | None = None  # [N] float32, nats; carries gradients too
+    collision: Tensor | None = None  # [N] float32, nats: log of the sum of squared probabilities, without gradient
 
 
 class Objective(Protocol):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,19 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]
     hidden = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     head = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     return hidden, head, torch.randint(0, V, (N,), generator=generator)
+
+
+@dataclass(frozen=True)
+class Everything:
+    logprobs: Tensor
+    entropy: Tensor
+    collision: Tensor
+
+
+def everything(*inputs: Tensor, **options: Any) -> Everything:
+    got = token_logprobs(*inputs, entropy=True, collision=True, **options)
+    assert got.entropy is not None and got.collision is not None and not got.collision.requires_grad
+    return Everything(got.logprobs, got.entropy, got.collision)
 
 
 def written_out(
@@ -45,7 +59,7 @@ def coefficients() -> tuple[Tensor, Tensor]:
 def test_values_and_gradients_equal_the_formula(slice_rows: int, temperature: float, softcap: float | None) -> None:
     hidden, head, targets = problem()
     want = written_out(hidden, head, targets, temperature, softcap)
-    got = token_logprobs(hidden, head, targets, temperature=temperature, softcap=softcap, slice_rows=slice_rows)
+    got = everything(hidden, head, targets, temperature=temperature, softcap=softcap, slice_rows=slice_rows)
     torch.testing.assert_close(got.logprobs, want[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got.entropy, want[1], rtol=1e-12, atol=1e-12)
     a, b = coefficients()
@@ -59,11 +73,69 @@ def test_values_and_gradients_equal_the_formula(slice_rows: int, temperature: fl
     assert not torch.allclose(gradients[0], without[0], rtol=1e-3)
 
 
+def confined(hidden: Tensor, head: Tensor, targets: Tensor, support: Tensor, temperature: float) -> Tensor:
+    """log softmax [N, V] over the support and the target of each row; -inf elsewhere."""
+    outside = torch.ones(len(targets), V + 1, dtype=torch.bool)
+    outside.scatter_(1, torch.where(support < 0, V, support), False).scatter_(1, targets[:, None], False)
+    return (hidden @ head.t() / temperature).masked_fill(outside[:, :V], float("-inf")).log_softmax(-1)
+
+
+def supports() -> Tensor:
+    """Up to 6 ids a row: the first row has none, the second the whole of one slice."""
+    generator = torch.Generator().manual_seed(2)
+    support = torch.randint(0, V, (N, 6), generator=generator)
+    support = support.masked_fill(torch.rand(N, 6, generator=generator) < 0.3, -1)
+    support[0], support[1] = -1, torch.tensor([96, 97, 98, 99, 100, -1])
+    return support
+
+
+@pytest.mark.parametrize("slice_rows", [1, 8, 1000])
+def test_within_a_support_it_is_normalised_over_it(slice_rows: int) -> None:
+    hidden, head, targets = problem()
+    support = supports()
+    want = confined(hidden, head, targets, support, 0.7)
+    got = everything(hidden, head, targets, support=support, temperature=0.7, slice_rows=slice_rows)
+    of_targets = want.gather(1, targets[:, None]).squeeze(1)
+    entropy = -(want.exp() * want.masked_fill(want.isinf(), 0)).sum(1)
+    torch.testing.assert_close(got.logprobs, of_targets, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got.entropy, entropy, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got.collision, (2 * want.detach()).logsumexp(1), rtol=1e-12, atol=1e-12)
+    assert got.logprobs[0] == 0  # nothing but the target
+    a, b = coefficients()
+    wanted = torch.autograd.grad((a * of_targets + b * entropy).sum(), (hidden, head), retain_graph=True)
+    gradients = torch.autograd.grad((a * got.logprobs + b * got.entropy).sum(), (hidden, head))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-12)
+    # Negative control: over the whole vocabulary both differ.
+    whole = token_logprobs(hidden, head, targets, temperature=0.7)
+    assert not torch.allclose(whole.logprobs, of_targets, rtol=1e-3) and whole.entropy is None
+    assert torch.autograd.gradcheck(
+        lambda hidden: token_logprobs(hidden, head, targets[1:4], support=support[1:4], slice_rows=9).logprobs,
+        hidden[1:4].detach().requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("slice_rows", [1, 8, 1000])
+def test_the_collision_probability_is_that_of_the_formula(slice_rows: int) -> None:
+    hidden, head, targets = problem()
+    got = everything(hidden, head, targets, temperature=0.7, slice_rows=slice_rows)
+    want = (hidden @ head.t() / 0.7).log_softmax(-1).exp().square().sum(1).log()
+    torch.testing.assert_close(got.collision, want.detach(), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(got.collision, -got.entropy, rtol=1e-2)  # control: order 2 is not order 1
+
+
+def test_what_else_is_asked_for_does_not_change_the_log_probabilities() -> None:
+    hidden, head, targets = problem(torch.float32)
+    alone, beside = token_logprobs(hidden, head, targets), everything(hidden, head, targets)
+    assert torch.equal(alone.logprobs, beside.logprobs) and alone.entropy is alone.collision is None
+    gradients = [torch.autograd.grad(each.logprobs.square().sum(), (hidden, head)) for each in (alone, beside)]
+    assert all(map(torch.equal, *gradients))
+
+
 def test_gradients_equal_finite_differences() -> None:
     hidden, head, targets = problem()
 
     def both(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-        got = token_logprobs(hidden[:5], head, targets[:5], temperature=1.3, softcap=4.0, slice_rows=7)
+        got = everything(hidden[:5], head, targets[:5], temperature=1.3, softcap=4.0, slice_rows=7)
         return got.logprobs, got.entropy
 
     assert torch.autograd.gradcheck(both, (hidden, head))
@@ -74,7 +146,7 @@ def test_a_frozen_head_gets_no_gradient_and_no_targets_are_no_trouble() -> None:
     frozen = token_logprobs(hidden, head.detach(), targets)
     frozen.logprobs.sum().backward()
     assert hidden.grad is not None and head.grad is None
-    empty = token_logprobs(hidden[:0], head, targets[:0])
+    empty = everything(hidden[:0], head, targets[:0])
     empty.logprobs.sum().backward()
     assert empty.logprobs.shape == empty.entropy.shape == (0,) and head.grad is not None and not head.grad.any()
 
@@ -91,7 +163,7 @@ def test_their_sum_is_the_cross_entropy_of_the_fused_operation(softcap: float | 
 
 def test_narrow_hidden_states_give_float32() -> None:
     hidden, head, targets = problem(torch.bfloat16)
-    got = token_logprobs(hidden, head, targets)
+    got = everything(hidden, head, targets)
     want, _ = written_out(hidden.float(), head.float(), targets, 1.0, None)
     assert got.logprobs.dtype == got.entropy.dtype == torch.float32
     torch.testing.assert_close(got.logprobs, want, rtol=0.02, atol=0.1)
@@ -130,6 +202,29 @@ class ThreadGroup:
         return self._reduced(x, lambda parts: parts.amax(0))
 
 
+def test_a_vocabulary_that_is_cut_has_the_same_support() -> None:
+    starts, group = (0, 40, 77, V), ThreadGroup(3)
+    support, (a, _) = supports(), coefficients()
+
+    def shard(index: int) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, head, targets = problem()
+        head = head[starts[index] : starts[index + 1]]
+        cut: dict[str, Any] = {"tensor_group": group, "vocab_start": starts[index], "vocab_size": V, "slice_rows": 9}
+        got = everything(hidden, head, targets, support=support, **cut)
+        (gradient,) = torch.autograd.grad((a * got.logprobs).sum(), hidden)
+        return got.logprobs.detach(), got.collision, gradient
+
+    with ThreadPoolExecutor(3) as threads:
+        shards = list(threads.map(shard, range(3)))
+    hidden, head, targets = problem()
+    want = everything(hidden, head, targets, support=support)
+    (wanted,) = torch.autograd.grad((a * want.logprobs).sum(), hidden)
+    for logprobs, collision, _ in shards:
+        torch.testing.assert_close(logprobs, want.logprobs.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(collision, want.collision, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sum(part[2] for part in shards), wanted, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_a_vocabulary_that_is_cut_gives_the_same(softcap: float | None) -> None:
     starts = (0, 40, 77, V)
@@ -139,7 +234,7 @@ def test_a_vocabulary_that_is_cut_gives_the_same(softcap: float | None) -> None:
     def shard(index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         hidden, head, targets = problem()
         rows = slice(starts[index], starts[index + 1])
-        got = token_logprobs(
+        got = everything(
             hidden,
             head[rows],
             targets,

@@ -183,11 +183,22 @@ class ClassifierOutputs:
             self.logits, self.batch.targets, self.batch.weights, label_smoothing=label_smoothing, z_loss=z_loss
         )
 
-    def logprobs(self, *, temperature: float = 1.0) -> TokenLogprobs:
-        """The log-probability of each label, and the entropy of the labels' distribution: [N] each."""
+    def logprobs(
+        self,
+        *,
+        temperature: float = 1.0,
+        support: Tensor | None = None,
+        entropy: bool = False,
+        collision: bool = False,
+    ) -> TokenLogprobs:
+        """The log-probability of each label, and what else is asked for of the labels' distribution: [N] each."""
+        assert support is None, "labels are not sampled, so nothing confines them"
         logprobs = (self.logits / temperature).log_softmax(-1)  # [N, C]
-        of_labels = logprobs.gather(-1, self.batch.targets[:, None]).squeeze(-1)
-        return TokenLogprobs(of_labels, -(logprobs.exp() * logprobs).sum(-1))
+        return TokenLogprobs(
+            logprobs.gather(-1, self.batch.targets[:, None]).squeeze(-1),
+            -(logprobs.exp() * logprobs).sum(-1) if entropy else None,
+            (2 * logprobs.detach()).logsumexp(-1) if collision else None,
+        )
 
     def scores(self) -> Tensor:
         """Not among what is `OFFERED`, so no objective that was let through asks for it."""

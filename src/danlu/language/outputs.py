@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.models.decoder import Decoder
@@ -56,16 +57,28 @@ class DecoderOutputs:
         total = unscale_gradient(losses.total, self.gradient_scale)
         return TargetLosses(total, losses.nll, losses.correct, losses.by_target)
 
-    def logprobs(self, *, temperature: float = 1.0) -> TokenLogprobs:
-        """Log-probability [N] of each target, and the entropy [N] at its place, under softmax(logits / temperature)."""
+    def logprobs(
+        self,
+        *,
+        temperature: float = 1.0,
+        support: Tensor | None = None,
+        entropy: bool = False,
+        collision: bool = False,
+    ) -> TokenLogprobs:
+        """Log-probability [N] of each target, and what else is asked for: see `token_logprobs`."""
+        padding = (0, 0, 0, len(self.batch.targets) - self.targets)
         everything = token_logprobs(
             self._hidden_of_targets(),
-            self._head(),
+            self.model.head_weight,
             self.batch.targets,
             temperature=temperature,
+            support=None if support is None else F.pad(support, padding, value=-1),
+            entropy=entropy,
+            collision=collision,
             **self._head_options(),
         )
-        return TokenLogprobs(everything.logprobs[: self.targets], everything.entropy[: self.targets])
+        values = (everything.logprobs, everything.entropy, everything.collision)
+        return TokenLogprobs(*(None if each is None else each[: self.targets] for each in values))  # type: ignore[arg-type]
 
     def scores(self) -> Tensor:
         """What the score head says at the last token of each branch: [M] float32."""

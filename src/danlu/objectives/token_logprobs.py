@@ -9,13 +9,17 @@ N targets · D model width · V vocabulary · S rows of the vocabulary in a slic
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from danlu.objectives.vocab_slices import VocabSlices, rows_per_slice
+from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, rows_per_slice
 from danlu.types import ReduceGroup, TokenLogprobs
+
+OUTSIDE = -1e30
+"""z of what has no probability: finite, so that a slice without any of the support has no infinity less another."""
 
 
 def token_logprobs(
@@ -24,23 +28,30 @@ def token_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
+    support: Tensor | None = None,
+    entropy: bool = False,
+    collision: bool = False,
     softcap: float | None = None,
     slice_rows: int | None = None,
     tensor_group: ReduceGroup | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> TokenLogprobs:
-    """log softmax(logits / temperature) at each target, and the entropy of that distribution, in nats.
+    """log softmax(logits / temperature) at each target, and what else is asked for of that distribution, in nats.
 
     With z = softcap(hidden @ head.T) / temperature and p = softmax(z): logprobs[n] = z[n, targets[n]] - logsumexp(z[n])
     and entropy[n] = logsumexp(z[n]) - sum_v p[n, v] z[n, v]. Both are differentiable by hidden and head:
-    d logprob / dz = onehot - p;  d entropy / dz = -p (log p + entropy).
+    d logprob / dz = onehot - p;  d entropy / dz = -p (log p + entropy). collision[n] = log sum_v p[n, v]^2 has no
+    gradient.
 
     Args:
         hidden: [N, D], the state each target is predicted from.
         head: [V, D], float32 or hidden's dtype; cast to hidden's dtype for the products.
         targets: [N] int64.
         temperature: what logits are divided by, after the soft cap; above 0.
+        support: [N, K] int64, ids of the tokens (anywhere in the vocabulary, -1 for none) that p is confined to and
+            normalised over, as sampling with top-k or top-p does. The target is among them in any case.
+        entropy, collision: whether they are computed; None in the result where they are not.
         softcap: logits become softcap x tanh(logits / softcap) (Gemma 2, arXiv:2408.00118).
         slice_rows: S; by default as many as the caches (or a GPU) like.
         tensor_group, vocab_start, vocab_size: where ranks cut the vocabulary, as in `linear_cross_entropy`:
@@ -55,51 +66,96 @@ def token_logprobs(
     assert tensor_group is None or vocab_size is not None, "the size of a vocabulary that is cut must be given"
     slice_rows = slice_rows or rows_per_slice(hidden.shape[0], hidden.device.type)
     slices = VocabSlices(hidden, head, targets, softcap, slice_rows, vocab_start)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, head, slices, temperature, tensor_group)
-    return TokenLogprobs(logprobs, entropy)
+    scores = _Scores(slices, temperature, support)
+    return TokenLogprobs(*_TokenLogprobs.apply(hidden, head, scores, entropy, collision, tensor_group))
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """z in slices of the vocabulary: logits over the temperature, `OUTSIDE` where the support is."""
+
+    slices: VocabSlices
+    temperature: float
+    support: Tensor | None  # [N, K] int64
+
+    def __call__(self, capped: Tensor, part: VocabSlice, out: Tensor | None = None) -> Tensor:
+        """z [N, S] of one slice, given its logits; into `out`, which may be the logits themselves."""
+        z = torch.div(capped, self.temperature, out=out)
+        if self.support is None:
+            return z
+        rows = z.shape[1]
+        columns = self.support - (self.slices.vocab_start + part.start)  # [N, K]
+        columns = columns.masked_fill((columns < 0) | (columns >= rows), rows)
+        inside = torch.zeros(len(z), rows + 1, dtype=torch.bool, device=z.device).scatter_(1, columns, True)
+        of_target = part.columns.masked_fill(~part.inside.unsqueeze(1), rows)
+        return z.masked_fill_(~inside.scatter_(1, of_target, True)[:, :rows], OUTSIDE)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, slices: VocabSlices, temperature: float, group: ReduceGroup | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        scores: _Scores,
+        wants_entropy: bool,
+        wants_collision: bool,
+        group: ReduceGroup | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        # One pass with a running maximum (arXiv:1805.02867): `mass` and `moment` are relative to `highest`.
+        # One pass with a running maximum (arXiv:1805.02867): the sums over the vocabulary are relative to `highest`.
         highest = hidden.new_full((hidden.shape[0],), float("-inf"), dtype=wide)
-        mass, moment, at_target = (torch.zeros_like(highest) for _ in range(3))
+        at_target, mass = (torch.zeros_like(highest) for _ in range(2))  # mass: of exp(z)
+        moment = torch.zeros_like(highest) if wants_entropy else None  # of exp(z) z
+        squares = torch.zeros_like(highest) if wants_collision else None  # of exp(z)^2
+        slices = scores.slices
         for part in slices:
-            z = slices.logits(part, wide).div_(temperature)  # [N, S]
+            logits = slices.logits(part, wide)
+            z = scores(logits, part, out=logits)  # [N, S]
             at_target += z.gather(1, part.columns).squeeze(1).masked_fill_(~part.inside, 0)
             raised = torch.maximum(highest, z.amax(1))
             exp = (z - raised.unsqueeze(1)).exp_()
             shrink = (highest - raised).exp_()
             mass.mul_(shrink).add_(exp.sum(1))
-            moment.mul_(shrink).add_(exp.mul_(z).sum(1))
+            if squares is not None:
+                squares.mul_(shrink.square()).add_(exp.square().sum(1))
+            if moment is not None:
+                moment.mul_(shrink).add_(exp.mul_(z).sum(1))
             highest = raised
         if group is not None and len(highest):
             local, highest = highest, group.max(highest.clone())
             shrink = (local - highest).exp_()
-            mass, moment, at_target = group.sum(torch.stack((mass * shrink, moment * shrink, at_target)))
+            rows = [at_target, mass * shrink]
+            rows += [] if moment is None else [moment * shrink]
+            rows += [] if squares is None else [squares * shrink.square()]
+            at_target, mass, *rest = group.sum(torch.stack(rows))
+            moment = None if moment is None else rest.pop(0)
+            squares = None if squares is None else rest.pop(0)
         log_z = highest + mass.log()
-        entropy = log_z - moment / mass
-        ctx.slices, ctx.temperature = slices, temperature
+        entropy = None if moment is None else log_z - moment / mass
+        collision = None if squares is None else squares.log() - 2 * mass.log()
+        if collision is not None:
+            ctx.mark_non_differentiable(collision)
+        ctx.scores = scores
         ctx.save_for_backward(hidden, head, log_z, entropy)
-        return at_target - log_z, entropy
+        return at_target - log_z, entropy, collision
 
     @staticmethod
-    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         hidden, head, log_z, entropy = ctx.saved_tensors
-        slices, temperature = ctx.slices, ctx.temperature
+        scores: _Scores = ctx.scores
+        slices, temperature = scores.slices, scores.temperature
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)
         grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         for part in slices:
             capped = slices.logits(part, log_z.dtype)  # [N, S]
-            logp = (capped / temperature).sub_(log_z.unsqueeze(1))
+            logp = scores(capped, part).sub_(log_z.unsqueeze(1))
             grad = logp.exp()
             # p x (-d logprob - d entropy x (log p + entropy)), and d logprob on the target's own column
-            factor = logp.add_(entropy.unsqueeze(1)).mul_(by_entropy.unsqueeze(1)).add_(by_logprob.unsqueeze(1))
-            grad.mul_(factor.neg_())
+            factor = by_logprob.unsqueeze(1)
+            if entropy is not None and by_entropy is not None:
+                factor = logp.add_(entropy.unsqueeze(1)).mul_(by_entropy.unsqueeze(1)).add_(factor)
+            grad.mul_(factor.neg())
             on_target = by_logprob.unsqueeze(1).masked_fill(~part.inside.unsqueeze(1), 0)
             grad.scatter_add_(1, part.columns, on_target)
             grad.div_(temperature)
@@ -109,4 +165,4 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden += narrow @ part.head
             if grad_head is not None:
                 grad_head[part.start : part.start + part.head.shape[0]] = narrow.t() @ hidden
-        return grad_hidden.to(hidden.dtype), grad_head, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_head, None, None, None, None
