@@ -241,6 +241,20 @@ class Outputs(Protocol):
         collision: bool = False,
     ) -> TokenLogprobs: ...
 
+    def divergence(
+        self,
+        teacher: Outputs | TopTokens,
+        *,
+        kind: DivergenceKind,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+    ) -> Tensor: ...  # [N] float32, nats, times temperature^2: see `objectives.divergence`
+
+    def top_tokens(
+        self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None
+    ) -> TopTokens: ...  # of ids below `vocab_size`
+
     def scores(self) -> Tensor: ...  # [M] float32: what the score head says at the last token of each branch
 
     def hidden(self) -> Tensor: ...  # [T, D] last hidden states
@@ -256,6 +270,18 @@ class TokenLogprobs:
     logprobs: Tensor  # [N] float32, nats: of the target; carries gradients where the model does
     entropy: Tensor | None = None  # [N] float32, nats; carries gradients too
     collision: Tensor | None = None  # [N] float32, nats: log of the sum of squared probabilities, without gradient
+
+
+DivergenceKind = Literal["forward", "reverse", "jensen-shannon"]
+"""KL(teacher || policy), KL(policy || teacher), or the generalised Jensen-Shannon divergence between both."""
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The likeliest tokens at each target's place, and all others as one more outcome."""
+
+    ids: Tensor  # [N, K] int64
+    logprobs: Tensor  # [N, K + 1] float32, nats: of each, then of all others together
 
 
 class Objective(Protocol):
@@ -419,7 +445,7 @@ class KeyValuePrefix(Protocol):
 
 
 class ReduceGroup(Protocol):
-    """A process group that can sum and take maxima; of a single process, both return what they are given."""
+    """A process group that can sum, take maxima and gather; of a single process, all return what they are given."""
 
     @property
     def size(self) -> int: ...  # of processes
@@ -427,6 +453,8 @@ class ReduceGroup(Protocol):
     def sum(self, x: Tensor) -> Tensor: ...  # in place
 
     def max(self, x: Tensor) -> Tensor: ...  # in place
+
+    def all_gather(self, x: Tensor) -> Tensor: ...  # all members' x, stacked by rows in the group's order
 
 
 Axis = Literal["outputs", "inputs"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from builders.thread_group import ThreadGroup
 from torch import Tensor
 
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
@@ -175,31 +174,6 @@ def test_a_temperature_of_zero_is_refused() -> None:
     hidden, head, targets = problem()
     with pytest.raises(ValueError, match=r"temperature 0\.0: .* above 0"):
         token_logprobs(hidden, head, targets, temperature=0.0)
-
-
-@dataclass
-class ThreadGroup:
-    """A group of threads in step with each other, each with a shard of the vocabulary."""
-
-    size: int
-    barrier: threading.Barrier = field(init=False)
-    slots: dict[int, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.size, timeout=60)
-
-    def _reduced(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        self.slots[threading.get_ident()] = x.clone()
-        self.barrier.wait()
-        x.copy_(reduce(torch.stack(list(self.slots.values()))))
-        self.barrier.wait()
-        return x
-
-    def sum(self, x: Tensor) -> Tensor:
-        return self._reduced(x, lambda parts: parts.sum(0))
-
-    def max(self, x: Tensor) -> Tensor:
-        return self._reduced(x, lambda parts: parts.amax(0))
 
 
 def test_a_vocabulary_that_is_cut_has_the_same_support() -> None:

@@ -31,7 +31,17 @@ from danlu.stage_protocols import LeastSeconds, Material, Stage
 from danlu.train.memory_parts import Activations, MemoryParts
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
-from danlu.types import Loss, Objective, Outputs, Role, TargetLosses, TokenLogprobs, Totals
+from danlu.types import (
+    DivergenceKind,
+    Loss,
+    Objective,
+    Outputs,
+    Role,
+    TargetLosses,
+    TokenLogprobs,
+    TopTokens,
+    Totals,
+)
 
 # Images that go through the model at once, where the recipe leaves it open: 10 MB of activations on any device.
 MAX_IMAGES_PER_MICRO_BATCH = 512
@@ -199,6 +209,22 @@ class ClassifierOutputs:
             -(logprobs.exp() * logprobs).sum(-1) if entropy else None,
             (2 * logprobs.detach()).logsumexp(-1) if collision else None,
         )
+
+    def divergence(
+        self,
+        teacher: Outputs | TopTokens,
+        *,
+        kind: DivergenceKind,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+    ) -> Tensor:
+        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        raise AssertionError("a classifier of images has no teacher")
+
+    def top_tokens(self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None) -> TopTokens:
+        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        raise AssertionError("a classifier of images has no tokens")
 
     def scores(self) -> Tensor:
         """Not among what is `OFFERED`, so no objective that was let through asks for it."""

@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.models.decoder import Decoder
+from danlu.objectives.divergence import Head, categorical_divergence, divergence
 from danlu.objectives.gradient_scale import unscale_gradient
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.objectives.token_logprobs import token_logprobs
-from danlu.types import Batch, TargetLosses, TokenLogprobs
+from danlu.objectives.top_tokens import logprobs_of_tokens, top_tokens
+from danlu.types import Batch, DivergenceKind, Outputs, TargetLosses, TokenLogprobs, TopTokens
 
-OFFERED = frozenset({"cross_entropy", "logprobs", "hidden"})
+OFFERED = frozenset({"cross_entropy", "divergence", "hidden", "logprobs", "top_tokens"})
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,61 @@ class DecoderOutputs:
         values = (everything.logprobs, everything.entropy, everything.collision)
         return TokenLogprobs(*(None if each is None else each[: self.targets] for each in values))  # type: ignore[arg-type]
 
+    def divergence(
+        self,
+        teacher: Outputs | TopTokens,
+        *,
+        kind: DivergenceKind,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+    ) -> Tensor:
+        """How far this model's distribution at each target's place is from a teacher's: [N], see `divergence`.
+
+        With `top_k`, or against tokens that were chosen beforehand, the outcomes are the teacher's likeliest tokens and
+        all others as one; else every token that both models have. An embedding may be padded with rows that stand for
+        no token, so one of the models may have more of them.
+        """
+        if top_k is not None:
+            assert not isinstance(teacher, TopTokens), "the likeliest tokens of a teacher are known already"
+            teacher = teacher.top_tokens(top_k, temperature=temperature, vocab_size=self.model.config.vocab_size)
+        shard = self.model.vocab_shard
+        group = None if shard is None else shard.group
+        if isinstance(teacher, TopTokens):
+            filling = len(self.batch.targets) - self.targets
+            logprobs = logprobs_of_tokens(
+                self._logits(),
+                F.pad(teacher.ids, (0, 0, 0, filling)),  # [N', K]
+                temperature=temperature,
+                tensor_group=group,
+                vocab_start=0 if shard is None else shard.start,
+            )
+            values = categorical_divergence(logprobs[: self.targets], teacher.logprobs, kind=kind, beta=beta)
+            return values * temperature**2
+        assert isinstance(teacher, DecoderOutputs), "a teacher is a decoder"
+        rows = min(len(self._head()), len(teacher._head()))
+        everything = divergence(
+            self._logits(rows),
+            teacher._logits(rows),
+            kind=kind,
+            beta=beta,
+            temperature=temperature,
+            tensor_group=group,
+        )
+        return everything[: self.targets]
+
+    def top_tokens(self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None) -> TopTokens:
+        """The k likeliest tokens [N, k] at each target's place, of those below `vocab_size`, and all others as one."""
+        shard, rows = self.model.vocab_shard, len(self._head())
+        everything = top_tokens(
+            self._logits(rows if vocab_size is None or shard is not None else min(rows, vocab_size)),
+            k,
+            temperature=temperature,
+            tensor_group=None if shard is None else shard.group,
+            vocab_start=0 if shard is None else shard.start,
+        )
+        return TopTokens(everything.ids[: self.targets], everything.logprobs[: self.targets])
+
     def scores(self) -> Tensor:
         """What the score head says at the last token of each branch: [M] float32."""
         raise NotImplementedError
@@ -102,6 +159,12 @@ class DecoderOutputs:
 
     def _head(self) -> Tensor:
         return self.model.head_weight if self.head is None else self.head
+
+    def _logits(self, rows: int | None = None) -> Head:
+        """What the logits of the N' targets are made of: all tokens, or those of the first rows."""
+        weight = self._head()
+        weight = weight if rows is None or rows == len(weight) else weight[:rows]
+        return Head(self._hidden_of_targets(), weight, self.model.config.final_softcap)
 
     def _head_options(self) -> dict[str, Any]:
         """What is particular about this model's head, in the words of both operations."""
