@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,11 @@ def run_danlu(folder: Path, name: str, steps: int, checkout: str | None = None, 
         "threads": 2,
         **changes,
     }
+    return train_danlu(recipe, environment)
+
+
+def train_danlu(recipe: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Trains a recipe without `output` in a process of its own, and reads what each step but the first took."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "recipe.yaml"
         file.write_text(json.dumps(recipe | {"output": f"{scratch}/run"}))
