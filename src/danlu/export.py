@@ -30,7 +30,7 @@ def export_result(
     """
     best = run.store.best() if recipe.checkpoint.keep_best else None
     if best is not None and best.step != run.state.step:
-        say(f"exporting step {best.step}, which had the lowest evaluation loss ({best.loss:.4f})")
+        say(f"exporting step {best.step}, which had the {best.criterion.superlative} ({best.value:.4f})")
         into = {"model": run.learner.weights()}
         if run.ema is not None:
             into["ema"] = run.ema.state_tensors()

@@ -174,6 +174,7 @@ def _train(
     if ranks.leads and (remark := slower(recipe.precision, product_speeds(device, also=recipe.precision))):
         say(remark)
     ranks.world.from_first(lambda: _describe(folder, into, recipe, device, start, say))
+    stage.criterion(recipe)  # a metric that the stage lacks is told before rows are read
     reader, builder = stage.reader(recipe), stage.builder(recipe, stage)
     builder.check(start)
     material = ranks.world.from_first(lambda: reader.read(stream), again=True, barrier=lambda: untimed_barrier("data"))
@@ -274,6 +275,7 @@ def _build(
         keep=recipe.checkpoint.keep,
         keep_every=recipe.checkpoint.keep_every,
         keep_best=recipe.checkpoint.keep_best,
+        criterion=stage.criterion(recipe),
         background=recipe.checkpoint.background,
         group=ALONE if ranks.alone else new_group("checkpoint", ranks.world.ranks, backend="gloo"),
     )
@@ -294,6 +296,7 @@ def _build(
         ema=None if recipe.ema is None else Ema(placed.parameters(), recipe.ema.decay),
         held_out=material.held_out,
         early_stop=recipe.evaluation.early_stop,
+        criterion=stage.criterion(recipe),
         sample_prompts=() if recipe.evaluation.samples is None else tuple(recipe.evaluation.samples.prompts),
         generate=generate,
         least_seconds=placed.least_seconds(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,16 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.gemm import Peak
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, QuantizationSection
+from danlu.train.criterion import Criterion
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.position import PackSource
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
 from danlu.train.step import AnyLearner
 from danlu.types import Item, Objective, Role
+
+Better = Literal["lower", "higher"]
+"""Which of two values of a metric is the better one."""
 
 LeastSeconds = Callable[[Sequence[int], int], float]
 """(document lengths, targets) of a step -> the seconds it would take at the matrix-product speed of all its devices."""
@@ -155,6 +159,19 @@ class Stage:
     """What held-out items are judged by, made of the recipe and the objective that is trained with."""
     objective_rate: float = 1.0
     """What the learning rate is multiplied by for the objective's own parameters, which are an optimizer group then."""
+    metrics: Callable[[Recipe], Mapping[str, Better]] = lambda recipe: {"loss": "lower"}
+    """What an evaluation of the recipe reports that a run can be judged by, by name: whether lower or higher is
+    better."""
+
+    def criterion(self, recipe: Recipe) -> Criterion:
+        """What the recipe's evaluations are judged by. Raises RecipeError for what the stage does not report."""
+        metric, metrics = recipe.evaluation.metric, self.metrics(recipe)
+        if metric not in metrics:
+            known = ", ".join(f"{name} ({better} is better)" for name, better in metrics.items())
+            raise RecipeError(
+                f"evaluation.metric: {metric!r} is nothing that evaluations of this recipe report. They report {known}"
+            )
+        return Criterion(metric, metrics[metric] == "higher")
 
     def objectives(self, recipe: Recipe, offered: frozenset[str], model: str) -> tuple[Objective, Objective]:
         """(objective, evaluation); first values of their parameters follow from the seed, so they are alike anywhere.

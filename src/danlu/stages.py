@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from danlu.data.sources import reported_sources
 from danlu.images.classifier import ClassifierBuilder
 from danlu.images.reader import ImageReader
 from danlu.language.builder import DecoderBuilder
@@ -9,7 +10,7 @@ from danlu.language.reader import PackReader
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.recipe import Recipe
 from danlu.recipe.sections import LossOptions
-from danlu.stage_protocols import Stage, policy_alone
+from danlu.stage_protocols import Better, Stage, policy_alone
 from danlu.types import Objective
 
 
@@ -24,9 +25,19 @@ def plain_likelihood(recipe: Recipe, objective: Objective) -> CrossEntropy:
     return CrossEntropy(reports_nll=True)
 
 
+def likelihood_metrics(recipe: Recipe) -> dict[str, Better]:
+    """What evaluations by the likelihood report: the loss of each source too, where there are several."""
+    by_source: dict[str, Better] = {f"loss/{name}": "lower" for name in reported_sources(recipe.data)}
+    return {"loss": "lower", "perplexity": "lower", "accuracy": "higher", **by_source}
+
+
 STAGES: dict[str, Stage] = {
-    "classify": Stage(ImageReader, ClassifierBuilder, likelihood, policy_alone, plain_likelihood),
-    "pretrain": Stage(PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood),
-    "sft": Stage(PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood),
+    "classify": Stage(
+        ImageReader, ClassifierBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics
+    ),
+    "pretrain": Stage(
+        PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics
+    ),
+    "sft": Stage(PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics),
 }
 """By the name in a recipe's `stage`; sorted. The two stages of language differ in how `data/` renders their rows."""

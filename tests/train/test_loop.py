@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,10 @@ from danlu.numerics.loss_scaling import LossScaler
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.recipe import sections
 from danlu.train import loop
+from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.checkpoints.verification import verify
+from danlu.train.criterion import Criterion
+from danlu.train.evaluation import Scores
 from danlu.train.loop import fit, take_step
 from danlu.train.metrics import read_metrics
 from danlu.train.out_of_memory import OutOfMemory
@@ -381,6 +385,41 @@ def test_early_stop_ends_the_run(tmp_path: Path) -> None:
     fit(run)
     assert run.state.ended_early and run.state.step == 3  # the first sets the mark, two do not beat it by 100
     assert [line["event"] for line in lines(tmp_path) if "event" in line] == ["early_stop"]
+
+
+def test_a_run_is_judged_by_the_metric_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss falls in every evaluation, the accuracy rises twice, is NaN once and falls from there."""
+    scores = iter([(3.0, 0.5), (2.9, math.nan), (2.8, 0.7), (2.7, 0.6), (2.6, 0.71)])
+
+    def evaluate(learner: Any, items: Any, **options: Any) -> Scores:
+        loss, accuracy = next(scores)
+        return Scores(loss, {"accuracy": accuracy})
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    run = tiny_run(tmp_path, steps=50, evaluation=1, early_stop=sections.EarlyStop(patience=2, min_delta=0.05))
+    run.criterion = Criterion("accuracy", higher_is_better=True)
+    fit(run)
+    assert run.state.step == 5 and run.state.ended_early
+    assert (run.state.best_metric, run.state.best_value) == ("accuracy", 0.7)
+    event = next(line for line in lines(tmp_path) if "event" in line)
+    assert event["best_accuracy"] == 0.7 and event["evaluations"] == 2
+
+
+def test_a_checkpoint_that_knows_the_loss_alone_is_resumed(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run", evaluation=1)
+    take_step(run)
+    loop.assess(run)
+    loop.save(run)
+    best = run.state.best_value
+    assert best is not None
+    file = tmp_path / "run" / "checkpoints" / "step-00000001" / "state.json"
+    state = json.loads(file.read_text())
+    assert state["run"].pop("best_metric") == "loss"
+    state["run"]["best_loss"] = state["run"].pop("best_value")
+    old = tiny_run(tmp_path / "old")
+    CheckpointStore(tmp_path / "old" / "checkpoints", background=False).save(1, snapshot(run)[0], state)
+    restore(old, tmp_path / "old" / "checkpoints" / "step-00000001")
+    assert (old.state.best_value, old.state.best_metric) == (best, "loss")
 
 
 class CrossEntropyOverSteps(CrossEntropy):

@@ -72,6 +72,8 @@ def test_images_are_not_told_as_tokens() -> None:
          "back to the checkpoint of step 4; packed sequences skipped so far: 8"),
         ("early_stop", {"best_loss": 3.25, "evaluations": 3},
          "early stop: 3 evaluations in a row were no better than 3.2500"),
+        ("early_stop", {"best_accuracy": 0.75, "evaluations": 3},
+         "early stop: 3 evaluations in a row were no better than accuracy 0.7500"),
     ],
 )  # fmt: skip
 def test_events_in_words(event: str, values: Mapping[str, Any], line: str) -> None:

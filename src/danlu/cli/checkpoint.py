@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from danlu.errors import CheckpointError
-from danlu.terminal import echo
+from danlu.terminal import echo, printable
 from danlu.train.checkpoints.folders import (
     CheckpointInfo,
     best_checkpoint,
@@ -25,6 +25,7 @@ from danlu.train.checkpoints.folders import (
     to_prune,
 )
 from danlu.train.checkpoints.verification import verify
+from danlu.train.criterion import LOSS
 from danlu.train.run_lock import RunLock
 from danlu.train.units import format_bytes
 
@@ -40,7 +41,8 @@ def list_command(path: Where) -> None:
     checkpoints = _checkpoints_at(path)
     best = best_checkpoint(checkpoints)
     table = Table(box=None, pad_edge=False)
-    for heading in ("step", "size", "eval loss", "saved"):
+    criteria = [LOSS] if best is None or best.criterion == LOSS else [LOSS, best.criterion]
+    for heading in ("step", "size", *(f"eval {printable(criterion.metric)}" for criterion in criteria), "saved"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for info in checkpoints:
@@ -48,7 +50,7 @@ def list_command(path: Where) -> None:
         table.add_row(
             str(info.step),
             format_bytes(info.bytes),
-            "" if info.loss is None else f"{info.loss:.4f}",
+            *("" if value is None else f"{value:.4f}" for value in map(info.value_by, criteria)),
             f"{datetime.fromtimestamp(info.time):%Y-%m-%d %H:%M:%S}",
             state + (", best" if info == best else ""),
         )
@@ -78,7 +80,7 @@ def prune_command(
     path: Where,
     keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints to keep.")],
     keep_every: Annotated[int | None, typer.Option(min=1, help="Also keep steps that are a multiple of this.")] = None,
-    keep_best: Annotated[bool, typer.Option(help="Also keep the one with the lowest evaluation loss.")] = True,
+    keep_best: Annotated[bool, typer.Option(help="Also keep the one with the best evaluation.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
     """Delete old checkpoints, and half-written ones. Refuses while the run is training."""

@@ -13,6 +13,7 @@ import typer
 
 from danlu.errors import CheckpointError
 from danlu.terminal import echo, printable
+from danlu.train.criterion import LOSS
 from danlu.train.runs import RunInfo, find_runs
 from danlu.train.units import format_duration
 
@@ -66,11 +67,19 @@ def _row(info: RunInfo) -> tuple[str, ...]:
         info.state,
         f"{info.step:,}" if info.steps is None else f"{info.step:,}/{info.steps:,}",
         "" if info.loss is None else f"{info.loss:.4f}",
-        "" if info.evaluation_loss is None else f"{info.evaluation_loss:.4f}",
+        _judged(info),
         "" if info.seconds is None else format_duration(info.seconds),
         f"{datetime.fromtimestamp(info.changed):%m-%d %H:%M}",
         printable(str(info.folder)),
     )
+
+
+def _judged(info: RunInfo) -> str:
+    """The last value of what evaluations are judged by, with its name where it is not the loss."""
+    if info.evaluation_value is None:
+        return ""
+    name = "" if info.metric == LOSS.metric else f"{printable(info.metric)} "
+    return f"{name}{info.evaluation_value:.4f}"
 
 
 def _show(rows: list[tuple[str, ...]]) -> None:

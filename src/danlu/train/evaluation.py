@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from danlu.train.criterion import Criterion
 from danlu.train.step import AnyLearner, StepSums
 from danlu.types import Item
 
@@ -37,6 +38,10 @@ class Scores:
         likelihood = {"perplexity": self.perplexity} if "nll" in self.metrics else {}
         others = {name: value for name, value in self.metrics.items() if name != "nll"}
         return {"loss": self.loss, **likelihood, **others, "tokens": self.tokens}
+
+    def judged_by(self, criterion: Criterion) -> float:
+        """The value that a run is judged by; NaN where nothing of what is held out has weight for it."""
+        return self.values().get(criterion.metric, math.nan)
 
 
 @torch.no_grad()

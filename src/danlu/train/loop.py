@@ -209,16 +209,22 @@ def assess(run: Run) -> Scores | None:
     values: Mapping[str, Value] = {**scores.values(), "s": time.perf_counter() - started}
     for recorder in run.recorders:
         recorder.evaluation(run.state.step, values)
-    patience = run.early_stop
-    if run.state.best_loss is None or scores.loss < run.state.best_loss - (patience.min_delta if patience else 0.0):
-        run.state.best_loss = scores.loss
-        run.state.evaluations_without_gain = 0
-    else:
-        run.state.evaluations_without_gain += 1
-        if patience is not None and run.state.evaluations_without_gain >= patience.patience:
-            run.state.ended_early = True
-            run.record("early_stop", best_loss=run.state.best_loss, evaluations=run.state.evaluations_without_gain)
+    _judge(run, scores.judged_by(run.criterion))
     return scores
+
+
+def _judge(run: Run, value: float) -> None:
+    """Keeps count of evaluations since the best one, by the run's criterion, and ends the run after too many."""
+    state, patience = run.state, run.early_stop
+    if run.criterion.is_better(value, state.best_value, patience.min_delta if patience else 0.0):
+        state.best_value, state.best_metric = value, run.criterion.metric
+        state.evaluations_without_gain = 0
+        return
+    state.evaluations_without_gain += 1
+    if patience is not None and state.evaluations_without_gain >= patience.patience:
+        state.ended_early = True
+        best = math.nan if state.best_value is None else state.best_value
+        run.record("early_stop", **{f"best_{run.criterion.metric}": best}, evaluations=state.evaluations_without_gain)
 
 
 def best(run: Run, scores: Scores | None) -> bool:
@@ -226,7 +232,7 @@ def best(run: Run, scores: Scores | None) -> bool:
     if scores is None or not run.store.keep_best:
         return False
     known = run.store.best()
-    return known is None or known.loss is None or scores.loss < known.loss
+    return known is None or run.criterion.is_better(scores.judged_by(run.criterion), known.value_by(run.criterion))
 
 
 def save(run: Run, scores: Scores | None = None) -> None:
@@ -241,8 +247,8 @@ def save(run: Run, scores: Scores | None = None) -> None:
     if run.metrics is not None:
         run.metrics.sync()
     groups, state = snapshot(run)
-    loss = None if scores is None else scores.loss
-    run.store.save(run.state.step, groups, state, loss=loss, boxes=shard_boxes(run, groups))
+    loss, value = (None, None) if scores is None else (scores.loss, scores.judged_by(run.criterion))
+    run.store.save(run.state.step, groups, state, loss=loss, value=value, boxes=shard_boxes(run, groups))
     run.learner.parallel.release_pages()
 
 

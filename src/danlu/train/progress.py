@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from danlu.terminal import printable
+from danlu.train.criterion import LOSS
 from danlu.train.units import format_bytes, format_duration
 from danlu.types import StepMetrics
 
@@ -186,6 +187,8 @@ def event_line(step: int, event: str, values: Mapping[str, Value]) -> str:
     """`step 12: fp16 overflow, ...`; a sample shows its text on lines of its own."""
     if event == "sample":
         return f"step {step} sample: {_indented(values['prompt'])}\n  -> {_indented(values['text'])}"
+    if event == "early_stop":
+        return f"step {step}: early stop: {_without_gain(values)}"
     if event in _EVENT_FORMATS:
         return f"step {step}: {_EVENT_FORMATS[event].format(**values)}"
     return f"step {step} {event}" + (f": {', '.join(_spell(values))}" if values else "")
@@ -193,13 +196,20 @@ def event_line(step: int, event: str, values: Mapping[str, Value]) -> str:
 
 _EVALUATION_FORMATS = {"loss": "loss {:.3f}", "perplexity": "perplexity {:.4g}", "accuracy": "accuracy {:.1%}"}
 _EVENT_FORMATS = {
-    "early_stop": "early stop: {evaluations} evaluations in a row were no better than {best_loss:.4f}",
     "loss_scale": "no fp16 overflow for a while, loss scale {before:,g} -> {after:,g}",
     "no_targets": "no update: nothing in the {tokens:,} tokens of this step is trained, in {rows}",
     "overflow": "fp16 overflow, update skipped, loss scale {before:,g} -> {after:,g}",
     "rewind": "back to the checkpoint of step {back_to}; packed sequences skipped so far: {packs_left_out}",
     "spike": "spike: {reason}; watch.policy: {policy}",
 }
+
+
+def _without_gain(values: Mapping[str, Value]) -> str:
+    """What an early stop saw; `best_NAME` is the best that there was of what the run is judged by."""
+    name, best = next((name, best) for name, best in values.items() if name.startswith("best_"))
+    metric = name.removeprefix("best_")
+    shown = "" if metric == LOSS.metric else f"{printable(metric)} "
+    return f"{values['evaluations']} evaluations in a row were no better than {shown}{best:.4f}"
 
 
 def _spell(values: Mapping[str, Value]) -> list[str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from danlu.file_lock import holder_of
-from danlu.train.checkpoints.folders import list_checkpoints
+from danlu.train.checkpoints.folders import best_checkpoint, list_checkpoints
 from danlu.train.checkpoints.manifest import STATE
+from danlu.train.criterion import LOSS
 from danlu.train.run_lock import LOCK_FILE
 
 # As `run_folder` and `summary` have them, which load torch.
@@ -38,6 +39,9 @@ class RunInfo:
     loss: float | None  # of the last step that was logged
     evaluation_loss: float | None  # the last one
     best_evaluation_loss: float | None
+    metric: str  # what evaluations are judged by
+    evaluation_value: float | None  # of the metric, the last one
+    best_evaluation_value: float | None
     seconds: float | None  # of training and evaluation
     changed: float  # seconds since the epoch: when something was written last
 
@@ -63,6 +67,9 @@ def read_run(folder: Path) -> RunInfo:
     saved = complete[-1].step if complete else 0
     judged = [info.loss for info in complete if info.loss is not None]
     evaluations = summary.get("evaluation") or {}
+    metric = (state_json.get("run") or {}).get("best_metric", LOSS.metric)
+    named = evaluations if metric == LOSS.metric else summary.get("judged") or {}
+    best = best_checkpoint(complete)
     state: State = "running" if holder is not None else "finished" if summary else "stopped"
     return RunInfo(
         folder=folder,
@@ -73,6 +80,9 @@ def read_run(folder: Path) -> RunInfo:
         loss=_number(summary.get("loss", last.get("loss"))),
         evaluation_loss=_number(evaluations.get("last", evaluation.get("eval_loss"))),
         best_evaluation_loss=_number(evaluations.get("best", min(judged, default=None))),
+        metric=metric,
+        evaluation_value=_number(named.get("last", evaluation.get(f"eval_{metric}"))),
+        best_evaluation_value=_number(named.get("best", None if best is None else best.value)),
         seconds=_number(summary.get("seconds", last.get("elapsed_s"))),
         changed=max(map(_changed, (folder / METRICS, folder / SUMMARY, folder / RECIPE))),
     )

@@ -20,6 +20,7 @@ from danlu.shard_box import ShardBox
 from danlu.train.checkpoints.loading import load_checkpoint
 from danlu.train.checkpoints.state_boxes import state_box
 from danlu.train.checkpoints.store import CheckpointStore
+from danlu.train.criterion import LOSS, Criterion
 from danlu.train.metrics import MetricsLog, Recorder, Value
 from danlu.train.position import Feed
 from danlu.train.signals import StopRequest
@@ -38,7 +39,8 @@ class RunState:
     tokens: int = 0
     saved_step: int = 0  # of the newest checkpoint
     assessed_step: int = 0  # of the last evaluation
-    best_loss: float | None = None  # lowest evaluation loss
+    best_value: float | None = None  # of all evaluations, by the run's criterion
+    best_metric: str = LOSS.metric  # what `best_value` is of
     evaluations_without_gain: int = 0
     ended_early: bool = False
     rewinds: int = 0
@@ -80,6 +82,7 @@ class Run:
     ema: Ema | None = None
     held_out: Sequence[Item] | None = None
     early_stop: EarlyStop | None = None
+    criterion: Criterion = LOSS  # what early stop and `keep_best` judge by
     sample_prompts: Sequence[str] = ()
     generate: Generate | None = None
     least_seconds: Callable[[Sequence[int], int], float] | None = None  # (document lengths, targets) -> at peak speed
@@ -179,6 +182,9 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     run.watch.load(state["watch"])
     run.feed.restore(state["feed"])
     known = {field.name for field in fields(RunState)}
-    run.state = RunState(**{name: value for name, value in state["run"].items() if name in known})
+    counters = dict(state["run"])
+    if "best_loss" in counters:  # of a danlu that judged by the loss alone
+        counters["best_value"] = counters["best_loss"]
+    run.state = RunState(**{name: value for name, value in counters.items() if name in known})
     run.state.saved_step = run.state.step
     return state

@@ -5,6 +5,7 @@
     {"steps": 500, "tokens": 4096000, "seconds": 812.4, "tokens_per_second": 5042.0,       the median of the steps
      "peak_memory_bytes": 912261120, "parameters": 7300000, "trained_parameters": 61440,
      "loss": 1.91, "evaluation": {"last": 2.05, "best": 2.03},                             null without held-out rows
+     "judged": {"metric": "accuracy", "last": 0.71, "best": 0.73},      only where a run is not judged by that loss
      "result": {"path": "model", "bytes": 14600000},                                       its weights, in this folder
      "memory": {"weights": 29200000, "adapter": 0, ...},                        bytes in tensors by part, or null
      "peak": {"dtype": "bfloat16", "measured_flops": 1.2e11, "specified_flops": null, "processes": 1,
@@ -24,6 +25,7 @@ from typing import Any
 
 from danlu.atomic_write import write_atomically
 from danlu.errors import ResourceError
+from danlu.train.criterion import LOSS
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.metrics import json_value, peak_memory_bytes, read_metrics
 from danlu.train.state import Run
@@ -64,6 +66,7 @@ def write_summary(
         "trained_parameters": trained_parameters,
         "loss": steps[-1]["loss"] if steps else None,
         "evaluation": {"last": json_value(losses[-1]), "best": json_value(_lowest(losses))} if losses else None,
+        **_judged(run, lines),
         "result": {
             "path": str(result.relative_to(folder)),
             "bytes": sum(file.stat().st_size for file in result.glob("*.safetensors")),
@@ -132,6 +135,17 @@ def seconds_in(lines: Lines) -> float:
         else:
             seconds += line.get("eval_s", 0.0)
     return seconds
+
+
+def _judged(run: Run, lines: Lines) -> dict[str, Any]:
+    """What the run was judged by, where that is not the loss of evaluations: its name, last and best value."""
+    criterion = run.criterion
+    name = f"eval_{criterion.metric}"
+    values = [line[name] for line in lines if name in line]
+    if criterion == LOSS or not values:
+        return {}
+    best = min(values, key=criterion.cost)
+    return {"judged": {"metric": criterion.metric, "last": json_value(values[-1]), "best": json_value(best)}}
 
 
 def _lowest(losses: Sequence[float]) -> float:

@@ -18,6 +18,7 @@ from danlu.train.checkpoints.loading import load_checkpoint, read_group, read_st
 from danlu.train.checkpoints.shard_files import plan_shards, write_shard
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.checkpoints.verification import verify
+from danlu.train.criterion import LOSS, Criterion
 
 STATE = {"step": 7, "rate": 0.1, "sampler": {"epoch": 1, "order": [3, 1, 2]}, "stopped": None, "done": False}
 
@@ -245,6 +246,24 @@ def test_pruning_keeps_newest_every_kth_and_best(tmp_path: Path) -> None:
     assert best is not None
     assert (best.step, best.loss) == (2, 1.0)
     assert json.loads((checkpoints.folder / "step-00000004" / "COMPLETE").read_text())["loss"] is None
+
+
+def test_the_best_is_by_what_the_run_is_judged_by(tmp_path: Path) -> None:
+    accuracy = Criterion("accuracy", higher_is_better=True)
+    checkpoints = store(tmp_path, keep=1, keep_best=True, criterion=accuracy)
+    for step, (loss, value) in enumerate([(1.0, 0.2), (3.0, 0.9), (2.0, 0.9), (0.5, float("nan")), (4.0, 0.1)], 1):
+        checkpoints.save(step, {}, {}, loss=loss, value=value)
+    assert [info.step for info in checkpoints.checkpoints()] == [2, 5]
+    best = checkpoints.best()
+    assert best is not None and (best.step, best.value, best.criterion) == (2, 0.9, accuracy)
+    mark = best.path / "COMPLETE"
+    assert json.loads(mark.read_text())["judged"] == {"metric": "accuracy", "higher_is_better": True, "value": 0.9}
+    # Control: of marks that know the loss alone, as earlier ones, the best is the one with the lowest.
+    for info in checkpoints.checkpoints():
+        entries = json.loads((info.path / "COMPLETE").read_text())
+        (info.path / "COMPLETE").write_text(json.dumps({k: v for k, v in entries.items() if k != "judged"}))
+    assert [info.value for info in checkpoints.checkpoints()] == [3.0, 4.0]
+    assert (found := checkpoints.best()) is not None and found.criterion == LOSS and found.loss == 3.0
 
 
 def test_to_prune_against_the_obvious_rule() -> None:

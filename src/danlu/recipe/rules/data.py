@@ -99,5 +99,7 @@ def evaluation_has_rows(recipe: Recipe) -> Iterator[Problem]:
     if evaluation.every is not None and evaluation.samples is None:
         message = f"evaluation {needs}, or evaluation.samples to generate"
         yield Problem("evaluation.every", message, reads=("data.eval", "evaluation.samples"))
+    if evaluation.metric != "loss":
+        yield Problem("evaluation.metric", f"a metric {needs}", reads=("data.eval",))
     if recipe.checkpoint.keep_best:
         yield Problem("checkpoint.keep_best", f"keep_best {needs}", reads=("data.eval",))

@@ -122,14 +122,14 @@ class Ema(Section):
 
 
 class EarlyStop(Section):
-    """End the run when the evaluation loss no longer falls."""
+    """End the run when evaluations no longer get better, by `evaluation.metric`."""
 
     short = "patience"
 
     patience: PositiveInt = 3
     """Evaluations without improvement before the run ends."""
     min_delta: NonNegative = 0.0
-    """A smaller fall of the loss than this is no improvement."""
+    """A smaller fall of the loss (rise of an accuracy) than this is no improvement."""
 
 
 class Samples(Section):
@@ -153,7 +153,10 @@ class Evaluation(Section):
     every: PositiveInt | None = None
     """Steps between evaluations; by default ten over the run."""
     early_stop: EarlyStop | None = None
-    """End the run when the evaluation loss no longer falls."""
+    """End the run when evaluations no longer get better."""
+    metric: str = "loss"
+    """What early stop and `checkpoint.keep_best` judge by: a number that evaluations of the stage report, such as
+    `accuracy`, `margin`, or `loss/NAME` of the rows of one source."""
     samples: Samples | None = None
     """Texts generated at each evaluation, to read."""
 
@@ -170,7 +173,7 @@ class Checkpoint(Section):
     keep_every: PositiveInt | None = None
     """Also keep every checkpoint whose step is a multiple of this."""
     keep_best: bool = False
-    """Also keep the one with the lowest evaluation loss, saved as soon as it is seen, and export it at the end."""
+    """Also keep the best one by `evaluation.metric`, saved as soon as it is seen, and export it at the end."""
     background: bool = True
     """Flush to disk and publish in a thread while training goes on."""
 

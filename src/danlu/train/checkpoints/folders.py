@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from danlu.errors import CheckpointError
-from danlu.train.checkpoints.manifest import MARK
+from danlu.train.checkpoints.manifest import MARK, judged
+from danlu.train.criterion import LOSS, Criterion
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 TEMPORARY_FOLDER = re.compile(r"\.step-\d{8,}\.(\d+)\.tmp")
@@ -46,6 +47,14 @@ class CheckpointInfo:
     bytes: int
     loss: float | None  # evaluation loss at this step, where there was one
     time: float  # seconds since the epoch
+    criterion: Criterion = LOSS  # what its run was judged by
+    value: float | None = None  # of the criterion at this step, where it was finite
+
+    def value_by(self, criterion: Criterion) -> float | None:
+        """The value of `criterion` at this step; None where it was not written down."""
+        if criterion == LOSS:
+            return self.loss
+        return self.value if self.criterion == criterion else None
 
 
 def step_folder_name(step: int) -> str:
@@ -100,7 +109,8 @@ def describe(path: Path, step: int) -> CheckpointInfo:
     """
     try:
         mark = json.loads((path / MARK).read_bytes())
-        return CheckpointInfo(step, path, True, int(mark["bytes"]), mark["loss"], float(mark["time"]))
+        criterion, value = judged(mark)
+        return CheckpointInfo(step, path, True, int(mark["bytes"]), mark["loss"], float(mark["time"]), criterion, value)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         try:
             size = sum(_file_bytes(file) for file in path.glob("*"))
@@ -132,8 +142,8 @@ def to_prune(
 ) -> list[CheckpointInfo]:
     """Complete checkpoints that nothing asks to keep, oldest first. Decides only; deletes nothing.
 
-    Kept are the newest `keep`, every step that is a multiple of `keep_every`, and with `keep_best` the one with the
-    lowest evaluation loss (the earliest of equals). Raises ValueError for a `keep` below 1.
+    Kept are the newest `keep`, every step that is a multiple of `keep_every`, and with `keep_best` the best one (the
+    earliest of equals). Raises ValueError for a `keep` below 1.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
@@ -147,9 +157,15 @@ def to_prune(
 
 
 def best_checkpoint(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """The complete checkpoint with the lowest evaluation loss; None when none has one."""
-    judged = [(info.loss, info.step, info) for info in checkpoints if info.complete and info.loss is not None]
-    return min(judged, key=lambda entry: entry[:2])[2] if judged else None
+    """The complete checkpoint with the best evaluation, by what the newest that was evaluated was judged by.
+
+    The earliest of equals; None when none was evaluated.
+    """
+    complete = [info for info in checkpoints if info.complete]
+    criterion = next((info.criterion for info in reversed(complete) if info.value is not None), LOSS)
+    values = [(info.value_by(criterion), info) for info in complete]
+    costs = [(criterion.cost(value), info.step, info) for value, info in values if value is not None]
+    return min(costs, key=lambda entry: entry[:2])[2] if costs else None
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from danlu.errors import CheckpointError
 from danlu.shard_box import ShardBox, find_gap, find_overlap
+from danlu.train.criterion import LOSS, Criterion
 
 MARK = "COMPLETE"
 MANIFEST = "manifest.json"
@@ -172,16 +173,43 @@ def coverage_problems(group: str, shards: Iterable[Shard]) -> list[str]:
     return problems
 
 
-def mark_text(manifest_text: str, *, total_bytes: int, loss: float | None, time: float) -> str:
-    """Content of the mark. A loss that is not finite is no loss: it could never be the best."""
-    return json.dumps(
-        {
-            "manifest_sha256": hashlib.sha256(manifest_text.encode()).hexdigest(),
-            "bytes": total_bytes,
-            "loss": loss if loss is not None and math.isfinite(loss) else None,
-            "time": time,
-        }
-    )
+def mark_text(
+    manifest_text: str,
+    *,
+    total_bytes: int,
+    loss: float | None,
+    time: float,
+    criterion: Criterion = LOSS,
+    value: float | None = None,
+) -> str:
+    """Content of the mark. A loss (a value) that is not finite is none: it could never be the best.
+
+    value: of the criterion, which is written where it is another than the loss.
+    """
+    mark: dict[str, Any] = {
+        "manifest_sha256": hashlib.sha256(manifest_text.encode()).hexdigest(),
+        "bytes": total_bytes,
+        "loss": _finite(loss),
+        "time": time,
+    }
+    if criterion != LOSS:
+        mark["judged"] = {**vars(criterion), "value": _finite(value)}
+    return json.dumps(mark)
+
+
+def judged(mark: Mapping[str, Any]) -> tuple[Criterion, float | None]:
+    """What the run of a checkpoint was judged by, and its value there, from the checkpoint's mark.
+
+    Raises KeyError and TypeError for a mark that lacks them.
+    """
+    if "judged" not in mark:
+        return LOSS, mark["loss"]
+    entry = mark["judged"]
+    return Criterion(str(entry["metric"]), bool(entry["higher_is_better"])), entry["value"]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _tensor_entry(fields: dict[str, Any]) -> TensorEntry:

@@ -26,7 +26,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -58,6 +58,7 @@ from danlu.train.checkpoints.folders import (
 from danlu.train.checkpoints.loading import Boxes, Groups
 from danlu.train.checkpoints.manifest import MANIFEST, MARK, STATE, Manifest, Shard, coverage_problems, mark_text
 from danlu.train.checkpoints.shard_files import ShardPlan, plan_shards, write_shard
+from danlu.train.criterion import LOSS, Criterion
 from danlu.train.units import format_bytes
 
 _GROUP_NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -72,7 +73,8 @@ class CheckpointStore:
     Args:
         keep        newest checkpoints kept
         keep_every  also keep steps that are a multiple of this
-        keep_best   also keep the one with the lowest evaluation loss
+        keep_best   also keep the one with the best evaluation
+        criterion   what evaluations are judged by
         background  flush, publish and prune in a thread; an error there is raised by the next call
         group       the processes that save together, in a group that nothing else uses: the thread talks in it while
                     training talks in others. All of them make every call, with one folder on a disk that they share.
@@ -88,6 +90,7 @@ class CheckpointStore:
         keep: int = 2,
         keep_every: int | None = None,
         keep_best: bool = False,
+        criterion: Criterion = LOSS,
         background: bool = True,
         group: Group = ALONE,
     ) -> None:
@@ -95,6 +98,7 @@ class CheckpointStore:
         self.keep = keep
         self.keep_every = keep_every
         self.keep_best = keep_best
+        self.criterion = criterion
         self.background = background
         self.group = group
         self._thread: threading.Thread | None = None
@@ -113,6 +117,7 @@ class CheckpointStore:
         state: dict[str, Any],
         *,
         loss: float | None = None,
+        value: float | None = None,
         boxes: Boxes | None = None,
     ) -> Path:
         """Write the checkpoint of `step`; when this returns, tensors and state may be changed.
@@ -121,7 +126,8 @@ class CheckpointStore:
             tensors  groups ("model", "optimizer", "ema") of named tensors on any device
             state    everything else; only what JSON brings back unchanged: str, int, float, bool, None, list, dict.
                      Of several processes, that of the first is kept
-            loss     evaluation loss at this step, for `keep_best`
+            loss     evaluation loss at this step
+            value    what the criterion is at this step, for `keep_best`; by default the loss
             boxes    the box of the whole that a tensor is; one without is whole and the same on all processes. One
                      that has not its box's shape (state in blocks) is kept with the box, and loads into the same box
                      alone
@@ -142,7 +148,8 @@ class CheckpointStore:
             if self.group.alone:
                 raise
             written = error  # the others wait for it in _publish
-        publish = partial(self._publish, step, temporary, needed_bytes, draft, written, loss)
+        mark = partial(mark_text, loss=loss, criterion=self.criterion, value=value)
+        publish = partial(self._publish, step, temporary, needed_bytes, draft, written, mark)
         if self.background:
             self._thread = threading.Thread(
                 target=self._publish_and_remember, args=(publish,), name="checkpoint", daemon=True
@@ -175,7 +182,7 @@ class CheckpointStore:
         return next((info for info in reversed(self.checkpoints()) if info.complete), None)
 
     def best(self) -> CheckpointInfo | None:
-        """The complete checkpoint with the lowest evaluation loss."""
+        """The complete checkpoint with the best evaluation."""
         return best_checkpoint(self.checkpoints())
 
     def discard_after(self, step: int) -> list[Path]:
@@ -214,7 +221,7 @@ class CheckpointStore:
         needed_bytes: int,
         draft: _Draft,
         written: list[Shard] | Exception,
-        loss: float | None,
+        mark: Callable[..., str],
     ) -> None:
         """Flush what each process has written; then the first one gives the folder its name and its mark.
 
@@ -232,7 +239,7 @@ class CheckpointStore:
 
         def finish(shards: list[list[Shard]]) -> None:
             with self._explained(step, needed_bytes, temporary):
-                self._finish(step, temporary, draft, tuple(chain.from_iterable(shards)), loss)
+                self._finish(step, temporary, draft, tuple(chain.from_iterable(shards)), mark)
 
         try:
             agree(self.group, flush, finish)
@@ -240,7 +247,9 @@ class CheckpointStore:
             self._remove_temporary(temporary)
             raise
 
-    def _finish(self, step: int, temporary: Path, draft: _Draft, shards: tuple[Shard, ...], loss: float | None) -> None:
+    def _finish(
+        self, step: int, temporary: Path, draft: _Draft, shards: tuple[Shard, ...], mark: Callable[..., str]
+    ) -> None:
         """On the first process, once all tensors are on the disk: the rest of the folder, its place, its mark.
 
         The order is what makes a kill harmless. Before the renaming there is only a temporary folder; between renaming
@@ -265,8 +274,7 @@ class CheckpointStore:
         temporary.rename(target)
         sync_folder(self.folder)
         total = sum(shard.bytes for shard in shards) + len(draft.state_json) + len(manifest)
-        mark = mark_text(manifest, total_bytes=total, loss=loss, time=time.time())
-        write_atomically(target / MARK, mark.encode())
+        write_atomically(target / MARK, mark(manifest, total_bytes=total, time=time.time()).encode())
         if aside.exists():
             remove_checkpoint(aside)
         for info in to_prune(
