@@ -458,8 +458,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "train/loop.py",
-        "if run.state.best_loss is None or scores.loss <",
-        "if run.state.best_loss is None or scores.loss >",
+        "if run.criterion.is_better(value, state.best_value,",
+        "if not run.criterion.is_better(value, state.best_value,",
         "train/test_loop.py",
     ),
     Mutation(
