@@ -109,17 +109,18 @@ def subject_of(
             seed=recipe.seed,
             encode=encode,
             saved_adapter=saved,
+            config=config,
             layer_hook_factory=layer_hook_factory if ranks is not None and layer_by_layer(recipe, ranks) else None,
         )
         return Subject(adapted.model, adapted.adapters, base, placer)
     if recipe.model.adapters and not resumed:
-        return Subject(merged_model(recipe.model, device=device))
+        return Subject(merged_model(recipe.model, device=device, config=config))
     if ranks is not None and not ranks.alone:
         return Subject(meta_decoder(config))
     if resumed:
         return Subject(build(config, device=device))
     if recipe.model.path is not None:
-        return Subject(load(resolve_folder(recipe.model.path), device=device))
+        return Subject(load(resolve_folder(recipe.model.path), device=device, config=config))
     model = build(config, device=device)
     initialize(model, recipe.seed)
     return Subject(model)

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import RecipeError
 from danlu.memory_estimate import MemoryEstimate
+from danlu.models.config import Task
 from danlu.optim.build import Optimizers
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
@@ -29,7 +30,7 @@ from danlu.train.position import PackSource
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
 from danlu.train.step import AnyLearner
-from danlu.types import Item, Objective, Role
+from danlu.types import HeadObjective, Item, Objective, Role
 
 Better = Literal["lower", "higher"]
 """Which of two values of a metric is the better one."""
@@ -157,6 +158,8 @@ class Stage:
     models: Callable[[Recipe], Mapping[Role, RoleSpec]] = policy_alone  # beside the policy, by role; none is trained
     evaluation: Callable[[Recipe, Objective], Objective] = lambda recipe, objective: objective
     """What held-out items are judged by, made of the recipe and the objective that is trained with."""
+    task: Callable[[Recipe], Task] = lambda recipe: "causal-lm"
+    """What the result is for: one that classifies has the head of the objective, and none over the vocabulary."""
     objective_rate: float = 1.0
     """What the learning rate is multiplied by for the objective's own parameters, which are an optimizer group then."""
     metrics: Callable[[Recipe], Mapping[str, Better]] = lambda recipe: {"loss": "lower"}
@@ -173,16 +176,21 @@ class Stage:
             )
         return Criterion(metric, metrics[metric] == "higher")
 
-    def objectives(self, recipe: Recipe, offered: frozenset[str], model: str) -> tuple[Objective, Objective]:
+    def objectives(
+        self, recipe: Recipe, offered: frozenset[str], model: str, *, offered_by_head: frozenset[str] = frozenset()
+    ) -> tuple[Objective, Objective]:
         """(objective, evaluation); first values of their parameters follow from the seed, so they are alike anywhere.
 
-        offered: the methods of `Outputs` that a model has; model: its name in messages.
+        offered: the methods of `Outputs` that a model has; offered_by_head: those that it has with a head of the
+        objective; model: its name in messages.
         Raises RecipeError if an objective needs what is not offered.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             objective = self.objective(recipe)
             evaluation = self.evaluation(recipe, objective)
+        if isinstance(objective, HeadObjective):
+            offered |= offered_by_head
         if lacking := sorted((objective.needs | evaluation.needs) - offered):
             raise RecipeError(
                 f"stage {recipe.stage}: its objective needs {', '.join(lacking)}, which {model} does not say; it says "

@@ -11,7 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 # S tokens of one sample · T packed tokens · N trained targets · M branches · D model width
 # H query heads · K key/value heads · C head width · I, O inputs and outputs of a linear layer
@@ -255,7 +255,9 @@ class Outputs(Protocol):
         self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None
     ) -> TopTokens: ...  # of ids below `vocab_size`
 
-    def scores(self) -> Tensor: ...  # [M] float32: what the score head says at the last token of each branch
+    def scores(self) -> Tensor: ...  # [M] or [M, labels] float32: what the head says at the last token of each branch
+
+    def values(self) -> Tensor: ...  # [N] float32: what the head says at the place each target is predicted from
 
     def hidden(self) -> Tensor: ...  # [T, D] last hidden states
 
@@ -295,6 +297,14 @@ class Objective(Protocol):
     def needs(self) -> frozenset[str]: ...  # names of the methods of `Outputs` that it calls
 
     def __call__(self, outputs: Mapping[Role, Outputs], batch: Any, totals: Totals) -> Loss: ...
+
+
+@runtime_checkable
+class HeadObjective(Protocol):
+    """An objective (a module) that has a head of a few labels on the policy's hidden states."""
+
+    @property
+    def score_head(self) -> nn.Linear: ...  # [labels, D]: what the policy's `scores` and `values` apply
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, find_base
 from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
 from danlu.assembly.recipe_adapters import named_stack, open_named, take_last
+from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
 from danlu.models.saving import copy_tokenizer, write_template
@@ -37,12 +38,14 @@ def adapted_model(
     encode: Callable[[str], Sequence[int]] | None,
     saved_adapter: Mapping[str, Tensor] | None,
     layer_hook_factory: LayerHookFactory | None = None,
+    config: ModelConfig | None = None,
 ) -> tuple[Adapted, Base]:
     """A frozen base with the adapters of `model.adapters` below and the one that is trained on top, or with
     `adapter: continue` the last of them trained on.
 
     saved_adapter: tensors of the adapter as an earlier run saved them, where this goes on.
-    layer_hook_factory: as `load_frozen` has it; not with adapters below, which are put on a base that is whole.
+    layer_hook_factory, config: as `load_frozen` has them; no hook with adapters below, which are put on a base that is
+    whole.
     Raises ModelError for folders that are no adapters or belong to another base.
     """
     assert model.path is not None, "the recipe's rules ask for a base"
@@ -60,6 +63,7 @@ def adapted_model(
         encode=encode,
         saved_factors={} if saved_adapter is None or continued is not None else {TRAINED: saved_adapter},
         layer_hook_factory=layer_hook_factory,
+        config=config,
     )
     adapters = adapted.adapters
     stacks = AdapterStacks(adapters)
@@ -72,12 +76,15 @@ def adapted_model(
     return adapted, base
 
 
-def merged_model(model: sections.Model, *, device: torch.device) -> Decoder:
-    """A base in float32 with the adapters of `model.adapters` merged into it, to be trained as a whole."""
+def merged_model(model: sections.Model, *, device: torch.device, config: ModelConfig | None = None) -> Decoder:
+    """A base in float32 with the adapters of `model.adapters` merged into it, to be trained as a whole.
+
+    config: as `models.loading.load` has it.
+    """
     assert model.path is not None, "the recipe's rules ask for a base"
     base = find_base(model.path)
     folders = open_named(model.adapters, base)
-    decoder = load(base.folder, device=device)
+    decoder = load(base.folder, device=device, config=config)
     adapters = adapters_of(decoder, device=device)
     stacks = AdapterStacks(adapters)
     stacks.use(stacks.add(folders))

@@ -17,6 +17,7 @@ from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
 from danlu.assembly.stored_quantization import refuse_quantized
 from danlu.models.adapter_sites import adapter_sites
+from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES
 from danlu.models.hf_folder import read_config
@@ -81,6 +82,7 @@ def load_frozen(
     encode: Callable[[str], Sequence[int]] | None = None,
     saved_factors: Mapping[str, Mapping[str, Tensor]] | None = None,
     layer_hook_factory: LayerHookFactory | None = None,
+    config: ModelConfig | None = None,
 ) -> Adapted:
     """Loads the model of a folder, frozen: matrices in `dtype` or quantized, norms and biases in float32.
 
@@ -93,9 +95,10 @@ def load_frozen(
         saved_factors: the tensors that an earlier run saved of some of the new adapters, by name.
         layer_hook_factory: makes the hook that shards each layer as soon as it is whole. No adapter may be added or
             removed then.
+        config: the folder's with another task, where the model is not for the one that it was written for.
     Raises ModelError as `models.loading.load` does, and for a folder that is quantized already.
     """
-    config = read_config(folder)
+    config = config or read_config(folder)
     if quantization is not None:
         refuse_quantized(folder, _ADVICE)
     model = meta_decoder(config)
@@ -131,13 +134,13 @@ def load_frozen(
     return adapted
 
 
-def check_frozen(folder: Path, quantization: Any = None) -> None:
+def check_frozen(folder: Path, quantization: Any = None, config: ModelConfig | None = None) -> None:
     """Raises ModelError as `load_frozen` would, for everything that shows without reading weights."""
     if quantization is not None:
         refuse_quantized(folder, _ADVICE)
     check_prequantized(
         folder,
-        read_config(folder),
+        config or read_config(folder),
         lambda name, tensors, where: FourBitWeight.from_tensors(name, tensors, where=where).shape,
     )
 

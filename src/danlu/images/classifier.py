@@ -230,6 +230,10 @@ class ClassifierOutputs:
         """Not among what is `OFFERED`, so no objective that was let through asks for it."""
         raise AssertionError("a classifier of images has no score head")
 
+    def values(self) -> Tensor:
+        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        raise AssertionError("a classifier of images has no score head")
+
     def hidden(self) -> Tensor:
         """Not among what is `OFFERED`, so no objective that was let through asks for it."""
         raise AssertionError("a classifier of images keeps no hidden states")

@@ -14,7 +14,7 @@ from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.errors import CheckpointError, RecipeError
 from danlu.language.frozen_models import check_frozen_model, place_frozen
 from danlu.language.learner import objective_parameters, objective_tensors
-from danlu.language.outputs import OFFERED
+from danlu.language.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.language.placed import PlacedDecoder
 from danlu.language.reader import tokenizer_of
 from danlu.language.samples import sample_prompts
@@ -46,7 +46,7 @@ class DecoderBuilder:
     def check(self, start: Start | None) -> None:
         """Raises a DanluError for models, adapters, layouts, sizes and prompts that cannot be, before rows are read."""
         recipe = self.recipe
-        self.stage.objectives(recipe, OFFERED, "a decoder")
+        decoder_objectives(recipe, self.stage)
         check_adapters(recipe.model, recipe.adapter)
         for spec in self.stage.models(recipe).values():
             if isinstance(spec, ModelSpec):
@@ -55,10 +55,10 @@ class DecoderBuilder:
             self._check_base(start.path)
         if recipe.model.path is not None:
             folder, where = resolve_folder(recipe.model.path), recipe.model.path
-            config = read_config(folder)
+            config = self._with_task(read_config(folder))
             self._check_layout(config)
             if recipe.adapter is not None:
-                check_frozen(folder, recipe.quantization)
+                check_frozen(folder, recipe.quantization, config)
             elif start is None:  # weights of a checkpoint will take the place of these
                 check_headers(folder, config, quantized=False)
         else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
@@ -93,7 +93,7 @@ class DecoderBuilder:
         device = torch.device("cpu")
         saved = None if self.recipe.adapter is None else read_group(checkpoint, "model")
         subject = subject_of(self.recipe, self._config(None), device, saved=saved, resumed=True, encode=self._encode)
-        objectives = self.stage.objectives(self.recipe, OFFERED, "a decoder")
+        objectives = decoder_objectives(self.recipe, self.stage)
         return PlacedDecoder(self.recipe, Placed(subject, StepParallel()), device, *objectives)
 
     def _encode(self, text: str) -> list[int]:
@@ -124,7 +124,17 @@ class DecoderBuilder:
         else:
             config = read_config(resolve_folder(model.path))
         check_vocabulary(config, facts.vocab_size)
-        return config
+        return self._with_task(config)
+
+    def _with_task(self, config: ModelConfig) -> ModelConfig:
+        """The config of what the stage makes of a model. Raises RecipeError where the model is for something else."""
+        task = self.stage.task(self.recipe)
+        if config.task not in ("causal-lm", task):
+            raise RecipeError(
+                f"model.path: {self.recipe.model.path} is for {config.task} (architectures in its config.json), and "
+                f"stage {self.recipe.stage} trains a model for {task}. Start from a language model"
+            )
+        return replace(config, task=task)
 
 
 def placed_decoder(
@@ -134,7 +144,7 @@ def placed_decoder(
 
     Raises RecipeError if the objective asks for what a decoder does not say.
     """
-    objective, evaluation = stage.objectives(recipe, OFFERED, "a decoder")
+    objective, evaluation = decoder_objectives(recipe, stage)
     for module in (objective, evaluation):
         if isinstance(module, nn.Module):
             module.to(device)
@@ -147,6 +157,11 @@ def placed_decoder(
     adapter_off = [role for role, spec in beside.items() if isinstance(spec, PolicyWithoutAdapter)]
     parallel = _with_objective(placed.parallel, objective, recipe)
     return PlacedDecoder(recipe, replace(placed, parallel=parallel), device, objective, evaluation, frozen, adapter_off)
+
+
+def decoder_objectives(recipe: Recipe, stage: Stage) -> tuple[Objective, Objective]:
+    """(objective, evaluation) of a stage that trains a decoder. Raises RecipeError for what a decoder does not say."""
+    return stage.objectives(recipe, OFFERED, "a decoder", offered_by_head=OFFERED_BY_HEAD)
 
 
 def _with_objective(parallel: StepParallel, objective: Objective, recipe: Recipe) -> StepParallel:

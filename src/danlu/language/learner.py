@@ -58,6 +58,7 @@ class DecoderLearner:
     evaluation: Objective = field(default_factory=lambda: CrossEntropy(reports_nll=True))  # what `assess` reports
     adapters: AdapterSet | None = None  # with some, the model itself is frozen
     roles: Mapping[Role, RoleOutputs] = field(default_factory=dict)  # beside the policy, without gradients
+    score_head: nn.Linear | None = None  # [labels, D] on the policy's hidden states
     activations: Activations | None = None  # None where the forward is compiled
     parallel: StepParallel = field(default_factory=StepParallel)
     replicated: Callable[..., Loss] | None = None  # DDP around `compute_loss`
@@ -170,7 +171,9 @@ class DecoderLearner:
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = attend_for(filled)
         beside = {role: outputs_of(batch, filled, attend) for role, outputs_of in self.roles.items()}
-        policy = decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend, gradient_scale)
+        policy = decoder_outputs(
+            self.model, self.forward, self.dtype, batch, filled, attend, gradient_scale, self.score_head
+        )
         return {**beside, "policy": policy}
 
     def explain(self, batch: Batch, step: int) -> Exception:

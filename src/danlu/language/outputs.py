@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from danlu.models.decoder import Decoder
 from danlu.objectives.divergence import Head, categorical_divergence, divergence
@@ -21,6 +21,8 @@ from danlu.objectives.top_tokens import logprobs_of_tokens, top_tokens
 from danlu.types import Batch, DivergenceKind, Outputs, TargetLosses, TokenLogprobs, TopTokens
 
 OFFERED = frozenset({"cross_entropy", "divergence", "hidden", "logprobs", "top_tokens"})
+OFFERED_BY_HEAD = frozenset({"scores", "values"})
+"""What else a decoder says where the objective (`types.HeadObjective`) or its folder has a head of a few labels."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class DecoderOutputs:
     gradient_scale: float = 1.0
     """What gradients are multiplied by before they are rounded to the type of activations: see `scale_gradient`."""
     head: Tensor | None = None  # [V, D]; None: the model's, as it is when it is used
+
+    score_head: nn.Linear | None = None  # [labels, D]: what `scores` and `values` apply to hidden states
 
     def with_head(self, head: Tensor) -> DecoderOutputs:
         """The same with an output matrix [V, D] that the model may have another of by the time it is used."""
@@ -71,7 +75,7 @@ class DecoderOutputs:
         padding = (0, 0, 0, len(self.batch.targets) - self.targets)
         everything = token_logprobs(
             self._hidden_of_targets(),
-            self.model.head_weight,
+            self._head(),
             self.batch.targets,
             temperature=temperature,
             support=None if support is None else F.pad(support, padding, value=-1),
@@ -138,8 +142,18 @@ class DecoderOutputs:
         return TopTokens(everything.ids[: self.targets], everything.logprobs[: self.targets])
 
     def scores(self) -> Tensor:
-        """What the score head says at the last token of each branch: [M] float32."""
-        raise NotImplementedError
+        """What the head says at the last token of each branch: [M] float32, or [M, labels] of one with several.
+
+        Where there are no trees each document is one branch. The token is the branch's own last one, whatever lies
+        behind it in the batch: the other answer, or what fills the batch up.
+        """
+        stops = [branch.stop for branch in self.batch.trees] or self.batch.boundaries[1:]
+        last = torch.tensor([stop - 1 for stop in stops if stop <= self.tokens])  # [M], made of what the host knows
+        return self._head_at(last.to(self.last_hidden.device, non_blocking=True))
+
+    def values(self) -> Tensor:
+        """What the head says at the place that each target is predicted from: [N] float32, or [N, labels]."""
+        return self._head_at(self.batch.logits_indices[: self.targets])
 
     def hidden(self) -> Tensor:
         """The last hidden states [T, D], in the type of activations, the same on every tensor rank.
@@ -153,6 +167,11 @@ class DecoderOutputs:
             return hidden
         replicated: Tensor = _GradientOfOneRank.apply(hidden, shard.start == 0)
         return replicated
+
+    def _head_at(self, places: Tensor) -> Tensor:
+        assert self.score_head is not None, "`scores` and `values` are offered where there is a head"
+        labels: Tensor = self.score_head(self.hidden().index_select(0, places).float())  # [places, labels]
+        return labels.squeeze(1) if labels.shape[1] == 1 else labels
 
     def _hidden_of_targets(self) -> Tensor:
         return self.last_hidden.index_select(0, self.batch.logits_indices)  # [N', D]

@@ -46,7 +46,7 @@ from danlu.recipe import Recipe
 from danlu.stage_protocols import LeastSeconds
 from danlu.train.memory_parts import Activations, MemoryParts
 from danlu.train.state import Generate, Run
-from danlu.types import Objective, Pack, Role
+from danlu.types import HeadObjective, Objective, Pack, Role
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,7 @@ class PlacedDecoder:
             self.evaluation,
             self.adapters,
             self._roles(forward),
+            self.objective.score_head if isinstance(self.objective, HeadObjective) else None,
             None if compiled else Activations.beside(weights),
             self.parallel,
             offload=self._activation_offload(),

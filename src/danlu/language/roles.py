@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.language.outputs import DecoderOutputs
@@ -67,7 +67,9 @@ def decoder_outputs(
     filled: Batch,
     attend: Attend,
     gradient_scale: float = 1.0,
+    score_head: nn.Linear | None = None,
 ) -> DecoderOutputs:
-    """What a decoder says about `batch`, which goes through it as `filled`."""
+    """What a decoder, perhaps with a head that scores, says about `batch`, which goes through it as `filled`."""
     hidden = forward(filled.tokens, filled.positions, attend, dtype)  # [T', D]
-    return DecoderOutputs(model, hidden, filled, len(batch.tokens), len(batch.targets), gradient_scale)
+    counts = len(batch.tokens), len(batch.targets)
+    return DecoderOutputs(model, hidden, filled, *counts, gradient_scale, score_head=score_head)

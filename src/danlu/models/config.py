@@ -12,6 +12,8 @@ from typing import ClassVar, Literal
 from danlu.errors import ModelError
 
 Activation = Literal["silu", "gelu_tanh"]
+Task = Literal["causal-lm", "sequence-classification", "token-classification"]
+"""What a decoder is for. One that classifies has no head over the vocabulary, but one with a few labels (`score`)."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    task: Task = "causal-lm"
 
     def __post_init__(self) -> None:
         for name, maximum in MAXIMUMS.items():
@@ -151,6 +154,11 @@ class ModelConfig:
             raise ModelError(f"{len(self.windows)} attention windows are given for {self.layers} layers")
         if any(window is not None and window < 1 for window in self.windows):
             raise ModelError(f"a sliding window must be at least 1 token: {self.windows}")
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether there is an output matrix beside the embedding: of a language model whose head is not tied."""
+        return self.task == "causal-lm" and not self.tie_word_embeddings
 
     @property
     def rotary_dim(self) -> int:
@@ -198,7 +206,7 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     for index in range(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
     shapes["norm.weight"] = (config.hidden_size,)
-    if not config.tie_word_embeddings:
+    if config.has_own_head:
         shapes["lm_head.weight"] = vocabulary
     return shapes
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from danlu.errors import ModelError
 from danlu.models import ops
 from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.config import ModelConfig
@@ -84,7 +85,8 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Tokens to hidden states to logits. Parameters are uninitialised: see `loading.load` and `initialize`.
 
-    With a tied head there is one parameter, `embed_tokens.weight`, and `lm_head` is None.
+    With a tied head there is one parameter, `embed_tokens.weight`, and `lm_head` is None. So it is where the task is to
+    classify: such a decoder ends with its hidden states.
 
     The slot `segments` may hold callables, each of which runs a few layers in a row, in place of the layers one by one.
     """
@@ -101,8 +103,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(index): Layer(config, index) for index in range(config.layers)})
         self.segments = ()
         self.norm = RMSNorm(config.hidden_size, config)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False)
+        own = config.has_own_head
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False) if own else None
         self.enter_head: BoundaryOp = identity
         self.vocab_shard: VocabShard | None = None
         """Where the vocabulary is cut over processes: what is here of it."""
@@ -118,13 +120,19 @@ class Decoder(nn.Module):
 
         Where the vocabulary is cut, the rows that are here.
         """
+        assert self.config.task == "causal-lm", "a model that classifies has no head over the vocabulary"
         if self.lm_head is None:
             return self.embed_tokens.weight
         assert self.lm_head.weight is not None, "the head is never packed"
         return self.lm_head.weight if self.lm_head.adapter is None else self.lm_head.adapter.effective(self.lm_head)
 
     def head_as_linear(self) -> Linear:
-        """The head as a Linear; of a tied head, one that is made here and shares the embedding's weight."""
+        """The head as a Linear; of a tied head, one that is made here and shares the embedding's weight.
+
+        Raises ModelError for a model that classifies.
+        """
+        if self.config.task != "causal-lm":
+            raise ModelError("a model that classifies has no lm_head to adapt or train: leave it out of `adapter`")
         if self.lm_head is None:
             with torch.device("meta"):
                 self.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
@@ -154,6 +162,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [.., D] -> [.., V] float32, with the family's softcap; all of V, also where it is sharded."""
+        assert self.config.task == "causal-lm", "a model that classifies has no head over the vocabulary"
         head = ops.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
         logits: Tensor = head.float()
         cap = self.config.final_softcap

@@ -11,12 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from danlu.errors import ModelError
-from danlu.models.config import MAXIMUMS, Activation, ModelConfig
+from danlu.models.config import MAXIMUMS, Activation, ModelConfig, Task
 from danlu.models.hf_rope import read_rope, write_rope
 from danlu.models.hf_values import HFValues
 
 ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}
 _HF_ACTIVATIONS: dict[Activation, str] = {"gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
+
+_ARCHITECTURE_ENDINGS: dict[Task, str] = {
+    "causal-lm": "ForCausalLM",
+    "sequence-classification": "ForSequenceClassification",
+    "token-classification": "ForTokenClassification",
+}
+"""By task, how the classes of transformers are called: LlamaForCausalLM. It has all three for every family here."""
 
 LLAMA_MODULES: dict[str, str] = {
     "attention": "self_attn",
@@ -45,7 +52,7 @@ PHI3_MODULES: dict[str, str] = {
 @dataclass(frozen=True)
 class Family:
     architecture: str
-    """The class of transformers that loads it."""
+    """The classes of transformers that load it, without the task: Llama of LlamaForCausalLM."""
     read: Callable[[HFValues, int], dict[str, Any]]
     """Fields of ModelConfig that only some families have, from config.json and the number of layers."""
     write: Callable[[ModelConfig], dict[str, Any]]
@@ -97,10 +104,18 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
             bos_token_id=hf.optional_integer("bos_token_id"),
             eos_token_ids=hf.token_ids("eos_token_id"),
             pad_token_id=hf.optional_integer("pad_token_id"),
+            task=task_of(values),
             **({"activation": _activation(hf, "hidden_act")} | rope | own),
         )
     except ModelError as error:
         raise error if str(error).startswith(where) else ModelError(f"{where}: {error}") from None
+
+
+def task_of(values: Mapping[str, Any]) -> Task:
+    """What the model of a config.json is for, by its `architectures`; a language model where they do not tell."""
+    architectures = values.get("architectures")
+    named = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    return next((task for task, ending in _ARCHITECTURE_ENDINGS.items() if named.endswith(ending)), "causal-lm")
 
 
 def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
@@ -114,7 +129,7 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
     if len(config.eos_token_ids) == 1:
         eos = config.eos_token_ids[0]
     values: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [family.architecture + _ARCHITECTURE_ENDINGS[config.task]],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -276,7 +291,7 @@ _COMMON: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word
 
 FAMILIES: dict[str, Family] = {
     "gemma2": Family(
-        architecture="Gemma2ForCausalLM",
+        architecture="Gemma2",
         read=_read_gemma2,
         write=_write_gemma2,
         modules=GEMMA2_MODULES,
@@ -296,7 +311,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "llama": Family(
-        architecture="LlamaForCausalLM",
+        architecture="Llama",
         read=_read_llama,
         write=_write_llama,
         defaults={
@@ -308,7 +323,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "mistral": Family(
-        architecture="MistralForCausalLM",
+        architecture="Mistral",
         read=_read_windowed,
         write=_write_windowed,
         defaults={
@@ -320,7 +335,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "phi3": Family(
-        architecture="Phi3ForCausalLM",
+        architecture="Phi3",
         read=_read_windowed,
         write=_write_windowed,
         modules=PHI3_MODULES,
@@ -336,13 +351,13 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
+        architecture="Qwen2",
         read=_read_qwen2,
         write=_write_qwen2,
         defaults={**_COMMON, "max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096},
     ),
     "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
+        architecture="Qwen3",
         read=_read_qwen3,
         write=_write_qwen3,
         defaults={

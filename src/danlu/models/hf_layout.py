@@ -15,6 +15,8 @@ _TOP_LEVEL = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head", "norm"
 # Tables that old checkpoints carry; danlu computes them from the config.
 IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SCORE, SCORE_BIAS = "score.weight", "score.bias"
+"""The head [labels, D] of a model that classifies; transformers has the bias where each token is classified."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def hf_tensors(config: ModelConfig) -> list[HFTensor]:
 
 def config_sites(config: ModelConfig) -> list[Site]:
     """The places of a decoder where adapters may sit, in the order of its forward pass, without its modules: every
-    linear layer, the embedding and the head.
+    linear layer, the embedding and the head over the vocabulary, where it has one.
     """
     modules = FAMILIES[config.family].modules
     shape = (config.vocab_size, config.hidden_size)
@@ -51,6 +53,8 @@ def config_sites(config: ModelConfig) -> list[Site]:
         first, *rest = name.split(".")
         if first == "layers" and kind == "weight" and len(sides) == 2:
             sites.append(Site(name, hf_name(name, modules), rest[1], int(rest[0]), (sides[0], sides[1]), None))
+    if config.task != "causal-lm":
+        return sites
     return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, IGNORED, hf_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, IGNORED, SCORE, SCORE_BIAS, hf_tensors
 from danlu.safetensors_format import FLOAT_DTYPES, TensorLocation
 
 FOUR_BIT = "U8"  # dtype of a weight in 4 bits: its codes, two a byte; its constants are `<name>.absmax`, ...
@@ -43,6 +43,8 @@ def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict
         elif location.dtype not in FLOAT_DTYPES:
             problems.append(f"{tensor.name} in {location.file.name}: expected floating point, found {location.dtype}")
     may_hold = names | ({HEAD} if config.tie_word_embeddings else set())
+    if config.task != "causal-lm":  # whose own head is read by `models.score_head`
+        may_hold |= {HEAD, SCORE, SCORE_BIAS}
     for name, location in stored.items():
         is_constant = any(name == weight or name.startswith(f"{weight}.") for weight in four_bit)
         if name not in may_hold and not is_constant and not IGNORED.search(name):

@@ -38,14 +38,21 @@ Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[Quan
 bitsandbytes quantized."""
 
 
-def load(folder: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+def load(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    config: ModelConfig | None = None,
+) -> Decoder:
     """The decoder of a Hugging Face folder, its parameters in `dtype` on `device`.
 
+    config: the folder's with another task, where the model is not for the one that it was written for.
     Raises ModelError for an unsupported architecture and for files or tensors that are missing, extra, truncated,
     mis-shaped, of the wrong type, or not finite.
     """
     folder = Path(folder)
-    config = read_config(folder)
+    config = config or read_config(folder)
     located = _locate(folder, config, quantized=False)
     model = build(config, dtype=dtype, device=device)
     parameters = dict(model.named_parameters())
@@ -186,7 +193,7 @@ Located = tuple[HFTensor, TensorLocation]
 def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Located]:
     """Where each tensor lies, in the order of files and offsets: disks and page caches like one direction."""
     stored = check_headers(folder, config, quantized=quantized)
-    if config.tie_word_embeddings and HEAD in stored and EMBEDDING in stored:
+    if config.task == "causal-lm" and config.tie_word_embeddings and HEAD in stored and EMBEDDING in stored:
         _check_same(stored[EMBEDDING], stored[HEAD])
     located = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in hf_tensors(config)]
     return sorted(located, key=lambda pair: (pair[1].file, pair[1].offset))

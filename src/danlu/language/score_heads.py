@@ -1,0 +1,34 @@
+"""The score head that a stage of rewards begins with: the one of the model that it starts from, or a new one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from danlu.errors import RecipeError
+from danlu.models.hf_folder import read_config, resolve_folder
+from danlu.models.presets import from_scratch
+from danlu.models.score_head import initializer_range, new_score_head, stored_score_head
+from danlu.recipe import Recipe
+
+
+def first_score_head(recipe: Recipe, labels: int, *, bias: bool) -> nn.Linear:
+    """A head [labels, D]: of `model.path` if that is a reward model, else drawn by the recipe's seed.
+
+    Raises ModelError for folders that cannot be read, RecipeError for a head of another shape.
+    """
+    model = recipe.model
+    if model.path is None:
+        return new_score_head(from_scratch(model, 1).hidden_size, labels, bias=bias, seed=recipe.seed)
+    folder = resolve_folder(model.path)
+    width = read_config(folder).hidden_size
+    head = stored_score_head(folder)
+    if head is None:
+        return new_score_head(width, labels, bias=bias, seed=recipe.seed, std=initializer_range(folder))
+    wanted = ((labels, width), bias)
+    if (tuple(head.weight.shape), head.bias is not None) != wanted:
+        stored = f"{list(head.weight.shape)} {'with' if head.bias is not None else 'without'} a bias"
+        raise RecipeError(
+            f"model.path: the score head of {model.path} is {stored}, and this objective's is [{labels}, {width}] "
+            f"{'with' if bias else 'without'} one. Start from a reward model of the same kind, or from a language model"
+        )
+    return head

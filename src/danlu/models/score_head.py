@@ -1,0 +1,53 @@
+"""The head of a model that classifies: `score` of transformers' classes, a linear layer [labels, D] in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from danlu.errors import ModelError
+from danlu.models.hf_folder import CONFIG, read_json, read_tensors
+from danlu.models.hf_layout import SCORE, SCORE_BIAS
+from danlu.models.initialize import named_generator
+from danlu.models.loading import read_tensor
+
+DEFAULT_STD = 0.02
+"""transformers' `initializer_range` where a config.json has none."""
+
+
+def new_score_head(width: int, labels: int, *, bias: bool, seed: int, std: float = DEFAULT_STD) -> nn.Linear:
+    """A head whose weight is drawn from normal(0, std) by the seed alone, and whose bias is 0, as in transformers."""
+    weight = torch.empty(labels, width).normal_(std=std, generator=named_generator(seed, SCORE))
+    return _head(weight, torch.zeros(labels) if bias else None)
+
+
+def stored_score_head(folder: Path) -> nn.Linear | None:
+    """The head that a model folder has, in float32; None of a language model.
+
+    Raises ModelError for one that cannot be read, or that has layers between `score` and the hidden states.
+    """
+    stored = read_tensors(folder)
+    if SCORE not in stored:
+        return None
+    weight = read_tensor(folder, SCORE)
+    if weight.ndim != 2:
+        raise ModelError(f"{folder}: {SCORE} has the shape {list(weight.shape)}; a score head is a matrix")
+    return _head(weight, read_tensor(folder, SCORE_BIAS) if SCORE_BIAS in stored else None)
+
+
+def initializer_range(folder: Path) -> float:
+    """The standard deviation by which transformers would draw a new head of the folder's model."""
+    value = read_json(folder / CONFIG).get("initializer_range")
+    return float(value) if isinstance(value, int | float) and value > 0 else DEFAULT_STD
+
+
+def _head(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    labels, width = weight.shape
+    head = nn.Linear(width, labels, bias=bias is not None)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if bias is not None:
+            head.bias.copy_(bias)
+    return head
