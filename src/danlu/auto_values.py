@@ -1,4 +1,7 @@
-"""What a recipe leaves open and a run decides when it begins: `precision: auto`, and the date in a chat template."""
+"""What a recipe leaves open and a run decides when it begins.
+
+That is `precision: auto`, the date in a chat template, and the reference of preferences.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from danlu.language.reader import written_date
 from danlu.plan.precision import fastest, in_gflops, product_speeds
 from danlu.recipe import Recipe
+from danlu.recipe.reference import resolve_reference
 from danlu.train.run_folder import resumed_run, run_recipe
 
 
@@ -43,3 +47,16 @@ def with_date(recipe: Recipe, folder: Path, resume: str, say: Callable[[str], No
     since = "when the run began" if given is None else "model.chat_template_date"
     say(f"the chat template writes the date: {date} ({since}) in all of this run")
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"chat_template_date": date})})
+
+
+def with_reference(recipe: Recipe, folder: Path, resume: str, say: Callable[[str], None]) -> Recipe:
+    """The recipe with the reference of its preferences, where it says none: the resumed run's, else the default."""
+    if recipe.stage != "preference" or recipe.reference is not None:
+        return recipe
+    run = resumed_run(folder, resume)
+    chosen = None if run is None else run_recipe(run).reference
+    since = "as when the run began"
+    if chosen is None:
+        chosen, since = resolve_reference(recipe), "by default"
+    say(f"reference: {chosen.kind}, {since}")
+    return recipe.model_copy(update={"reference": chosen})

@@ -22,7 +22,7 @@ from typing import TextIO
 import torch
 
 from danlu.atomic_write import write_atomically
-from danlu.auto_values import with_date, with_precision
+from danlu.auto_values import with_date, with_precision, with_reference
 from danlu.errors import RecipeError, ResourceError, Stopped
 from danlu.export import export_result
 from danlu.memory_report import MemoryReport
@@ -162,6 +162,7 @@ def _train(
     # Before recipes are compared: the run's own holds what auto chose when it began.
     recipe = ranks.world.from_first(lambda: with_precision(loaded.recipe, folder, resume, device, say))
     recipe = ranks.world.from_first(lambda: with_date(recipe, folder, resume, say))
+    recipe = ranks.world.from_first(lambda: with_reference(recipe, folder, resume, say))
     start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, say, into=into))
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)
@@ -184,6 +185,7 @@ def _train(
         for line in material.lines:
             say(line)
         memory_report = closing.enter_context(MemoryReport(recipe, device))
+        material = builder.with_columns(ranks, device, material, stream)
         placed = builder.place(ranks, device, start, material)
         peak = placed.peak()
         for line in (*placed.notes, *([] if peak is None else [peak.line()])):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from danlu.data.column_store import ColumnType
+from danlu.data.samples import Samples
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import RecipeError
 from danlu.memory_estimate import MemoryEstimate
@@ -30,13 +32,22 @@ from danlu.train.position import PackSource
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
 from danlu.train.step import AnyLearner
-from danlu.types import HeadObjective, Item, Objective, Role
+from danlu.types import Batch, HeadObjective, Item, Objective, Outputs, Role
 
 Better = Literal["lower", "higher"]
 """Which of two values of a metric is the better one."""
 
 LeastSeconds = Callable[[Sequence[int], int], float]
 """(document lengths, targets) of a step -> the seconds it would take at the matrix-product speed of all its devices."""
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """The rows of a run as samples that can be asked for by number, and how items are made of them."""
+
+    train: Samples
+    held_out: Samples | None
+    material: Callable[[Samples, Samples | None], Material]  # the same with these samples in their place
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class Material:
     tokenizer: TokenizerInfo | None = None  # of rows of text, unless they are streamed
     sources: tuple[str, ...] = ()  # names of the files or mixture parts whose losses are told apart
     empty: Item | None = None  # without targets, like the others, for a process that has none; None: the usual one
+    stored: StoredRows | None = None  # None for what columns cannot be added to: a stream, images
 
 
 class Reader(Protocol):
@@ -120,6 +132,12 @@ class ModelBuilder(Protocol):
         start: as in `place`.
         """
 
+    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+        """The rows with the columns of the stage, computed where they are not stored, showing the progress on `stream`.
+
+        Every process calls it, before models are placed: what is asked then is in memory alone.
+        """
+
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedModel:
         """The models on the processes of a layout; `start` is the checkpoint that will be loaded into them."""
 
@@ -133,6 +151,8 @@ class ModelSpec:
     key: str  # of the section of the recipe that asks for it, for messages: "reference", "teacher.0"
     section: Model
     quantization: QuantizationSection | None = None  # of its linear layers; None: in the type of activations
+    moves: bool = False
+    """Whether its weights follow the policy's: they are kept in float32 then, and have a place in checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +160,34 @@ class PolicyWithoutAdapter:
     """The policy without the adapter that is trained: a model that has no weights of its own."""
 
 
-RoleSpec = ModelSpec | PolicyWithoutAdapter
+@dataclass(frozen=True)
+class FromColumns:
+    """No model: what the role says was computed before training, and is in the columns of the rows."""
+
+    outputs: Callable[[Batch], Outputs]
+
+
+RoleSpec = ModelSpec | PolicyWithoutAdapter | FromColumns
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """Columns of the rows: values of each token that a model says once, before training, and that are kept on disk.
+
+    They are of the tokens that carry weight, and of all in branches that have a parent; 0 for others.
+    """
+
+    name: str  # leads the name of their folder: "reference"
+    model: ModelSpec | None  # None: the policy as the run starts it, with its new adapter
+    types: Mapping[str, ColumnType]  # by the columns' names
+    compute: Callable[[Outputs, Batch], Mapping[str, Tensor]]  # [N, ...] each, also of a batch without targets
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """What else than model, rows and numerics the values follow from; JSON."""
+
+
+def no_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
+    """The columns of a stage that computes none before training."""
+    return ()
 
 
 def policy_alone(recipe: Recipe) -> Mapping[Role, RoleSpec]:
@@ -160,6 +207,7 @@ class Stage:
     """What held-out items are judged by, made of the recipe and the objective that is trained with."""
     task: Callable[[Recipe], Task] = lambda recipe: "causal-lm"
     """What the result is for: one that classifies has the head of the objective, and none over the vocabulary."""
+    columns: Callable[[Recipe], Sequence[ColumnSpec]] = no_columns  # of the rows, computed before training
     objective_rate: float = 1.0
     """What the learning rate is multiplied by for the objective's own parameters, which are an optimizer group then."""
     metrics: Callable[[Recipe], Mapping[str, Better]] = lambda recipe: {"loss": "lower"}

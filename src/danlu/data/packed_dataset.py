@@ -100,4 +100,5 @@ def cut(sample: Sample, start: int, stop: int) -> Sample:
     """Tokens `start` to `stop` as a sample of its own: the first has nothing before it, so it is context only."""
     weights = sample.weights[start:stop].copy()
     weights[:1] = 0
-    return Sample(sample.tokens[start:stop], weights, sample.row, sample.source)
+    columns = {name: values[start:stop] for name, values in sample.columns.items()}
+    return Sample(sample.tokens[start:stop], weights, sample.row, sample.source, columns=columns)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,10 @@ class ClassifierBuilder:
         self._objectives()
         if self.recipe.model.path is not None and start is None:
             lenet.load(resolve_folder(self.recipe.model.path))
+
+    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+        """The same images: nothing is asked about them before training."""
+        return material
 
     def place(
         self, ranks: Ranks, device: torch.device, start: Start | None, material: Material | None = None

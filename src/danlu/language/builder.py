@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import nn
 
 from danlu.assembly.frozen_base import check_frozen
 from danlu.assembly.recipe_adapters import base_changes, base_identity, check_adapters
+from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.errors import CheckpointError, RecipeError
-from danlu.language.frozen_models import check_frozen_model, place_frozen
+from danlu.language.columns import AskedModel, add_columns
+from danlu.language.frozen_models import check_frozen_model, frozen_config, place_frozen
 from danlu.language.learner import objective_parameters, objective_tensors
 from danlu.language.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.language.placed import PlacedDecoder
 from danlu.language.reader import tokenizer_of
+from danlu.language.roles import FrozenDecoder
 from danlu.language.samples import sample_prompts
 from danlu.memory_estimate import check_size
 from danlu.models.config import ModelConfig
@@ -29,9 +34,10 @@ from danlu.parallel.local_parameter import replicated_parameter
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Placed, check_placing, place, subject_of
+from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.rollout.chat_tokenizer import ChatTokenizer
-from danlu.stage_protocols import Material, ModelSpec, PolicyWithoutAdapter, Stage
+from danlu.stage_protocols import ColumnSpec, Material, ModelSpec, Stage
 from danlu.train.checkpoints.loading import read_group, read_state
 from danlu.train.run_folder import Start
 from danlu.types import Objective, Pack
@@ -67,6 +73,32 @@ class DecoderBuilder:
         if recipe.evaluation.samples is not None:
             tokenizer = tokenizer_of(recipe)
             sample_prompts(recipe, ChatTokenizer(tokenizer), self._config(tokenizer_info(tokenizer)))
+
+    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+        """The rows with what the stage asks of models before training, which is computed unless it is stored."""
+        for spec in self.stage.columns(self.recipe):
+            rows = material.stored
+            assert rows is not None, "the recipe's rules let no columns be asked of a stream"
+            config = self._config(material.tokenizer)
+            asked_config = config if spec.model is None else frozen_config(spec.model.section, config.vocab_size)
+            place = partial(self._placed_to_be_asked, spec, config, ranks, device)
+            material = rows.material(*add_columns(rows, spec, asked_config, place, self.recipe, ranks, device, stream))
+            assert material.stored is not None
+            material = replace(material, empty=empty_like(material.stored.train.sample(0)))
+        return material
+
+    def _placed_to_be_asked(
+        self, spec: ColumnSpec, config: ModelConfig, ranks: Ranks, device: torch.device
+    ) -> AskedModel:
+        recipe = self.recipe
+        if spec.model is not None:
+            placed = place_frozen(recipe, spec.model, config.vocab_size, ranks, device)
+        else:
+            subject = subject_of(recipe, config, device, encode=self._encode, ranks=ranks)
+            placed = place(subject, recipe, ranks, device)
+        model, adapters = placed.subject.model, placed.subject.adapters
+        outputs = FrozenDecoder(model, model.compiled() if recipe.compile else model, DTYPES[recipe.precision])
+        return AskedModel(outputs, () if adapters is None else adapters.virtual_token_ids)
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
         """The trained decoder and the frozen ones on the processes of a layout."""
@@ -154,9 +186,8 @@ def placed_decoder(
         for role, spec in beside.items()
         if isinstance(spec, ModelSpec)
     }
-    adapter_off = [role for role, spec in beside.items() if isinstance(spec, PolicyWithoutAdapter)]
     parallel = _with_objective(placed.parallel, objective, recipe)
-    return PlacedDecoder(recipe, replace(placed, parallel=parallel), device, objective, evaluation, frozen, adapter_off)
+    return PlacedDecoder(recipe, replace(placed, parallel=parallel), device, objective, evaluation, beside, frozen)
 
 
 def decoder_objectives(recipe: Recipe, stage: Stage) -> tuple[Objective, Objective]:

@@ -26,7 +26,7 @@ from danlu.language.learner import (
     objective_tensors,
     trained_weights,
 )
-from danlu.language.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs
+from danlu.language.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs, StoredOutputs
 from danlu.language.samples import sampler
 from danlu.memory import activation_offload
 from danlu.memory_estimate import MemoryEstimate, estimate_of, find_micro_batch, gathered_parameters
@@ -43,7 +43,7 @@ from danlu.plan.flops import training_flops
 from danlu.plan.gemm import Peak, peak_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.stage_protocols import LeastSeconds
+from danlu.stage_protocols import FromColumns, LeastSeconds, ModelSpec, PolicyWithoutAdapter, RoleSpec
 from danlu.train.memory_parts import Activations, MemoryParts
 from danlu.train.state import Generate, Run
 from danlu.types import HeadObjective, Objective, Pack, Role
@@ -58,8 +58,8 @@ class PlacedDecoder:
     device: torch.device
     objective: Objective
     evaluation: Objective
-    frozen: Mapping[Role, Placed] = field(default_factory=dict)  # decoders beside the policy
-    adapter_off: Sequence[Role] = ()  # roles of the policy without the adapter that is trained
+    beside: Mapping[Role, RoleSpec] = field(default_factory=dict)  # what the objective asks beside the policy
+    frozen: Mapping[Role, Placed] = field(default_factory=dict)  # those of it that are decoders of their own
     empty: Pack = EMPTY_PACK  # an item without targets, with what the items of the stage have
 
     @property
@@ -230,12 +230,16 @@ class PlacedDecoder:
         Where the policy is compiled, so are they: else bf16 would round them otherwise.
         """
         roles: dict[Role, RoleOutputs] = {}
-        for role, placed in self.frozen.items():
-            model = placed.subject.model
-            roles[role] = FrozenDecoder(model, model.compiled() if self.recipe.compile else model, self.dtype)
-        for role in self.adapter_off:
-            assert self.adapters is not None, "the recipe's rules ask for an adapter"
-            roles[role] = AdapterOff(self.model, policy, self.dtype, self.adapters, TRAINED)
+        for role, spec in self.beside.items():
+            match spec:
+                case ModelSpec():
+                    model = self.frozen[role].subject.model
+                    roles[role] = FrozenDecoder(model, model.compiled() if self.recipe.compile else model, self.dtype)
+                case PolicyWithoutAdapter():
+                    assert self.adapters is not None, "the recipe's rules ask for an adapter"
+                    roles[role] = AdapterOff(self.model, policy, self.dtype, self.adapters, TRAINED)
+                case FromColumns(outputs):
+                    roles[role] = StoredOutputs(outputs)
         return roles
 
     def _activation_offload(self) -> activation_offload.ActivationOffload | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
+from functools import partial
 from typing import TextIO
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import DatasetSpec, PreparedData, prepare
+from danlu.data.samples import Samples
 from danlu.data.sources import reported_sources
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import StreamingDataset
@@ -20,7 +22,7 @@ from danlu.errors import DataError
 from danlu.models.hf_folder import resolve_folder
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
-from danlu.stage_protocols import Material
+from danlu.stage_protocols import Material, StoredRows
 from danlu.train.progress import RowProgress
 from danlu.types import Pack
 
@@ -36,22 +38,35 @@ class PackReader:
 
     def read(self, stream: TextIO) -> Material:
         """Of several processes the first tokenises; the others find it in the cache."""
-        recipe, prepared = self.recipe, self._prepared(stream)
-        lines = data_lines(prepared) + self._beyond_positions(prepared)
-        held_out = _held_out(recipe, prepared)
-        sources = reported_sources(recipe.data)
+        prepared = self._prepared(stream)
         if prepared.train is not None:
-            packs = PackedDataset(prepared.train, recipe.data.packing, recipe.data.max_length, recipe.seed)
-            _check_targets(map(packs.at, range(packs.packs_per_epoch)), "data.train", "train on")
-            return Material(
-                packs, packs.packs_per_epoch, held_out, lines, tokenizer=prepared.tokenizer, sources=sources
-            )
-        rows = StreamingDataset(_dataset_spec(recipe))
+            return self._stored(prepared, prepared.train, prepared.eval)
+        rows = StreamingDataset(_dataset_spec(self.recipe))
 
         def late_lines() -> list[str]:
             return row_lines("data, as far as it was read", rows.statistics)
 
+        held_out, lines = _held_out(self.recipe, prepared.eval), self._lines(prepared)
+        sources = reported_sources(self.recipe.data)
         return Material(rows, None, held_out, lines, late_lines, rows.close, prepared.tokenizer, sources)
+
+    def _stored(self, prepared: PreparedData, train: Samples, held_out: Samples | None) -> Material:
+        """The material of rows that were tokenised before training, of these samples of theirs."""
+        recipe = self.recipe
+        packs = PackedDataset(train, recipe.data.packing, recipe.data.max_length, recipe.seed)
+        _check_targets(map(packs.at, range(packs.packs_per_epoch)), "data.train", "train on")
+        return Material(
+            packs,
+            packs.packs_per_epoch,
+            _held_out(recipe, held_out),
+            self._lines(prepared),
+            tokenizer=prepared.tokenizer,
+            sources=reported_sources(recipe.data),
+            stored=StoredRows(train, held_out, partial(self._stored, prepared)),
+        )
+
+    def _lines(self, prepared: PreparedData) -> list[str]:
+        return data_lines(prepared) + self._beyond_positions(prepared)
 
     def amount(self, items: int) -> str:
         """So many packs in words."""
@@ -105,10 +120,10 @@ def written_date(recipe: Recipe) -> str | None:
     return template_date(tokenizer_path(recipe), recipe.model.chat_template, recipe.model.chat_template_date)
 
 
-def _held_out(recipe: Recipe, prepared: PreparedData) -> list[Pack] | None:
-    if prepared.eval is None:
+def _held_out(recipe: Recipe, samples: Samples | None) -> list[Pack] | None:
+    if samples is None:
         return None
-    packs = PackedDataset(prepared.eval, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
+    packs = PackedDataset(samples, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
     held_out = [packs.at(number) for number in range(packs.packs_per_epoch)]
     _check_targets(held_out, "data.eval", "evaluate on")
     return held_out

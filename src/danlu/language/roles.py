@@ -1,4 +1,4 @@
-"""What the models beside the policy say about a micro-batch: frozen decoders, and the policy without its adapter.
+"""What the models beside the policy say about a micro-batch: frozen decoders, the policy without its adapter, columns.
 
 T packed tokens · N trained targets
 """
@@ -57,6 +57,17 @@ class AdapterOff:
         with torch.no_grad(), self.adapters.without(self.name):
             outputs = decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend)
             return outputs.with_head(self.model.head_weight)
+
+
+@dataclass(frozen=True)
+class StoredOutputs:
+    """A `RoleOutputs`: what was computed before training, and is in the batch's columns."""
+
+    outputs: Callable[[Batch], Outputs]
+
+    def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> Outputs:
+        """The outputs over the columns of `batch`."""
+        return self.outputs(batch)
 
 
 def decoder_outputs(
