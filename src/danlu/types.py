@@ -338,8 +338,11 @@ class StepObjective(Protocol):
     def step_items(self, items: Sequence[Pack]) -> Sequence[Pack]:
         """What the pass without gradients looks at, one for each item; for most the items themselves."""
 
-    def prepared(self, items: Sequence[Pack], logprobs: StepLogprobs) -> Sequence[Pack]:
-        """The items of the pass with gradients, one for each: with more facts, or without branches that are done."""
+    def prepared(self, items: Sequence[Pack], logprobs: StepLogprobs, *, training: bool) -> Sequence[Pack]:
+        """The items of the pass with gradients, one for each: with more facts, or without branches that are done.
+
+        logprobs: of the branches of `step_items`. training: whether running statistics take the step in.
+        """
 
 
 @dataclass(frozen=True)

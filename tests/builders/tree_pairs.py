@@ -14,8 +14,9 @@ import torch
 from builders.pair_stage import PAIRS
 from danlu import run
 from danlu.data.batch import empty_like
-from danlu.objectives.preference import DPO
+from danlu.objectives.preference import preference_objective
 from danlu.recipe import Recipe, load
+from danlu.recipe.sections import Sigmoid
 from danlu.stage_protocols import Material, Stage
 from danlu.types import Branch, Pack, Sample
 
@@ -70,7 +71,9 @@ class TreePairReader:
         return items * self.recipe.data.max_length
 
 
-TREE_PAIRS: Stage = replace(PAIRS, reader=TreePairReader, objective=lambda recipe: DPO())
+TREE_PAIRS: Stage = replace(
+    PAIRS, reader=TreePairReader, objective=lambda recipe: preference_objective([Sigmoid()], has_reference=True)
+)
 
 
 def train(files: Sequence[str]) -> list[int]:

@@ -125,7 +125,8 @@ class DecoderLearner:
             for name in viewed[0].samples[0].facts
         }
         reference = sums[1] if has_reference else None
-        return self.objective.prepared(items, StepLogprobs(sums[0], reference, sums[2], facts))
+        logprobs = StepLogprobs(sums[0], reference, sums[2], facts)
+        return self.objective.prepared(items, logprobs, training=step is not None)
 
     def updated(self, step: int) -> None:
         """Nothing here depends on the weights but the models themselves."""

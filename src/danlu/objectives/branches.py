@@ -5,6 +5,7 @@ N targets · M branches · P pairs
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from danlu.types import Batch
@@ -19,12 +20,25 @@ def sum_by_branch(values: Tensor, batch: Batch) -> Tensor:
     return values.new_zeros(len(batch.trees)).index_add(0, batch.branch, values * batch.weights.to(values.dtype))
 
 
+def places_in_branch(batch: Batch) -> tuple[Tensor, Tensor]:
+    """(the place of each target among those of its branch [N] int64, the targets of each branch [M] int64)."""
+    assert batch.branch is not None, "the samples of this stage are trees"
+    counts = torch.zeros(len(batch.trees), dtype=torch.int64, device=batch.branch.device)
+    counts = counts.index_add(0, batch.branch, torch.ones_like(batch.branch))
+    starts = counts.cumsum(0) - counts  # targets are in the order of the branches
+    return torch.arange(len(batch.branch), device=batch.branch.device) - starts[batch.branch], counts
+
+
+def labelled(batch: Batch, label: float) -> Tensor:
+    """The branches [K] int64 of this label, on the host, where facts are: nothing waits for the device."""
+    return (batch.facts["label"] == label).nonzero().squeeze(1)
+
+
 def pairs_of(batch: Batch) -> tuple[Tensor, Tensor]:
     """(chosen, rejected) branches [P] int64 of the micro-batch's pairs, on its device.
 
     The samples of a stage of pairs have one branch of each label, so pair n is the n-th of both.
     """
-    label = batch.facts["label"]  # on the host, so nothing waits for the device
-    chosen, rejected = ((label == value).nonzero().squeeze(1) for value in (CHOSEN, REJECTED))
     device = batch.tokens.device
-    return chosen.to(device, non_blocking=True), rejected.to(device, non_blocking=True)
+    chosen, rejected = (labelled(batch, label).to(device, non_blocking=True) for label in (CHOSEN, REJECTED))
+    return chosen, rejected

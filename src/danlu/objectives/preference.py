@@ -1,57 +1,244 @@
-"""Losses over the log-probabilities of preferred and rejected answers, against those of a reference.
+"""The objective of stage `preference`: a weighted sum of losses over log-probabilities of whole answers.
 
-N targets · M branches · P pairs
+N targets · M branches · P pairs, or answers of one label
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
-import torch.nn.functional as F
+import torch
+from torch import Tensor
 
-from danlu.objectives.branches import CHOSEN, pairs_of, sum_by_branch
-from danlu.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
+from danlu.objectives.branches import CHOSEN, REJECTED, labelled, pairs_of, places_in_branch, sum_by_branch
+from danlu.objectives.preference_losses import (
+    JUDGED_LOSSES,
+    KTO_KL,
+    NLL_WEIGHTS,
+    PAIR_LOSSES,
+    STEP_FACTS,
+    Answers,
+)
+from danlu.objectives.step_preference import StepPreference, sees_whole_step
+from danlu.recipe.sections import JudgedTerm, LogRatioTerm, Orpo, PreferenceTerm, Simpo
+from danlu.types import Batch, Loss, Metric, Outputs, Pack, Role, TokenLogprobs, Totals
+
+
+def preference_objective(terms: Sequence[PreferenceTerm], has_reference: bool) -> Preference | StepPreference:
+    """The objective that is the weighted sum of `terms`, with or without a model in the role of reference."""
+    preference = Preference(tuple(terms), has_reference)
+    return StepPreference(preference) if any(map(sees_whole_step, terms)) else preference
 
 
 @dataclass(frozen=True)
-class DPO:
-    """Direct preference optimization (arXiv:2305.18290, equation 7).
+class Preference:
+    """A weighted sum of terms over pairs of answers, or over answers that were judged alone.
 
-    With margin_p = sum over the tokens of the chosen answer of log pi/pi_ref, less the same of the rejected one:
-    -(1 - s) log sigmoid(beta margin_p) - s log sigmoid(-beta margin_p), a mean over the pairs of the step.
+    Each loss is a mean over the pairs (the answers) of the whole step, each negative log-likelihood one over the tokens
+    of its chosen answers.
     """
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
+    terms: tuple[PreferenceTerm, ...]
+    has_reference: bool  # else the policy is compared with nothing: log-ratios are its log-probabilities
 
     @property
     def needs(self) -> frozenset[str]:
-        """Log-probabilities of policy and reference."""
+        """Log-probabilities, of the policy and of the reference where there is one."""
         return frozenset({"logprobs"})
 
+    @property
+    def paired(self) -> bool:
+        """Whether rows are pairs of answers; else answers that were judged alone."""
+        return not any(isinstance(term, JudgedTerm) for term in self.terms)
+
+    @property
+    def better(self) -> dict[str, Literal["lower", "higher"]]:
+        """The metrics that a run may be judged by beside its loss, and which way each is better."""
+        names = list(_names(self.terms)) if len(self.terms) > 1 else []
+        higher = ["accuracy", "margin"] if self.paired else ["margin"]
+        return {**dict.fromkeys(higher, "higher"), **dict.fromkeys((f"loss/{name}" for name in names), "lower")}
+
+    @property
+    def leading(self) -> PreferenceTerm:
+        """The term whose implicit rewards are reported: the first one that compares answers."""
+        return next((term for term in self.terms if term.kind != "sft"), self.terms[0])
+
     def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
-        """The pairs of a step."""
-        return {"pairs": float(sum(_count(pack, CHOSEN) for pack in items))}
+        """The chosen (desirable) and rejected (undesirable) answers of a step, and the weight of the chosen's tokens.
+
+        Of pairs there are as many as of chosen answers.
+        """
+        chosen = rejected = chosen_tokens = 0.0
+        for sample in (sample for pack in items for sample in pack.samples):
+            for (_, start, stop), label in zip(sample.branches, sample.facts["label"], strict=True):
+                chosen += label == CHOSEN
+                rejected += label == REJECTED
+                if label == CHOSEN:
+                    chosen_tokens += float(sample.weights[start:stop].sum(dtype="float64"))
+        return {"chosen": chosen, "rejected": rejected, "chosen_tokens": chosen_tokens}
 
     def __call__(self, outputs: Mapping[Role, Outputs], batch: Batch, totals: Totals) -> Loss:
-        """The loss of the micro-batch's pairs."""
-        chosen, rejected = pairs_of(batch)
-        ratios = outputs["policy"].logprobs().logprobs - outputs["reference"].logprobs().logprobs  # [N]
-        by_branch = sum_by_branch(ratios, batch)  # [M]
-        margins = by_branch[chosen] - by_branch[rejected]  # [P]
-        losses = -(1 - self.label_smoothing) * F.logsigmoid(self.beta * margins)
-        losses = losses - self.label_smoothing * F.logsigmoid(-self.beta * margins)
-        pairs = float(len(margins))
-        rewards = self.beta * margins.detach()
-        return Loss(
-            losses.sum() * (totals.weight / totals.divisors["pairs"]),
-            {
-                "accuracy": Metric((rewards > 0).float().sum(), pairs),
-                "margin": Metric(rewards.sum(), pairs),
-            },
+        """The loss of the micro-batch's answers."""
+        weighs_pairs = any(map(_weighs_pairs, self.terms))
+        policy = outputs["policy"].logprobs(collision=weighs_pairs)
+        reference = outputs["reference"].logprobs().logprobs if self.has_reference else None
+        tokens = _AnswerTokens(batch, policy, reference)
+        answers = {ld_alpha: tokens.sums(ld_alpha) for ld_alpha in (None, *map(_ld_alpha, self.terms))}
+        divisors = totals.divisors
+        divisor = divisors["chosen"] if self.paired else divisors["chosen"] + divisors["rejected"]
+        losses_of = _pair_losses if self.paired else _judged_losses
+        nll = _mean(-answers[None].chosen, divisors["chosen_tokens"])
+        total, losses = torch.zeros_like(nll), dict[str, Tensor]()
+        for name, term in zip(_names(self.terms), self.terms, strict=True):
+            loss = _mean(losses_of(term, answers[_ld_alpha(term)]), divisor)
+            if term.kind in NLL_WEIGHTS:
+                loss = loss + NLL_WEIGHTS[term.kind](term) * nll
+            losses[name], total = loss.detach(), total + term.weight * loss
+        metrics = _reward_metrics(self.leading, answers[_ld_alpha(self.leading)], divisors, self.paired)
+        plain = answers[None]
+        for name, values in (("chosen", plain.chosen), ("rejected", plain.rejected)):
+            metrics[f"logps/{name}"] = Metric(values.detach().sum(), float(len(values)))
+        if any(term.needs_mismatched for term in self.terms):
+            kl = torch.cat((plain.chosen_facts[KTO_KL], plain.rejected_facts[KTO_KL]))
+            metrics["kl"] = Metric(kl.sum(), float(len(kl)))
+        if len(losses) > 1:  # parts of means over the step, whose shares add up to 1
+            count = len(plain.chosen) + (0 if self.paired else len(plain.rejected))
+            metrics |= {f"loss/{name}": Metric(loss, count / divisor) for name, loss in losses.items()}
+        return Loss(total * totals.weight, metrics)
+
+
+@dataclass(frozen=True)
+class _AnswerTokens:
+    """The log-probabilities of the tokens of a micro-batch's answers."""
+
+    batch: Batch
+    policy: TokenLogprobs  # [N]; with `collision` where pairs are weighed
+    reference: Tensor | None  # [N]
+
+    @cached_property
+    def branches(self) -> tuple[Tensor, Tensor]:
+        """The branches of (chosen, rejected) answers, [P] int64 each."""
+        return pairs_of(self.batch)
+
+    def sums(self, ld_alpha: float | None) -> Answers:
+        """Sums over tokens; `ld_alpha` is the weight of those that one answer of a pair has more than the other."""
+        factors = None if ld_alpha is None else self._length_factors(ld_alpha)
+        of_policy = self._by_answer(self.policy.logprobs, factors)
+        nothing = torch.zeros_like(of_policy[0]), torch.zeros_like(of_policy[1])
+        of_reference = nothing if self.reference is None else self._by_answer(self.reference, factors)
+        on_host = [labelled(self.batch, label) for label in (CHOSEN, REJECTED)]
+        margins = self.batch.facts["margin"][on_host[0]] if "margin" in self.batch.facts else torch.zeros(())
+        return Answers(
+            *of_policy,
+            *of_reference,
+            *self._by_answer(torch.ones_like(self.batch.weights), None),
+            margins.nan_to_num(0.0).to(nothing[0]),
+            self._step_facts(on_host[0]),
+            self._step_facts(on_host[1]),
+            None if self.policy.collision is None else self._pair_likelihood(self.policy.collision),
         )
 
+    def _by_answer(self, values: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum of `values` [N], times `factors` [N], over each (chosen, rejected) answer: [P] float64."""
+        wide = values.double()
+        by_branch = sum_by_branch(wide if factors is None else wide * factors, self.batch)  # [M]
+        return by_branch[self.branches[0]], by_branch[self.branches[1]]
 
-def _count(pack: Pack, label: float) -> int:
-    return sum(int((sample.facts["label"] == label).sum()) for sample in pack.samples)
+    def _length_factors(self, ld_alpha: float) -> Tensor:
+        """1 for the targets that both answers of a pair have by number, `ld_alpha` for the rest of the longer: [N]."""
+        assert self.batch.branch is not None, "the samples of this stage are trees"
+        places, counts = places_in_branch(self.batch)
+        chosen, rejected = self.branches
+        shorter = torch.minimum(counts[chosen], counts[rejected])
+        shared = counts.index_copy(0, chosen, shorter).index_copy(0, rejected, shorter)  # [M]
+        return torch.where(places < shared[self.batch.branch], 1.0, ld_alpha).double()
+
+    def _pair_likelihood(self, collision: Tensor) -> Tensor:
+        """How likely the policy is to write both answers of each pair [P], relative to its own choices at each token.
+
+        The product of both answers' geometric means over tokens of p(token) / sum_v p(v)^2 (WPO, arXiv:2406.11827,
+        equation 2), without gradient.
+        """
+        aligned = self._by_answer(self.policy.logprobs.detach() - collision, None)
+        tokens = self._by_answer(torch.ones_like(self.batch.weights), None)
+        return (aligned[0] / tokens[0] + aligned[1] / tokens[1]).exp()
+
+    def _step_facts(self, branches: Tensor) -> dict[str, Tensor]:
+        """What was found out about the whole step, of these branches [K] on the host: [K] float64 on the device.
+
+        A micro-batch without answers is no part of what was prepared, and has nothing of everything.
+        """
+        device, facts = self.batch.tokens.device, self.batch.facts
+        if not len(branches):
+            return {name: torch.zeros(0, dtype=torch.float64, device=device) for name in STEP_FACTS}
+        return {name: facts[name][branches].to(device, torch.float64) for name in STEP_FACTS if name in facts}
+
+
+def _mean(values: Tensor, divisor: float) -> Tensor:
+    """This micro-batch's part of a mean over the step; 0 where the step has nothing to divide by."""
+    return values.sum() / divisor if divisor else values.sum() * 0.0
+
+
+def _weighs_pairs(term: PreferenceTerm) -> bool:
+    return isinstance(term, LogRatioTerm) and term.wpo
+
+
+def _ld_alpha(term: PreferenceTerm) -> float | None:
+    return term.ld_alpha if isinstance(term, LogRatioTerm) else None
+
+
+def _names(terms: Sequence[PreferenceTerm]) -> Iterator[str]:
+    """The kind of each term, with a number behind it from the second of the same kind on."""
+    kinds = [term.kind for term in terms]
+    for number, kind in enumerate(kinds):
+        earlier = kinds[:number].count(kind)
+        yield f"{kind}-{earlier + 1}" if earlier else kind
+
+
+def _pair_losses(term: PreferenceTerm, answers: Answers) -> Tensor:
+    """[P] float64, without the likelihood that some terms have beside; empty for a term that is nothing else."""
+    if term.kind not in PAIR_LOSSES:
+        return answers.chosen.new_zeros(0)
+    losses = PAIR_LOSSES[term.kind](term, answers)
+    if not _weighs_pairs(term):
+        return losses
+    assert answers.pair_likelihood is not None, "it was asked for with the log-probabilities"
+    return losses * answers.pair_likelihood
+
+
+def _judged_losses(term: PreferenceTerm, answers: Answers) -> Tensor:
+    """[answers] float64, those of desirable answers first; empty for a term that is a likelihood alone."""
+    if not isinstance(term, JudgedTerm):
+        return answers.chosen.new_zeros(0)
+    desirable, undesirable = JUDGED_LOSSES[term.kind](term, answers)
+    return torch.cat((term.desirable * desirable, term.undesirable * undesirable))
+
+
+def _reward_metrics(
+    term: PreferenceTerm, answers: Answers, divisors: Mapping[str, float], paired: bool
+) -> dict[str, Metric]:
+    """What `term` takes for rewards, which is beta times log-probabilities or their ratios, and how far they differ."""
+    values = (answers.chosen, answers.rejected)
+    if isinstance(term, Simpo | Orpo):
+        values = answers.per_token
+    elif term.needs_reference:
+        values = answers.ratios
+    chosen, rejected = (getattr(term, "beta", 1.0) * value.detach() for value in values)
+    metrics = {
+        "rewards/chosen": Metric(chosen.sum(), float(len(chosen))),
+        "rewards/rejected": Metric(rejected.sum(), float(len(rejected))),
+    }
+    if paired:
+        margins = chosen - rejected
+        metrics["accuracy"] = Metric((margins > 0).to(margins).sum(), float(len(margins)))
+        metrics["margin"] = Metric(margins.sum(), float(len(margins)))
+        return metrics
+    # A difference of two means, each over its own answers: parts of it whose shares add up to 1, if there are both.
+    difference = _mean(chosen, divisors["chosen"]) - _mean(rejected, divisors["rejected"])
+    has_both = divisors["chosen"] > 0 and divisors["rejected"] > 0
+    share = (len(chosen) + len(rejected)) / (divisors["chosen"] + divisors["rejected"])
+    metrics["margin"] = Metric(difference, share if has_both else 0.0)
+    return metrics
