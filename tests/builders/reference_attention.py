@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from danlu.models.attend import visible
+from danlu.types import Branch
+
+BOUNDARIES = (0, 5, 6, 23, 40)
+TREES = (
+    Branch(-1, 0, 5), Branch(-1, 5, 6),
+    Branch(-1, 6, 10), Branch(2, 10, 12), Branch(3, 12, 15), Branch(3, 15, 16), Branch(2, 16, 20), Branch(6, 20, 23),
+    Branch(-1, 23, 30), Branch(8, 30, 36), Branch(8, 36, 40),
+)  # fmt: skip
+"""A document, one of a token, a stem of a stem and a chain, a pair."""
+SIBLINGS = (*TREES[:-1], Branch(9, 36, 40))
+"""A mistake: the second answer of the pair sees the first."""
+ROOTS = tuple(Branch(-1, start, stop) for start, stop in itertools.pairwise(BOUNDARIES))
+CHAINS = (*ROOTS[:2], Branch(-1, 6, 10), Branch(2, 10, 11), Branch(3, 11, 23), ROOTS[3])
 
 
 class ReferenceAttention:
     """What PackedAttention computes, by one dense mask over the whole pack: slow and obvious."""
 
-    def __init__(self, boundaries: tuple[int, ...]) -> None:
-        self.boundaries = boundaries
+    def __init__(self, boundaries: tuple[int, ...], trees: tuple[Branch, ...] = ()) -> None:
+        roots = tuple(Branch(-1, start, stop) for start, stop in itertools.pairwise(boundaries))
+        self.trees = trees or roots
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        total = q.shape[0]
-        document = torch.bucketize(torch.arange(total), torch.tensor(self.boundaries[1:]), right=True).to(q.device)
-        mask = visible(total, total, window, q.device) & (document[:, None] == document[None, :])
-        return masked_attention(q, k, v, mask, scale=scale, softcap=softcap)
+        return masked_attention(q, k, v, self.mask(window, q.device), scale=scale, softcap=softcap)
+
+    def mask(self, window: int | None, device: torch.device) -> Tensor:
+        """[T, T] bool: a query sees what is on its path, up to itself and no further back than the window."""
+        total = self.trees[-1].stop
+        mask = torch.zeros(total, total, dtype=torch.bool)
+        for branch in self.trees:
+            path = list(range(branch.start, branch.stop))
+            above = branch.parent
+            while above >= 0:
+                path = [*range(self.trees[above].start, self.trees[above].stop), *path]
+                above = self.trees[above].parent
+            seen = visible(branch.stop - branch.start, len(path), window, torch.device("cpu"))
+            mask[branch.start : branch.stop, path] = seen
+        return mask.to(device)
 
 
 def masked_attention(

@@ -6,13 +6,21 @@ import itertools
 
 import pytest
 import torch
-from builders.reference_attention import ReferenceAttention, masked_attention
+from builders.reference_attention import (
+    BOUNDARIES,
+    CHAINS,
+    ROOTS,
+    SIBLINGS,
+    TREES,
+    ReferenceAttention,
+    masked_attention,
+)
 from torch import Tensor
 
-from danlu.models import attend, attention_kernels
+from danlu.models import attend, attention_kernels, block_attention
 from danlu.models.attend import PackedAttention, visible
-
-BOUNDARIES = (0, 5, 6, 23, 40)
+from danlu.models.segments import documents_of
+from danlu.types import Branch
 
 
 def inputs(kv_heads: int, dtype: torch.dtype = torch.float64, width: int = 8) -> list[Tensor]:
@@ -34,8 +42,8 @@ def test_packed_equals_a_dense_mask(
     short: int, kv_heads: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_kernels, "SHORT_DOCUMENT", short)
-    monkeypatch.setattr(attend, "BLOCK_ROWS", 6)  # several blocks a document
-    monkeypatch.setattr(attend, "ROW_MULTIPLE", 4)  # some of them filled up
+    monkeypatch.setattr(block_attention, "BLOCK_ROWS", 6)  # several blocks a document
+    monkeypatch.setattr(block_attention, "ROW_MULTIPLE", 4)  # some of them filled up
     tensors = inputs(kv_heads)
     want = results(ReferenceAttention(BOUNDARIES), tensors, window, softcap)
     for got, expected in zip(results(PackedAttention(BOUNDARIES), tensors, window, softcap), want, strict=True):
@@ -95,6 +103,61 @@ def test_packed_equals_one_document_at_a_time() -> None:
         torch.testing.assert_close(together[start:end], alone, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("short", [0, 8, 13, 768])  # squared: the most scores of a segment that is done in blocks
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (7, 1.0), (100, None)])
+def test_branches_see_their_ancestors_and_nothing_beside_them(
+    short: int, kv_heads: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_kernels, "SHORT_DOCUMENT", short)
+    monkeypatch.setattr(block_attention, "BLOCK_ROWS", 6)
+    monkeypatch.setattr(block_attention, "ROW_MULTIPLE", 4)
+    monkeypatch.setattr(attend, "BRANCH_ROWS", 3)
+    monkeypatch.setattr(attention_kernels, "DOCUMENT_MULTIPLE", 3)
+    tensors = inputs(kv_heads)
+    want = results(ReferenceAttention(BOUNDARIES, TREES), tensors, window, softcap)
+    for got, expected in zip(results(PackedAttention(BOUNDARIES, TREES), tensors, window, softcap), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
+    for mistake in (SIBLINGS, ()):  # negative controls
+        assert not torch.allclose(results(PackedAttention(BOUNDARIES, mistake), tensors, window, softcap)[0], want[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [700, 1500])  # of the stem: in blocks, and by torch's kernel
+def test_long_branches_are_as_exact_as_the_written_out_form(length: int, dtype: torch.dtype) -> None:
+    trees = (Branch(-1, 0, length), Branch(0, length, length + 40), Branch(0, length + 40, length + 640))
+    generator = torch.Generator().manual_seed(5)
+    exact = [torch.randn(length + 640, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    wanted = results(ReferenceAttention((0, length + 640), trees), [x.requires_grad_() for x in exact], None, None)
+    tensors = [x.detach().to(dtype).requires_grad_() for x in exact]
+    limit = 1e-5 if dtype == torch.float32 else 0.02
+    for got, want in zip(results(PackedAttention((0, length + 640), trees), tensors, None, None), wanted, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - want).norm() / want.norm() < limit
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_documents_beside_a_tree_and_chains_have_the_bits_that_they_have_without(window: int | None) -> None:
+    tensors = inputs(2, torch.float32)
+    plain = results(PackedAttention(BOUNDARIES), tensors, window, None)
+    for same in (ROOTS, CHAINS):
+        for got, want in zip(results(PackedAttention(BOUNDARIES, same), tensors, window, None), plain, strict=True):
+            assert torch.equal(got, want)
+    beside = results(PackedAttention(BOUNDARIES, TREES), tensors, window, None)
+    for got, want in zip(beside, plain, strict=True):
+        assert torch.equal(got[:6], want[:6]) and not torch.equal(got[6:], want[6:])
+    assert torch.equal(beside[0][23:36], plain[0][23:36])  # a stem and its first branch go on as a document does
+
+
+def test_what_is_not_a_number_stays_in_its_branch() -> None:
+    tensors = [x.detach() for x in inputs(2)]
+    for x in tensors:
+        x[30:36] = float("nan")
+    out = PackedAttention(BOUNDARIES, TREES)(0, *tensors, scale=0.3, window=None, softcap=None)
+    assert out[30:36].isnan().all()
+    assert out[:30].isfinite().all() and out[36:].isfinite().all()
+
+
 def test_what_is_not_a_number_stays_in_its_document() -> None:
     tensors = [x.detach() for x in inputs(2)]
     for x in tensors:
@@ -105,25 +168,21 @@ def test_what_is_not_a_number_stays_in_its_document() -> None:
 
 
 def test_long_documents_stand_alone_between_runs_of_short_ones() -> None:
-    assert attend._runs((0, 5, 6, 106, 110, 300, 500), lambda length: length < 50) == [
-        (0, 5, 6),
-        (6, 106),
-        (106, 110),
-        (110, 300),
-        (300, 500),
-    ]
+    documents = documents_of((0, 5, 6, 106, 110, 300, 500), ())
+    runs = attend._runs(documents, lambda segment: segment.path_length < 50)
+    assert [tuple(segment.start for segment in run) for run in runs] == [(0, 5), (6,), (106,), (110,), (300,)]
 
 
 @pytest.mark.parametrize("window", [None, 300, 4096])
 def test_masks_that_are_kept_take_little_memory_whatever_lengths_come(window: int | None) -> None:
-    attend._triangle.cache_clear()
+    block_attention._triangle.cache_clear()
     for length in (7, 290, 300, 512, 777, 4100, 4500):
         x = torch.zeros(length, 1, 2)
         PackedAttention((0, length))(0, x, x, x, scale=1.0, window=window, softcap=3.0)
-    kept = attend._triangle.cache_info()
-    sizes = attend.BLOCK_ROWS // attend.ROW_MULTIPLE
+    kept = block_attention._triangle.cache_info()
+    sizes = block_attention.BLOCK_ROWS // block_attention.ROW_MULTIPLE
     assert 0 < kept.currsize <= 2 * sizes
-    assert kept.maxsize is not None and kept.maxsize * attend.BLOCK_ROWS**2 * 4 <= 16 * 2**20
+    assert kept.maxsize is not None and kept.maxsize * block_attention.BLOCK_ROWS**2 * 4 <= 16 * 2**20
 
 
 def test_visible_counts_the_token_itself_in_the_window() -> None:

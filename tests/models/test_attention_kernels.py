@@ -8,16 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from builders.reference_attention import ReferenceAttention, masked_attention
+from builders.reference_attention import (
+    BOUNDARIES,
+    CHAINS,
+    ROOTS,
+    SIBLINGS,
+    TREES,
+    ReferenceAttention,
+    masked_attention,
+)
 from torch import Tensor
 
 from danlu.models import attend, attention_kernels
 from danlu.models.attend import PackedAttention
 from danlu.models.attention_kernels import EVERY, Flex, Kernels, Varlen, documents_mask, kernels_of
+from danlu.models.segments import documents_of
+from danlu.types import Branch
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:.torch.jit.script_method")
 
-BOUNDARIES = (0, 5, 6, 23, 40)
 Kernel = Callable[..., Tensor]
 
 
@@ -123,14 +132,16 @@ def test_the_installed_kernel_has_a_signature_that_is_known() -> None:
 
 
 def dense_flex(
-    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Kernel, block_mask: Any, scale: float, enable_gqa: bool
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Kernel | None, block_mask: Any, scale: float, enable_gqa: bool
 ) -> Tensor:
     """What flex attention computes, over whole scores, with the blocks of its mask and what the mask says in them."""
     assert enable_gqa == (q.shape[1] != k.shape[1])
     groups, total = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     zero, i, j = torch.tensor(0), torch.arange(total)[:, None], torch.arange(total)[None, :]
-    scores = score_mod(q @ k.transpose(-1, -2) * scale, zero, zero, i, j)
+    scores = q @ k.transpose(-1, -2) * scale
+    if score_mod is not None:
+        scores = score_mod(scores, zero, zero, i, j)
     hidden = ~(block_mask.mask_mod(zero, zero, i, j) & by_blocks(block_mask, total))
     return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
 
@@ -161,17 +172,40 @@ def test_softcaps_go_through_flex_attention(
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
     assert len(calls) == (softcap is not None)
     assert not torch.allclose(results(packed, tensors, 2, 3.0)[0], want[0])  # negative control
-    assert not Flex(flex, EVERY).takes(torch.zeros(1, 1, 8), 2.0)
+    assert not Flex(flex, EVERY).takes(torch.zeros(1, 1, 8))
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (9, 1.0), (100, None)])
+def test_trees_go_through_flex_attention_and_packs_without_them_do_not(
+    kv_heads: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_kernels, "FLEX_BLOCK", 4)
+    versions, tensors = Versions(), inputs(kv_heads)
+    kernels = Kernels(varlen=Varlen(versions.torch_2_13, EVERY), flex=Flex(dense_flex, EVERY))
+    want = results(ReferenceAttention(BOUNDARIES, TREES), tensors, window, softcap)
+    for got, expected in zip(
+        results(PackedAttention(BOUNDARIES, TREES, kernels), tensors, window, softcap), want, strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
+    assert versions.calls == 0
+    assert not torch.allclose(
+        results(PackedAttention(BOUNDARIES, SIBLINGS, kernels), tensors, window, softcap)[0], want[0]
+    )
+    for chains in (ROOTS, CHAINS):  # which are documents
+        results(PackedAttention(BOUNDARIES, chains, kernels), tensors, window, None)
+    assert versions.calls == 2
+
+
+@pytest.mark.parametrize("trees", [(), TREES])
 @pytest.mark.parametrize("window", [None, 3, 100])
-def test_torchs_own_flex_attention_gives_the_same_values(window: int | None) -> None:
+def test_torchs_own_flex_attention_gives_the_same_values(window: int | None, trees: tuple[Branch, ...]) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     tensors = [x.detach().float() for x in inputs(2)]  # it has no backward pass on CPU
-    packed = PackedAttention(BOUNDARIES, kernels=Kernels(flex=Flex(flex_attention, EVERY)))
-    options = {"scale": 0.3, "window": window, "softcap": 2.0}
-    want = ReferenceAttention(BOUNDARIES)(0, *tensors, **options)  # type: ignore[arg-type]
+    packed = PackedAttention(BOUNDARIES, trees, Kernels(flex=Flex(flex_attention, EVERY)))
+    options = {"scale": 0.3, "window": window, "softcap": None if trees else 2.0}
+    want = ReferenceAttention(BOUNDARIES, trees)(0, *tensors, **options)  # type: ignore[arg-type]
     torch.testing.assert_close(packed(0, *tensors, **options), want, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
 
 
@@ -183,7 +217,7 @@ def test_the_blocks_of_a_mask_are_those_that_torch_finds(boundaries: tuple[int, 
     from torch.nn.attention.flex_attention import create_block_mask
 
     cpu, total = torch.device("cpu"), boundaries[-1]
-    mine = documents_mask(boundaries, window, cpu)
+    mine = documents_mask(documents_of(boundaries, ()), window, cpu)
     document = torch.bucketize(torch.arange(total), torch.tensor(boundaries[1:]), right=True)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -196,6 +230,38 @@ def test_the_blocks_of_a_mask_are_those_that_torch_finds(boundaries: tuple[int, 
         assert torch.equal(getattr(mine, counts).flatten(), getattr(theirs, counts).flatten())
     i, j = torch.arange(total)[:, None], torch.arange(total)[None, :]
     assert torch.equal(mine.mask_mod(i, i, i, j), sees(i, i, i, j))
+
+
+def branches(*sizes: tuple[int, int]) -> tuple[Branch, ...]:
+    """Branches of (parent, tokens)."""
+    ends = [0]
+    for _, tokens in sizes:
+        ends.append(ends[-1] + tokens)
+    return tuple(Branch(parent, ends[n], ends[n + 1]) for n, (parent, _) in enumerate(sizes))
+
+
+@pytest.mark.parametrize("window", [None, 1, 130, 300, 2000])
+@pytest.mark.parametrize(
+    "trees",
+    [
+        branches((-1, 300), (0, 128), (0, 500), (-1, 70)),
+        branches((-1, 128), (0, 128), (0, 256), (2, 100), (2, 28)),
+        branches((-1, 5), (-1, 200), (1, 3), (2, 90), (2, 250), (1, 400), (5, 60)),
+    ],
+)
+def test_the_blocks_of_a_trees_mask_are_those_that_torch_finds(trees: tuple[Branch, ...], window: int | None) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    boundaries = (*(branch.start for branch in trees if branch.parent < 0), trees[-1].stop)
+    total, cpu = boundaries[-1], torch.device("cpu")
+    mine = documents_mask(documents_of(boundaries, trees), window, cpu)
+    dense = ReferenceAttention(boundaries, trees).mask(window, cpu)
+    theirs = create_block_mask(lambda b, h, query, key: dense[query, key], None, None, total, total, device="cpu")
+    assert torch.equal(mine.to_dense(), theirs.to_dense())
+    for counts in ("kv_num_blocks", "full_kv_num_blocks"):
+        assert torch.equal(getattr(mine, counts).flatten(), getattr(theirs, counts).flatten())
+    i, j = torch.arange(total)[:, None], torch.arange(total)[None, :]
+    assert torch.equal(mine.mask_mod(i, i, i, j), dense)
 
 
 def test_grouped_heads_are_repeated_where_no_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:

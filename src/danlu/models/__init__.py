@@ -4,6 +4,7 @@ What needs no torch (the plan and the command line read model configs without it
 shapes), `families` (FAMILIES, config.json both ways), `hf_folder` (resolve_folder, read_config), `hf_layout` (names
 on disk), `hf_validation` (check_headers), `presets` (from_scratch).
 What computes: `decoder` (Decoder), `attention`, `mlp` and what they declare (`sublayer`), `modules`, `rope`, `ops`,
-`attend`, `initialize`, `loading` (load), `saving` (save), `lenet`.
+`attend` with `segments`, `block_attention` and `attention_kernels`, `initialize`, `loading` (load), `saving` (save),
+`lenet`.
 This file imports nothing, so that the first group stays light.
 """

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danlu.models.segments import Document
+
 NARROW = (torch.float16, torch.bfloat16)
 EVERY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLASH_WIDTHS = range(8, 257, 8)
@@ -27,8 +29,10 @@ FLEX_BLOCK = 128
 FLEX_WIDTH = 16
 """Heads narrower than this are refused by flex attention."""
 
-# On CPU, documents up to this length are done by `attend._BlockAttention`: the backward pass of torch's flash kernel is
-# slow for short rows (161 tokens, 8 heads of 32, bf16, two threads: 2.8 ms against 1.1 ms; equal near 800 tokens).
+# On CPU, documents up to this length, and branches with no more scores, are done by `block_attention.BlockAttention`:
+# the backward pass of torch's flash kernel is slow for short rows (161 tokens, 8 heads of 32, bf16, two threads: 2.8 ms
+# against 1.1 ms; equal near 800 tokens), and a branch wants a mask of it (64 tokens behind 512, 8 heads of 64, bf16,
+# one thread: 5.6 ms against 3.2 ms; 1024 behind 1024 are equal).
 SHORT_DOCUMENT = 768
 # Documents for torch's kernel are filled up to a multiple of this. Every new shape of product makes oneDNN generate
 # code and keep it, which with documents of any length takes time and memory in every step (a 7M model in bf16, packs of
@@ -78,20 +82,21 @@ class Varlen:
 
 @dataclass(frozen=True)
 class Flex:
-    """Attention with a softcap, by `torch.nn.attention.flex_attention`."""
+    """Attention with a softcap or along the branches of trees, by `torch.nn.attention.flex_attention`."""
 
     attention: Callable[..., Any]
     dtypes: tuple[torch.dtype, ...] = NARROW
 
-    def takes(self, q: Tensor, softcap: float | None) -> bool:
-        return softcap is not None and q.dtype in self.dtypes and q.shape[-1] >= FLEX_WIDTH
+    def takes(self, q: Tensor) -> bool:
+        return q.dtype in self.dtypes and q.shape[-1] >= FLEX_WIDTH
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scale: float, softcap: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scale: float, softcap: float | None) -> Tensor:
         """q [T, H, C], k and v [T, K, C]; mask: of `documents_mask` -> [T, H, C]."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, T, C]
         out: Tensor = self.attention(
             q, k, v,
-            score_mod=_softcap(softcap), block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+            score_mod=None if softcap is None else _softcap(softcap),
+            block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         return out.squeeze(0).transpose(0, 1)
 
@@ -160,34 +165,39 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def documents_mask(boundaries: Sequence[int], window: int | None, device: torch.device) -> Any:
-    """The `BlockMask` of causal attention inside each document of a pack, with a window or without.
+def documents_mask(documents: Sequence[Document], window: int | None, device: torch.device) -> Any:
+    """The `BlockMask` of causal attention inside each document, along its branches, with a window or without.
 
-    What a query sees begins at its document or its window, and neither ever moves back, so the blocks of keys that a
-    block of queries sees follow from its first and last query. torch's own way compares all tokens with all.
+    Branches are in pre-order, so a token is seen by those from itself to the end of its subtree, with a window by those
+    whose position is less than `window` ahead. Which blocks are looked at follows from the segments; torch's own way
+    compares all tokens with all.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    total = boundaries[-1]
-    lengths = torch.tensor([end - start for start, end in itertools.pairwise(boundaries)])
-    first = torch.repeat_interleave(torch.tensor(boundaries[:-1]), lengths)  # [T] of the keys that a query sees
-    if window is not None:
-        first = torch.maximum(first, torch.arange(total) - (window - 1))
+    total = documents[-1][-1].stop
+    until, positions = torch.empty(2, total, dtype=torch.int64)  # [T] end of the subtree; place on the path
     blocks = -(-total // FLEX_BLOCK)
-    rows = torch.arange(blocks)
-    lowest = first[rows * FLEX_BLOCK] // FLEX_BLOCK  # [blocks] of those that any query of a block sees
-    last = (rows * FLEX_BLOCK + FLEX_BLOCK - 1).clamp(max=total - 1)
-    whole = (-(-first[last] // FLEX_BLOCK)).minimum(rows).maximum(lowest)  # the first that all of them see entirely
-    columns = rows.expand(blocks, blocks)
-    filled = (rows + 1) * FLEX_BLOCK <= total  # as torch has it, a block that the end cuts sees none entirely
-    full = (columns >= whole[:, None]) & (columns < rows[:, None]) & filled[:, None]
-    partial = (columns >= lowest[:, None]) & (columns <= rows[:, None]) & ~full
-    seen_from = copy_to(first, device)
+    seen = torch.zeros(blocks, blocks, dtype=torch.bool)  # [queries, keys] some query of a block sees some key of one
+    complete = torch.zeros(blocks, blocks, dtype=torch.int64)  # queries of a block that see all keys of one
+    for segment in itertools.chain.from_iterable(documents):
+        for start, stop in segment.path:
+            until[start:stop] = segment.stop  # the last descendant to say so ends the subtree
+        positions[segment.start : segment.stop] = segment.before + torch.arange(segment.stop - segment.start)
+        for row in range(segment.start // FLEX_BLOCK, -(-segment.stop // FLEX_BLOCK)):
+            queries = max(segment.start, row * FLEX_BLOCK), min(segment.stop, (row + 1) * FLEX_BLOCK)
+            for start, stop in segment.keys_of_any(*queries, window):
+                seen[row, start // FLEX_BLOCK : -(-stop // FLEX_BLOCK)] = True
+            for start, stop in segment.keys_of_all(*queries, window):
+                complete[row, -(-start // FLEX_BLOCK) : stop // FLEX_BLOCK] += queries[1] - queries[0]
+    full = complete == FLEX_BLOCK  # as torch has it, a block of queries that the end cuts sees none entirely
+    seen_until, place = copy_to(until, device), copy_to(positions, device)
+    passed = None if window is None else place + window  # [T] the position from which on a key is not seen
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= seen_from[query])
+        below = (key <= query) & (query < seen_until[key])
+        return below if passed is None else below & (place[query] < passed[key])
 
-    counts, indices = (copy_to(column, device) for column in _ordered(partial))
+    counts, indices = (copy_to(column, device) for column in _ordered(seen & ~full))
     full_counts, full_indices = (copy_to(column, device) for column in _ordered(full))
     return BlockMask.from_kv_blocks(
         counts, indices, full_counts, full_indices, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(total, total)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.models.attend import PackedAttention, attention_scores, visible
+from danlu.models.attend import PackedAttention, visible
+from danlu.models.block_attention import attention_scores
 
 # Buffers grow to a multiple of this many tokens, and by at least half: copying stays a small, constant share of the
 # work however long the text gets.

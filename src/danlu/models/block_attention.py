@@ -1,0 +1,222 @@
+"""Attention in blocks of query rows, by matrix products: of what is short, and of windows and softcaps of any length.
+
+T packed tokens · H query heads · K key/value heads · G = H / K queries a key/value head serves · C head width
+B rows of a query block, filled up · L keys such a block sees
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from danlu.models.segments import Range, Segment
+
+BLOCK_ROWS = 256
+# Blocks of query rows are filled up to a multiple of this: see `attention_kernels.DOCUMENT_MULTIPLE`.
+ROW_MULTIPLE = 32
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    segments: tuple[Segment, ...]  # in k and v; their queries are those of q, in order
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def first_query(self) -> int:
+        """Where the first row of q stands in k and v."""
+        return self.segments[0].start
+
+    @cached_property
+    def blocks(self) -> tuple[_Block, ...]:
+        """All blocks of query rows, in order."""
+        blocks: list[_Block] = []
+        for segment in self.segments:
+            window = None if self.window is None or self.window >= segment.path_length else self.window
+            for start in range(segment.start, segment.stop, BLOCK_ROWS):
+                stop = min(start + BLOCK_ROWS, segment.stop)
+                rows = slice(start - self.first_query, stop - self.first_query)
+                blocks.append(_Block(rows, segment.keys_of_any(start, stop, window), segment.before > 0, window))
+        return tuple(blocks)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Query rows of one segment and the ranges of keys they see, of which the last ends at the last row.
+
+    Rows are filled up with zeros at the end to B = `rows`, and keys by as many. The keys of a branch are filled up
+    before the first one too: a stem may have any length, and every new shape of product costs time and memory
+    (see `attention_kernels.DOCUMENT_MULTIPLE`).
+    """
+
+    real: slice  # of q
+    ranges: tuple[Range, ...]  # of k and v
+    is_branch: bool
+    window: int | None
+
+    @cached_property
+    def rows(self) -> int:
+        return -(-self._count // ROW_MULTIPLE) * ROW_MULTIPLE
+
+    @cached_property
+    def filled_before(self) -> int:
+        """Keys before the first one, which no query sees."""
+        return -self._end % ROW_MULTIPLE if self.is_branch else 0
+
+    @cached_property
+    def _count(self) -> int:
+        return int(self.real.stop - self.real.start)
+
+    @cached_property
+    def _end(self) -> int:
+        """Keys, with what the rows are filled up by."""
+        return sum(stop - start for start, stop in self.ranges) + self.rows - self._count
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[B, ...]: rows of x [queries, ...], then zeros."""
+        return _filled(x, [(self.real.start, self.real.stop)], 0, self.rows)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[L, ...]: rows of x [T, ...] and zeros: what stands there belongs to another document, and may be NaN."""
+        return _filled(x, self.ranges, self.filled_before, self.filled_before + self._end)
+
+    def add_to(self, total: Tensor, of_keys: Tensor) -> None:
+        """Adds values of this block's keys, [K, L, C], to those of all, [K, T, C]; what fills up is left out."""
+        place = self.filled_before
+        for start, stop in self.ranges:
+            total[:, start:stop] += of_keys[:, place : place + stop - start]
+            place += stop - start
+
+    def hide(self, scores: Tensor) -> None:
+        """Makes the scores [.., B, L] of what queries do not see -inf."""
+        if self.filled_before:
+            scores[..., : self.filled_before] = float("-inf")
+        _hide(scores[..., self.filled_before :], self.window)
+
+
+def _filled(x: Tensor, ranges: Sequence[Range], before: int, size: int) -> Tensor:
+    """[size, ...]: `before` zeros, the rows of x [.., ...] in `ranges`, and zeros again."""
+    start, stop = ranges[0]
+    if len(ranges) == 1 and size == stop - start:
+        return x[start:stop]
+    filled = x.new_zeros(size, *x.shape[1:])
+    place = before
+    for start, stop in ranges:
+        filled[place : place + stop - start] = x[start:stop]
+        place += stop - start
+    return filled
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention as matrix products over blocks of query rows, each against only the keys it can see.
+
+    Rows that fill a block up see everything and are thrown away; as keys they are hidden from every real row, since
+    they come after it. Scores, softcap and softmax are in float32: where scores are large, bfloat16 goes in steps of an
+    eighth. Probabilities are kept for the backward pass, in the dtype of q: two bytes a score in bfloat16, the same
+    that one written-out attention would keep, less the blocks above the diagonal or outside the window.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: BlockSettings) -> Tensor:
+        kv_heads = k.shape[1]
+        groups = q.shape[1] // kv_heads
+        grouped = q.unflatten(1, (kv_heads, groups))  # [T, K, G, C]
+        out = torch.empty_like(q)
+        kept: list[Tensor] = []
+        for block in settings.blocks:
+            queries = _by_head(block.queries(grouped))  # [K, G*B, C]
+            keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C]
+            scores = attention_scores(queries, keys, settings.scale)  # [K, G*B, L]
+            if settings.softcap is not None:
+                scores.div_(settings.softcap).tanh_()
+                # d/ds of cap * tanh(s / cap) is 1 - tanh^2: all that the backward pass needs of the cap.
+                kept.append(scores.square().neg_().add_(1).to(q.dtype))
+                scores.mul_(settings.softcap)
+            block.hide(scores.view(kv_heads, groups, block.rows, -1))
+            probabilities = torch.softmax(scores, dim=-1).to(q.dtype)
+            kept.append(probabilities)
+            out[block.real] = _by_token(torch.bmm(probabilities, values), block)
+        ctx.settings = settings
+        ctx.save_for_backward(q, k, v, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        q, k, v, *saved = ctx.saved_tensors
+        settings: BlockSettings = ctx.settings
+        kv_heads = k.shape[1]
+        groups = q.shape[1] // kv_heads
+        grouped, grad_grouped = (x.unflatten(1, (kv_heads, groups)) for x in (q, grad))  # [T, K, G, C]
+        wide = torch.promote_types(q.dtype, torch.float32)  # blocks are summed in float32
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = (x.new_zeros(kv_heads, *x.shape[::2], dtype=wide) for x in (k, v))  # [K, T, C]
+        kept = iter(saved)
+        for block in settings.blocks:
+            slope = next(kept) if settings.softcap is not None else None
+            probabilities = next(kept)  # [K, G*B, L]
+            keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C]
+            grad_out = _by_head(block.queries(grad_grouped))  # [K, G*B, C]
+            # Blocks share keys, so grad_k and grad_v are sums over blocks.
+            block.add_to(grad_v, torch.bmm(probabilities.transpose(1, 2), grad_out))
+            grad_probabilities = torch.bmm(grad_out, values.transpose(1, 2))
+            # p * (dp - sum(p * dp)), fused.
+            grad_scores = torch.ops.aten._softmax_backward_data(
+                grad_probabilities, probabilities, -1, probabilities.dtype
+            )
+            if slope is not None:
+                grad_scores.mul_(slope)
+            grad_q[block.real] = _by_token(torch.bmm(grad_scores, keys), block)
+            queries = _by_head(block.queries(grouped))
+            block.add_to(grad_k, torch.bmm(grad_scores.transpose(1, 2), queries))
+        # scores = scale q.k: the scale is taken out of both sums and multiplied once.
+        grad_k.mul_(settings.scale)
+        return grad_q.mul_(settings.scale), grad_k.transpose(0, 1).to(k.dtype), grad_v.transpose(0, 1).to(v.dtype), None
+
+
+def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """queries [K, R, C] times keys [K, L, C] and scale -> [K, R, L], float32 or wider."""
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    if queries.dtype == wide or queries.device.type == "cpu":  # which has no product of narrow types with wide results
+        return torch.bmm(queries.to(wide) * scale, keys.to(wide).transpose(1, 2))
+    return torch.bmm(queries, keys.transpose(1, 2), out_dtype=wide).mul_(scale)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[B, K, G, C] -> [K, G*B, C]: the queries that share a key/value head become rows of one product."""
+    rows, kv_heads, groups, width = x.shape
+    return x.permute(1, 2, 0, 3).reshape(kv_heads, groups * rows, width)
+
+
+def _by_token(x: Tensor, block: _Block) -> Tensor:
+    """[K, G*B, C] -> [rows, H, C], the way back, without the rows that only fill the block."""
+    kv_heads, _, width = x.shape
+    real = x.view(kv_heads, -1, block.rows, width)[:, :, : block.real.stop - block.real.start]
+    return real.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _hide(scores: Tensor, window: int | None) -> None:
+    """Makes the scores [.., B, L] of what queries do not see -inf; the last query stands at the last key.
+
+    Only the last B keys can come after a query, and only the first L - window, of which there are fewer than B, can lie
+    before its window.
+    """
+    rows, keys = scores.shape[-2:]
+    scores[..., -rows:] += _triangle(rows, True, scores.dtype, scores.device)
+    if window is not None and keys > window:
+        passed = keys - window
+        scores[..., :passed] += _triangle(rows, False, scores.dtype, scores.device)[:, -passed:]
+
+
+# A block has one of BLOCK_ROWS / ROW_MULTIPLE sizes, so this is at most 3.2 MiB for a type and a device.
+@lru_cache(maxsize=64)
+def _triangle(rows: int, above: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[B, B]: -inf above the diagonal, or on it and below; else 0."""
+    hidden = torch.ones(rows, rows, dtype=torch.bool, device=device)
+    hidden = hidden.triu_(1) if above else hidden.tril_()
+    return torch.zeros(rows, rows, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
