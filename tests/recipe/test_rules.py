@@ -178,6 +178,29 @@ BROKEN = [
     ({"data": "row.json"}, "data.train.0.path: no file or folder 'row.json' in '{here}'. Did you mean 'rows.json'?"),
     ({"model": "no/such/model"}, "model.path: no file or folder 'no/such/model': there is no folder '{here}/no/such'"),
     ({"model": "{config: c.json, tokenizer: t}"}, "model.config: no file or folder 'c.json'"),
+    ({"objective": "sigmoid"}, "objective: not read with stage sft: an objective of stage preference. Set stage, or"),
+    (
+        {"stage": "reward", "objective": "sigmoid"},
+        "objective.0.kind: sigmoid is an objective of stage preference, not of stage reward",
+    ),
+    (
+        {"stage": "dpo", "objective": "[sigmoid, bradley-terry]"},
+        "objective.1.kind: bradley-terry is an objective of stage reward, not of stage preference",
+    ),
+    ({"stage": "dpo", "objective": "[]"}, "objective: empty: give at least one kind"),
+    (
+        {"stage": "reward", "objective": "[bradley-terry, stepwise]"},
+        "objective: 2 terms: only stage preference adds up several. Give one",
+    ),
+    (
+        {"stage": "dpo", "objective": "[sft, sigmoid, kto]"},
+        "objective.2.kind: kto takes answers judged one by one, sigmoid pairs of answers: a run has rows of one kind",
+    ),
+    ({"stage": "dpo", "objective": "{weight: 0}"}, "objective: every weight is 0: nothing would be learnt"),
+    (
+        {"stage": "dpo", "objective": "{kind: bco, shift: running-mean, ld_alpha: 0.5}"},
+        "objective.0.ld_alpha: the running mean of rewards is one of whole answers. Use shift: none",
+    ),
 ]
 
 
@@ -207,6 +230,9 @@ SOUND = [
     {"evaluation": "{every: 10, samples: hi}"},
     {"watch": "rewind", "checkpoint": "5", "steps": "10"},
     {"model": "{preset: tiny, tokenizer: t}"},
+    {"stage": "dpo", "objective": "[{kind: sigmoid}, {kind: sft, weight: 0.2}, {kind: hinge, weight: 0}]"},
+    {"stage": "kto", "objective": "[kto, {kind: sft, weight: 0.1}, apo-zero-unpaired]"},
+    {"stage": "dpo", "objective": "{kind: bco, ld_alpha: 0.5}"},
 ]
 
 

@@ -80,9 +80,11 @@ _NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def closest_match(name: object, candidates: list[str]) -> str | None:
-    """The candidate most like a misspelt name; None if none is like it at all."""
-    matches = get_close_matches(str(name).lower(), candidates, n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    """The candidate most like a misspelt name, or the longest that it begins with; None if none is like it at all."""
+    lower = str(name).lower()
+    matches = get_close_matches(lower, candidates, n=1, cutoff=0.6)
+    beginnings = [candidate for candidate in candidates if len(candidate) > 2 and lower.startswith(candidate)]
+    return matches[0] if matches else max(beginnings, key=len, default=None)
 
 
 def did_you_mean(name: str, candidates: list[str] | dict[str, str]) -> str:

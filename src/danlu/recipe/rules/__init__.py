@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from danlu.recipe.rules import data, model, paths, placement, reference, training
+from danlu.recipe.rules import data, model, objective, paths, placement, reference, training
 from danlu.recipe.rules.model import language_stage
 from danlu.recipe.rules.paths import is_local, missing_files
 from danlu.recipe.sections import AdamW8bit, Recipe
@@ -35,6 +35,9 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     training.optimizer_is_consistent,
     model.adapter_has_base_model,
     model.quantization_has_adapter,
+    objective.objective_fits_stage,
+    objective.preference_terms_go_together,
+    objective.term_reads_its_keys,
     reference.reference_is_consistent,
     placement.layout_is_supported,
     placement.memory_is_consistent,

@@ -3,11 +3,13 @@
 Names and defaults are TRL's (without its `_pair`), or the paper's. In the docstrings, the ratio of an answer is its
 log-probability under the policy less that under the reference, each the sum over the answer's tokens, and delta is
 what the chosen answer's score has over the rejected one's; with the divergence reverse-kl scores are ratios. Losses
-are means over the pairs (or the answers) of a step.
+are means over the pairs (or the answers) of a step. A loss whose formula has a margin takes it from the row, where it
+has one; it is 0 elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -30,8 +32,6 @@ class PreferenceTerm(VariantSection):
     """With `reference: none` it takes the log-probabilities themselves for the ratios."""
     needs_mismatched: ClassVar[bool] = False
     """Each row has a branch more: the next row's answer behind this row's prompt."""
-    takes_margins: ClassVar[bool] = False
-    """Where a row has a margin, the loss asks for a delta (times beta) that is larger by it."""
 
     weight: NonNegative = 1.0
     """What the term is multiplied by in the sum."""
@@ -95,7 +95,6 @@ class Sigmoid(DeltaTerm):
     are ODPO's (arXiv:2402.10571)."""
 
     kind: Literal["sigmoid"] = "sigmoid"
-    takes_margins = True
 
     label_smoothing: FlipRate = 0.0
     """Share of labels that are taken to be flipped (cDPO)."""
@@ -106,7 +105,6 @@ class Robust(DeltaTerm):
     flipped."""
 
     kind: Literal["robust"] = "robust"
-    takes_margins = True
 
     label_smoothing: FlipRate = 0.1
     """Share of labels that are flipped."""
@@ -116,7 +114,6 @@ class Hinge(DeltaTerm):
     """The hinge loss of SLiC (arXiv:2305.10425) and RSO: max(0, 1 + margin - beta delta)."""
 
     kind: Literal["hinge"] = "hinge"
-    takes_margins = True
 
 
 class Ipo(DeltaTerm):
@@ -150,7 +147,6 @@ class SigmoidNorm(DeltaTerm):
     """Length-normalised DPO (Tulu 3, arXiv:2411.15124): sigmoid over scores per token of the answer."""
 
     kind: Literal["sigmoid-norm"] = "sigmoid-norm"
-    takes_margins = True
 
 
 class Nca(LogRatioTerm):
@@ -222,7 +218,6 @@ class Simpo(PreferenceTerm):
 
     kind: Literal["simpo"] = "simpo"
     needs_reference = False
-    takes_margins = True
 
     beta: Positive = 2.0
     """What log-probabilities per token are multiplied by."""
@@ -238,7 +233,6 @@ class Cpo(PreferenceTerm):
 
     kind: Literal["cpo"] = "cpo"
     needs_reference = False
-    takes_margins = True
 
     beta: Positive = 0.1
     """What log-probabilities are multiplied by."""
@@ -319,6 +313,6 @@ PreferenceObjective = (
 )
 
 
-def terms_of(objective: list[Section] | None) -> list[PreferenceTerm]:
+def terms_of(objective: Sequence[Section] | None) -> list[PreferenceTerm]:
     """The terms of stage `preference` in a recipe's `objective`; empty for other stages."""
     return [term for term in objective or () if isinstance(term, PreferenceTerm)]
