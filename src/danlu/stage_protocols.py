@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +144,13 @@ class ModelBuilder(Protocol):
     def unplaced(self, checkpoint: Path) -> PlacedModel: ...  # on the CPU, to load a checkpoint into and write it
 
 
+class Mixing(NamedTuple):
+    """A model's weights become share x policy + (1 - share) x its own, every so many steps."""
+
+    every: int
+    share: float
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A frozen model beside the policy: where its weights are from, and how they are stored."""
@@ -151,8 +158,8 @@ class ModelSpec:
     key: str  # of the section of the recipe that asks for it, for messages: "reference", "teacher.0"
     section: Model
     quantization: QuantizationSection | None = None  # of its linear layers; None: in the type of activations
-    moves: bool = False
-    """Whether its weights follow the policy's: they are kept in float32 then, and have a place in checkpoints."""
+    mixing: Mixing | None = None
+    """How its weights follow the policy's: they are kept in float32 then, and have a place in checkpoints."""
 
 
 @dataclass(frozen=True)

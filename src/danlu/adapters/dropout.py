@@ -8,7 +8,8 @@ T tokens · F features
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import torch
@@ -40,6 +41,15 @@ class DropoutState:
     def end(self) -> None:
         """Switches dropout off, for evaluation and generation."""
         self._key = self._token_keys = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within it dropout is switched off, in the middle of a micro-batch."""
+        key, self._key = self._key, None
+        try:
+            yield
+        finally:
+            self._key = key
 
     @property
     def active(self) -> bool:

@@ -89,6 +89,11 @@ class Tokenizer:
         self._normalizes = self.fast.normalizer is not None
 
     @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token with its id."""
+        return self._vocabulary
+
+    @property
     def offsets_in_bytes(self) -> bool:
         """Whether places of tokens are counted in UTF-8 bytes; else in characters."""
         return self._byte_lengths is not None

@@ -217,7 +217,7 @@ class ClassifierOutputs:
 
     def divergence(
         self,
-        teacher: Outputs,
+        teacher: Outputs | TopTokens,
         *,
         kind: DivergenceKind,
         beta: float = 0.5,

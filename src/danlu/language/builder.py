@@ -18,29 +18,31 @@ from danlu.errors import CheckpointError, RecipeError
 from danlu.language.columns import AskedModel, add_columns
 from danlu.language.frozen_models import check_frozen_model, frozen_config, place_frozen
 from danlu.language.learner import objective_parameters, objective_tensors
+from danlu.language.moving import MovingWeights, moving_weights, with_moving
 from danlu.language.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.language.placed import PlacedDecoder
 from danlu.language.reader import tokenizer_of
-from danlu.language.roles import FrozenDecoder
+from danlu.language.roles import FrozenDecoder, forward_of
 from danlu.language.samples import sample_prompts
 from danlu.memory_estimate import check_size
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
 from danlu.models.hf_validation import check_headers
+from danlu.models.loading import build
 from danlu.models.presets import from_scratch
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import problems
 from danlu.parallel.local_parameter import replicated_parameter
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
-from danlu.placing import Placed, check_placing, place, subject_of
+from danlu.placing import Placed, Subject, check_placing, place, subject_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.stage_protocols import ColumnSpec, Material, ModelSpec, Stage
 from danlu.train.checkpoints.loading import read_group, read_state
 from danlu.train.run_folder import Start
-from danlu.types import Objective, Pack
+from danlu.types import Objective, Pack, Role
 
 
 class DecoderBuilder:
@@ -54,9 +56,10 @@ class DecoderBuilder:
         recipe = self.recipe
         decoder_objectives(recipe, self.stage)
         check_adapters(recipe.model, recipe.adapter)
-        for spec in self.stage.models(recipe).values():
+        asked = [*self.stage.models(recipe).values(), *(column.model for column in self.stage.columns(recipe))]
+        for spec in asked:
             if isinstance(spec, ModelSpec):
-                check_frozen_model(spec)
+                check_frozen_model(spec, recipe)
         if start is not None:
             self._check_base(start.path)
         if recipe.model.path is not None:
@@ -97,7 +100,7 @@ class DecoderBuilder:
             subject = subject_of(recipe, config, device, encode=self._encode, ranks=ranks)
             placed = place(subject, recipe, ranks, device)
         model, adapters = placed.subject.model, placed.subject.adapters
-        outputs = FrozenDecoder(model, model.compiled() if recipe.compile else model, DTYPES[recipe.precision])
+        outputs = FrozenDecoder(model, forward_of(model, compiled=recipe.compile), DTYPES[recipe.precision])
         return AskedModel(outputs, () if adapters is None else adapters.virtual_token_ids)
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
@@ -125,8 +128,13 @@ class DecoderBuilder:
         device = torch.device("cpu")
         saved = None if self.recipe.adapter is None else read_group(checkpoint, "model")
         subject = subject_of(self.recipe, self._config(None), device, saved=saved, resumed=True, encode=self._encode)
-        objectives = decoder_objectives(self.recipe, self.stage)
-        return PlacedDecoder(self.recipe, Placed(subject, StepParallel()), device, *objectives)
+        placed, objectives = Placed(subject, StepParallel()), decoder_objectives(self.recipe, self.stage)
+        moving = {
+            role: moving_weights(placed, Placed(Subject(build(subject.model.config)), StepParallel()), spec.mixing)
+            for role, spec in self.stage.models(self.recipe).items()
+            if isinstance(spec, ModelSpec) and spec.mixing is not None
+        }
+        return PlacedDecoder(self.recipe, placed, device, *objectives, moving=moving)
 
     def _encode(self, text: str) -> list[int]:
         return ChatTokenizer(tokenizer_of(self.recipe)).encode_prompt(text)
@@ -181,13 +189,17 @@ def placed_decoder(
         if isinstance(module, nn.Module):
             module.to(device)
     beside = stage.models(recipe)
-    frozen = {
-        role: place_frozen(recipe, spec, config.vocab_size, placed.parallel.ranks, device)
-        for role, spec in beside.items()
-        if isinstance(spec, ModelSpec)
-    }
+    frozen, moving = dict[Role, Placed](), dict[Role, MovingWeights]()
+    for role, spec in beside.items():
+        if isinstance(spec, ModelSpec):
+            frozen[role] = place_frozen(recipe, spec, config.vocab_size, placed.parallel.ranks, device)
+            if spec.mixing is not None:
+                moving[role] = moving_weights(placed, frozen[role], spec.mixing)
     parallel = _with_objective(placed.parallel, objective, recipe)
-    return PlacedDecoder(recipe, replace(placed, parallel=parallel), device, objective, evaluation, beside, frozen)
+    if moving:
+        parallel = with_moving(parallel, moving)
+    placed = replace(placed, parallel=parallel)
+    return PlacedDecoder(recipe, placed, device, objective, evaluation, beside, frozen, moving)
 
 
 def decoder_objectives(recipe: Recipe, stage: Stage) -> tuple[Objective, Objective]:

@@ -5,7 +5,7 @@ None of them has float32 copies of its matrices, gradients, or a place in checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -15,27 +15,55 @@ from danlu.assembly.adapter_training import merged_model
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import Adapted, check_frozen, load_frozen
 from danlu.assembly.recipe_adapters import open_named
+from danlu.data.tokenizer import load_tokenizer
+from danlu.errors import RecipeError
+from danlu.language.reader import tokenizer_of
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import read_config, resolve_folder
+from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
 from danlu.parallel.ranks import Ranks
-from danlu.placing import LayerPlacer, Placed, Subject, layer_by_layer, place
+from danlu.placing import LayerPlacer, Placed, Subject, layer_by_layer, place, subject_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, Recompute
 from danlu.stage_protocols import ModelSpec
+from danlu.tokenizer_files import VOCABULARY_FILES
 
 
-def check_frozen_model(spec: ModelSpec) -> None:
-    """Raises ModelError for what can be wrong with a frozen model without reading weights."""
-    if spec.section.path is None:
+def check_frozen_model(spec: ModelSpec, recipe: Recipe) -> None:
+    """Raises a DanluError for what can be wrong with a frozen model, its vocabulary too, without reading weights."""
+    path = spec.section.path
+    if path is None:
         return
-    check_frozen(resolve_folder(spec.section.path), spec.quantization)
+    folder = resolve_folder(path)
+    check_frozen(folder, spec.quantization)
     if spec.section.adapters:
-        open_named(spec.section.adapters, find_base(spec.section.path))
+        open_named(spec.section.adapters, find_base(path))
+    if path != recipe.model.path:
+        policy_tokenizer = tokenizer_of(recipe)
+        check_vocabulary(read_config(folder), policy_tokenizer.vocab_size)
+        if any((folder / name).is_file() for name in VOCABULARY_FILES):
+            _check_same_vocabulary(spec.key, path, load_tokenizer(path).vocabulary, policy_tokenizer.vocabulary)
+
+
+def _check_same_vocabulary(key: str, path: str, vocabulary: Mapping[str, int], policys: Mapping[str, int]) -> None:
+    """Raises RecipeError if two tokenizers give another id to any token."""
+    tokens, policy_tokens = ({token_id: token for token, token_id in ids.items()} for ids in (vocabulary, policys))
+    what_for = "What two models say of tokens is comparable only where these are the same"
+    for token_id in sorted(tokens.keys() & policy_tokens.keys()):
+        if tokens[token_id] != policy_tokens[token_id]:
+            raise RecipeError(
+                f"{key}.model: {path} has another vocabulary: its token {token_id} is {tokens[token_id]!r}, the "
+                f"policy's is {policy_tokens[token_id]!r}. {what_for}"
+            )
+    if tokens.keys() != policy_tokens.keys():
+        raise RecipeError(
+            f"{key}.model: {path} has another vocabulary, of {len(tokens):,} tokens; the policy's has "
+            f"{len(policy_tokens):,}. {what_for}"
+        )
 
 
 def place_frozen(recipe: Recipe, spec: ModelSpec, vocab_size: int, ranks: Ranks, device: torch.device) -> Placed:
@@ -43,14 +71,20 @@ def place_frozen(recipe: Recipe, spec: ModelSpec, vocab_size: int, ranks: Ranks,
 
     Matrices are in the type of activations, in which they multiply to the same bits as in float32, or quantized as
     `spec` says. Adapters of its section are stacked on a model of a recipe that trains one, or that is quantized; else
-    they are merged, as those of the policy are.
+    they are merged, as those of the policy are. A model that moves is the policy once more, in float32.
 
     vocab_size: of the tokenizer, for a model from scratch.
     """
     alike = _as_if_it_were_the_policy(recipe, spec)
-    subject = _frozen_subject(alike, merges=recipe.adapter is None, vocab_size=vocab_size, ranks=ranks, device=device)
+    if spec.mixing is not None:
+        subject = subject_of(alike, frozen_config(spec.section, vocab_size), device, ranks=ranks)
+    else:
+        stacks = recipe.adapter is not None
+        subject = _frozen_subject(alike, stacks=stacks, vocab_size=vocab_size, ranks=ranks, device=device)
     placed = place(subject, alike, ranks, device)
     placed.subject.model.requires_grad_(False)
+    for parameter in placed.parallel.local_parameters.values():
+        parameter.local.requires_grad_(False)
     return placed
 
 
@@ -68,13 +102,13 @@ def _as_if_it_were_the_policy(recipe: Recipe, spec: ModelSpec) -> Recipe:
     )
 
 
-def _frozen_subject(recipe: Recipe, *, merges: bool, vocab_size: int, ranks: Ranks, device: torch.device) -> Subject:
+def _frozen_subject(recipe: Recipe, *, stacks: bool, vocab_size: int, ranks: Ranks, device: torch.device) -> Subject:
     section, dtype = recipe.model, DTYPES[recipe.precision]
     if section.path is None:
         model = build(frozen_config(section, vocab_size), device=device)
         initialize(model, recipe.seed)
         return Subject(_narrowed(model, dtype))
-    if section.adapters and merges and recipe.quantization is None:
+    if section.adapters and not stacks and recipe.quantization is None:
         return Subject(_narrowed(merged_model(section, device=device), dtype))
     placer: LayerPlacer | None = None
 
@@ -91,8 +125,8 @@ def _frozen_subject(recipe: Recipe, *, merges: bool, vocab_size: int, ranks: Ran
         quantization=recipe.quantization,
         layer_hook_factory=layer_hook_factory if layer_by_layer(recipe, ranks) else None,
     )
-    stacks = AdapterStacks(adapted.adapters)
-    stacks.use(stacks.add(open_named(section.adapters, base)))
+    below = AdapterStacks(adapted.adapters)
+    below.use(below.add(open_named(section.adapters, base)))
     adapted.model.requires_grad_(False)
     return Subject(adapted.model, adapted.adapters, base, placer)
 

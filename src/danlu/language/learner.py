@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
 from danlu.language.diagnosis import explain_non_finite
+from danlu.language.moving import MovingWeights, moving_tensors
 from danlu.language.roles import Forward, RoleOutputs, decoder_outputs
 from danlu.memory.activation_offload import ActivationOffload
 from danlu.models.attend import attend_for
@@ -66,12 +67,14 @@ class DecoderLearner:
     token_multiple: int = 1  # the number of tokens is a multiple of it, where ranks cut them among each other
     source_names: tuple[str, ...] = ()  # of the rows, for the loss by source
     empty: Pack = EMPTY_PACK  # without targets, with the branches, columns and facts of the stage's items
+    moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights that follow the policy's
     sequence_tokens: int | None = None
     """Where items are dealt by tokens: `micro` counts packed sequences of so many. None: `micro` counts items."""
 
     def weights(self) -> dict[str, Tensor]:
         """What training changes, by name, live: the decoder or the adapter on it, then what is the objective's own."""
         named = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
+        named |= moving_tensors(self.moving)
         local = self.parallel.local_parameters
         return {name: local[name].local.detach() for name in named} if local else named
 
@@ -129,7 +132,9 @@ class DecoderLearner:
         return self.objective.prepared(items, logprobs, training=step is not None)
 
     def updated(self, step: int) -> None:
-        """Nothing here depends on the weights but the models themselves."""
+        """Models that move take up the policy's new weights."""
+        for weights in self.moving.values():
+            weights.updated(step)
 
     def collate(self, items: Sequence[Pack]) -> Batch:
         """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""

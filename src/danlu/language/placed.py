@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.slot import leave_slots_uncompiled
 from danlu.assembly.adapter_training import TRAINED
 from danlu.assembly.frozen_base import model_bytes
 from danlu.assembly.recipe_adapters import base_identity, doubts
@@ -26,13 +25,14 @@ from danlu.language.learner import (
     objective_tensors,
     trained_weights,
 )
-from danlu.language.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs, StoredOutputs
+from danlu.language.moving import MovingWeights, moving_tensors
+from danlu.language.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs, StoredOutputs, forward_of
 from danlu.language.samples import sampler
 from danlu.memory import activation_offload
 from danlu.memory_estimate import MemoryEstimate, estimate_of, find_micro_batch, gathered_parameters
 from danlu.models.decoder import Decoder
 from danlu.numerics.four_bit_weight import unpack_kernels
-from danlu.numerics.quantized_weight import QuantizedWeightModule, dense_workspace_bytes, leave_products_uncompiled
+from danlu.numerics.quantized_weight import QuantizedWeightModule, dense_workspace_bytes
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.parallel import data
@@ -60,6 +60,7 @@ class PlacedDecoder:
     evaluation: Objective
     beside: Mapping[Role, RoleSpec] = field(default_factory=dict)  # what the objective asks beside the policy
     frozen: Mapping[Role, Placed] = field(default_factory=dict)  # those of it that are decoders of their own
+    moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights of those that follow the policy
     empty: Pack = EMPTY_PACK  # an item without targets, with what the items of the stage have
 
     @property
@@ -107,6 +108,7 @@ class PlacedDecoder:
         """What a checkpoint has of the model, by name, live: as much of each tensor as this process has."""
         local = self.parallel.local_parameters
         weights = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
+        weights |= moving_tensors(self.moving)
         return {name: local[name].local.detach() for name in weights} if local else weights
 
     def micro(self, optimizer: Optimizers, most: int) -> int:
@@ -125,7 +127,9 @@ class PlacedDecoder:
             elsewhere += resident.total
             resident = replace(resident, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
         gathered, gradients = gathered_parameters(model, recipe)
-        packed = (module.shape for module in model.modules() if isinstance(module, QuantizedWeightModule))
+        gathered += sum(gathered_parameters(placed.subject.model, recipe)[0] for placed in self.frozen.values())
+        modules = (module for own in self._modules() for module in own.modules())
+        packed = (module.shape for module in modules if isinstance(module, QuantizedWeightModule))
         fixed = replace(
             resident,
             gradients=resident.gradients + gradients,
@@ -146,15 +150,8 @@ class PlacedDecoder:
     def learner(self, micro: int, sources: tuple[str, ...] = ()) -> DecoderLearner:
         """The placed models with the objective, under DDP where every data rank has all that is trained."""
         model, compiled = self.model, self.recipe.compile
-        if compiled and any(
-            isinstance(module, QuantizedWeightModule) for own in self._modules() for module in own.modules()
-        ):
-            leave_products_uncompiled()
-            leave_slots_uncompiled()
-        if compiled and torch.__version__ < "2.12":  # which has wrong gradients of adapters: see `models.ops._SwiGLU`
-            leave_slots_uncompiled()
         weights = (tensor for module in self._modules() for tensor in (*module.parameters(), *module.buffers()))
-        forward = model.compiled() if compiled else model
+        forward = forward_of(model, compiled=compiled)
         learner = DecoderLearner(
             model,
             forward,
@@ -172,12 +169,16 @@ class PlacedDecoder:
             token_multiple=token_shares(self.recipe, self.parallel.ranks),
             source_names=sources,
             empty=self.empty,
+            moving=self.moving,
             sequence_tokens=None if self.recipe.batch.pairs is None else self.recipe.data.max_length,
         )
         if self.recipe.parallel.workers == "threads":
             if isinstance(self.objective, nn.Module):
                 raise RecipeError("parallel.workers: threads copies the model, not an objective with parameters")
-            return ThreadedLearner(**vars(learner), replicas=Replicas(model, replica_devices(self.recipe, self.device)))
+            devices = replica_devices(self.recipe, self.device)
+            if self.frozen and len(set(devices)) > 1:
+                raise RecipeError("parallel.workers: threads copies the policy to every GPU, not a frozen model")
+            return ThreadedLearner(**vars(learner), replicas=Replicas(model, devices))
         return data.replicated(learner, (model, self.objective), self.recipe.parallel)
 
     def generate(self) -> Generate | None:
@@ -234,7 +235,7 @@ class PlacedDecoder:
             match spec:
                 case ModelSpec():
                     model = self.frozen[role].subject.model
-                    roles[role] = FrozenDecoder(model, model.compiled() if self.recipe.compile else model, self.dtype)
+                    roles[role] = FrozenDecoder(model, forward_of(model, compiled=self.recipe.compile), self.dtype)
                 case PolicyWithoutAdapter():
                     assert self.adapters is not None, "the recipe's rules ask for an adapter"
                     roles[role] = AdapterOff(self.model, policy, self.dtype, self.adapters, TRAINED)

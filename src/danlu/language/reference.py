@@ -12,7 +12,7 @@ from danlu.data.column_store import ColumnType
 from danlu.recipe import Recipe
 from danlu.recipe.reference import resolve_reference, starts_with_effect
 from danlu.recipe.sections import AdapterOff, Cached, Frozen, Model
-from danlu.stage_protocols import ColumnSpec, FromColumns, ModelSpec, PolicyWithoutAdapter, RoleSpec
+from danlu.stage_protocols import ColumnSpec, FromColumns, Mixing, ModelSpec, PolicyWithoutAdapter, RoleSpec
 from danlu.types import Batch, Outputs, Role, TokenLogprobs
 
 REFERENCE: Role = "reference"
@@ -28,7 +28,8 @@ def reference_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
         case Frozen() as frozen:
             section = recipe.model if frozen.model is None else Model(path=frozen.model)
             quantization = frozen.quantization or recipe.quantization
-            return {REFERENCE: ModelSpec(REFERENCE, section, quantization, moves=frozen.every is not None)}
+            mixing = None if frozen.every is None else Mixing(frozen.every, frozen.mix)
+            return {REFERENCE: ModelSpec(REFERENCE, section, quantization, mixing)}
     return {}
 
 

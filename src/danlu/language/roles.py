@@ -13,12 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.slot import leave_slots_uncompiled
 from danlu.language.outputs import DecoderOutputs
 from danlu.models.decoder import Decoder
+from danlu.numerics.quantized_weight import QuantizedWeightModule, leave_products_uncompiled
 from danlu.types import Attend, Batch, Outputs
 
 Forward = Callable[..., Tensor]
 """A decoder, or its compiled form."""
+
+
+def forward_of(model: Decoder, *, compiled: bool) -> Forward:
+    """The decoder, or its compiled form, in which quantized products and, where torch needs it, adapters are not."""
+    if not compiled:
+        return model
+    is_quantized = any(isinstance(module, QuantizedWeightModule) for module in model.modules())
+    if is_quantized:
+        leave_products_uncompiled()
+    if is_quantized or torch.__version__ < "2.12":  # which has wrong gradients of adapters: see `models.ops._SwiGLU`
+        leave_slots_uncompiled()
+    return model.compiled()
 
 
 class RoleOutputs(Protocol):
@@ -53,8 +67,9 @@ class AdapterOff:
     name: str
 
     def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> DecoderOutputs:
-        """As of a `FrozenDecoder`; the head is taken here, for it may have an adapter too."""
-        with torch.no_grad(), self.adapters.without(self.name):
+        """As of a `FrozenDecoder`, without dropout; the head is taken here, for it may have an adapter too."""
+        dropout_state = self.adapters.build_context.dropout_state
+        with torch.no_grad(), self.adapters.without(self.name), dropout_state.suspended():
             outputs = decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend)
             return outputs.with_head(self.model.head_weight)
 

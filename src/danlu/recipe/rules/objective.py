@@ -33,17 +33,17 @@ def objective_fits_stage(recipe: Recipe) -> Iterator[Problem]:
         if (stage := _stage_of(term)) != recipe.stage:
             message = f"{_kind(term)} is an objective of stage {stage}, not of stage {recipe.stage}"
             yield Problem(f"objective.{index}.kind", message, reads=("stage",))
-    if recipe.stage == "reward" and len(objective or ()) > 1:
-        message = f"{len(objective or ())} terms: stage reward has one. Give one"
+    if recipe.stage != "preference" and len(objective or ()) > 1:
+        message = f"{len(objective or ())} terms: only stage preference adds up several. Give one"
         yield Problem("objective", message, reads=("stage",))
 
 
 def preference_terms_go_together(recipe: Recipe) -> Iterator[Problem]:
     """The terms of a sum are over the same kind of rows, and some of them count."""
     terms = terms_of(recipe.objective)
-    paired = next((term for term in terms if "unpaired" not in term.row_types), None)
+    paired = next((term for term in terms if term.kind != "sft" and term.paired), None)
     for index, term in enumerate(terms):
-        if paired is not None and "preference" not in term.row_types:
+        if paired is not None and not term.paired:
             message = (
                 f"{term.kind} takes answers judged one by one, {paired.kind} pairs of answers: a run has rows of one "
                 "kind. Leave one of both out"
