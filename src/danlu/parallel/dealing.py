@@ -5,6 +5,7 @@ Every process makes as many micro-batches as any other, for each has the same co
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -31,17 +32,23 @@ def deal_by_tokens(tokens: Sequence[int], data_rank: int, data_ranks: int, capac
         tokens: of each item of the step, on all ranks.
         capacity: tokens in a micro-batch.
     """
-    rounds = max(1, -(-sum(tokens) // (capacity * data_ranks)))
     longest_first = sorted(range(len(tokens)), key=lambda number: (-tokens[number], number))
-    while True:
-        bins: list[list[int]] = [[] for _ in range(rounds * data_ranks)]
-        loads = [0] * len(bins)
-        for number in longest_first:
-            lightest = loads.index(min(loads))
-            bins[lightest].append(number)
-            loads[lightest] += tokens[number]
-        if all(load <= capacity or len(members) == 1 for load, members in zip(loads, bins, strict=True)):
-            break
+    rounds = max(1, -(-sum(tokens) // (capacity * data_ranks)))
+    while (bins := _fill(longest_first, tokens, rounds * data_ranks, capacity)) is None:
         rounds += 1
-    by_load = sorted(range(len(bins)), key=lambda number: (-loads[number], number))
-    return [sorted(bins[by_load[round_ * data_ranks + data_rank]]) for round_ in range(rounds)]
+    # Stable, so that bins of one load stay in their order.
+    by_load = sorted(bins, key=lambda numbers: -sum(tokens[number] for number in numbers))
+    return [sorted(by_load[round_ * data_ranks + data_rank]) for round_ in range(rounds)]
+
+
+def _fill(longest_first: Sequence[int], tokens: Sequence[int], count: int, capacity: int) -> list[list[int]] | None:
+    """The items in `count` bins, each put into the lightest (of equal ones the first); None where they do not fit."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    lightest = [(0, number) for number in range(count)]  # a heap of (tokens, bin)
+    for item in longest_first:
+        load, number = lightest[0]
+        if bins[number] and load + tokens[item] > capacity:
+            return None
+        bins[number].append(item)
+        heapq.heapreplace(lightest, (load + tokens[item], number))
+    return bins
