@@ -166,7 +166,7 @@ class Batch:
     targets: Tensor  # [N] int64
     weights: Tensor  # [N] float32, all > 0 (see `data.batch.pad_to_bucket` for those that are not)
     weight: float  # sum of `weights`
-    rows: tuple[str, ...]  # one per sample, for messages
+    rows: tuple[str, ...]  # one per document, for messages
     target_sources: TargetSources | None = None  # None where all rows of the run are from one source
     trees: tuple[Branch, ...] = ()  # [M] branches of all samples, offsets into T; empty: each document is one branch
     branch: Tensor | None = None  # [N] int64, the branch of each target; None where there are no trees

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,133 +38,134 @@ def collate(
     samples = [sample for pack in packs for sample in pack.samples]
     if not samples:
         raise ValueError("a micro-batch needs at least one sample")
-    virtual = np.asarray(virtual_token_ids, dtype=np.int64)
-    laid_out = _lay_out(samples, len(virtual))
-    places, first = laid_out.places, laid_out.boundaries[:-1]
-    total = int(laid_out.boundaries[-1])
-    tokens = np.empty(total, dtype=np.int64)  # [T]
-    weights = np.zeros(total, dtype=np.float32)  # [T]
-    if len(virtual):
-        tokens[first[:, None] + np.arange(len(virtual))] = virtual
-    tokens[places] = np.concatenate([sample.tokens for sample in samples])
-    weights[places] = np.concatenate([sample.weights for sample in samples])
-    of_first = weights[first + len(virtual)]
-    if of_first.any():
-        row = laid_out.rows[int(np.flatnonzero(of_first)[0])]
-        raise ValueError(f"{row}: the first token of a sample carries weight, but nothing predicts it")
-    if weights.min() < 0:
-        row = next(sample.row for sample in samples if (sample.weights < 0).any())
-        raise ValueError(f"{row}: a weight of {weights.min()}; weights count from 0 up")
+    virtual = len(virtual_token_ids)
+    has_trees = any(sample.branches for sample in samples)
+    documents: list[_Document] = []
+    for sample in samples:
+        documents += _documents_of(sample) if sample.branches else [_Document(sample, 0, len(sample.tokens))]
+    lengths = [virtual + stop - start for _, start, stop, _ in documents]
+    boundaries = np.cumsum([0, *lengths])
+    trees = _trees(documents, boundaries, virtual) if has_trees else ()
+    front = np.asarray(virtual_token_ids, dtype=np.int64)
+    front_weights = np.zeros(virtual, dtype=np.float32)
+    tokens = _end_to_end([sample.tokens[start:stop] for sample, start, stop, _ in documents], front)  # [T]
+    weights = _end_to_end([sample.weights[start:stop] for sample, start, stop, _ in documents], front_weights)  # [T]
+    _check_weights(weights, documents, boundaries[:-1] + virtual)
     trained = np.flatnonzero(weights)  # [N]
     trained_weights = weights[trained].astype(np.float32, copy=False)
-    positions, predicted_from = laid_out.positions(), laid_out.predicted_from(trained)
-    arrays = [tokens, positions, predicted_from, tokens[trained], trained_weights]
+    arrays = [
+        tokens, _positions(trees, boundaries), _predicted_from(trained, trees), tokens[trained], trained_weights,
+    ]  # fmt: skip
     source_weights: tuple[float, ...] = ()
     if source_names:
-        of_samples = source_numbers([sample.source for sample in samples], source_names)
-        of_targets = np.repeat(of_samples, laid_out.sample_lengths)[trained]  # [N]
+        of_documents = source_numbers([document.sample.source for document in documents], source_names)
+        of_targets = np.repeat(of_documents, lengths)[trained]  # [N]
         arrays.append(of_targets)
         source_weights = weights_by_source(of_targets, trained_weights, source_names)
-    if laid_out.trees:
-        arrays.append(laid_out.branch_of(trained))
-    columns = {name: _column(samples, name, places, total)[trained] for name in samples[0].columns}
+    if trees:
+        arrays.append(np.searchsorted([branch.stop for branch in trees], trained, side="right"))  # [N]
+    columns = {name: _column(documents, name, virtual)[trained] for name in samples[0].columns}
     arrays += columns.values()
     tokens_, positions_, logits_indices, targets, weights_, *rest = _to_device(arrays, torch.device(device))
     source_indices = rest.pop(0) if source_names else None
     return Batch(
         tokens=tokens_,
         positions=positions_,
-        boundaries=tuple(laid_out.boundaries.tolist()),
+        boundaries=tuple(boundaries.tolist()),
         logits_indices=logits_indices,
         targets=targets,
         weights=weights_,
         weight=float(trained_weights.sum(dtype=np.float64)),
-        rows=tuple(sample.row for sample in samples),
+        rows=tuple(document.sample.row for document in documents),
         target_sources=None
         if source_indices is None
         else TargetSources(tuple(source_names), source_indices, source_weights),
-        trees=laid_out.trees,
-        branch=rest.pop(0) if laid_out.trees else None,
+        trees=trees,
+        branch=rest.pop(0) if trees else None,
         columns=dict(zip(columns, rest, strict=True)),
-        facts={name: torch.from_numpy(_facts(samples, name)) for name in samples[0].facts},
+        facts={
+            name: torch.from_numpy(np.concatenate([sample.facts[name] for sample in samples]).astype(np.float32))
+            for name in samples[0].facts
+        },
     )
 
 
-@dataclass(frozen=True)
-class _LaidOut:
-    """Where the tokens of samples lie in a batch of T tokens, behind the virtual tokens of their documents."""
+class _Document(NamedTuple):
+    """Tokens `start` to `stop` of a sample: all of it, or one of its roots with what descends from it."""
 
-    boundaries: np.ndarray  # [documents + 1] int64
-    places: np.ndarray  # [tokens of all samples] int64: in T
-    sample_lengths: np.ndarray  # [samples] int64, virtual tokens included
-    trees: tuple[Branch, ...]  # [M] in T; a root begins with its virtual tokens
-    rows: tuple[str, ...]  # [documents]
-
-    def positions(self) -> np.ndarray:
-        """[T] int64: from 0 in each document, and on from its parent's end in each branch."""
-        first, total = self.boundaries[:-1], int(self.boundaries[-1])
-        positions: np.ndarray = np.arange(total) - np.repeat(first, np.diff(self.boundaries))
-        for parent, start, stop in self.trees:
-            if parent >= 0:
-                positions[start:stop] = np.arange(stop - start) + positions[self.trees[parent].stop - 1] + 1
-        return positions
-
-    def predicted_from(self, targets: np.ndarray) -> np.ndarray:
-        """[N] int64: the token that each target is predicted from, given the targets' places [N]."""
-        if not self.trees:
-            return targets - 1
-        before: np.ndarray = np.arange(int(self.boundaries[-1])) - 1
-        for parent, start, _ in self.trees:
-            if parent >= 0:
-                before[start] = self.trees[parent].stop - 1
-        return before[targets]
-
-    def branch_of(self, targets: np.ndarray) -> np.ndarray:
-        """[N] int64: the branch of each target, given the targets' places [N]."""
-        return np.searchsorted([branch.stop for branch in self.trees], targets, side="right")
+    sample: Sample
+    start: int
+    stop: int
+    branches: tuple[Branch, ...] = ()  # of the sample, those of this document; empty: it is one
 
 
-def _lay_out(samples: Sequence[Sample], virtual: int) -> _LaidOut:
-    """Where the tokens of `samples` go, with so many virtual tokens before each document."""
-    branched = any(sample.branches for sample in samples)
-    if not branched:
-        lengths = np.array([virtual + len(sample.tokens) for sample in samples])
-        boundaries = np.cumsum([0, *lengths])
-        places = np.arange(boundaries[-1])
-        if virtual:
-            places = np.delete(places, (boundaries[:-1, None] + np.arange(virtual)).ravel())
-        return _LaidOut(boundaries, places, lengths, (), tuple(sample.row for sample in samples))
-    boundaries_, trees, place_parts, lengths_, rows = [0], list[Branch](), list[np.ndarray](), list[int](), list[str]()
-    end = 0
-    for sample in samples:
-        base, begin = len(trees), end
-        for parent, start, stop in sample.branches or (Branch(-1, 0, len(sample.tokens)),):
+def _documents_of(sample: Sample) -> list[_Document]:
+    assert all(start < stop for _, start, stop in sample.branches), f"{sample.row}: a branch without tokens"
+    roots = [number for number, branch in enumerate(sample.branches) if branch.parent < 0]
+    by_root = [sample.branches[first:end] for first, end in itertools.pairwise([*roots, len(sample.branches)])]
+    return [_Document(sample, branches[0].start, branches[-1].stop, branches) for branches in by_root]
+
+
+def _trees(documents: Sequence[_Document], boundaries: np.ndarray, virtual: int) -> tuple[Branch, ...]:
+    """The branches of all documents, with offsets into T; a root begins with its virtual tokens."""
+    trees: list[Branch] = []
+    of_sample = 0  # the number that the first branch of the present sample has
+    for document, boundary in zip(documents, boundaries.tolist(), strict=False):
+        if document.start == 0:
+            of_sample = len(trees)
+        moved = boundary + virtual - document.start
+        for parent, start, stop in document.branches or (Branch(-1, document.start, document.stop),):
             is_root = parent < 0
-            if is_root and trees:
-                boundaries_.append(end)
-            if is_root:
-                rows.append(sample.row)
-            own = end + virtual * is_root
-            place_parts.append(np.arange(own, own + stop - start))
-            trees.append(Branch(-1 if is_root else base + parent, end, own + stop - start))
-            end = own + stop - start
-        lengths_.append(end - begin)
-    boundaries_.append(end)
-    places = np.concatenate(place_parts)
-    return _LaidOut(np.array(boundaries_), places, np.array(lengths_), tuple(trees), tuple(rows))
+            place = start + moved - virtual * is_root
+            trees.append(Branch(-1 if is_root else of_sample + parent, place, stop + moved))
+    return tuple(trees)
 
 
-def _column(samples: Sequence[Sample], name: str, places: np.ndarray, total: int) -> np.ndarray:
+def _positions(trees: Sequence[Branch], boundaries: np.ndarray) -> np.ndarray:
+    """[T] int64: from 0 in each document; in a branch they go on from the end of its parent."""
+    positions: np.ndarray = np.arange(boundaries[-1])
+    positions -= np.repeat(boundaries[:-1], np.diff(boundaries))
+    for parent, start, stop in trees:
+        if parent >= 0:
+            first = positions[trees[parent].stop - 1] + 1
+            positions[start:stop] = np.arange(first, first + stop - start)
+    return positions
+
+
+def _predicted_from(targets: np.ndarray, trees: Sequence[Branch]) -> np.ndarray:
+    """[N] int64: the token that each target is predicted from, given the targets' places [N], rising."""
+    predicted_from: np.ndarray = targets - 1
+    children = [branch for branch in trees if branch.parent >= 0]
+    if children and len(targets):
+        numbers = np.searchsorted(targets, [branch.start for branch in children])
+        for number, (parent, start, _) in zip(numbers.clip(max=len(targets) - 1).tolist(), children, strict=True):
+            if targets[number] == start:
+                predicted_from[number] = trees[parent].stop - 1
+    return predicted_from
+
+
+def _end_to_end(of_documents: Sequence[np.ndarray], front: np.ndarray) -> np.ndarray:
+    """[T, ...] in the type of `front`: values of each token, behind `front` in every document."""
+    if len(front):
+        of_documents = [values for of_document in of_documents for values in (front, of_document)]
+    return np.concatenate(of_documents, dtype=front.dtype)
+
+
+def _column(documents: Sequence[_Document], name: str, virtual: int) -> np.ndarray:
     """A column of all samples as [T, ...]; 0 for virtual tokens."""
-    values = np.concatenate([sample.columns[name] for sample in samples])
-    column = np.zeros((total, *values.shape[1:]), dtype=values.dtype)
-    column[places] = values
-    return column
+    values = [sample.columns[name][start:stop] for sample, start, stop, _ in documents]
+    return _end_to_end(values, np.zeros((virtual, *values[0].shape[1:]), dtype=values[0].dtype))
 
 
-def _facts(samples: Sequence[Sample], name: str) -> np.ndarray:
-    """A fact of all branches: [M] float32."""
-    return np.concatenate([sample.facts[name] for sample in samples]).astype(np.float32)
+def _check_weights(weights: np.ndarray, documents: Sequence[_Document], first: np.ndarray) -> None:
+    """Refuses weights [T] below 0, and those of the documents' `first` tokens."""
+    of_first = weights[first]
+    if of_first.any():
+        row = documents[int(np.flatnonzero(of_first)[0])].sample.row
+        raise ValueError(f"{row}: the first token of a sample carries weight, but nothing predicts it")
+    if weights.min() < 0:
+        row = next(document.sample.row for document in documents if (document.sample.weights < 0).any())
+        raise ValueError(f"{row}: a weight of {weights.min()}; weights count from 0 up")
 
 
 def source_numbers(sources: Sequence[str], names: Sequence[str]) -> np.ndarray:
@@ -208,7 +211,8 @@ def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
     multiple: T becomes one of it, for processes that cut tokens among them.
 
     Every new shape of product makes oneDNN generate code and keep it (1.6 ms and up to a megabyte), and packs seldom
-    have the same length. The tokens added are a document of their own, the targets added have weight 0.
+    have the same length. The tokens added are a document of their own, the targets added have weight 0; they are in no
+    branch, and have no columns and facts.
     """
     more_tokens, more_targets = (_padding_to_bucket(len(column)) for column in (batch.tokens, batch.targets))
     more_tokens += -(len(batch.tokens) + more_tokens) % multiple

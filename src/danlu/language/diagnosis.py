@@ -73,4 +73,4 @@ def _rows_without_finite_loss(outputs: DecoderOutputs) -> list[str]:
             )
             if not replace(outputs, batch=document).cross_entropy().total.isfinite():
                 rows.append(row)
-    return rows or list(batch.rows)
+    return list(dict.fromkeys(rows or batch.rows))  # a sample may be several documents
