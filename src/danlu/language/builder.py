@@ -114,8 +114,9 @@ class DecoderBuilder:
         )
         placed = place(subject, recipe, ranks, device, resumed=start is not None)
         # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
-        # Processes sum whole gradients.
-        placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile and ranks.alone
+        # Processes sum whole gradients, and copies of the weights in threads hand dense ones back.
+        alone = ranks.alone and recipe.parallel.workers != "threads"
+        placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile and alone
         decoder = placed_decoder(recipe, self.stage, placed, config, device)
         if material.empty is None:
             return decoder
