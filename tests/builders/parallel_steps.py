@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from builders.tiny_run import SyntheticPacks
+from builders.trees import trees_of
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
 from danlu.models.hf_folder import read_config
@@ -43,7 +44,19 @@ def config_of(recipe: Recipe) -> ModelConfig:
 def see(files: Sequence[str], packs: int, micro: int, world: int | None = None) -> dict[str, Trace]:
     """What this process sees of each recipe; alone where `world` is 1."""
     torch.set_num_threads(1)
-    return {file: _see(file, packs, micro, world) for file in files}
+    return {file: _see(file, steps_of(2, packs), steps_of(1, 3)[0], micro, world) for file in files}
+
+
+def see_trees(
+    files: Sequence[str], packs: int, micro: int, world: int | None = None, mistake: bool = False
+) -> dict[str, Trace]:
+    """The same of packs whose samples are trees; with a mistake, of what is left of them without branches."""
+    torch.set_num_threads(1)
+    *steps, held_out = trees_of(3, packs)
+    if mistake:
+        steps = [[Pack((replace(pack.samples[0], branches=(), facts={}),)) for pack in step] for step in steps]
+        held_out = steps[0]
+    return {file: _see(file, steps, held_out, micro, world) for file in files}
 
 
 def see_without_sums(files: Sequence[str], packs: int, micro: int) -> dict[str, Trace]:
@@ -80,13 +93,12 @@ def matrices_left(file: str) -> list[tuple[int, int]]:
     return found
 
 
-def _see(file: str, packs: int, micro: int, world: int | None) -> Trace:
+def _see(file: str, steps: list[list[Pack]], held_out: list[Pack], micro: int, world: int | None) -> Trace:
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     ranks = _groups(layout)
     learning = ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
-    steps = steps_of(2, packs)
-    return trace_training(learning, learning.run(steps), len(steps), steps_of(1, 3)[0])
+    return trace_training(learning, learning.run(steps), len(steps), held_out)
 
 
 @functools.cache
