@@ -7,7 +7,9 @@ from danlu.images.classifier import ClassifierBuilder
 from danlu.images.reader import ImageReader
 from danlu.language.builder import DecoderBuilder
 from danlu.language.reader import PackReader
+from danlu.language.tree_reader import TreeReader
 from danlu.objectives.cross_entropy import CrossEntropy
+from danlu.objectives.preference import DPO
 from danlu.recipe import Recipe
 from danlu.recipe.sections import LossOptions
 from danlu.stage_protocols import Better, Stage, policy_alone

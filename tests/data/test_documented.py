@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import cast, get_args
 
 import pytest
 
 from danlu.data.message_spans import Reason
+from danlu.data.preference_rows import parse_answers
 from danlu.data.rows import detect_format, parse_row
 from danlu.recipe.sections import Data, Packing, Source
+from danlu.types import RowType
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^\| `([\w-]+)` \| `(\{.*\})` \|$", PAGE, re.MULTILINE)
@@ -20,7 +23,10 @@ EXAMPLES = re.findall(r"^\| `([\w-]+)` \| `(\{.*\})` \|$", PAGE, re.MULTILINE)
 def test_example_rows_are_what_they_are_said_to_be(format: str, row: str) -> None:
     value = json.loads(row)
     assert detect_format(value) == format
-    parse_row(value, "auto", "docs")
+    if format in get_args(RowType):
+        parse_answers(value, "auto", cast(RowType, format), "docs")
+    else:
+        parse_row(value, "auto", "docs")
 
 
 def test_there_is_an_example_of_every_format() -> None:

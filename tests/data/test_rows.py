@@ -145,9 +145,9 @@ def test_keys_of_messages_that_are_not_read_are_listed() -> None:
     assert row.unread == ("id", "loss_scale")
     assert row == conversation(Q, A)
     value = {"messages": [Q, {**A, "loss_scale": 0.5}], "loss_weight": 0, "source": "x", "train": None}
-    assert unread_keys(value, parse_row(value, "auto", "row")) == ["loss_weight (a column)", "loss_scale"]
+    assert unread_keys(value, [conversation(*value["messages"])]) == ["loss_weight (a column)", "loss_scale"]
     text = {"text": "Once", "weight": 2.0, "url": "x"}
-    assert unread_keys(text, parse_row(text, "auto", "row")) == ["weight (a column)"]
+    assert unread_keys(text, []) == ["weight (a column)"]
 
 
 def test_content_in_parts_and_no_content() -> None:

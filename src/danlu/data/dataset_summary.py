@@ -19,7 +19,7 @@ from danlu.data.preview import PreviewRow, PreviewSample
 from danlu.data.samples import Samples, Selection
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import StreamingDataset
-from danlu.data.tokenizing import TokenizerInfo, TokenizeSettings
+from danlu.data.tokenizing import TokenizerInfo
 from danlu.data.worker_pool import WorkerPool
 from danlu.recipe.sections import Data, Source
 from danlu.types import Pack
@@ -98,7 +98,7 @@ def summarize_dataset(
     data = spec.data
     prepared = prepare(spec, progress=progress)
     if prepared.train is not None:
-        packed = PackedDataset(prepared.train, data.packing, data.max_length, spec.seed)
+        packed = spec.packed(prepared.train)
         lengths = np.concatenate([store.lengths for store in prepared.train.stores])  # of all samples, chosen or not
         train = SplitSummary(prepared.statistics, lengths, _packing_summary(packed, prepared.train, packs))
     else:
@@ -138,8 +138,8 @@ def summarize_refused(
         nonlocal rows_done
         statistics, lengths = Statistics(), [np.empty(0, np.int32)]
         for source in sources:
-            format, raw = read(source, spec.data, spec.stage)
-            for chunk in tokenise_rows(islice(raw, rows_per_source), TokenizeSettings.of(spec.data, format), workers):
+            format, raw = read(source, spec)
+            for chunk in tokenise_rows(islice(raw, rows_per_source), spec.settings(format), workers):
                 statistics.add(chunk.statistics)
                 lengths.append(chunk.block.lengths)
                 rows_done += chunk.statistics.rows
@@ -183,7 +183,7 @@ def _summarize_evaluation(prepared: PreparedData, spec: DatasetSpec) -> SplitSum
     held_out = prepared.eval
     if held_out is None:
         return None
-    packs = PackedDataset(held_out, spec.data.packing, spec.data.max_length, spec.seed, shuffle=False)
+    packs = spec.packed(held_out, shuffle=False)
     statistics = prepared.eval_statistics or _count_held_out(held_out)
     return SplitSummary(statistics, held_out.lengths, _packing_summary(packs, held_out, 0))
 

@@ -64,12 +64,14 @@ class Message:
 class Conversation:
     """Turns in an order that makes sense: see `check_order`. Rendered with the chat template.
 
-    `unread` are the keys of its messages that mean nothing here (`MESSAGE_KEYS` do).
+    `unread` are the keys of its messages that mean nothing here (`MESSAGE_KEYS` do). `step_stops`, of a last answer
+    that is judged step by step: where each step ends in its content, in characters.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
     unread: tuple[str, ...] = field(default=(), compare=False)
+    step_stops: tuple[int, ...] = ()
 
 
 def parse_conversation(turns: Any, value: Mapping[str, Any], where: str, context: int = 0) -> Conversation:

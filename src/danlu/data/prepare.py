@@ -11,9 +11,11 @@ from typing import Any, Literal
 import numpy as np
 
 from danlu.data import mixture, sources
+from danlu.data.packed_dataset import PackedDataset
+from danlu.data.preference_rows import require_row_type
 from danlu.data.raw_rows import BadRow, RawRow
-from danlu.data.rows import Format, detect_format, refuse_unpaired_preferences
-from danlu.data.samples import Selection
+from danlu.data.rows import Format, detect_format, refuse_judged_answers
+from danlu.data.samples import Samples, Selection
 from danlu.data.sources import source_names
 from danlu.data.statistics import Statistics
 from danlu.data.token_cache import StoreWriter, TokenCache, TokenStore
@@ -23,7 +25,8 @@ from danlu.data.tokenizing import Task, TokenizedChunk, TokenizerInfo, Tokenizer
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError
 from danlu.machine import usable_cores
-from danlu.recipe.sections import Data, Source
+from danlu.recipe.sections import Data, Packing, Source
+from danlu.types import RowType
 
 Stage = Literal["pretrain", "sft", "preference", "reward", "distill"]
 Tokenizers = WorkerPool[Task, TokenizedChunk]
@@ -41,6 +44,8 @@ class DatasetSpec:
         chat_template: a Jinja file that takes the place of the tokenizer's own template.
         seed: of the order, the held-out rows and the mixture.
         date: the day that a chat template which asks for it writes, such as 2026-11-22; None for today.
+        row_type: of rows whose answers are compared or judged, which become trees; None in other stages.
+        needs_mismatched: each tree has one more branch, its prompt with the answer of the next row.
     """
 
     data: Data
@@ -49,6 +54,8 @@ class DatasetSpec:
     chat_template: str | None
     seed: int
     date: str | None = None
+    row_type: RowType | None = None
+    needs_mismatched: bool = False
 
     @property
     def eval_sources(self) -> list[Source]:
@@ -67,7 +74,25 @@ class DatasetSpec:
         Raises:
             DataError: there is no tokenizer, or the Jinja file is missing.
         """
-        return template_date(self.tokenizer_path, self.chat_template, self.date) if self.stage == "sft" else None
+        if self.stage == "pretrain":
+            return None
+        return template_date(self.tokenizer_path, self.chat_template, self.date)
+
+    def settings(self, format: Format | Literal["auto"]) -> TokenizeSettings:
+        """How the rows of a source become tokens."""
+        return TokenizeSettings.of(self.data, format, self.row_type)
+
+    def packed(self, samples: Samples, *, shuffle: bool = True) -> PackedDataset:
+        """The samples as packs; a tree is one by itself.
+
+        Raises:
+            DataError: there are no samples, or one is longer than a pack.
+        """
+        if self.row_type is None:
+            return PackedDataset(samples, self.data.packing, self.data.max_length, self.seed, shuffle=shuffle)
+        # max_length bounds a path: a prompt with one of two answers.
+        capacity = 2 * self.data.max_length
+        return PackedDataset(samples, Packing(kind="none"), capacity, self.seed, shuffle=shuffle)
 
     def job(self, work: Callable[[Tokenizer, Any], Any] = tokenise) -> TokenizerJob:
         """The job of worker processes that call `work` with the tokenizer of these rows."""
@@ -193,8 +218,8 @@ class _CachedSources:
     """The token stores of sources; a source that the cache does not have is tokenised."""
 
     def __init__(self, spec: DatasetSpec, tokenizer: str, progress: Progress | None) -> None:
+        self._spec = spec
         self._data = spec.data
-        self._stage: Stage = spec.stage
         self._tokenizer = tokenizer  # fingerprint
         self._cache = TokenCache(Path(spec.data.cache).expanduser())
         self._progress = progress or (lambda done, total: None)
@@ -204,7 +229,7 @@ class _CachedSources:
         parts = {
             "source": sources.fingerprint(source, self._cache.folder / "files"),
             "tokenizer": self._tokenizer,
-            "settings": asdict(TokenizeSettings.of(self._data, source.format)),
+            "settings": asdict(self._spec.settings(source.format)),
             # A store made while skipping bad rows must not serve a run that would have stopped at one.
             "bad_rows": [self._data.on_bad_row, self._data.bad_row_limit],
         }
@@ -212,8 +237,8 @@ class _CachedSources:
         def build(open_writer: Callable[[int], StoreWriter]) -> None:
             statistics, bad_rows = Statistics(), BadRowPolicy(self._data)
             writer: StoreWriter | None = None
-            format, raw = read(source, self._data, self._stage)
-            for chunk in tokenise_rows(raw, TokenizeSettings.of(self._data, format), workers):
+            format, raw = read(source, self._spec)
+            for chunk in tokenise_rows(raw, self._spec.settings(format), workers):
                 bad_rows.check(chunk.bad, chunk.statistics.rows)
                 writer = writer or open_writer(chunk.tokenizer.vocab_size)
                 writer.add(chunk.block)
@@ -227,13 +252,13 @@ class _CachedSources:
         return self._cache.get(Path(source.path.partition("#")[0]).stem, parts, build)
 
 
-def read(source: Source, data: Data, stage: Stage) -> tuple[Format | Literal["auto"], Iterator[RawRow]]:
+def read(source: Source, spec: DatasetSpec) -> tuple[Format | Literal["auto"], Iterator[RawRow]]:
     """The format of a source's rows, which its first good row decides, and the rows.
 
     Raises:
         DataError: the source cannot be read, or this stage or packing has no use for its rows.
     """
-    rows = sources.read_rows(source)
+    data, rows = spec.data, sources.read_rows(source)
     seen: list[RawRow] = []
     format: Format | Literal["auto"] = source.format
     for row in rows:
@@ -242,14 +267,17 @@ def read(source: Source, data: Data, stage: Stage) -> tuple[Format | Literal["au
             continue
         try:
             row_format = detect_format(row.value, row.where) if format == "auto" else format
-            refuse_unpaired_preferences(row.value, row_format, row.where)
+            if spec.row_type is None:
+                refuse_judged_answers(row.value, row_format, row.where)
+            else:
+                require_row_type(row.value, row_format, spec.row_type, row.where)
             format = row_format
             break
         except DataError:  # one such row is a bad row; too many are a file of another kind
             if data.on_bad_row == "error" or len(seen) > data.bad_row_limit:
                 raise
     plain = format in ("text", "tokenized", "auto")
-    if stage == "pretrain" and not plain:
+    if spec.stage == "pretrain" and not plain:
         raise DataError(
             f"{source.path}: stage pretrain trains on plain text, but its rows are {format}: set stage: sft, "
             "or give rows with a text column"

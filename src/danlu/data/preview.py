@@ -15,8 +15,6 @@ import numpy as np
 
 from danlu.data.prepare import DatasetSpec, read
 from danlu.data.raw_rows import BadRow, RawRow
-from danlu.data.render import render_rows
-from danlu.data.rows import parse_row
 from danlu.data.samples import SampleBlock
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizing import Task, TokenizeSettings, block_of, tokenise
@@ -83,10 +81,10 @@ def render_examples(spec: DatasetSpec, *, rows: int, places: Sequence[str] = ())
     tasks: list[tuple[int, Task]] = []
     missing = list(places)
     for number, source in enumerate(spec.sources):
-        format, raw = read(source, spec.data, spec.stage)
+        format, raw = read(source, spec)
         chosen = _rows_at(raw, places) if places else list(islice(raw, rows))
         missing = [place for place in missing if not any(_is_at(row, place) for row in chosen)]
-        tasks.append((number, (TokenizeSettings.of(spec.data, format), chosen)))
+        tasks.append((number, (spec.settings(format), chosen)))
     if missing:
         files = ", ".join(source.path for source in spec.sources)
         raise RecipeError([f"--row {place}: there is no such row in {files}" for place in missing])
@@ -128,8 +126,7 @@ def _preview_row(tokenizer: Tokenizer, settings: TokenizeSettings, source: int, 
 def _untruncated(tokenizer: Tokenizer, settings: TokenizeSettings, row: RawRow) -> SampleBlock:
     """The samples of a row that is dropped, as they are rendered before that."""
     assert not isinstance(row.value, BadRow), "a bad row is not dropped"
-    parsed = parse_row(row.value, settings.format, row.where)
-    (samples,) = render_rows([parsed], [row.where], tokenizer, settings.rendering)
+    (samples,) = settings.render([settings.parse(row.value, row.where)], [row.where], tokenizer)
     assert not isinstance(samples, DataError), "a row that was rendered before"
     return block_of(samples, [row.index] * len(samples))
 

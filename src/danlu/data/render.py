@@ -7,8 +7,8 @@ out, the first or last letters of an answer would never be learnt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from danlu.data.messages import Conversation, Message
 from danlu.data.rows import Completion, Row, Text, Tokenized
 from danlu.data.tokenizer import Encoded, Tokenizer
 from danlu.errors import DataError
+from danlu.types import Branch
 
 _ASSISTANT_REASONS = (Reason.ASSISTANT, Reason.REASONING, Reason.TERMINATOR)  # what an assistant turn is made of
 
@@ -41,8 +42,10 @@ class RenderedSample:
         tokens: [S] int32.
         weights: [S] float32, of each token as a target; the first is 0, nothing comes before it.
         reasons: [S] uint8, values of `Reason`.
-        turns: [S] int32, the message a token belongs to (the template's text before a message belongs to it), or -1.
+        turns: [S] int32, the message a token belongs to (the template's text before a message belongs to it), or -1;
+            each step of an answer in steps counts as a message.
         where: the row, for messages.
+        branches: of a tree (see `danlu.types.Sample`), with the facts [branches] of each.
     """
 
     tokens: np.ndarray
@@ -50,6 +53,8 @@ class RenderedSample:
     reasons: np.ndarray
     turns: np.ndarray
     where: str
+    branches: tuple[Branch, ...] = ()
+    facts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def part(self, start: int, stop: int) -> RenderedSample:
         """Tokens `start` to `stop` as a sample of its own."""
@@ -148,6 +153,8 @@ class _Renderer:
             UnicodeEncodeError: the text holds a lone surrogate.
         """
         drafts = self._conversation(row) if isinstance(row, Conversation) else [self._plain(row)]
+        if not isinstance(row, Text) and row.step_stops:
+            drafts = [self._in_steps(drafts[0], row)]
         for draft in drafts:
             if not draft.text.isascii():
                 draft.text.encode()
@@ -162,6 +169,39 @@ class _Renderer:
         weights = [1.0 if self._rendering.train_on == "all" else 0.0, 1.0]
         reasons = [Reason.PROMPT, Reason.COMPLETION]
         return _Draft(row.prompt + row.completion, stops, reasons, [-1, -1], weights, self._bos, self._eos())
+
+    def _in_steps(self, draft: _Draft, row: Conversation | Completion) -> _Draft:
+        """The draft with a turn number for each step of its last answer, and for what closes the last one.
+
+        Raises:
+            DataError: the template changes the answer, so that its steps cannot be found.
+        """
+        answer = row.completion if isinstance(row, Completion) else row.messages[-1].content
+        start = draft.text.rfind(answer)
+        if start < 0:
+            raise DataError("the chat template changes the answer, so its steps cannot be found in the text")
+        first_step = max(0, draft.turns[-1])
+        ends = [self._size(draft.text[: start + stop]) for stop in row.step_stops[:-1]]
+        begin = self._size(draft.text[:start])
+        stops, reasons, turns, weights = [], [], [], []
+        span_start = 0
+        for stop, reason, turn, weight in zip(draft.stops, draft.reasons, draft.turns, draft.weights, strict=True):
+            for end in [*(end for end in ends if span_start < end < stop), stop]:
+                is_answer = end > begin
+                stops.append(end)
+                reasons.append(reason)
+                turns.append(first_step + sum(before < end for before in ends) if is_answer else turn)
+                weights.append(weight)
+            span_start = stop
+        reason, _, weight = draft.last_label
+        return replace(
+            draft,
+            stops=stops,
+            reasons=reasons,
+            turns=turns,
+            weights=weights,
+            last_label=(reason, first_step + len(ends), weight),
+        )
 
     def _size(self, text: str) -> int:
         return len(text.encode()) if self._tokenizer.offsets_in_bytes else len(text)

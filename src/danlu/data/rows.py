@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,13 +19,21 @@ from danlu.data.column_values import (
 from danlu.data.messages import WEIGHT_KEYS, Conversation, Message, check_turn_order, parse_conversation, parse_tools
 from danlu.errors import DataError
 
-Format = Literal["text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized"]
+Format = Literal["text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized", "preference", "stepwise"]
 QUESTIONS = {"query": "response", "question": "answer", "instruction": "response"}
 """Column pairs that are one question and its answer, rendered as a conversation."""
 _CONTEXT_COLUMNS = ("input", "context")  # columns with what a question is about
 # Columns of a row that seem to weight it, and are not read.
 _WEIGHT_COLUMNS = frozenset({*WEIGHT_KEYS, "weights", "loss_weights", "sample_weight"})
-_PREFERENCE_COLUMNS = ("label", "kto_tag", "is_desirable")  # columns that judge an answer
+JUDGEMENT_COLUMNS = ("label", "kto_tag", "is_desirable")
+"""Columns that say whether an answer is a good one."""
+_VERDICTS = {"true": True, "1": True, "false": False, "0": False, "-1": False}
+_OTHER_STAGES = {
+    "preference": "these are preference pairs (chosen, rejected), rows for a stage dpo; stages pretrain and sft do not "
+    "train on them; keep one answer for each prompt, in any format for sft",
+    "stepwise": "these are answers judged step by step (completions, labels), rows for a stage reward with objective "
+    "stepwise; stages pretrain and sft do not train on them; join the steps of right answers into one completion",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +47,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt (context) and the text to train on, rendered as they stand, without a chat template."""
+    """A prompt (context) and the text to train on, rendered as they stand, without a chat template.
+
+    `step_stops`, of a completion that is judged step by step: where each step ends in it, in characters.
+    """
 
     prompt: str
     completion: str
+    step_stops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +77,10 @@ def detect_format(columns: Collection[str], where: str = "row") -> Format:
     names = set(columns)
     if "input_ids" in names:
         return "tokenized"
-    if {"chosen", "rejected"} <= names:
-        problem = "these are preference pairs (chosen, rejected), rows for a stage dpo; stages pretrain and sft do not"
-        raise DataError(f"{where}: {problem} train on them; keep one answer for each prompt, in any format for sft")
+    if {"chosen", "rejected"} <= names or names & {"rejected_response", "rejected_messages"}:
+        return "preference"
+    if {"completions", "labels"} <= names:
+        return "stepwise"
     if "messages" in names:
         return "messages"
     if "conversations" in names:
@@ -81,7 +94,8 @@ def detect_format(columns: Collection[str], where: str = "row") -> Format:
     raise DataError(
         f"{where}: no known row format has the columns {', '.join(sorted(names)) or '(none)'}. "
         "Known: text · instruction, output (input, system, history) · conversations · messages · "
-        "prompt, completion · query, response · question, answer · instruction, response (context) · input_ids (labels)"
+        "prompt, completion · query, response · question, answer · instruction, response (context) · input_ids "
+        "(labels) · chosen, rejected (prompt) · prompt, completions, labels"
     )
 
 
@@ -94,44 +108,61 @@ def parse_row(value: Mapping[str, Any], format: Format | Literal["auto"], where:
         DataError: the row does not fit its format or makes no sense; the message says where, what, and what to do.
     """
     known: Format = detect_format(value.keys(), where) if format == "auto" else format
-    refuse_unpaired_preferences(value, known, where)
-    try:
-        return _PARSERS[known](value, where)
-    except KeyError as error:
-        raise DataError(_format_mismatch(value, known, str(error.args[0]), where)) from None
+    refuse_judged_answers(value, known, where)
+    return parse_as(value, known, where)
 
 
-def refuse_unpaired_preferences(value: Mapping[str, Any], format: Format, where: str) -> None:
-    """Refuse unpaired preferences: an answer with a column that says whether it is a good one (TRL's KTO rows).
-
-    A column of other values, or beside plain text, is a label of something else.
+def parse_as(value: Mapping[str, Any], format: Format, where: str) -> Row:
+    """A raw row of a format that stage sft takes, whether or not a column judges its answer.
 
     Raises:
-        DataError: the message names the column and the stage such rows are for.
+        DataError: the row does not fit its format or makes no sense.
     """
-    if format in ("text", "tokenized"):
-        return
-    for name in _PREFERENCE_COLUMNS:
+    try:
+        return _PARSERS[format](value, where)
+    except KeyError as error:
+        raise DataError(format_mismatch(value, format, str(error.args[0]), where)) from None
+
+
+def refuse_judged_answers(value: Mapping[str, Any], format: Format, where: str) -> None:
+    """Refuse rows that compare or judge answers: to train on all of them would train the bad ones like the good ones.
+
+    Raises:
+        DataError: the message names the stage such rows are for.
+    """
+    if format in _OTHER_STAGES:
+        raise DataError(f"{where}: {_OTHER_STAGES[format]}")
+    if format not in ("text", "tokenized") and (found := judgement(value)) is not None:
+        name, _ = found
+        raise DataError(
+            f"{where}: '{name}' ({abbreviate(value[name])}) judges the answer: unpaired preferences are rows for a "
+            "stage kto; stages pretrain and sft would train the bad answers like the good ones. Keep the rows with "
+            "good answers and remove the column; remove it too if it means something else"
+        )
+
+
+def judgement(value: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """The column of a row that judges its answer (TRL's KTO rows), and whether it is a good one; None without any.
+
+    A column of other values is a label of something else.
+    """
+    for name in JUDGEMENT_COLUMNS:
         verdict = value.get(name)
-        if (
-            verdict in (-1, 0, 1)  # False and True are 0 and 1
-            if isinstance(verdict, bool | int | float)
-            else isinstance(verdict, str) and verdict.strip().lower() in ("true", "false", "0", "1", "-1")
-        ):
-            raise DataError(
-                f"{where}: '{name}' ({abbreviate(verdict)}) judges the answer: unpaired preferences are rows for a "
-                "stage kto; stages pretrain and sft would train the bad answers like the good ones. Keep the rows with "
-                "good answers and remove the column; remove it too if it means something else"
-            )
+        if isinstance(verdict, bool | int | float) and verdict in (-1, 0, 1):  # False and True are 0 and 1
+            return name, verdict == 1
+        if isinstance(verdict, str) and (known := _VERDICTS.get(verdict.strip().lower())) is not None:
+            return name, known
+    return None
 
 
-def unread_keys(value: Mapping[str, Any], row: Row) -> list[str]:
+def unread_keys(value: Mapping[str, Any], conversations: Iterable[Conversation]) -> list[str]:
     """What a row holds beside its messages and in them that seems to be meant for training, and is not read."""
     columns = [f"{name} (a column)" for name in _WEIGHT_COLUMNS & value.keys() if value[name] is not None]
-    return sorted(columns) + (list(row.unread) if isinstance(row, Conversation) else [])
+    return sorted(columns) + sorted({key for conversation in conversations for key in conversation.unread})
 
 
-def _format_mismatch(value: Mapping[str, Any], format: Format, missing: str, where: str) -> str:
+def format_mismatch(value: Mapping[str, Any], format: Format, missing: str, where: str) -> str:
+    """What is wrong with a row that lacks a column of its format: another format that it looks like, if any."""
     problem = f"{where}: no column '{missing}', which rows of format {format} have; the columns are {', '.join(value)}"
     try:
         likely = detect_format(value.keys(), where)
@@ -154,14 +185,14 @@ def _text(value: Mapping[str, Any], where: str) -> Text:
 
 def _alpaca(value: Mapping[str, Any], where: str) -> Conversation:
     answer = require_string(value["output"], "output", where)
-    return _single_turn(value, require_string(value["instruction"], "instruction", where), answer, where)
+    return single_turn(value, require_string(value["instruction"], "instruction", where), answer, where)
 
 
 def _prompt_completion(value: Mapping[str, Any], where: str) -> Conversation | Completion:
     for ask, reply in QUESTIONS.items():
         if ask in value and reply in value and "completion" not in value:
             question, answer = require_string(value[ask], ask, where), require_string(value[reply], reply, where)
-            return _single_turn(value, question, answer, where)
+            return single_turn(value, question, answer, where)
     prompt, completion = decode_messages(value["prompt"]), decode_messages(value["completion"])
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
@@ -175,7 +206,7 @@ def _prompt_completion(value: Mapping[str, Any], where: str) -> Conversation | C
     return parse_conversation([*prompt, *completion], value, where, context=len(prompt))
 
 
-def _single_turn(value: Mapping[str, Any], question: str, answer: str, where: str) -> Conversation:
+def single_turn(value: Mapping[str, Any], question: str, answer: str, where: str) -> Conversation:
     """A question and its answer after the earlier turns in `history`, a list of [question, answer]."""
     for name in _CONTEXT_COLUMNS:
         if addition := require_string(value.get(name) or "", name, where):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from danlu.types import Sample
+from danlu.types import Branch, Sample
 
+BRANCH = np.dtype([("parent", "<i4"), ("start", "<i4"), ("stop", "<i4")])
+"""A `danlu.types.Branch`, in a file."""
 LABEL = np.dtype([("weight", "<f4"), ("reason", "u1")])
 """What a token carries besides its id: the loss weight and the reason for it (an index into the renderer's reasons)."""
 
@@ -30,7 +32,46 @@ class Samples(Protocol):
 
     def reasons(self, number: int) -> np.ndarray: ...  # [S] uint8
 
-    def digest(self) -> str: ...  # equal for equal tokens, weights and reasons in the same order
+    def digest(self) -> str: ...  # equal for equal tokens, weights, reasons and trees in the same order
+
+
+@dataclass(frozen=True)
+class TreeTable:
+    """The branches of some samples, and the facts of each branch, as flat arrays."""
+
+    offsets: np.ndarray  # [n + 1] int64, into branches
+    branches: np.ndarray  # [M] BRANCH
+    facts: Mapping[str, np.ndarray]  # [M] float32 each
+
+    @classmethod
+    def of(cls, trees: Sequence[tuple[Branch, ...]], facts: Sequence[Mapping[str, np.ndarray]]) -> TreeTable:
+        """The trees of samples given one by one, all with the same facts."""
+        branches = np.array([branch for tree in trees for branch in tree], BRANCH)
+        by_name = {name: np.concatenate([values[name] for values in facts]).astype(np.float32) for name in facts[0]}
+        return cls(_offsets(np.array([len(tree) for tree in trees])), branches, by_name)
+
+    @classmethod
+    def join(cls, tables: Sequence[TreeTable]) -> TreeTable:
+        """The trees of `tables` one after another."""
+        counts = np.concatenate([np.diff(table.offsets) for table in tables])
+        facts = {name: np.concatenate([table.facts[name] for table in tables]) for name in tables[0].facts}
+        return cls(_offsets(counts), np.concatenate([table.branches for table in tables]), facts)
+
+    def tree(self, number: int) -> tuple[Branch, ...]:
+        """The branches of a sample."""
+        part = self.branches[self.offsets[number] : self.offsets[number + 1]]
+        return tuple(Branch(*branch) for branch in part.tolist())
+
+    def facts_of(self, number: int) -> dict[str, np.ndarray]:
+        """The facts of a sample's branches."""
+        part = slice(self.offsets[number], self.offsets[number + 1])
+        return {name: np.array(values[part]) for name, values in self.facts.items()}
+
+    def arrays(self) -> Iterator[np.ndarray]:
+        """What a digest is made of."""
+        yield from (self.offsets, self.branches)
+        for name, values in self.facts.items():
+            yield from (np.frombuffer(name.encode(), np.uint8), values)
 
 
 @dataclass(frozen=True)
@@ -44,6 +85,7 @@ class SampleBlock:
     row_numbers: np.ndarray  # [n] int64
     rows: tuple[str, ...]  # [n] where each came from, for messages
     offsets: np.ndarray  # [n + 1] int64
+    trees: TreeTable | None = None  # None: every sample is one branch
 
     @classmethod
     def of(
@@ -53,6 +95,7 @@ class SampleBlock:
         reasons: Sequence[np.ndarray],
         row_numbers: Sequence[int],
         rows: Sequence[str],
+        trees: TreeTable | None = None,
     ) -> SampleBlock:
         """A block of samples given one by one: tokens [S], weights [S], reasons [S] each."""
         lengths = np.array([len(ids) for ids in tokens], dtype=np.int32)
@@ -73,6 +116,7 @@ class SampleBlock:
             row_numbers=np.array(row_numbers, dtype=np.int64),
             rows=tuple(rows),
             offsets=_offsets(lengths),
+            trees=trees,
         )
 
     @classmethod
@@ -80,6 +124,7 @@ class SampleBlock:
         """The samples of `blocks` one after another."""
         bases = np.cumsum([0, *(len(block.palette) for block in blocks)])
         lengths = _flat([block.lengths for block in blocks], np.int32)
+        trees = [block.trees for block in blocks if block.trees is not None]  # of one source: all have trees, or none
         return cls(
             tokens=_flat([block.tokens for block in blocks], np.int32),
             codes=_flat([block.codes + np.uint32(base) for block, base in zip(blocks, bases, strict=False)], np.uint32),
@@ -88,6 +133,7 @@ class SampleBlock:
             row_numbers=_flat([block.row_numbers for block in blocks], np.int64),
             rows=tuple(row for block in blocks for row in block.rows),
             offsets=_offsets(lengths),
+            trees=TreeTable.join(trees) if trees else None,
         )
 
     def __len__(self) -> int:
@@ -95,13 +141,15 @@ class SampleBlock:
 
     def sample(self, number: int) -> Sample:
         part = slice(self.offsets[number], self.offsets[number + 1])
-        return Sample(self.tokens[part], self.palette["weight"][self.codes[part]], self.rows[number])
+        sample = Sample(self.tokens[part], self.palette["weight"][self.codes[part]], self.rows[number])
+        return sample if self.trees is None else with_tree(sample, self.trees, number)
 
     def reasons(self, number: int) -> np.ndarray:
         return self.palette["reason"][self.codes[self.offsets[number] : self.offsets[number + 1]]]
 
     def digest(self) -> str:
-        return _digest(self.tokens, self.palette[self.codes], self.offsets)
+        trees = () if self.trees is None else self.trees.arrays()
+        return _digest(self.tokens, self.palette[self.codes], self.offsets, *trees)
 
 
 @dataclass(frozen=True)
@@ -159,6 +207,11 @@ class Selection:
             is_from_store = self.store_numbers == number
             values[is_from_store] = getattr(store, name)[self.sample_numbers[is_from_store]]
         return values
+
+
+def with_tree(sample: Sample, trees: TreeTable, number: int) -> Sample:
+    """The sample with the branches and facts that `trees` has of it."""
+    return replace(sample, branches=trees.tree(number), facts=trees.facts_of(number))
 
 
 def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:

@@ -25,7 +25,6 @@ from danlu.data.prepare import BadRowPolicy, DatasetSpec, check_trained, read, t
 from danlu.data.raw_rows import RawRow
 from danlu.data.samples import SampleBlock, Selection
 from danlu.data.statistics import Statistics
-from danlu.data.tokenizing import TokenizeSettings
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import CheckpointError, DataError
 from danlu.types import Pack
@@ -140,7 +139,7 @@ class StreamingDataset:
         job = spec.job()
         # Opened once to learn the formats, and that every source is there, before anything expensive begins.
         self._sources = sources.source_names(data.train)
-        self._settings = [TokenizeSettings.of(data, read(source, data, spec.stage)[0]) for source in data.train]
+        self._settings = [spec.settings(read(source, spec)[0]) for source in data.train]
         readers = [partial(sources.read_rows, source) for source in data.train]
         self._rows = InterleavedRows(readers, [source.weight for source in data.train])
         self._workers = WorkerPool(job, worker_count(data))

@@ -11,8 +11,10 @@ waits and reads what the first wrote.
       palette.bin     the different labels (weight, reason): any float32 weight is kept exactly
       offsets.bin     int64 [samples + 1]        row_numbers.bin  int64 [samples]
       rows.bin        utf-8 text                 row_offsets.bin  int64 [samples + 1]
+      branches.bin    of trees: BRANCH [branches]                 branch_offsets.bin  int64 [samples + 1]
+      facts.bin       of trees: float32 [branches, facts]
       statistics.json
-      COMPLETE        json: format, token type, sizes, checksums
+      COMPLETE        json: format, token type, names of facts, sizes, checksums
 """
 
 from __future__ import annotations
@@ -34,20 +36,21 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from danlu.atomic_write import sync_file, sync_folder
-from danlu.data.samples import LABEL, SampleBlock
+from danlu.data.samples import BRANCH, LABEL, SampleBlock, TreeTable, with_tree
 from danlu.errors import ResourceError
 from danlu.file_lock import AlreadyLocked, FileLock
 from danlu.types import Sample
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # raised whenever rendering, cutting or this layout changes what a row becomes
+FORMAT = 4  # raised whenever rendering, cutting or this layout changes what a row becomes
 CHECK_BYTES = 16 * 2**20  # one checksum for so many bytes
 CHECKED_AT_MOST = 256  # checksums verified when a store is opened: all of it up to 4 GiB, an even sample beyond
 MARKER = "COMPLETE"
 UNFINISHED = ".unfinished"
 _DIGESTED_FILES = ("tokens.bin", "labels.bin", "palette.bin", "offsets.bin")  # what `Samples.digest` depends on
 _SUMMED_FILES = (*_DIGESTED_FILES, "row_numbers.bin", "rows.bin", "row_offsets.bin")
+_TREE_FILES = ("branches.bin", "branch_offsets.bin", "facts.bin")  # of samples that are trees; digested too
 
 
 class DamagedStore(Exception):
@@ -67,7 +70,10 @@ class TokenStore:
         marker = _read_marker(folder)
         self.statistics: dict[str, Any] = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))
         self.max_token: int = marker["max_token"]
+        fact_names: list[str] | None = marker["facts"]
         sums = [marker["files"][name] for name in _DIGESTED_FILES]
+        if fact_names is not None:
+            sums += [fact_names, *(marker["files"][name] for name in _TREE_FILES)]
         self._digest = hashlib.blake2b(json.dumps(sums).encode(), digest_size=8).hexdigest()
         self._tokens = _map(folder / "tokens.bin", marker["token_dtype"])
         self._codes = _map(folder / "labels.bin", marker["label_dtype"])
@@ -77,6 +83,7 @@ class TokenStore:
         self._rows = _map(folder / "rows.bin", "u1")
         self._row_offsets = _map(folder / "row_offsets.bin", "<i8")
         self.lengths: np.ndarray = np.diff(self._offsets).astype(np.int32)
+        self._trees = None if fact_names is None else _map_trees(folder, fact_names)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -85,7 +92,8 @@ class TokenStore:
         part = slice(self._offsets[number], self._offsets[number + 1])
         row = bytes(self._rows[self._row_offsets[number] : self._row_offsets[number + 1]])
         tokens = np.array(self._tokens[part], dtype=np.int32)  # a copy: the sample outlives the map's pages
-        return Sample(tokens, self._palette["weight"][self._codes[part]], row.decode())
+        sample = Sample(tokens, self._palette["weight"][self._codes[part]], row.decode())
+        return sample if self._trees is None else with_tree(sample, self._trees, number)
 
     def reasons(self, number: int) -> np.ndarray:
         return self._palette["reason"][self._codes[self._offsets[number] : self._offsets[number + 1]]]
@@ -106,6 +114,8 @@ class StoreWriter:
         self._max_token = -1
         self._end = 0
         self._row_end = 0
+        self._branch_end = 0
+        self._fact_names: list[str] | None = None  # of trees
         self._files = {name: _SummedFile(folder / name) for name in _SUMMED_FILES}
         for name in ("offsets.bin", "row_offsets.bin"):
             self._files[name].write(np.zeros(1, "<i8"))
@@ -124,8 +134,21 @@ class StoreWriter:
             self._files["row_numbers.bin"].write(block.row_numbers.astype("<i8"))
             self._files["rows.bin"].write(np.frombuffer(b"".join(encoded), np.uint8))
             self._files["row_offsets.bin"].write(row_ends.astype("<i8"))
+            if block.trees is not None:
+                self._write_trees(block.trees)
         self._end += int(block.offsets[-1])
         self._row_end = int(row_ends[-1])
+
+    def _write_trees(self, trees: TreeTable) -> None:
+        if self._fact_names is None:
+            self._fact_names = list(trees.facts)
+            self._files |= {name: _SummedFile(self.folder / name) for name in _TREE_FILES}
+            self._files["branch_offsets.bin"].write(np.zeros(1, "<i8"))
+        assert list(trees.facts) == self._fact_names, "all rows of a source have the same facts"
+        self._files["branches.bin"].write(trees.branches)
+        self._files["branch_offsets.bin"].write(self._branch_end + trees.offsets[1:].astype("<i8"))
+        self._files["facts.bin"].write(np.stack(list(trees.facts.values()), axis=1).astype("<f4"))
+        self._branch_end += int(trees.offsets[-1])
 
     def finish(self, statistics: Mapping[str, Any]) -> None:
         """Flush everything to the disk and mark the folder complete.
@@ -142,6 +165,7 @@ class StoreWriter:
                 "token_dtype": self._token_dtype.str,
                 "label_dtype": self._label_dtype.str,
                 "max_token": self._max_token,
+                "facts": self._fact_names,
                 "files": {name: file.close() for name, file in self._files.items()},
             }
             (self.folder / MARKER).write_text(json.dumps(marker), encoding="utf-8")
@@ -349,7 +373,16 @@ def _verify(folder: Path) -> None:
                 raise DamagedStore(f"{name}: wrong checksum from byte {number * CHECK_BYTES}")
 
 
-def _map(path: Path, dtype: str) -> np.ndarray:
+def _map(path: Path, dtype: str | np.dtype) -> np.ndarray:
     if path.stat().st_size == 0:  # mmap refuses empty files
         return np.empty(0, dtype)
     return np.memmap(path, dtype, mode="r")
+
+
+def _map_trees(folder: Path, fact_names: list[str]) -> TreeTable:
+    facts = _map(folder / "facts.bin", "<f4").reshape(-1, len(fact_names))
+    return TreeTable(
+        _map(folder / "branch_offsets.bin", "<i8"),
+        _map(folder / "branches.bin", BRANCH),
+        {name: facts[:, number] for number, name in enumerate(fact_names)},
+    )

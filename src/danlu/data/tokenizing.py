@@ -6,19 +6,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from danlu.data.answer_trees import render_answers
 from danlu.data.message_spans import Reason
 from danlu.data.messages import Conversation
+from danlu.data.preference_rows import AnswerRow, answers_of, parse_answers
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.render import RenderedSample, RenderSettings, render_rows, untrained_terminator
 from danlu.data.rows import Format, Row, Tokenized, parse_row, unread_keys
-from danlu.data.samples import SampleBlock
+from danlu.data.samples import SampleBlock, TreeTable
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
+from danlu.data.tree_length import fit_answers
 from danlu.errors import DataError
+from danlu.types import RowType
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
     from danlu.recipe.sections import Data
@@ -41,15 +45,36 @@ class TokenizeSettings:
     rendering: RenderSettings
     max_length: int | None  # None: documents are joined and cut by the packing
     overlong: Literal["truncate", "split", "drop"]
+    row_type: RowType | None = None  # of rows whose answers are compared or judged, which become trees
 
     @classmethod
-    def of(cls, data: Data, format: Format | Literal["auto"]) -> TokenizeSettings:
+    def of(cls, data: Data, format: Format | Literal["auto"], row_type: RowType | None = None) -> TokenizeSettings:
         return cls(
             format=format,
             rendering=RenderSettings(train_on=data.train_on, system=data.system, append_eos=data.append_eos),
             max_length=None if data.packing.kind == "concatenate" else data.max_length,
             overlong=data.overlong,
+            row_type=row_type,
         )
+
+    def parse(self, row: Mapping[str, Any], where: str) -> Row | AnswerRow:
+        """A raw row as what it means. Raises DataError if it does not fit its format or makes no sense."""
+        if self.row_type is None:
+            return parse_row(row, self.format, where)
+        return parse_answers(row, self.format, self.row_type, where)
+
+    def render(
+        self, rows: Sequence[Row | AnswerRow], wheres: Sequence[str], tokenizer: Tokenizer
+    ) -> list[list[RenderedSample] | DataError]:
+        """For each row that `parse` gave its samples, or what is wrong with it.
+
+        Raises:
+            DataError: the tokenizer lacks what every row needs.
+        """
+        if self.row_type is None:
+            return render_rows(cast(Sequence[Row], rows), wheres, tokenizer, self.rendering)
+        trees = render_answers(cast(Sequence[AnswerRow], rows), wheres, tokenizer, self.rendering)
+        return [tree if isinstance(tree, DataError) else [tree] for tree in trees]
 
 
 @dataclass(frozen=True)
@@ -127,28 +152,26 @@ def tokenise(tokenizer: Tokenizer, task: Task) -> TokenizedChunk:
     """
     settings, raw = task
     bad: dict[int, str] = {}
-    parsed: list[tuple[RawRow, Row]] = []
+    parsed: list[tuple[RawRow, Row | AnswerRow]] = []
     statistics = Statistics(rows=len(raw))
     for row in raw:
         if isinstance(row.value, BadRow):
             bad[row.index] = row.value.message
             continue
         try:
-            parsed.append((row, parse_row(row.value, settings.format, row.where)))
+            parsed.append((row, settings.parse(row.value, row.where)))
         except DataError as error:
             bad[row.index] = str(error)
         else:
-            statistics.unread.update(unread_keys(row.value, parsed[-1][1]))
-    outcomes = render_rows(
-        [row for _, row in parsed], [place.where for place, _ in parsed], tokenizer, settings.rendering
-    )
+            statistics.unread.update(unread_keys(row.value, _conversations(parsed[-1][1])))
+    outcomes = settings.render([row for _, row in parsed], [place.where for place, _ in parsed], tokenizer)
     samples: list[RenderedSample] = []
     numbers: list[int] = []
     for (place, _), outcome in zip(parsed, outcomes, strict=True):
         if isinstance(outcome, DataError):
             bad[place.index] = str(outcome)
             continue
-        kept = _fit(outcome, settings, statistics)
+        kept = _fit(outcome, settings, statistics, tokenizer.bos_id)
         samples += kept
         numbers += [place.index] * len(kept)
     messages = tuple(bad[number] for number in sorted(bad))
@@ -161,9 +184,14 @@ def tokenise(tokenizer: Tokenizer, task: Task) -> TokenizedChunk:
     return TokenizedChunk(block, statistics, messages, tokenizer_info(tokenizer))
 
 
-def _fit(outcome: list[RenderedSample], settings: TokenizeSettings, statistics: Statistics) -> list[RenderedSample]:
+def _fit(
+    outcome: list[RenderedSample], settings: TokenizeSettings, statistics: Statistics, bos_id: int | None
+) -> list[RenderedSample]:
     """What is left of the samples of one row."""
-    fitted = [fit_to_length(rendered, settings.max_length, settings.overlong) for rendered in outcome]
+    if settings.row_type is not None:
+        fitted = [_fit_tree(tree, settings, bos_id) for tree in outcome]
+    else:
+        fitted = [fit_to_length(rendered, settings.max_length, settings.overlong) for rendered in outcome]
     kept = [sample for part in fitted for sample in part.samples]
     statistics.lost_tokens += sum(part.lost_tokens for part in fitted)
     statistics.shortened.update({part.shortened for part in fitted if part.shortened})
@@ -184,7 +212,7 @@ class Fitted:
     """
 
     samples: list[RenderedSample]
-    shortened: Literal["truncated", "split", "dropped"] | None = None
+    shortened: str | None = None
     dropped: str | None = None
     lost_tokens: int = 0
 
@@ -192,6 +220,17 @@ class Fitted:
 NOTHING_TRAINED = "no token would be trained"
 NOTHING_LEFT = "longer than max_length, with no trained token in what was left"
 TOO_LONG = "longer than max_length"
+NOTHING_LEFT_TO_COMPARE = "longer than max_length, with no answers that differ in what was left"
+
+
+def _fit_tree(tree: RenderedSample, settings: TokenizeSettings, bos_id: int | None) -> Fitted:
+    """A tree whose paths have at most `max_length` tokens each: see `danlu.data.tree_length`."""
+    assert settings.max_length is not None, "trees are not joined"
+    fitted, shortened = fit_answers(tree, settings.max_length, settings.overlong, bos_id)
+    count = len(tree.tokens)
+    if fitted is None:
+        return Fitted([], shortened, TOO_LONG if shortened == "dropped" else NOTHING_LEFT_TO_COMPARE, count)
+    return Fitted([fitted], shortened, None, count - len(fitted.tokens))
 
 
 def fit_to_length(
@@ -248,7 +287,14 @@ def block_of(samples: Sequence[RenderedSample], row_numbers: Sequence[int]) -> S
         [sample.reasons for sample in samples],
         row_numbers,
         [sample.where for sample in samples],
+        TreeTable.of([sample.branches for sample in samples], [sample.facts for sample in samples])
+        if samples and samples[0].branches
+        else None,
     )
+
+
+def _conversations(row: Row | AnswerRow) -> list[Conversation]:
+    return [part for part in answers_of(row) if isinstance(part, Conversation)]
 
 
 def _block(samples: list[RenderedSample], numbers: list[int], statistics: Statistics) -> SampleBlock:
@@ -279,21 +325,25 @@ def _count_ends(samples: list[RenderedSample], block: SampleBlock, statistics: S
         statistics.endless_example = untrained_terminator(samples[int(endless[0])]) or ""
 
 
-def _count_thoughts(block: SampleBlock, rows: Mapping[int, Row], statistics: Statistics) -> None:
+def _count_thoughts(block: SampleBlock, rows: Mapping[int, Row | AnswerRow], statistics: Statistics) -> None:
     """Samples with trained thoughts of rows that have none: the chat template has put them there."""
     is_thought = (block.palette["weight"] > 0) & (block.palette["reason"] == Reason.REASONING)
     if not is_thought.any():
         return
     for number in np.flatnonzero(np.logical_or.reduceat(is_thought[block.codes], block.offsets[:-1])).tolist():
-        row = rows[int(block.row_numbers[number])]
-        if isinstance(row, Conversation) and not any(
-            message.reasoning_content or "think>" in message.content for message in row.messages
+        conversations = _conversations(rows[int(block.row_numbers[number])])
+        if conversations and not any(
+            message.reasoning_content or "think>" in message.content
+            for conversation in conversations
+            for message in conversation.messages
         ):
             statistics.added_thoughts += 1
             statistics.added_thought_example = statistics.added_thought_example or block.rows[number]
 
 
-def _count_specials(block: SampleBlock, rows: Mapping[int, Row], tokenizer: Tokenizer, statistics: Statistics) -> None:
+def _count_specials(
+    block: SampleBlock, rows: Mapping[int, Row | AnswerRow], tokenizer: Tokenizer, statistics: Statistics
+) -> None:
     """Samples whose row has written out special tokens, by token. Rows that are given as tokens mean theirs."""
     is_text, is_own = (np.isin(block.palette["reason"], kind) for kind in (_ROWS_TEXT, _WRITTEN_BY_ASSISTANT))
     is_special, ends_turn = (np.zeros(tokenizer.vocab_size, bool) for _ in range(2))

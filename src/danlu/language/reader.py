@@ -38,15 +38,16 @@ class PackReader:
 
     def read(self, stream: TextIO) -> Material:
         """Of several processes the first tokenises; the others find it in the cache."""
-        prepared = self._prepared(stream)
+        spec = dataset_spec(self.recipe)
+        prepared = prepared_data(spec, stream)
         if prepared.train is not None:
             return self._stored(prepared, prepared.train, prepared.eval)
-        rows = StreamingDataset(_dataset_spec(self.recipe))
+        rows = StreamingDataset(spec)
 
         def late_lines() -> list[str]:
             return row_lines("data, as far as it was read", rows.statistics)
 
-        held_out, lines = _held_out(self.recipe, prepared.eval), self._lines(prepared)
+        held_out, lines = _held_out(self.recipe, prepared.eval), prepared_lines(self.recipe, prepared)
         sources = reported_sources(self.recipe.data)
         return Material(rows, None, held_out, lines, late_lines, rows.close, prepared.tokenizer, sources)
 
@@ -59,14 +60,11 @@ class PackReader:
             packs,
             packs.packs_per_epoch,
             _held_out(recipe, held_out),
-            self._lines(prepared),
+            prepared_lines(recipe, prepared),
             tokenizer=prepared.tokenizer,
             sources=reported_sources(recipe.data),
             stored=StoredRows(train, held_out, partial(self._stored, prepared)),
         )
-
-    def _lines(self, prepared: PreparedData) -> list[str]:
-        return data_lines(prepared) + self._beyond_positions(prepared)
 
     def amount(self, items: int) -> str:
         """So many packs in words."""
@@ -77,17 +75,26 @@ class PackReader:
         """The most targets that so many packs have."""
         return items * self.recipe.data.max_length
 
-    def _beyond_positions(self, prepared: PreparedData) -> list[str]:
-        recipe, sides = self.recipe, [side for side in (prepared.train, prepared.eval) if side is not None]
-        lengths = None if prepared.train is None else np.concatenate([side.lengths for side in sides])
-        return beyond_positions(max_sample_length(recipe.model, recipe.adapter), recipe.data.max_length, lengths)
 
-    def _prepared(self, stream: TextIO) -> PreparedData:
-        with closing(RowProgress(stream)) as progress:
-            return prepare(_dataset_spec(self.recipe), progress=progress)
+def prepared_lines(recipe: Recipe, prepared: PreparedData) -> list[str]:
+    """What became of the rows, for the console, and which samples are longer than the model has positions for."""
+    return data_lines(prepared) + _beyond_positions(recipe, prepared)
 
 
-def _dataset_spec(recipe: Recipe) -> DatasetSpec:
+def _beyond_positions(recipe: Recipe, prepared: PreparedData) -> list[str]:
+    sides = [side for side in (prepared.train, prepared.eval) if side is not None]
+    lengths = None if prepared.train is None else np.concatenate([side.lengths for side in sides])
+    return beyond_positions(max_sample_length(recipe.model, recipe.adapter), recipe.data.max_length, lengths)
+
+
+def prepared_data(spec: DatasetSpec, stream: TextIO) -> PreparedData:
+    """The rows as tokens, with the progress shown on `stream`."""
+    with closing(RowProgress(stream)) as progress:
+        return prepare(spec, progress=progress)
+
+
+def dataset_spec(recipe: Recipe) -> DatasetSpec:
+    """Everything that decides which tokens a recipe trains on."""
     return DatasetSpec(
         recipe.data,
         language_stage(recipe, "tokenising"),
@@ -95,6 +102,8 @@ def _dataset_spec(recipe: Recipe) -> DatasetSpec:
         recipe.model.chat_template,
         recipe.seed,
         recipe.model.chat_template_date,
+        recipe.row_type,
+        any(term.needs_mismatched for term in recipe.answer_terms),
     )
 
 
@@ -115,7 +124,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
 
 def written_date(recipe: Recipe) -> str | None:
     """The day that the chat template writes in this run: the recipe's, else today's; None where it writes none."""
-    if recipe.stage != "sft":
+    if recipe.stage in ("classify", "pretrain"):
         return None
     return template_date(tokenizer_path(recipe), recipe.model.chat_template, recipe.model.chat_template_date)
 

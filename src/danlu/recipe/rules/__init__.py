@@ -31,6 +31,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     data.streaming_is_consistent,
     data.bad_row_limit_is_read,
     data.evaluation_has_rows,
+    data.judged_rows_are_read_whole,
     training.rewind_has_checkpoint,
     training.optimizer_is_consistent,
     model.adapter_has_base_model,

@@ -103,3 +103,31 @@ def evaluation_has_rows(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("evaluation.metric", f"a metric {needs}", reads=("data.eval",))
     if recipe.checkpoint.keep_best:
         yield Problem("checkpoint.keep_best", f"keep_best {needs}", reads=("data.eval",))
+
+
+def judged_rows_are_read_whole(recipe: Recipe) -> Iterator[Problem]:
+    """Rows that compare or judge answers are neither streamed, split nor joined, and only their answers are trained."""
+    data, reads = recipe.data, ("stage",)
+    if recipe.stage not in ("preference", "reward"):
+        return
+    if recipe.answer_terms and recipe.row_type is None:
+        takes = " and ".join(f"{term.kind} takes {' or '.join(term.row_types)}" for term in recipe.answer_terms)
+        yield Problem(
+            "objective", f"no row has what all terms are computed from: {takes}. Train them in runs of their own"
+        )
+    if data.streaming:
+        message = f"stage {recipe.stage} reads its rows before it begins. Leave streaming out"
+        yield Problem("data.streaming", message, reads=reads)
+    if data.overlong == "split":
+        message = (
+            "an answer that is compared or judged cannot be split. Use truncate, which shortens prompts first, or drop"
+        )
+        yield Problem("data.overlong", message, reads=reads)
+    if data.train_on != "assistant":
+        message = f"stage {recipe.stage} trains the answers of its rows and nothing else. Leave train_on out"
+        yield Problem("data.train_on", message, reads=reads)
+    if data.packing.kind == "concatenate":
+        message = (
+            "concatenate joins plain text. Leave packing out: the rows of a micro-batch lie end to end in any case"
+        )
+        yield Problem("data.packing.kind", message, reads=reads)

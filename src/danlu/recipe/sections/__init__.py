@@ -7,7 +7,7 @@ list of one. Rules that concern more than one field are in `rules/`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -93,6 +93,7 @@ from danlu.recipe.sections.training import (
     Schedule,
     Watch,
 )
+from danlu.types import RowType
 
 __all__ = [
     "SGD",
@@ -271,3 +272,17 @@ class Recipe(Section):
     """Decides the order of the data, the first weights and every other draw."""
     output: str
     """The run folder."""
+
+    @property
+    def row_type(self) -> RowType | None:
+        """The type of rows that all terms of the objective are computed from; None where rows are no trees."""
+        if self.stage not in ("preference", "reward"):
+            return None
+        of_terms = [term.row_types for term in self.answer_terms]
+        shared = [kind for kind in get_args(RowType) if all(kind in kinds for kinds in of_terms)]
+        return shared[0] if shared else None
+
+    @property
+    def answer_terms(self) -> list[PreferenceTerm | RewardObjective]:
+        """The terms of the objective that compare or judge answers."""
+        return [term for term in self.objective or () if isinstance(term, PreferenceTerm | BradleyTerry | Stepwise)]

@@ -23,7 +23,9 @@ class Source(Section):
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of the mixture, relative to the other sources. Without weights every row of every source is used once
     an epoch."""
-    format: Literal["auto", "text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized"] = "auto"
+    format: Literal[
+        "auto", "text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized", "preference", "stepwise"
+    ] = "auto"
     """How to read a row; auto recognises it from the columns."""
     split: str = "train"
     """Split of a hub data set; of a folder of images, train or test."""

@@ -15,6 +15,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from danlu.recipe.sections.base import NonNegative, Section, Share, VariantSection
+from danlu.types import RowType
 
 Positive = Annotated[float, Field(gt=0)]
 FlipRate = Annotated[float, Field(ge=0, lt=0.5)]
@@ -24,8 +25,8 @@ FlipRate = Annotated[float, Field(ge=0, lt=0.5)]
 class PreferenceTerm(VariantSection):
     """A term of the objective of stage `preference`; several are added up."""
 
-    paired: ClassVar[bool] = True
-    """Its rows are pairs of answers; else answers that were judged one by one."""
+    row_types: ClassVar[tuple[RowType, ...]] = ("preference",)
+    """The types of rows that it can be computed from."""
     needs_reference: ClassVar[bool] = True
     """It compares the policy with a reference."""
     reference_free: ClassVar[bool] = False
@@ -258,13 +259,14 @@ class Sft(PreferenceTerm):
     """The mean negative log-likelihood of the chosen answers' tokens, as in RPO and with `pref_ftx`."""
 
     kind: Literal["sft"] = "sft"
+    row_types = ("preference", "unpaired")
     needs_reference = False
 
 
 class JudgedTerm(PreferenceTerm):
     """A term over answers that were judged one by one."""
 
-    paired = False
+    row_types = ("unpaired",)
 
     beta: Positive = 0.1
     """How strongly the policy is held to the reference: the inverse temperature of the implicit reward."""

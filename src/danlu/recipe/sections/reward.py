@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from danlu.recipe.sections.base import NonNegative, VariantSection
+from danlu.types import RowType
 
 
 class BradleyTerry(VariantSection):
     """-log sigmoid(score of the chosen answer - score of the rejected one - margin) (arXiv:2203.02155, equation 1)."""
 
+    row_types: ClassVar[tuple[RowType, ...]] = ("preference",)
+    needs_mismatched: ClassVar[bool] = False
     kind: Literal["bradley-terry"] = "bradley-terry"
     centring: NonNegative = 0.0
     """Weight of the squared sum of both scores, which keeps them around 0 (arXiv:2312.09244, section 3)."""
@@ -19,6 +22,8 @@ class Stepwise(VariantSection):
     """Process reward: whether each step of an answer is right, a binary cross-entropy at its last token
     (arXiv:2305.20050)."""
 
+    row_types: ClassVar[tuple[RowType, ...]] = ("stepwise",)
+    needs_mismatched: ClassVar[bool] = False
     kind: Literal["stepwise"] = "stepwise"
 
 
