@@ -7,11 +7,13 @@ from danlu.images.classifier import ClassifierBuilder
 from danlu.images.reader import ImageReader
 from danlu.language.builder import DecoderBuilder
 from danlu.language.reader import PackReader
+from danlu.language.reference import REFERENCE, reference_columns, reference_models
 from danlu.language.tree_reader import TreeReader
 from danlu.objectives.cross_entropy import CrossEntropy
-from danlu.objectives.preference import DPO
+from danlu.objectives.preference import Preference, preference_objective
+from danlu.objectives.step_preference import StepPreference
 from danlu.recipe import Recipe
-from danlu.recipe.sections import LossOptions
+from danlu.recipe.sections import LossOptions, terms_of
 from danlu.stage_protocols import Better, Stage, policy_alone
 from danlu.types import Objective
 
@@ -33,9 +35,27 @@ def likelihood_metrics(recipe: Recipe) -> dict[str, Better]:
     return {"loss": "lower", "perplexity": "lower", "accuracy": "higher", **by_source}
 
 
+def preference(recipe: Recipe) -> Preference | StepPreference:
+    """The weighted sum of the recipe's terms over pairs of answers, or over answers judged alone."""
+    return preference_objective(terms_of(recipe.objective), REFERENCE in reference_models(recipe))
+
+
+def preference_metrics(recipe: Recipe) -> dict[str, Better]:
+    """What evaluations of pairs, or of judged answers, report."""
+    return {"loss": "lower", **Preference(tuple(terms_of(recipe.objective)), True).better}
+
+
 STAGES: dict[str, Stage] = {
     "classify": Stage(
         ImageReader, ClassifierBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics
+    ),
+    "preference": Stage(
+        TreeReader,
+        DecoderBuilder,
+        preference,
+        reference_models,
+        columns=reference_columns,
+        metrics=preference_metrics,
     ),
     "pretrain": Stage(
         PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics

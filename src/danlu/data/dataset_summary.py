@@ -98,7 +98,7 @@ def summarize_dataset(
     data = spec.data
     prepared = prepare(spec, progress=progress)
     if prepared.train is not None:
-        packed = spec.packed(prepared.train)
+        packed = spec.packed(spec.samples(prepared.train))
         lengths = np.concatenate([store.lengths for store in prepared.train.stores])  # of all samples, chosen or not
         train = SplitSummary(prepared.statistics, lengths, _packing_summary(packed, prepared.train, packs))
     else:
@@ -183,7 +183,7 @@ def _summarize_evaluation(prepared: PreparedData, spec: DatasetSpec) -> SplitSum
     held_out = prepared.eval
     if held_out is None:
         return None
-    packs = spec.packed(held_out, shuffle=False)
+    packs = spec.packed(spec.samples(held_out), shuffle=False)
     statistics = prepared.eval_statistics or _count_held_out(held_out)
     return SplitSummary(statistics, held_out.lengths, _packing_summary(packs, held_out, 0))
 

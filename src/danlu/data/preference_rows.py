@@ -116,15 +116,17 @@ def require_row_type(
         DataError: it is of another type; the message names the stage that such rows are for.
     """
     known: Format = detect_format(value.keys(), where) if format == "auto" else format
-    found: RowType | None = None
+    actual_type: RowType | None = None
     if known in ("preference", "stepwise"):
-        found = "preference" if known == "preference" else "stepwise"
+        actual_type = "preference" if known == "preference" else "stepwise"
     elif known not in ("text", "tokenized") and judgement(value) is not None:
-        found = "unpaired"
-    if found == row_type:
+        actual_type = "unpaired"
+    if actual_type == row_type:
         return known
-    stage = STAGES[found] if found is not None else "stage pretrain or sft" if known == "text" else "stage sft"
-    shown = f"rows of format {known}" if found in (None, known) else f"{_NEEDED['unpaired']}"
+    stage = (
+        STAGES[actual_type] if actual_type is not None else "stage pretrain or sft" if known == "text" else "stage sft"
+    )
+    shown = f"rows of format {known}" if actual_type in (None, known) else _NEEDED["unpaired"]
     raise DataError(f"{where}: this stage needs {_NEEDED[row_type]}, and these are {shown}, which are for {stage}")
 
 
@@ -221,11 +223,11 @@ def _without_prompt(
             f"{where}: chosen and rejected have no message in common that could be their prompt; let both begin with "
             "the user's turn, or give the prompt in a column of its own"
         )
-    one, other = (
+    answers = [
         _checked(_as_context(conversation, common), name, where)
         for conversation, name in zip(both, ("chosen", "rejected"), strict=True)
-    )
-    return one, other
+    ]
+    return answers[0], answers[1]
 
 
 def _transcript(text: str, name: str, where: str) -> list[dict[str, str]]:
@@ -258,8 +260,8 @@ def _margin(margin: Any, where: str) -> float | None:
 
 
 def _judged(value: Mapping[str, Any], format: Format, where: str) -> JudgedAnswer:
-    found = judgement(value)
-    assert found is not None, "the type of the row was checked"
+    verdict = judgement(value)
+    assert verdict is not None, "the type of the row was checked"
     row = parse_as(value, format, where)
     assert not isinstance(row, Text | Tokenized), "such rows are no answers"
     if isinstance(row, Completion):
@@ -269,7 +271,7 @@ def _judged(value: Mapping[str, Any], format: Format, where: str) -> JudgedAnswe
         row = _as_context(row, last_question + 1)
     if isinstance(row, Conversation):
         row = _checked(row, "messages", where)
-    return JudgedAnswer(row, found[1])
+    return JudgedAnswer(row, verdict[1])
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from danlu.data import mixture, sources
+from danlu.data.mismatched import MismatchedAnswers
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.preference_rows import require_row_type
 from danlu.data.raw_rows import BadRow, RawRow
@@ -81,6 +82,14 @@ class DatasetSpec:
     def settings(self, format: Format | Literal["auto"]) -> TokenizeSettings:
         """How the rows of a source become tokens."""
         return TokenizeSettings.of(self.data, format, self.row_type)
+
+    def samples(self, chosen: Samples) -> Samples:
+        """The chosen samples with the branches that the objective needs besides.
+
+        Raises:
+            DataError: there are too few of them.
+        """
+        return MismatchedAnswers(chosen, self.data.max_length) if self.needs_mismatched else chosen
 
     def packed(self, samples: Samples, *, shuffle: bool = True) -> PackedDataset:
         """The samples as packs; a tree is one by itself.

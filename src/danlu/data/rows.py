@@ -132,8 +132,8 @@ def refuse_judged_answers(value: Mapping[str, Any], format: Format, where: str) 
     """
     if format in _OTHER_STAGES:
         raise DataError(f"{where}: {_OTHER_STAGES[format]}")
-    if format not in ("text", "tokenized") and (found := judgement(value)) is not None:
-        name, _ = found
+    if format not in ("text", "tokenized") and (verdict := judgement(value)) is not None:
+        name, _ = verdict
         raise DataError(
             f"{where}: '{name}' ({abbreviate(value[name])}) judges the answer: unpaired preferences are rows for a "
             "stage kto; stages pretrain and sft would train the bad answers like the good ones. Keep the rows with "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -10,18 +9,11 @@ import numpy as np
 
 from danlu.data.message_spans import Reason
 from danlu.data.render import RenderedSample
+from danlu.data.trees import path_lengths
 from danlu.types import Branch
 
 PROMPT_SHORTENED = "prompt shortened"
 ANSWER_CUT = "answer cut"
-
-
-def path_lengths(branches: Sequence[Branch]) -> list[int]:
-    """Tokens from the root to the end of each branch."""
-    lengths: list[int] = []
-    for parent, start, stop in branches:
-        lengths.append(stop - start + (lengths[parent] if parent >= 0 else 0))
-    return lengths
 
 
 def shorten_prompt(tree: RenderedSample, max_length: int, bos_id: int | None) -> RenderedSample | None:

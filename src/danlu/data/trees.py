@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,12 +10,17 @@ import numpy as np
 from danlu.types import Branch, Sample
 
 
+def path_lengths(branches: Sequence[Branch]) -> list[int]:
+    """Tokens from the beginning of its root to the end of each branch."""
+    lengths: list[int] = []
+    for parent, start, stop in branches:
+        lengths.append(stop - start + (lengths[parent] if parent >= 0 else 0))
+    return lengths
+
+
 def longest_path(sample: Sample) -> int:
     """Tokens from the beginning of a root to the end of a leaf, of the longest such path."""
-    ends: list[int] = []  # of each branch: tokens up to its end
-    for parent, start, stop in sample.branches:
-        ends.append(stop - start + (ends[parent] if parent >= 0 else 0))
-    return max(ends, default=len(sample.tokens))
+    return max(path_lengths(sample.branches), default=len(sample.tokens))
 
 
 def repeat_stem(sample: Sample) -> Sample:

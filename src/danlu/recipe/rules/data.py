@@ -110,11 +110,6 @@ def judged_rows_are_read_whole(recipe: Recipe) -> Iterator[Problem]:
     data, reads = recipe.data, ("stage",)
     if recipe.stage not in ("preference", "reward"):
         return
-    if recipe.answer_terms and recipe.row_type is None:
-        takes = " and ".join(f"{term.kind} takes {' or '.join(term.row_types)}" for term in recipe.answer_terms)
-        yield Problem(
-            "objective", f"no row has what all terms are computed from: {takes}. Train them in runs of their own"
-        )
     if data.streaming:
         message = f"stage {recipe.stage} reads its rows before it begins. Leave streaming out"
         yield Problem("data.streaming", message, reads=reads)
