@@ -73,3 +73,19 @@ class MismatchedAnswers:
     def digest(self) -> str:
         described = f"{self._samples.digest()} {MISMATCHED} {self._max_length}"
         return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+
+
+def with_own_prompt(sample: Sample) -> Sample:
+    """The same sample with a copy of the prompt as the root of its mismatched answer, which shares nothing then."""
+    prompt, answer = sample.branches[0], sample.branches[-1]
+    places = np.r_[: answer.start, : prompt.stop, answer.start : answer.stop]
+    root = Branch(-1, answer.start, answer.start + prompt.stop)
+    copied = [*range(len(sample.branches) - 1), 0, len(sample.branches) - 1]
+    return replace(
+        sample,
+        tokens=sample.tokens[places],
+        weights=sample.weights[places],
+        branches=(*sample.branches[:-1], root, Branch(len(sample.branches) - 1, root.stop, len(places))),
+        columns={name: values[places] for name, values in sample.columns.items()},
+        facts={name: values[copied] for name, values in sample.facts.items()},
+    )

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from danlu.assembly.recipe_adapters import longest_shared_path
 from danlu.data.batch import empty_like
+from danlu.data.mismatched import MISMATCHED, with_own_prompt
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import PreparedData
 from danlu.data.samples import Samples
@@ -95,7 +96,7 @@ class Trees:
         """Row `number` of the endless sequence."""
         (sample,) = self.rows.at(number).samples
         if self.longest_shared is not None and longest_path(sample) > self.longest_shared:
-            sample = repeat_stem(sample)
+            sample = with_own_prompt(sample) if MISMATCHED in sample.facts else repeat_stem(sample)
         return Pack((sample,))
 
     def all(self) -> list[Pack]:

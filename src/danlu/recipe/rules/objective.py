@@ -41,9 +41,9 @@ def objective_fits_stage(recipe: Recipe) -> Iterator[Problem]:
 def preference_terms_go_together(recipe: Recipe) -> Iterator[Problem]:
     """The terms of a sum are over the same kind of rows, and some of them count."""
     terms = terms_of(recipe.objective)
-    paired = next((term for term in terms if term.kind != "sft" and term.paired), None)
+    paired = next((term for term in terms if "unpaired" not in term.row_types), None)
     for index, term in enumerate(terms):
-        if paired is not None and not term.paired:
+        if paired is not None and "preference" not in term.row_types:
             message = (
                 f"{term.kind} takes answers judged one by one, {paired.kind} pairs of answers: a run has rows of one "
                 "kind. Leave one of both out"
