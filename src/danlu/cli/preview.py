@@ -65,6 +65,8 @@ def preview(
         chat_template=chosen.model.chat_template,
         seed=chosen.seed,
         date=_date(chosen),
+        row_type=chosen.row_type,
+        needs_mismatched=chosen.needs_mismatched,
     )
     positions = max_sample_length(chosen.model, chosen.adapter)
     escape_unencodable()  # rows may hold what this terminal's encoding cannot write

@@ -230,4 +230,5 @@ def _is_stored(store: Samples, number: int, shown: PreviewSample) -> bool:
         np.array_equal(stored.tokens, shown.tokens)
         and np.array_equal(stored.weights, shown.weights)
         and np.array_equal(store.reasons(number), shown.reasons)
+        and stored.branches == tuple(branch[1:] for branch in shown.branches)
     )

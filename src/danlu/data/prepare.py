@@ -146,6 +146,9 @@ def prepare(spec: DatasetSpec, *, progress: Progress | None = None, require_ends
     for source, store in zip(spec.eval_sources, eval_stores, strict=True):
         if not len(store):
             raise DataError(f"{source.path}: no row is left to evaluate on: every one was skipped or dropped")
+    # Of the evaluation one label may be enough.
+    if (problem := train_statistics.judgement_problem(", ".join(source.path for source in data.train))) is not None:
+        raise DataError(problem)
     train, held_out = _choose(train_stores, data, spec.seed) if train_stores else (None, None)
     eval_selection = Selection.all_of(eval_stores, source_names(spec.eval_sources)) if eval_stores else held_out
     stores = [*train_stores, *eval_stores]

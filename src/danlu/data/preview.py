@@ -7,9 +7,11 @@ and when it never will be because a run would refuse it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +22,16 @@ from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizing import Task, TokenizeSettings, block_of, tokenise
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError, RecipeError
+from danlu.types import RowType, Sample
+
+
+class PreviewBranch(NamedTuple):
+    """A branch of a sample that is a tree: what it is, which one it continues (-1: none), its tokens."""
+
+    title: str
+    parent: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class PreviewSample:
         reasons: [S] uint8, values of `Reason`.
         special: [S] bool, tokens that no text contains by its letters alone.
         texts: [S] the text of each token, see `token_texts`.
+        branches: of a tree; empty where the sample is none.
     """
 
     tokens: np.ndarray
@@ -39,6 +52,7 @@ class PreviewSample:
     reasons: np.ndarray
     special: np.ndarray
     texts: tuple[str, ...]
+    branches: tuple[PreviewBranch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,7 +128,7 @@ def _preview_row(tokenizer: Tokenizer, settings: TokenizeSettings, source: int, 
         source,
         row.index,
         row.where,
-        samples=tuple(_sample(tokenizer, block, number) for number in range(len(block))),
+        samples=tuple(_sample(tokenizer, block, number, settings.row_type) for number in range(len(block))),
         bad="".join(chunk.bad),
         columns=json.dumps(row.value, ensure_ascii=False, default=str) if has_columns else "",
         dropped="".join(counts.dropped),
@@ -131,12 +145,30 @@ def _untruncated(tokenizer: Tokenizer, settings: TokenizeSettings, row: RawRow) 
     return block_of(samples, [row.index] * len(samples))
 
 
-def _sample(tokenizer: Tokenizer, block: SampleBlock, number: int) -> PreviewSample:
+def _sample(tokenizer: Tokenizer, block: SampleBlock, number: int, row_type: RowType | None) -> PreviewSample:
     sample = block.sample(number)
     ids = sample.tokens.tolist()
     special = np.array([token in tokenizer.special_ids for token in ids], bool)
     texts = token_texts(tokenizer.token_bytes(ids))
-    return PreviewSample(sample.tokens, sample.weights, block.reasons(number), special, tuple(texts))
+    branches = () if row_type is None else _branches(sample, row_type)
+    return PreviewSample(sample.tokens, sample.weights, block.reasons(number), special, tuple(texts), branches)
+
+
+def _branches(sample: Sample, row_type: RowType) -> tuple[PreviewBranch, ...]:
+    """The branches of a tree, each called what it is."""
+    titles: list[str] = []
+    for number, label in enumerate(sample.facts["label"].tolist()):
+        if number == 0 and len(sample.branches) > 1 and sample.branches[1].parent == 0:
+            titles.append("prompt")
+        elif row_type == "stepwise":
+            titles.append(f"step {number}, {'not judged' if math.isnan(label) else 'right' if label else 'wrong'}")
+        elif row_type == "unpaired":
+            titles.append("desirable answer" if label else "undesirable answer")
+        else:
+            margin = float(sample.facts["margin"][number])
+            better = "" if math.isnan(margin) else f", by a margin of {margin:g}"
+            titles.append(f"chosen{better}" if label else "rejected")
+    return tuple(PreviewBranch(title, *branch) for title, branch in zip(titles, sample.branches, strict=True))
 
 
 def token_texts(tokens: Sequence[bytes]) -> list[str]:

@@ -62,6 +62,9 @@ class Statistics:
     answers: int = 0  # samples that train an answer
     endless_answers: int = 0  # of those, samples that train no token that ends one
     endless_example: str = ""  # the first of them, and what to do
+    judgements: Counter[str] = field(default_factory=Counter)  # rows: desirable, undesirable, with or without margin
+    margin_example: str = ""  # the first row with a margin
+    no_margin_example: str = ""  # the first pair without one
     bad_examples: list[str] = field(default_factory=list)  # the first few messages
 
     @property
@@ -82,6 +85,22 @@ class Statistics:
                 self.unread = Counter(dict((value + added).most_common(MAX_UNREAD_KEYS)))
             else:
                 setattr(self, name, value + added)
+
+    def judgement_problem(self, where: str) -> str | None:
+        """What is wrong with the judgements of all rows together, those in the files `where`; None if nothing."""
+        counted = self.judgements
+        if counted["margin"] and counted["no margin"]:
+            pairs = counted["margin"] + counted["no margin"]
+            return (
+                f"{self.no_margin_example}: no 'margin', which {counted['margin']:,} of {pairs:,} rows have (the first "
+                f"is {self.margin_example}); give every row one, or none"
+            )
+        for name, other in (("desirable", "undesirable"), ("undesirable", "desirable")):
+            if counted[name] and not counted[other]:
+                return (
+                    f"all {counted[name]:,} answers are {name}, and nothing is learnt from one label; add {other} ones"
+                )
+        return None
 
     def cut_lines(self) -> list[str]:
         """A line about answers that are cut before their end, where they are many; else none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -13,7 +13,7 @@ import numpy as np
 from danlu.data.answer_trees import render_answers
 from danlu.data.message_spans import Reason
 from danlu.data.messages import Conversation
-from danlu.data.preference_rows import AnswerRow, answers_of, parse_answers
+from danlu.data.preference_rows import AnswerRow, JudgedAnswer, Pair, answers_of, parse_answers
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.render import RenderedSample, RenderSettings, render_rows, untrained_terminator
 from danlu.data.rows import Format, Row, Tokenized, parse_row, unread_keys
@@ -163,6 +163,7 @@ def tokenise(tokenizer: Tokenizer, task: Task) -> TokenizedChunk:
         except DataError as error:
             bad[row.index] = str(error)
         else:
+            _count_judgement(parsed[-1][1], row.where, statistics)
             statistics.unread.update(unread_keys(row.value, _conversations(parsed[-1][1])))
     outcomes = settings.render([row for _, row in parsed], [place.where for place, _ in parsed], tokenizer)
     samples: list[RenderedSample] = []
@@ -182,6 +183,17 @@ def tokenise(tokenizer: Tokenizer, task: Task) -> TokenizedChunk:
         _count_thoughts(block, rows, statistics)
         _count_specials(block, rows, tokenizer, statistics)
     return TokenizedChunk(block, statistics, messages, tokenizer_info(tokenizer))
+
+
+def _count_judgement(row: Row | AnswerRow, where: str, statistics: Statistics) -> None:
+    if isinstance(row, JudgedAnswer):
+        statistics.judgements["desirable" if row.is_desirable else "undesirable"] += 1
+    elif isinstance(row, Pair) and row.margin is not None:
+        statistics.judgements["margin"] += 1
+        statistics.margin_example = statistics.margin_example or where
+    elif isinstance(row, Pair):
+        statistics.judgements["no margin"] += 1
+        statistics.no_margin_example = statistics.no_margin_example or where
 
 
 def _fit(
@@ -318,11 +330,29 @@ def _count_ends(samples: list[RenderedSample], block: SampleBlock, statistics: S
         np.logical_or.reduceat((trained & np.isin(block.palette["reason"], kind))[block.codes], block.offsets[:-1])
         for kind in (_ANSWER, _END)
     )
+    if block.trees is not None:  # an answer of a pair may end, and the other not
+        ends &= [all(map(_is_ended, _answers(sample))) for sample in samples]
     endless = np.flatnonzero(answers & ~ends)
     statistics.answers = int(answers.sum())
     statistics.endless_answers = len(endless)
     if len(endless):
-        statistics.endless_example = untrained_terminator(samples[int(endless[0])]) or ""
+        first = samples[int(endless[0])]
+        unended = next((part for part in _answers(first) if not _is_ended(part)), first)
+        statistics.endless_example = untrained_terminator(unended) or ""
+
+
+def _answers(sample: RenderedSample) -> list[RenderedSample]:
+    """The branches of a tree that nothing follows."""
+    parents = {branch.parent for branch in sample.branches}
+    return [
+        replace(sample.part(branch.start, branch.stop), weights=sample.weights[branch.start : branch.stop])
+        for number, branch in enumerate(sample.branches)
+        if number not in parents
+    ]
+
+
+def _is_ended(answer: RenderedSample) -> bool:
+    return untrained_terminator(answer) is None
 
 
 def _count_thoughts(block: SampleBlock, rows: Mapping[int, Row | AnswerRow], statistics: Statistics) -> None:

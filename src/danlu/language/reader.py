@@ -103,7 +103,7 @@ def dataset_spec(recipe: Recipe) -> DatasetSpec:
         recipe.seed,
         recipe.model.chat_template_date,
         recipe.row_type,
-        any(term.needs_mismatched for term in recipe.answer_terms),
+        recipe.needs_mismatched,
     )
 
 

@@ -31,5 +31,10 @@ def expand_stage(tree: Node) -> None:
         for term in objective.value if isinstance(objective.value, list) else [objective]:
             if isinstance(term.value, dict) and "kind" not in term.value:
                 term.value = {"kind": Node(kind, term.origin), **term.value}
-    if name != "distill" and tree.child("batch") is None:
+    if name == "distill":
+        return
+    if tree.child("batch") is None:
         tree.value["batch"] = Node({"pairs": Node(DEFAULT_PAIRS, stage.origin)}, stage.origin)
+    data = tree.child("data")
+    if data is not None and isinstance(data.value, dict) and data.child("packing") is None:
+        data.value["packing"] = Node("none", stage.origin)  # a row is a tree, and stays by itself

@@ -12,7 +12,7 @@ import numpy as np
 
 from danlu.data.dataset_summary import DatasetSummary, PackingSummary, SplitSummary
 from danlu.data.message_spans import Reason
-from danlu.data.preview import PreviewRow, PreviewSample
+from danlu.data.preview import PreviewBranch, PreviewRow, PreviewSample
 from danlu.data.statistics import Statistics
 from danlu.recipe.sections import Data, Recipe
 from danlu.types import Sample
@@ -54,13 +54,17 @@ MAX_COLUMN_CHARACTERS = 500  # shown of the columns of a row that cannot be used
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Tokens `start` to `stop` of a sample, of one reason and weight; `omitted` tokens before them are not shown."""
+    """Tokens `start` to `stop` of a sample, of one reason and weight; `omitted` tokens before them are not shown.
+
+    branch: which one begins with them, or with the tokens before that are not shown: "chosen: 40 tokens"; else empty.
+    """
 
     reason: Reason
     weight: float
     start: int
     stop: int
     omitted: int = 0
+    branch: str = ""
 
     @property
     def state(self) -> str:
@@ -69,23 +73,38 @@ class TokenRun:
 
 
 def token_runs(sample: PreviewSample, max_tokens: int | None) -> Iterator[TokenRun]:
-    """The tokens of a sample in order, at most `max_tokens`: three quarters from its start, the rest from its end."""
+    """The tokens of a sample in order, at most `max_tokens`: three quarters from its start, the rest from its end.
+
+    The branches of a tree have as many each.
+    """
     count = len(sample.tokens)
     changes = (np.diff(sample.reasons) != 0) | (np.diff(sample.weights) != 0)
-    borders = [0, *(np.flatnonzero(changes) + 1).tolist(), count]
-    spans = [(0, count)]
-    if max_tokens is not None and count > max_tokens:
-        end = math.ceil(max_tokens / 4)
-        spans = [(0, max_tokens - end), (count - end, count)]
+    begun = {branch.start: branch for branch in sample.branches}
+    borders = sorted({0, *(np.flatnonzero(changes) + 1).tolist(), *begun, count})
+    parts = [(branch.start, branch.stop) for branch in sample.branches] or [(0, count)]
+    spans: list[tuple[int, int]] = []
+    for start, stop in parts:
+        allowed = None if max_tokens is None else max(1, max_tokens // len(parts))
+        if allowed is None or stop - start <= allowed:
+            spans.append((start, stop))
+        else:
+            end = math.ceil(allowed / 4)
+            spans += [(start, start + allowed - end), (stop - end, stop)]
     shown = 0
     for start, stop in pairwise(borders):
         for low, high in spans:
             first, last = max(start, low), min(stop, high)
             if first < last:
                 reason, weight = Reason(int(sample.reasons[first])), float(sample.weights[first])
-                yield TokenRun(reason, weight, first, last, omitted=first - shown)
+                title = next((describe_branch(begun[place]) for place in begun if shown <= place <= first), "")
+                yield TokenRun(reason, weight, first, last, omitted=first - shown, branch=title)
                 shown = last
     assert shown == count, "the end of a sample is always shown"
+
+
+def describe_branch(branch: PreviewBranch) -> str:
+    """`chosen: 40 tokens`."""
+    return f"{branch.title}: {quantity(branch.stop - branch.start, 'token')}"
 
 
 def visible_text(text: str) -> str:

@@ -64,6 +64,7 @@ def _sample(sample: PreviewSample) -> dict[str, Any]:
         "weights": sample.weights.tolist(),
         "reasons": [Reason(reason).label for reason in sample.reasons.tolist()],
         "special": sample.special.tolist(),
+        "branches": [branch._asdict() for branch in sample.branches],
     }
 
 

@@ -167,6 +167,8 @@ class PlainWriter:
         for run in runs:
             if run.omitted:
                 self._write(f"    … {content.quantity(run.omitted, 'token')} not shown (--tokens 0 shows all)")
+            if run.branch:
+                self._write(f"   {run.branch}")
             start = f"    {run.state:<{width}}  {f'[{run.reason.label}]':<13} "
             line: list[str] = []
             for text in sample.texts[run.start : run.stop]:
@@ -213,6 +215,8 @@ class ColouredWriter:
                 parts.append(
                     (f"\n… {content.quantity(run.omitted, 'token')} not shown (--tokens 0 shows all)\n", "dim")
                 )
+            if run.branch:
+                parts.append((f"{chr(10) if run.start else ''}{run.branch}\n", "bold"))
             if run.weight not in (0, 1):
                 parts.append((f"‹x{run.weight:g}›", "dim"))
             style = f"{COLOURS[run.reason]}{' reverse' if run.weight else ''}"

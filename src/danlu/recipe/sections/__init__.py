@@ -283,6 +283,11 @@ class Recipe(Section):
         return shared[0] if shared else None
 
     @property
+    def needs_mismatched(self) -> bool:
+        """Whether a term compares each answer with what the policy says of other rows' answers to its prompt."""
+        return any(term.needs_mismatched for term in self.answer_terms)
+
+    @property
     def answer_terms(self) -> list[PreferenceTerm | RewardObjective]:
         """The terms of the objective that compare or judge answers."""
         return [term for term in self.objective or () if isinstance(term, PreferenceTerm | BradleyTerry | Stepwise)]
