@@ -73,7 +73,7 @@ class Preference:
         """
         chosen = rejected = chosen_tokens = 0.0
         for sample in (sample for pack in items for sample in pack.samples):
-            for (_, start, stop), label in zip(sample.branches, sample.facts["label"], strict=True):
+            for (_, start, stop), label in zip(sample.branches, sample.facts["label"].tolist(), strict=True):
                 chosen += label == CHOSEN
                 rejected += label == REJECTED
                 if label == CHOSEN:
