@@ -18,6 +18,7 @@ from builders.worst_errors import worst_relative_error
 from torch import Tensor
 
 from danlu.data.batch import collate
+from danlu.data.mismatched import with_own_prompt
 from danlu.objectives.branches import pairs_of, places_in_branch, sum_by_branch
 from danlu.objectives.preference import Preference, preference_objective
 from danlu.objectives.preference_losses import (
@@ -52,7 +53,7 @@ from danlu.recipe.sections import (
     SigmoidNorm,
     Simpo,
 )
-from danlu.types import Branch, StepLogprobs
+from danlu.types import Branch, Pack, StepLogprobs
 
 KINDS = {kind: terms[0] for kind, terms in OBJECTIVES.items() if kind == terms[0].kind}
 
@@ -328,6 +329,17 @@ def test_judged_answers_lose_the_mismatched_branch_once_it_has_been_seen() -> No
         assert len(answer.branches) == 2 and set(answer.facts[KTO_KL].tolist()) == {kl}
         np.testing.assert_array_equal(answer.facts["label"], [np.nan, 1])
     assert len(others) == 2
+    # Behind a copy of its prompt the mismatched answer is seen alike, and it and the copy go alike.
+    copies = [Pack((with_own_prompt(each.samples[0]),)) for each in items]
+    seen_of_copy, answer_of_copy = (
+        objective.step_items(copies)[0],
+        objective.prepared(copies, logprobs, training=True)[0],
+    )
+    assert len(copies[0].samples[0].tokens) == len(sample.tokens) + stem
+    for got, want in ((seen_of_copy.samples[0], seen.samples[0]), (answer_of_copy.samples[0], answer)):
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        np.testing.assert_array_equal(got.weights, want.weights)
+        assert got.branches == want.branches
 
 
 def test_a_pair_is_scored_at_the_positions_of_its_own_answers() -> None:

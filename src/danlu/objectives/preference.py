@@ -154,7 +154,8 @@ class _AnswerTokens:
         chosen, rejected = self.branches
         shorter = torch.minimum(counts[chosen], counts[rejected])
         shared = counts.index_copy(0, chosen, shorter).index_copy(0, rejected, shorter)  # [M]
-        return torch.where(places < shared[self.batch.branch], 1.0, ld_alpha).double()
+        beyond = torch.full_like(places, ld_alpha, dtype=torch.float64)
+        return beyond.masked_fill(places < shared[self.batch.branch], 1.0)
 
     def _pair_likelihood(self, collision: Tensor) -> Tensor:
         """How likely the policy is to write both answers of each pair [P], relative to its own choices at each token.
