@@ -6,6 +6,7 @@ from danlu.data.sources import reported_sources
 from danlu.images.classifier import ClassifierBuilder
 from danlu.images.reader import ImageReader
 from danlu.language.builder import DecoderBuilder
+from danlu.language.distillation import DistillationBuilder, distillation, held_out_distillation, teacher_models
 from danlu.language.reader import PackReader
 from danlu.language.reference import REFERENCE, reference_columns, reference_models
 from danlu.language.tree_reader import TreeReader
@@ -13,7 +14,7 @@ from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.preference import Preference, preference_objective
 from danlu.objectives.step_preference import StepPreference
 from danlu.recipe import Recipe
-from danlu.recipe.sections import LossOptions, terms_of
+from danlu.recipe.sections import HiddenStates, LossOptions, terms_of
 from danlu.stage_protocols import Better, Stage, policy_alone
 from danlu.types import Objective
 
@@ -35,6 +36,13 @@ def likelihood_metrics(recipe: Recipe) -> dict[str, Better]:
     return {"loss": "lower", "perplexity": "lower", "accuracy": "higher", **by_source}
 
 
+def distillation_metrics(recipe: Recipe) -> dict[str, Better]:
+    """What evaluations of distillation report beside the likelihood of the rows."""
+    hidden = any(isinstance(term, HiddenStates) for term in recipe.objective or ())
+    terms: dict[str, Better] = {"divergence": "lower", **({"hidden": "lower"} if hidden else {})}
+    return {**likelihood_metrics(recipe), **terms}
+
+
 def preference(recipe: Recipe) -> Preference | StepPreference:
     """The weighted sum of the recipe's terms over pairs of answers, or over answers judged alone."""
     return preference_objective(terms_of(recipe.objective), REFERENCE in reference_models(recipe))
@@ -48,6 +56,14 @@ def preference_metrics(recipe: Recipe) -> dict[str, Better]:
 STAGES: dict[str, Stage] = {
     "classify": Stage(
         ImageReader, ClassifierBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics
+    ),
+    "distill": Stage(
+        PackReader,
+        DistillationBuilder,
+        distillation,
+        teacher_models,
+        held_out_distillation,
+        metrics=distillation_metrics,
     ),
     "preference": Stage(
         TreeReader,

@@ -247,7 +247,7 @@ class Outputs(Protocol):
 
     def divergence(
         self,
-        teacher: Outputs | TopTokens,
+        teacher: Outputs,
         *,
         kind: DivergenceKind,
         beta: float = 0.5,

@@ -190,7 +190,7 @@ BROKEN = [
     ({"stage": "dpo", "objective": "[]"}, "objective: empty: give at least one kind"),
     (
         {"stage": "reward", "objective": "[bradley-terry, stepwise]"},
-        "objective: 2 terms: only stage preference adds up several. Give one",
+        "objective: 2 terms: stage reward has one. Give one",
     ),
     (
         {"stage": "dpo", "objective": "[sft, sigmoid, kto]"},

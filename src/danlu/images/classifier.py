@@ -217,7 +217,7 @@ class ClassifierOutputs:
 
     def divergence(
         self,
-        teacher: Outputs | TopTokens,
+        teacher: Outputs,
         *,
         kind: DivergenceKind,
         beta: float = 0.5,

@@ -88,7 +88,7 @@ class DecoderOutputs:
 
     def divergence(
         self,
-        teacher: Outputs | TopTokens,
+        teacher: Outputs,
         *,
         kind: DivergenceKind,
         beta: float = 0.5,
@@ -97,37 +97,26 @@ class DecoderOutputs:
     ) -> Tensor:
         """How far this model's distribution at each target's place is from a teacher's: [N], see `divergence`.
 
-        With `top_k`, or against tokens that were chosen beforehand, the outcomes are the teacher's likeliest tokens and
-        all others as one; else every token that both models have. An embedding may be padded with rows that stand for
-        no token, so one of the models may have more of them.
+        With `top_k` the outcomes are the teacher's likeliest tokens and all others as one; else every token that both
+        models have. An embedding may be padded with rows that stand for no token, so one of them may have more.
         """
-        if top_k is not None:
-            assert not isinstance(teacher, TopTokens), "the likeliest tokens of a teacher are known already"
-            teacher = teacher.top_tokens(top_k, temperature=temperature, vocab_size=self.model.config.vocab_size)
         shard = self.model.vocab_shard
         group = None if shard is None else shard.group
-        if isinstance(teacher, TopTokens):
-            filling = len(self.batch.targets) - self.targets
-            logprobs = logprobs_of_tokens(
-                self._logits(),
-                F.pad(teacher.ids, (0, 0, 0, filling)),  # [N', K]
-                temperature=temperature,
-                tensor_group=group,
-                vocab_start=0 if shard is None else shard.start,
-            )
-            values = categorical_divergence(logprobs[: self.targets], teacher.logprobs, kind=kind, beta=beta)
-            return values * temperature**2
-        assert isinstance(teacher, DecoderOutputs), "a teacher is a decoder"
-        rows = min(len(self._head()), len(teacher._head()))
-        everything = divergence(
-            self._logits(rows),
-            teacher._logits(rows),
-            kind=kind,
-            beta=beta,
+        if top_k is None:
+            assert isinstance(teacher, DecoderOutputs), "a teacher without a top_k is a decoder"
+            rows = min(len(self._head()), len(teacher._head()))
+            policy, teachers = self._logits(rows), teacher._logits(rows)
+            values = divergence(policy, teachers, kind=kind, beta=beta, temperature=temperature, tensor_group=group)
+            return values[: self.targets]
+        chosen = teacher.top_tokens(top_k, temperature=temperature, vocab_size=self.model.config.vocab_size)
+        logprobs = logprobs_of_tokens(
+            self._logits(),
+            F.pad(chosen.ids, (0, 0, 0, len(self.batch.targets) - self.targets)),  # [N', K]
             temperature=temperature,
             tensor_group=group,
-        )
-        return everything[: self.targets]
+            vocab_start=0 if shard is None else shard.start,
+        )[: self.targets]
+        return categorical_divergence(logprobs, chosen.logprobs, kind=kind, beta=beta) * temperature**2
 
     def top_tokens(self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None) -> TopTokens:
         """The k likeliest tokens [N, k] at each target's place, of those below `vocab_size`, and all others as one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from danlu.recipe.rules import data, model, objective, paths, placement, reference, training
+from danlu.recipe.rules import data, distillation, model, objective, paths, placement, reference, training
 from danlu.recipe.rules.model import language_stage
 from danlu.recipe.rules.paths import is_local, missing_files
 from danlu.recipe.sections import AdamW8bit, Recipe
@@ -40,6 +40,8 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     objective.preference_terms_go_together,
     objective.term_reads_its_keys,
     reference.reference_is_consistent,
+    distillation.distillation_has_teacher,
+    distillation.distillation_has_one_divergence,
     placement.layout_is_supported,
     placement.memory_is_consistent,
     paths.output_is_separate,

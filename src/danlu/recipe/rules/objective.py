@@ -33,8 +33,8 @@ def objective_fits_stage(recipe: Recipe) -> Iterator[Problem]:
         if (stage := _stage_of(term)) != recipe.stage:
             message = f"{_kind(term)} is an objective of stage {stage}, not of stage {recipe.stage}"
             yield Problem(f"objective.{index}.kind", message, reads=("stage",))
-    if recipe.stage != "preference" and len(objective or ()) > 1:
-        message = f"{len(objective or ())} terms: only stage preference adds up several. Give one"
+    if recipe.stage == "reward" and len(objective or ()) > 1:
+        message = f"{len(objective or ())} terms: stage reward has one. Give one"
         yield Problem("objective", message, reads=("stage",))
 
 

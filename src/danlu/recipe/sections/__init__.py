@@ -33,7 +33,15 @@ from danlu.recipe.sections.adapters import (
 )
 from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, value_at
 from danlu.recipe.sections.data import Data, Packing, Source
-from danlu.recipe.sections.distillation import DistillationObjective, ForwardKL, JensenShannon, ReverseKL, Teacher
+from danlu.recipe.sections.distillation import (
+    DistillationObjective,
+    Divergence,
+    ForwardKL,
+    HiddenStates,
+    JensenShannon,
+    ReverseKL,
+    Teacher,
+)
 from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.optimizers import (
     SGD,
@@ -121,6 +129,7 @@ __all__ = [
     "DeltaTerm",
     "Discopop",
     "DistillationObjective",
+    "Divergence",
     "Dora",
     "EarlyStop",
     "Ema",
@@ -131,6 +140,7 @@ __all__ = [
     "Fp4",
     "Frozen",
     "GaLore",
+    "HiddenStates",
     "Hinge",
     "Ia3",
     "Int4",

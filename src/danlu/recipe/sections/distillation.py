@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import PositiveInt, Section, Share, VariantSection
+from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, Share, VariantSection
 from danlu.recipe.sections.model import Quantization
 
 
@@ -16,7 +16,7 @@ class Teacher(Section):
     short = "model"
 
     model: str
-    """A Hugging Face folder, a hub id, or a finished run."""
+    """A Hugging Face folder, a hub id, a finished run, or the folder of an adapter, which says what its base is."""
     quantization: Quantization | None = None
     """Keep its weights in few bits."""
     top_k: PositiveInt | None = None
@@ -54,4 +54,15 @@ class JensenShannon(_Divergence):
     """The teacher's share of the mixture that both are compared with."""
 
 
-DistillationObjective = ForwardKL | ReverseKL | JensenShannon
+class HiddenStates(VariantSection):
+    """The mean squared error between the teacher's last hidden states and a linear map of the policy's, which is
+    trained with it (arXiv:1909.10351, equation 8); a term beside a divergence."""
+
+    kind: Literal["hidden"] = "hidden"
+    weight: NonNegative = 1.0
+    """What the term is multiplied by in the sum."""
+
+
+Divergence = ForwardKL | ReverseKL | JensenShannon
+
+DistillationObjective = ForwardKL | ReverseKL | JensenShannon | HiddenStates

@@ -1,0 +1,179 @@
+"""Stage `distill`: its teachers as models beside the policy, its objective, and what can be wrong with both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from danlu.data.tokenizer import Tokenizer, load_tokenizer
+from danlu.data.tokenizer_folder import tokenizer_fingerprint
+from danlu.data.tokenizing import tokenizer_info
+from danlu.errors import DataError, ModelError, RecipeError
+from danlu.language.builder import DecoderBuilder
+from danlu.language.placed import PlacedDecoder
+from danlu.language.reader import tokenizer_of, tokenizer_path
+from danlu.models.config import ModelConfig
+from danlu.models.hf_folder import read_config, resolve_folder
+from danlu.models.presets import from_scratch
+from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherTerm
+from danlu.parallel.ranks import Ranks
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Divergence, HiddenStates, JensenShannon, Model, Teacher
+from danlu.rollout.resolve_model import ResolvedModel, resolve_model
+from danlu.stage_protocols import Material, ModelSpec, RoleSpec
+from danlu.train.run_folder import Start
+from danlu.types import Objective, Role
+
+
+class DistillationBuilder(DecoderBuilder):
+    """A `ModelBuilder`: the decoder that learns, and its teachers."""
+
+    def check(self, start: Start | None) -> None:
+        """Also raises a DanluError for teachers that this policy cannot learn from."""
+        super().check(start)
+        check_teachers(self.recipe)
+
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
+        """The decoder and the teachers that are not cached, on the processes of a layout."""
+        decoder = super().place(ranks, device, start, material)
+        notes = (*decoder.placed.notes, *_notes(self.recipe, decoder.model.config))
+        return replace(decoder, placed=replace(decoder.placed, notes=notes))
+
+
+def teachers_of(recipe: Recipe) -> dict[Role, Teacher]:
+    """The teachers of a recipe by role: teacher, teacher.1, ..."""
+    return {
+        "teacher" if not index else f"teacher.{index}": teacher for index, teacher in enumerate(recipe.teacher or ())
+    }
+
+
+def teacher_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
+    """The teachers as frozen models beside the policy."""
+    return {
+        role: ModelSpec(f"teacher.{index}", _section(teacher), teacher.quantization)
+        for index, (role, teacher) in enumerate(teachers_of(recipe).items())
+    }
+
+
+def _resolved(teacher: Teacher) -> ResolvedModel:
+    try:
+        return resolve_model(teacher.model)
+    except DataError as error:
+        raise ModelError(
+            f"teacher {teacher.model}: without its tokenizer nothing says that its tokens are the policy's. Copy the "
+            f"tokenizer's files into its folder ({error})"
+        ) from None
+
+
+def _section(teacher: Teacher) -> Model:
+    """The teacher as the section of a model: its folder, or its base with the adapters upon it."""
+    resolved = _resolved(teacher)
+    if not resolved.stacks:
+        return Model(path=teacher.model)
+    return Model(path=str(resolved.folder), adapters=[str(adapter.path) for adapter in resolved.stacks[0]])
+
+
+def distillation(recipe: Recipe) -> Objective:
+    """The objective of a recipe of stage distill."""
+    terms = recipe.objective or ()
+    divergence = next((term for term in terms if isinstance(term, Divergence)), None)
+    hidden = next((term for term in terms if isinstance(term, HiddenStates)), None)
+    assert divergence is not None, "the recipe's rules ask for one"
+    teachers = teachers_of(recipe)
+    weight = sum(teacher.weight for teacher in teachers.values())
+    objective = Distillation(
+        tuple(TeacherTerm(role, teacher.weight / weight, teacher.top_k) for role, teacher in teachers.items()),
+        divergence.kind,
+        divergence.beta if isinstance(divergence, JensenShannon) else 0.5,
+        divergence.temperature,
+        divergence.cross_entropy,
+        recipe.loss.label_smoothing,
+        recipe.loss.z_loss,
+    )
+    if hidden is None:
+        return objective
+    widths = {role: read_config(_resolved(teacher).folder).hidden_size for role, teacher in teachers.items()}
+    return HiddenStateDistillation(objective, hidden.weight, _policy_config(recipe, 1).hidden_size, widths)
+
+
+def held_out_distillation(recipe: Recipe, objective: Objective) -> Objective:
+    """The same objective for held-out rows: label smoothing and z-loss take no part."""
+    return objective.without_extras() if isinstance(objective, Distillation) else objective
+
+
+def check_teachers(recipe: Recipe) -> None:
+    """Raises RecipeError or ModelError for a teacher whose tokens are not the policy's, naming the first that differs.
+
+    The policy's tokens must be the first ones of the teacher. Their embeddings may differ in rows that stand for no
+    token: distributions are compared over the tokens that both have.
+    """
+    rows = _policy_config(recipe, None).vocab_size
+    for index, teacher in enumerate(recipe.teacher or ()):
+        resolved = _resolved(teacher)
+        config = read_config(resolved.folder)
+        _check_tokens(recipe, f"teacher.{index}.model", teacher, resolved, config)
+        if recipe.parallel.tensor > 1 and config.vocab_size != rows:
+            raise RecipeError(
+                f"parallel.tensor cuts the rows of all embeddings alike, but that of {teacher.model} has "
+                f"{config.vocab_size} and the policy's {rows}. Use a teacher with as many, or parallel.tensor: 1"
+            )
+        common = min(rows, config.vocab_size)
+        if teacher.top_k is not None and teacher.top_k >= common:
+            raise RecipeError(
+                f"teacher.{index}.top_k: {teacher.top_k} of {common} tokens leave no others. Give less, or leave it "
+                "out for the whole distribution"
+            )
+
+
+def _notes(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
+    """What is worth knowing of the teachers of a policy with this config, for the console."""
+    for teacher in recipe.teacher or ():
+        rows = read_config(_resolved(teacher).folder).vocab_size
+        if rows != config.vocab_size:
+            yield (
+                f"teacher {teacher.model}: its embedding has {rows:,} rows and the policy's {config.vocab_size:,}; "
+                f"distributions are compared over the first {min(rows, config.vocab_size):,}, which both have"
+            )
+
+
+def _policy_config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:
+    """The policy's config. vocab_size: of the tokenizer, which is asked where it is None, for a model from scratch."""
+    if recipe.model.path is not None:
+        return read_config(resolve_folder(recipe.model.path))
+    if vocab_size is None:
+        vocab_size = tokenizer_info(tokenizer_of(recipe)).vocab_size
+    return from_scratch(recipe.model, vocab_size)
+
+
+def _check_tokens(recipe: Recipe, key: str, teacher: Teacher, resolved: ResolvedModel, config: ModelConfig) -> None:
+    folder = str(resolved.tokenizer_folder)
+    if tokenizer_fingerprint(tokenizer_path(recipe)) == tokenizer_fingerprint(folder):
+        return
+    policy, other = tokenizer_of(recipe), load_tokenizer(folder)
+    different = first_different_token(policy, other)
+    if different is not None:
+        own, others = (_written(tokenizer.fast.id_to_token(different)) for tokenizer in (policy, other))
+        raise RecipeError(
+            f"{key}: {teacher.model} has another tokenizer: token {different} is {others} there and {own} here, so "
+            "what it says of a token would be learnt for another one. Use a teacher with the policy's tokenizer"
+        )
+    if policy.vocab_size > config.vocab_size:
+        raise RecipeError(
+            f"{key}: {teacher.model} embeds {config.vocab_size} tokens, and the policy's tokenizer has "
+            f"{policy.vocab_size}. Use a teacher with the policy's tokenizer"
+        )
+
+
+def first_different_token(policy: Tokenizer, teacher: Tokenizer) -> int | None:
+    """The first id that stands for another text in the teacher's tokenizer, or for none; None where there is none.
+
+    Tokens that only the teacher has, behind all of the policy's, are no difference: no row has one.
+    """
+    ids = range(policy.vocab_size)
+    return next((id for id in ids if policy.fast.id_to_token(id) != teacher.fast.id_to_token(id)), None)
+
+
+def _written(text: str | None) -> str:
+    return "no token" if text is None else repr(text)
