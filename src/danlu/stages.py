@@ -6,7 +6,13 @@ from danlu.data.sources import reported_sources
 from danlu.images.classifier import ClassifierBuilder
 from danlu.images.reader import ImageReader
 from danlu.language.builder import DecoderBuilder
-from danlu.language.distillation import DistillationBuilder, distillation, held_out_distillation, teacher_models
+from danlu.language.distillation import (
+    DistillationBuilder,
+    distillation,
+    held_out_distillation,
+    teacher_columns,
+    teacher_models,
+)
 from danlu.language.reader import PackReader
 from danlu.language.reference import REFERENCE, reference_columns, reference_models
 from danlu.language.tree_reader import TreeReader
@@ -63,6 +69,7 @@ STAGES: dict[str, Stage] = {
         distillation,
         teacher_models,
         held_out_distillation,
+        columns=teacher_columns,
         metrics=distillation_metrics,
     ),
     "preference": Stage(

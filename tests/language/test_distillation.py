@@ -67,6 +67,46 @@ def test_it_says_what_it_consists_of_and_writes_only_the_policy(alone: Path) -> 
     assert json.loads((alone / "model" / "config.json").read_text())["hidden_size"] == 32
 
 
+TOP_K_OBJECTIVE = {"kind": "jensen-shannon", "temperature": 2.0, "cross_entropy": 0.2}
+
+
+def test_a_cached_teacher_teaches_what_a_live_one_does_over_twenty_steps(tiny_world: World, tmp_path: Path) -> None:
+    folder = teacher_folder(tiny_world)
+    shared = {"steps": 20, "objective": TOP_K_OBJECTIVE, "evaluation": {"every": 10}, "checkpoint": {"every": 20}}
+
+    def trained(name: str, **teacher: Any) -> Path:
+        assert train([recipe(tiny_world, tmp_path / name, teacher={"model": folder, **teacher}, **shared)]) == [0]
+        return tmp_path / name
+
+    live, cached = trained("live", top_k=12), trained("cached", top_k=12, cache=True)
+    assert numbers(cached) == pytest.approx(numbers(live), rel=1e-6)
+    assert worst_relative_error(trained_tensors(cached), trained_tensors(live)) < CLOSE
+    other = trained("other", top_k=11)  # negative control: a token less is seen
+    assert numbers(other) != pytest.approx(numbers(live), rel=1e-6)
+
+
+def test_the_cache_follows_from_temperature_top_k_and_teacher(tiny_world: World, tmp_path: Path) -> None:
+    folder, second = teacher_folder(tiny_world), teacher_folder(tiny_world, "second-teacher", seed=8, hidden_size=32)
+    cached = {"model": folder, "top_k": 12, "cache": True}
+
+    def folders(name: str, teacher: dict[str, Any], temperature: float = 2.0) -> set[str]:
+        changes = {"objective": {"kind": "forward", "temperature": temperature}, "data": {"eval": 5, "cache": cache}}
+        assert train([recipe(tiny_world, tmp_path / name, teacher=teacher, **changes)]) == [0]
+        return {entry.name for entry in Path(cache).iterdir() if entry.name.startswith("teacher-")}
+
+    cache = str(tmp_path / "cache")
+    first = folders("first", cached)
+    assert len(first) == 2  # of training rows, and of held-out ones
+    assert folders("same", cached) == first
+    counts = [
+        len(folders("warmer", cached, 3.0)),
+        len(folders("fewer", {**cached, "top_k": 11})),
+        len(folders("quantized", {**cached, "quantization": "int8"})),
+        len(folders("another", {**cached, "model": second})),
+    ]
+    assert counts == [4, 6, 8, 10]
+
+
 def test_it_goes_on_where_it_stopped(tiny_world: World, tmp_path: Path, alone: Path) -> None:
     shutil.copytree(alone, tmp_path / "run")
     shutil.rmtree(max((tmp_path / "run" / "checkpoints").glob("step-*")))
@@ -84,6 +124,11 @@ def test_every_layout_trains_what_one_process_does(tiny_world: World, tmp_path: 
     files = [
         recipe(tiny_world, tmp_path / name, layout, **two_teachers(tiny_world)) for name, layout in layouts.items()
     ]
+    cached = {"teacher": {"model": teacher_folder(tiny_world), "top_k": 12, "cache": True}, "objective": "reverse"}
+    assert train([recipe(tiny_world, tmp_path / "cached-alone", **cached)]) == [0]
+    for name in ("zero3", "tensor"):  # each asks the teacher itself
+        changes = {**cached, "data": {"eval": 5, "cache": str(tmp_path / f"cache-{name}")}}
+        files.append(recipe(tiny_world, tmp_path / f"cached-{name}", layouts[name], **changes))
     wrong = two_teachers(tiny_world)
     wrong["teacher"][1]["weight"] = 0.4  # negative control: the comparison sees another share
     files.append(recipe(tiny_world, tmp_path / "wrong", **wrong))
@@ -91,6 +136,10 @@ def test_every_layout_trains_what_one_process_does(tiny_world: World, tmp_path: 
     for name in layouts:
         assert numbers(tmp_path / name) == pytest.approx(numbers(alone), rel=1e-4), name
         assert worst_relative_error(trained_tensors(tmp_path / name), trained_tensors(alone)) < CLOSE, name
+    for name in ("zero3", "tensor"):
+        got, want = tmp_path / f"cached-{name}", tmp_path / "cached-alone"
+        assert numbers(got) == pytest.approx(numbers(want), rel=1e-4), name
+        assert worst_relative_error(trained_tensors(got), trained_tensors(want)) < CLOSE, name
     assert numbers(tmp_path / "wrong") != pytest.approx(numbers(alone), rel=1e-3)
     assert worst_relative_error(trained_tensors(tmp_path / "wrong"), trained_tensors(alone)) > 100 * CLOSE
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import torch
+from torch import Tensor
 
+from danlu.data.column_store import ColumnType
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizer_folder import tokenizer_fingerprint
 from danlu.data.tokenizing import tokenizer_info
@@ -20,11 +24,11 @@ from danlu.models.presets import from_scratch
 from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherTerm
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Divergence, HiddenStates, JensenShannon, Model, Teacher
+from danlu.recipe.sections import Divergence, ForwardKL, HiddenStates, JensenShannon, Model, ReverseKL, Teacher
 from danlu.rollout.resolve_model import ResolvedModel, resolve_model
-from danlu.stage_protocols import Material, ModelSpec, RoleSpec
+from danlu.stage_protocols import ColumnSpec, FromColumns, Material, ModelSpec, RoleSpec
 from danlu.train.run_folder import Start
-from danlu.types import Objective, Role
+from danlu.types import Batch, Objective, Outputs, Role, TopTokens
 
 
 class DistillationBuilder(DecoderBuilder):
@@ -50,11 +54,64 @@ def teachers_of(recipe: Recipe) -> dict[Role, Teacher]:
 
 
 def teacher_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
-    """The teachers as frozen models beside the policy."""
+    """The teachers as frozen models beside the policy, or as columns of the rows."""
     return {
-        role: ModelSpec(f"teacher.{index}", _section(teacher), teacher.quantization)
-        for index, (role, teacher) in enumerate(teachers_of(recipe).items())
+        role: FromColumns(partial(_from_columns, role)) if teacher.cache else _spec(role, teacher)
+        for role, teacher in teachers_of(recipe).items()
     }
+
+
+def teacher_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
+    """Of each cached teacher its likeliest tokens and their log-probabilities, and last that of all others together."""
+    cached = {role: teacher for role, teacher in teachers_of(recipe).items() if teacher.cache}
+    if not cached:
+        return ()
+    temperature, rows = _divergence(recipe).temperature, _policy_config(recipe, None).vocab_size
+    return [_columns(role, teacher, temperature, rows) for role, teacher in cached.items()]
+
+
+def _columns(role: Role, teacher: Teacher, temperature: float, vocab_size: int) -> ColumnSpec:
+    k = teacher.top_k
+    assert k is not None, "the recipe's rules ask for it where a teacher is cached"
+    ids, logprobs = _column_names(role)
+
+    def compute(outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        chosen = outputs.top_tokens(k, temperature=temperature, vocab_size=vocab_size)
+        return {ids: chosen.ids, logprobs: chosen.logprobs}
+
+    return ColumnSpec(
+        role,
+        _spec(role, teacher),
+        {ids: ColumnType("<i4", (k,)), logprobs: ColumnType("<f4", (k + 1,))},
+        compute,
+        {"temperature": temperature, "vocab_size": vocab_size},
+    )
+
+
+def _column_names(role: Role) -> tuple[str, str]:
+    return f"{role}_ids", f"{role}_logprobs"
+
+
+@dataclass(frozen=True)
+class ColumnTopTokens:
+    """What a cached teacher says: its likeliest tokens, of an `Outputs` that method alone."""
+
+    role: Role
+    batch: Batch
+
+    def top_tokens(self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None) -> TopTokens:
+        """Those of the columns, which were computed for this k, temperature and vocabulary."""
+        ids, logprobs = (self.batch.columns[name] for name in _column_names(self.role))
+        assert ids.shape[1] == k, f"{ids.shape[1]} tokens are cached, not {k}"
+        return TopTokens(ids.long(), logprobs)
+
+
+def _from_columns(role: Role, batch: Batch) -> Outputs:
+    return cast(Outputs, ColumnTopTokens(role, batch))  # the objective asks a teacher with a top_k for nothing else
+
+
+def _spec(role: Role, teacher: Teacher) -> ModelSpec:
+    return ModelSpec(role, _section(teacher), teacher.quantization)
 
 
 def _resolved(teacher: Teacher) -> ResolvedModel:
@@ -77,10 +134,8 @@ def _section(teacher: Teacher) -> Model:
 
 def distillation(recipe: Recipe) -> Objective:
     """The objective of a recipe of stage distill."""
-    terms = recipe.objective or ()
-    divergence = next((term for term in terms if isinstance(term, Divergence)), None)
-    hidden = next((term for term in terms if isinstance(term, HiddenStates)), None)
-    assert divergence is not None, "the recipe's rules ask for one"
+    divergence = _divergence(recipe)
+    hidden = next((term for term in recipe.objective or () if isinstance(term, HiddenStates)), None)
     teachers = teachers_of(recipe)
     weight = sum(teacher.weight for teacher in teachers.values())
     objective = Distillation(
@@ -96,6 +151,12 @@ def distillation(recipe: Recipe) -> Objective:
         return objective
     widths = {role: read_config(_resolved(teacher).folder).hidden_size for role, teacher in teachers.items()}
     return HiddenStateDistillation(objective, hidden.weight, _policy_config(recipe, 1).hidden_size, widths)
+
+
+def _divergence(recipe: Recipe) -> ForwardKL | ReverseKL | JensenShannon:
+    divergence = next((term for term in recipe.objective or () if isinstance(term, Divergence)), None)
+    assert divergence is not None, "the recipe's rules ask for one"
+    return divergence
 
 
 def held_out_distillation(recipe: Recipe, objective: Objective) -> Objective:
