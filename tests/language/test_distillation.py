@@ -201,18 +201,22 @@ def other_tokenizer(world: World) -> Path:
 
 def test_another_tokenizer_is_refused_by_its_first_token_that_differs(tiny_world: World, tmp_path: Path) -> None:
     other = teacher_folder(tiny_world, "foreign", tokenizer=other_tokenizer(tiny_world))
-    message = r"foreign has another tokenizer: token \d+ is '(.+)x' there and '\1' here"
+    message = r"teacher\.0\.model: \S+foreign has another vocabulary: its token \d+ is '(.+)x', the policy's is '\1'"
     broken = write_rows(tmp_path / "broken.jsonl", ["{"])  # rows are read after what can be wrong without them
     with pytest.raises(DanluError, match=message):
         train([recipe(tiny_world, tmp_path / "run", teacher=other, data={"train": str(broken), "eval": 1})])
-    check_teachers(load(Path(recipe(tiny_world, tmp_path / "control"))).recipe)
+    cached = {"model": other, "top_k": 4, "cache": True}
+    with pytest.raises(DanluError, match=message):
+        train([recipe(tiny_world, tmp_path / "cached", teacher=cached, data={"train": str(broken), "eval": 1})])
+    with pytest.raises(DanluError, match=r"broken\.jsonl"):  # control
+        train([recipe(tiny_world, tmp_path / "control", data={"train": str(broken), "eval": 1})])
 
 
 def test_a_smaller_vocabulary_is_refused_and_a_padded_one_told(tiny_world: World, tmp_path: Path) -> None:
     train_tokenizer(list(pretraining_documents(0, 400)), 300, tmp_path / "small")
     small = teacher_folder(tiny_world, "small-teacher", tokenizer=tmp_path / "small", vocab_size=300)
-    with pytest.raises(DanluError, match=r"has another tokenizer: token \d+ is"):
-        check_teachers(load(Path(recipe(tiny_world, tmp_path / "run", teacher=small))).recipe)
+    with pytest.raises(DanluError, match=r"has another vocabulary: its token \d+ is"):
+        train([recipe(tiny_world, tmp_path / "run", teacher=small)])
     padded = teacher_folder(tiny_world, "padded", vocab_size=416)
     loaded = load(Path(recipe(tiny_world, tmp_path / "padded", teacher=padded)))
     check_teachers(loaded.recipe)

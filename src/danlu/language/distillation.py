@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from danlu.data.column_store import ColumnType
-from danlu.data.tokenizer import Tokenizer, load_tokenizer
-from danlu.data.tokenizer_folder import tokenizer_fingerprint
 from danlu.data.tokenizing import tokenizer_info
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.language.builder import DecoderBuilder
+from danlu.language.frozen_models import check_frozen_model
 from danlu.language.placed import PlacedDecoder
-from danlu.language.reader import tokenizer_of, tokenizer_path
+from danlu.language.reader import tokenizer_of
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.presets import from_scratch
@@ -111,7 +110,8 @@ def _from_columns(role: Role, batch: Batch) -> Outputs:
 
 
 def _spec(role: Role, teacher: Teacher) -> ModelSpec:
-    return ModelSpec(role, _section(teacher), teacher.quantization)
+    key = role if "." in role else f"{role}.0"
+    return ModelSpec(key, _section(teacher), teacher.quantization)
 
 
 def _resolved(teacher: Teacher) -> ResolvedModel:
@@ -165,25 +165,25 @@ def held_out_distillation(recipe: Recipe, objective: Objective) -> Objective:
 
 
 def check_teachers(recipe: Recipe) -> None:
-    """Raises RecipeError or ModelError for a teacher whose tokens are not the policy's, naming the first that differs.
+    """Raises a DanluError for a teacher that the policy cannot learn from, without reading weights.
 
-    The policy's tokens must be the first ones of the teacher. Their embeddings may differ in rows that stand for no
-    token: distributions are compared over the tokens that both have.
+    Their tokens must be the same. Embeddings may differ in the number of rows, for some stand for no token:
+    distributions are compared over the rows that both have.
     """
     rows = _policy_config(recipe, None).vocab_size
-    for index, teacher in enumerate(recipe.teacher or ()):
-        resolved = _resolved(teacher)
-        config = read_config(resolved.folder)
-        _check_tokens(recipe, f"teacher.{index}.model", teacher, resolved, config)
-        if recipe.parallel.tensor > 1 and config.vocab_size != rows:
+    for role, teacher in teachers_of(recipe).items():
+        spec = _spec(role, teacher)
+        if teacher.cache:  # the others are among the models of the stage, which are checked for each
+            check_frozen_model(spec, recipe)
+        own = read_config(_resolved(teacher).folder).vocab_size
+        if recipe.parallel.tensor > 1 and own != rows:
             raise RecipeError(
-                f"parallel.tensor cuts the rows of all embeddings alike, but that of {teacher.model} has "
-                f"{config.vocab_size} and the policy's {rows}. Use a teacher with as many, or parallel.tensor: 1"
+                f"{spec.key}.model: parallel.tensor cuts the rows of all embeddings alike, but that of {teacher.model} "
+                f"has {own} and the policy's {rows}. Use a teacher with as many, or parallel.tensor: 1"
             )
-        common = min(rows, config.vocab_size)
-        if teacher.top_k is not None and teacher.top_k >= common:
+        if teacher.top_k is not None and teacher.top_k >= min(rows, own):
             raise RecipeError(
-                f"teacher.{index}.top_k: {teacher.top_k} of {common} tokens leave no others. Give less, or leave it "
+                f"{spec.key}.top_k: {teacher.top_k} of {min(rows, own)} tokens leave no others. Give less, or leave it "
                 "out for the whole distribution"
             )
 
@@ -206,35 +206,3 @@ def _policy_config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:
     if vocab_size is None:
         vocab_size = tokenizer_info(tokenizer_of(recipe)).vocab_size
     return from_scratch(recipe.model, vocab_size)
-
-
-def _check_tokens(recipe: Recipe, key: str, teacher: Teacher, resolved: ResolvedModel, config: ModelConfig) -> None:
-    folder = str(resolved.tokenizer_folder)
-    if tokenizer_fingerprint(tokenizer_path(recipe)) == tokenizer_fingerprint(folder):
-        return
-    policy, other = tokenizer_of(recipe), load_tokenizer(folder)
-    different = first_different_token(policy, other)
-    if different is not None:
-        own, others = (_written(tokenizer.fast.id_to_token(different)) for tokenizer in (policy, other))
-        raise RecipeError(
-            f"{key}: {teacher.model} has another tokenizer: token {different} is {others} there and {own} here, so "
-            "what it says of a token would be learnt for another one. Use a teacher with the policy's tokenizer"
-        )
-    if policy.vocab_size > config.vocab_size:
-        raise RecipeError(
-            f"{key}: {teacher.model} embeds {config.vocab_size} tokens, and the policy's tokenizer has "
-            f"{policy.vocab_size}. Use a teacher with the policy's tokenizer"
-        )
-
-
-def first_different_token(policy: Tokenizer, teacher: Tokenizer) -> int | None:
-    """The first id that stands for another text in the teacher's tokenizer, or for none; None where there is none.
-
-    Tokens that only the teacher has, behind all of the policy's, are no difference: no row has one.
-    """
-    ids = range(policy.vocab_size)
-    return next((id for id in ids if policy.fast.id_to_token(id) != teacher.fast.id_to_token(id)), None)
-
-
-def _written(text: str | None) -> str:
-    return "no token" if text is None else repr(text)

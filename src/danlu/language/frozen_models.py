@@ -44,26 +44,25 @@ def check_frozen_model(spec: ModelSpec, recipe: Recipe) -> None:
         open_named(spec.section.adapters, find_base(path))
     if path != recipe.model.path:
         policy_tokenizer = tokenizer_of(recipe)
-        check_vocabulary(read_config(folder), policy_tokenizer.vocab_size)
         if any((folder / name).is_file() for name in VOCABULARY_FILES):
             _check_same_vocabulary(spec.key, path, load_tokenizer(path).vocabulary, policy_tokenizer.vocabulary)
+        check_vocabulary(read_config(folder), policy_tokenizer.vocab_size)
 
 
 def _check_same_vocabulary(key: str, path: str, vocabulary: Mapping[str, int], policys: Mapping[str, int]) -> None:
-    """Raises RecipeError if two tokenizers give another id to any token."""
+    """Raises RecipeError if two tokenizers give another id to any token, naming the first."""
     tokens, policy_tokens = ({token_id: token for token, token_id in ids.items()} for ids in (vocabulary, policys))
-    what_for = "What two models say of tokens is comparable only where these are the same"
-    for token_id in sorted(tokens.keys() & policy_tokens.keys()):
-        if tokens[token_id] != policy_tokens[token_id]:
+    for token_id in sorted(tokens.keys() | policy_tokens.keys()):
+        token, policy_token = tokens.get(token_id), policy_tokens.get(token_id)
+        if token != policy_token:
             raise RecipeError(
-                f"{key}.model: {path} has another vocabulary: its token {token_id} is {tokens[token_id]!r}, the "
-                f"policy's is {policy_tokens[token_id]!r}. {what_for}"
+                f"{key}.model: {path} has another vocabulary: its token {token_id} is {_quoted(token)}, the policy's "
+                f"is {_quoted(policy_token)}. What two models say of tokens is comparable only where these are the same"
             )
-    if tokens.keys() != policy_tokens.keys():
-        raise RecipeError(
-            f"{key}.model: {path} has another vocabulary, of {len(tokens):,} tokens; the policy's has "
-            f"{len(policy_tokens):,}. {what_for}"
-        )
+
+
+def _quoted(token: str | None) -> str:
+    return "absent" if token is None else repr(token)
 
 
 def place_frozen(recipe: Recipe, spec: ModelSpec, vocab_size: int, ranks: Ranks, device: torch.device) -> Placed:
