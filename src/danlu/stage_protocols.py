@@ -32,7 +32,7 @@ from danlu.train.position import PackSource
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
 from danlu.train.step import AnyLearner
-from danlu.types import Batch, HeadObjective, Item, Objective, Outputs, Role
+from danlu.types import Batch, HeadObjective, Item, Objective, Outputs, Role, Sample
 
 Better = Literal["lower", "higher"]
 """Which of two values of a metric is the better one."""
@@ -48,6 +48,8 @@ class StoredRows:
     train: Samples
     held_out: Samples | None
     material: Callable[[Samples, Samples | None], Material]  # the same with these samples in their place
+    laid_out: Callable[[Sample], Sample] = lambda sample: sample
+    """A sample as it goes through a model: perhaps with copies of some tokens. Columns go with their tokens."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ from danlu.types import Pack, Sample
 _TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 16384}
 """In a micro-batch of a pass without gradients, unless the recipe's own are larger."""
 
+_PLACE = "place"
+"""A column that says which token of the stored sample each one is."""
+
 
 @dataclass(frozen=True)
 class AskedModel:
@@ -76,7 +79,7 @@ def add_columns(
     if any(missing):
         total = sum(len(store.blocks[number]) for store, lost in zip(stores, missing, strict=True) for number in lost)
         with closing(RowProgress(stream, doing=spec.name)) as progress:
-            asking = _Asking(place_model(), spec, recipe, ranks, device, lambda done: progress(done, total))
+            asking = _Asking(place_model(), rows, spec, recipe, ranks, device, lambda done: progress(done, total))
             for samples, store, lost in zip(sides, stores, missing, strict=True):
                 for number in lost:
                     asking.compute(samples, store, number)
@@ -90,6 +93,7 @@ class _Asking:
     """The passes without gradients over blocks of samples."""
 
     model: AskedModel
+    rows: StoredRows
     spec: ColumnSpec
     recipe: Recipe
     ranks: Ranks
@@ -100,8 +104,8 @@ class _Asking:
     def compute(self, samples: Samples, store: ColumnStore, number: int) -> None:
         """One block; the first process writes it."""
         block = store.blocks[number]
-        asked = [_all_answers(samples.sample(sample)) for sample in block]
-        starts = np.cumsum([0, *(len(sample.tokens) for sample in asked)]).tolist()
+        asked = [self.rows.laid_out(_all_answers(samples.sample(sample))) for sample in block]
+        starts = np.cumsum([0, *samples.lengths[block.start : block.stop]]).tolist()
         values = {
             name: torch.zeros(starts[-1], *of.shape, dtype=torch.from_numpy(np.empty(0, of.dtype)).dtype)
             for name, of in self.spec.types.items()
@@ -112,7 +116,7 @@ class _Asking:
         lengths = [len(sample.tokens) for sample in asked]
         for numbers in deal_by_tokens(lengths, data.index, data.size, capacity):
             computed = self._ask([asked[place] for place in numbers])
-            places = [starts[place] + np.flatnonzero(asked[place].weights) for place in numbers]
+            places = [starts[place] + asked[place].columns[_PLACE][asked[place].weights != 0] for place in numbers]
             at = torch.from_numpy(np.concatenate(places) if places else np.empty(0, np.int64))
             for name, of_targets in computed.items():
                 values[name][at] = of_targets[: len(at)].to("cpu", values[name].dtype)
@@ -138,7 +142,7 @@ def _all_answers(sample: Sample) -> Sample:
     for branch in sample.branches:
         if branch.parent >= 0:
             weights[branch.start : branch.stop] = 1
-    return replace(sample, weights=weights, columns={}, facts={})
+    return replace(sample, weights=weights, columns={_PLACE: np.arange(len(weights))})
 
 
 def _key(recipe: Recipe, spec: ColumnSpec, config: ModelConfig, device: torch.device) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from danlu.data.trees import longest_path, repeat_stem
 from danlu.language.reader import dataset_spec, prepared_data, prepared_lines
 from danlu.recipe import Recipe
 from danlu.stage_protocols import Material, StoredRows
-from danlu.types import Pack
+from danlu.types import Pack, Sample
 
 
 class TreeReader:
@@ -54,7 +54,9 @@ class TreeReader:
             tokenizer=prepared.tokenizer,
             sources=reported_sources(recipe.data),
             empty=empty_like(train.sample(0)),
-            stored=StoredRows(train, held_out, partial(self._material, prepared)),
+            stored=StoredRows(
+                train, held_out, partial(self._material, prepared), partial(_laid_out, longest_shared=longest_shared)
+            ),
         )
 
     def _stem_lines(self, samples: Samples, longest_shared: int | None) -> list[str]:
@@ -95,9 +97,7 @@ class Trees:
     def at(self, number: int) -> Pack:
         """Row `number` of the endless sequence."""
         (sample,) = self.rows.at(number).samples
-        if self.longest_shared is not None and longest_path(sample) > self.longest_shared:
-            sample = with_own_prompt(sample) if MISMATCHED in sample.facts else repeat_stem(sample)
-        return Pack((sample,))
+        return Pack((_laid_out(sample, self.longest_shared),))
 
     def all(self) -> list[Pack]:
         """Each row once, in the order of the first epoch."""
@@ -110,3 +110,10 @@ class Trees:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Check that these are the rows the checkpoint was made with. Raises CheckpointError if not."""
         self.rows.restore(dict(state))
+
+
+def _laid_out(sample: Sample, longest_shared: int | None) -> Sample:
+    """The sample as it goes through a model: one that is too long to share its stem has copies of it."""
+    if longest_shared is None or longest_path(sample) <= longest_shared:
+        return sample
+    return with_own_prompt(sample) if MISMATCHED in sample.facts else repeat_stem(sample)
