@@ -98,7 +98,8 @@ class Statistics:
         for name, other in (("desirable", "undesirable"), ("undesirable", "desirable")):
             if counted[name] and not counted[other]:
                 return (
-                    f"all {counted[name]:,} answers are {name}, and nothing is learnt from one label; add {other} ones"
+                    f"{where}: all {counted[name]:,} answers are {name}; nothing is learnt from one label, so add "
+                    f"{other} ones"
                 )
         return None
 
