@@ -10,6 +10,8 @@ from builders.tiny_world import tiny_world
 from torch.distributed.fsdp import FSDPModule
 
 from danlu.adapters import dropout
+from danlu.language import learner
+from danlu.language.learner import DecoderLearner
 from danlu.models.decoder import Decoder
 from danlu.optim.build import Optimizers
 from danlu.parallel.comm import Group
@@ -32,6 +34,9 @@ TOUCHED = [
     (dropout.Dropout, "__call__"),
     (FSDPModule, "set_reshard_after_backward"),
     (Optimizers, "load_state"),
+    (DecoderLearner, "prepare"),
+    (learner, "attend_for"),
+    (learner, "deal_by_tokens"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,21 @@ TIED = {"tokenizer": None, "config": {**CONFIG, "tie_word_embeddings": True}}
 LORA = {"kind": "lora", "rank": 8, "dropout": 0.2}
 
 
-def recipe(folder: Path, *overrides: str, tied: bool = False, base: bool = False, below: bool = False) -> Recipe:
+def recipe(
+    folder: Path,
+    *overrides: str,
+    tied: bool = False,
+    base: bool = False,
+    below: bool = False,
+    pairs: bool = False,
+) -> Recipe:
     changes: dict[str, Any] = {"model": {"config": TIED["config"]}} if tied else {}
+    if pairs:
+        rows = folder / "pairs.jsonl"
+        answers = ({"prompt": f"{n} plus {n}?" * (1 + n % 3), "chosen": f"{2 * n}." * (1 + n % 2)} for n in range(24))
+        rows.write_text("".join(f"{json.dumps({**row, 'rejected': 'No idea, sorry.'})}\n" for row in answers))
+        changes = {"stage": "dpo", "data": {"train": str(rows)}, "batch": None}
+        changes |= {"reference": "frozen"}
     file = tiny_world().recipe(folder / "run", folder / "recipe.yaml", **changes)
     if base:
         file.write_text(file.read_text().replace("model:\n", "unused:\n"))
@@ -78,6 +92,7 @@ def test_precision_auto_is_decided_before_it_is_verified(tmp_path: Path, monkeyp
 SHARDED, TENSOR = "parallel=zero2", "parallel={tensor: 2, sequence: true}"
 WITH_LORA = f"adapter={LORA}"
 DIAGNOSES = {
+    "divisors-per-rank": "one process's own pairs",
     "doubled": "too large by a constant",
     "local-clip": "the norm of what it holds",
     "mean-of-means": "mean over data ranks of their own means",
@@ -88,10 +103,13 @@ DIAGNOSES = {
     "same-masks": "dropout",
     "stale": "out of date",
     "state-of-another-shard": "optimizer's state",
+    "statistics-per-micro-batch": "a sort or a mean over a micro-batch",
     "untied": "tie",
+    "visible-siblings": "branches of a tree that see one another",
 }
 """A part of the cause that a verification reports for each mistake."""
 CASES = {
+    "divisors-per-rank": (("parallel.data=2",), {"pairs": True}, "embed_tokens.weight"),
     "doubled": ((TENSOR,), {}, "embed_tokens.weight"),
     "local-clip": ((SHARDED,), {}, None),
     "mean-of-means": (("parallel.data=2",), {}, "embed_tokens.weight"),
@@ -106,7 +124,9 @@ CASES = {
     ),
     "stale": ((SHARDED,), {}, "embed_tokens.weight"),
     "state-of-another-shard": ((SHARDED,), {}, "embed_tokens.weight"),
+    "statistics-per-micro-batch": ((SHARDED, "objective=aot"), {"pairs": True}, "embed_tokens.weight"),
     "untied": ((SHARDED,), {"tied": True}, "embed_tokens.weight"),
+    "visible-siblings": (("parallel={tensor: 2}",), {"pairs": True}, "embed_tokens.weight"),
 }
 
 
@@ -190,6 +210,14 @@ def test_what_does_not_fit_is_told(overrides: list[str], options: dict[str, Any]
     with pytest.raises(RecipeError) as error:
         verify("recipe.yaml", recipe(tmp_path, *overrides), Options(**options))
     assert message in str(error.value)
+
+
+def test_traffic_without_a_formula_is_told(tmp_path: Path) -> None:
+    pairs = recipe(tmp_path, "parallel.data=2", pairs=True)
+    with pytest.raises(RecipeError, match="--traffic: stage preference sends more than there are formulas for"):
+        verify("recipe.yaml", pairs, Options(traffic=True))
+    with pytest.raises(RecipeError, match="--traffic: stage preference"):
+        predict_traffic(pairs, 8, Options())
 
 
 @pytest.mark.distributed

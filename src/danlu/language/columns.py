@@ -104,7 +104,7 @@ class _Asking:
     def compute(self, samples: Samples, store: ColumnStore, number: int) -> None:
         """One block; the first process writes it."""
         block = store.blocks[number]
-        asked = [self.rows.laid_out(_all_answers(samples.sample(sample))) for sample in block]
+        asked = [self.rows.laid_out(all_answers(samples.sample(sample))) for sample in block]
         starts = np.cumsum([0, *samples.lengths[block.start : block.stop]]).tolist()
         values = {
             name: torch.zeros(starts[-1], *of.shape, dtype=torch.from_numpy(np.empty(0, of.dtype)).dtype)
@@ -136,7 +136,7 @@ class _Asking:
             return self.spec.compute(self.model.outputs(batch, filled, attend_for(filled)), batch)
 
 
-def _all_answers(sample: Sample) -> Sample:
+def all_answers(sample: Sample) -> Sample:
     """The sample with weight 1 at each token that is asked about: see `stage_protocols.ColumnSpec`."""
     weights = (sample.weights != 0).astype(np.float32)
     for branch in sample.branches:

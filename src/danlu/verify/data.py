@@ -1,4 +1,7 @@
-"""The packs that a verification trains on: the first ones of the recipe where its data can be read, else synthetic."""
+"""The packs that a verification trains on: the first ones of the recipe where its data can be read, else synthetic.
+
+Rows of judged answers are packs of a tree each.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from danlu.assembly.recipe_adapters import longest_shared_path
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import DatasetSpec, prepare
+from danlu.data.samples import Samples
 from danlu.errors import CheckpointError, DanluError
+from danlu.language.reader import dataset_spec
+from danlu.language.tree_reader import Trees
 from danlu.recipe import Recipe
-from danlu.recipe.rules import is_local, language_stage
-from danlu.types import Item, Pack, Sample
+from danlu.recipe.rules import is_local
+from danlu.types import Item, Pack, RowType, Sample
+from danlu.verify.synthetic_trees import synthetic_trees
 
 ROWS = 64  # read of each source
 SYNTHETIC_VOCAB_SIZE = 200  # smaller than any tokenizer's vocabulary
@@ -54,24 +62,51 @@ def proxy_data(recipe: Recipe, count: int) -> ProxyData:
             return _own_data(recipe, count)
         except DanluError as error:
             reason = f"the recipe's cannot be used ({str(error).splitlines()[0]})"
-    return ProxyData(synthetic_packs(recipe, count), None, f"synthetic data, for {reason}")
+    packs = (
+        synthetic_packs(recipe, count) if recipe.row_type is None else _synthetic_rows(recipe, recipe.row_type, count)
+    )
+    return ProxyData(packs, None, f"synthetic data, for {reason}")
 
 
 def _own_data(recipe: Recipe, count: int) -> ProxyData:
     """Raises DanluError for rows or a tokenizer that cannot be used."""
-    data, tokenizer = recipe.data, recipe.model.tokenizer or recipe.model.path
+    data = recipe.data
     sources = [source.model_copy(update={"rows": min(source.rows or ROWS, ROWS)}) for source in data.train]
     changes: dict[str, object] = {"train": sources, "eval": None, "streaming": False, "workers": 1}
     if data.overlong == "drop":
         changes["overlong"] = "truncate"  # with the short packs of a proxy nothing might be left
-    data = data.model_copy(update=changes)
-    stage, model = language_stage(recipe, "danlu verify"), recipe.model
-    spec = DatasetSpec(data, stage, str(tokenizer), model.chat_template, recipe.seed, model.chat_template_date)
+    recipe = recipe.model_copy(update={"data": data.model_copy(update=changes)})
+    spec = dataset_spec(recipe)
     prepared = prepare(spec, require_ends=False)
     assert prepared.train is not None and prepared.tokenizer is not None, "it does not stream"
-    packs = PackedDataset(prepared.train, data.packing, data.max_length, recipe.seed)
-    vocab_size = prepared.tokenizer.vocab_size
-    return ProxyData([packs.at(number) for number in range(count)], vocab_size, "the recipe's own data")
+    rows = packed_rows(recipe, spec, prepared.train)
+    return ProxyData(
+        [rows.at(number) for number in range(count)], prepared.tokenizer.vocab_size, "the recipe's own data"
+    )
+
+
+def packed_rows(recipe: Recipe, spec: DatasetSpec, samples: Samples) -> PackedDataset | Trees:
+    """The samples as the items of a run."""
+    if recipe.row_type is None:
+        return spec.packed(samples)
+    longest_shared = longest_shared_path(recipe.data, recipe.model, recipe.adapter)
+    return Trees(spec.packed(spec.samples(samples)), longest_shared)
+
+
+def needs_mismatched(recipe: Recipe) -> bool:
+    """Whether each row has a branch more: another answer to its prompt."""
+    return any(term.needs_mismatched for term in recipe.answer_terms)
+
+
+def _synthetic_rows(recipe: Recipe, row_type: RowType, count: int) -> list[Pack]:
+    return synthetic_trees(
+        row_type,
+        count,
+        max_length=recipe.data.max_length,
+        vocab_size=SYNTHETIC_VOCAB_SIZE,
+        seed=recipe.seed,
+        mismatched=needs_mismatched(recipe),
+    )
 
 
 def fold_tokens(packs: list[Pack], vocab_size: int) -> list[Pack]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from danlu.assembly.recipe_adapters import check_adapters
+from danlu.data.batch import EMPTY_PACK, empty_like
 from danlu.errors import RecipeError
 from danlu.language.builder import placed_decoder
 from danlu.language.placed import PlacedDecoder
@@ -21,10 +22,12 @@ from danlu.placing import place, subject_of
 from danlu.recipe import Recipe
 from danlu.stages import STAGES
 from danlu.train.checkpoints.loading import read_group
+from danlu.types import Pack
 from danlu.verify.collective_traffic import decoder_traffic
 from danlu.verify.data import fold_tokens, proxy_data
 from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining
 from danlu.verify.proxy_model import MAX_LENGTH, proxy_recipe
+from danlu.verify.role_proxies import with_columns
 
 _VOCAB_SIZE = 32_000  # of a model from scratch whose tokenizer was not loaded
 
@@ -37,6 +40,7 @@ class DecoderProxy:
     vocab_size: int | None = None
     """Texts that adapters start from are encoded as bytes modulo this; None: by the recipe's tokenizer."""
     has_norms: bool = True
+    empty: Pack = EMPTY_PACK  # an item without targets, with the columns and facts of the others
 
     @property
     def has_tied_head(self) -> bool:
@@ -53,7 +57,7 @@ class DecoderProxy:
             ranks=ranks,
         )
         placed = place(subject, recipe, ranks, device, resumed=resumed is not None)
-        return placed_decoder(recipe, STAGES[recipe.stage], placed, self.config, device)
+        return replace(placed_decoder(recipe, STAGES[recipe.stage], placed, self.config, device), empty=self.empty)
 
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
         return decoder_traffic(training, micro_batches)
@@ -88,12 +92,21 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
         raise RecipeError(wrong)
     small_recipe, small, notes = (recipe, config, []) if full else proxy_recipe(recipe, config, layout, folder)
     assert full or not list(problems(small_recipe.parallel, small)), "divides as the large one does"
+    stage = STAGES[recipe.stage]
+    small = replace(small, task=stage.task(recipe))
+    folded = data.packs if full and data.vocab_size is not None else fold_tokens(data.packs, small.vocab_size)
+    packs = with_columns(folded, small_recipe, stage, None if full else folder, small.vocab_size)
+    first = packs[0].samples[0]
     return PreparedProxy(
         recipe=small_recipe,
-        proxy=DecoderProxy(small, None if full else small.vocab_size),
-        items=data.packs if full and data.vocab_size is not None else fold_tokens(data.packs, small.vocab_size),
+        proxy=DecoderProxy(
+            small,
+            None if full else small.vocab_size,
+            empty=empty_like(first) if first.branches or first.columns else EMPTY_PACK,
+        ),
+        items=packs,
         parameters=small.parameter_count(),
-        item_name="packed sequences",
+        item_name="packed sequences" if recipe.row_type is None else "rows",
         model_summary=_summary(small, config),
         data_summary=data.source,
         notes=notes,

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from danlu.numerics.relative_error import relative_error
+from danlu.objectives.step_preference import sees_whole_step
 from danlu.parallel.comm import Group
+from danlu.parallel.dealing import deal_by_tokens, deal_in_order
 from danlu.parallel.layout import AXES, Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
+from danlu.recipe.sections import PreferenceTerm
 from danlu.report.verification import Finding
 from danlu.types import Item
 from danlu.verify.comparison import ComparedTensor, Comparison
@@ -45,11 +48,20 @@ class Case:
     def recipe(self) -> Recipe:
         return self.task.recipe
 
-    def rank_of(self, items: Sequence[Item]) -> list[int]:
-        """The data rank that takes each item of a step."""
-        data_ranks = tuple(range(self.layout.data))
-        groups = (Group("data", data_ranks, index) for index in data_ranks)
-        return [group.index for group in groups for _ in StepParallel(Ranks(data=group)).local_range(items)]
+    def places_of(self, items: Sequence[Item]) -> list[tuple[int, int]]:
+        """The data rank that takes each item of a step, and the number of its micro-batch there."""
+        data_ranks, places = tuple(range(self.layout.data)), dict[int, tuple[int, int]]()
+        for rank in data_ranks:
+            for micro_batch, numbers in enumerate(self._dealt(items, Group("data", data_ranks, rank))):
+                places |= dict.fromkeys(numbers, (rank, micro_batch))
+        return [places[number] for number in range(len(items))]
+
+    def _dealt(self, items: Sequence[Item], data: Group) -> Sequence[Sequence[int]]:
+        """The numbers of the items in each micro-batch of a data rank, as its learner deals them."""
+        recipe, micro = self.recipe, self.task.micro
+        if recipe.batch.pairs is None:
+            return deal_in_order(items, StepParallel(Ranks(data=data)), micro)
+        return deal_by_tokens([item.tokens for item in items], data.index, data.size, micro * recipe.data.max_length)
 
 
 def diagnose(comparison: Comparison, case: Case) -> Finding | None:
@@ -107,6 +119,11 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
                 "dropout masks that depend on the rank (each has the same one, or one of its own) instead of on the "
                 "row, token and feature in the whole"
             )
+        if case.recipe.row_type is not None:
+            causes.append("branches of a tree that see one another")
+            causes.append("a mean over one process's own pairs in place of all of the step's")
+        if any(isinstance(term, PreferenceTerm) and sees_whole_step(term) for term in case.recipe.answer_terms):
+            causes.append("a sort or a mean over a micro-batch or one process's rows in place of the whole step's")
         if case.layout.tensor > 1:
             causes.append("a bias or residual that each tensor rank adds, or a cut matrix whose parts are not summed")
         causes.append("a loss that is averaged before it is summed")
@@ -203,28 +220,28 @@ def _by_shares(shares: Tensor, case: Case) -> tuple[str, str]:
     mean = float(shares.mean())
     if _all_are(shares, mean):
         return _named(mean, case), _of_constant(mean, case)
-    ranks = case.rank_of(case.task.steps[0])
+    places = case.places_of(case.task.steps[0])
+    ranks = [rank for rank, _ in places]
     weights = torch.tensor([item.weight for item in case.traces.reference.item_gradients], dtype=torch.float64)
     shares_by_rank = (
         f"{items} count {float(shares.min()):.2f} to {float(shares.max()):.2f} times, by rank {_by_rank(shares, ranks)}"
     )
     rounded = torch.round(shares)
-    if _all_are(shares - rounded, 0.0):
-        missing, repeated = int((shares < 0.5).sum()), int((shares > 1.5).sum())
+    missing, repeated = int((shares < 0.5).sum()), int((shares > 1.5).sum())
+    if _all_are(shares - rounded, 0.0) and (missing or repeated):
         ratio = f"{missing} {items} are not counted, {repeated} more than once"
         counted_ranks = {rank for rank, share in zip(ranks, rounded, strict=True) if share}
         if repeated == 0 and len(counted_ranks) < case.layout.data:
             return ratio, "gradients are not summed over data ranks: only some ranks' rows count"
         return ratio, "a sampler that repeats or drops rows, so that some count more than once or not at all"
-    if _constant_within(shares * _sum_within(weights, ranks), [0] * len(ranks)) and _constant_within(shares, ranks):
+    # A mean is over targets, or over rows.
+    means = [_constant_within(shares * _sum_within(of, ranks), [0] * len(ranks)) for of in (weights, weights**0)]
+    if any(means) and _constant_within(shares, ranks):
         return shares_by_rank, (
             "a mean over data ranks of their own means: with uneven rows each rank must add its sum, to be divided "
             "once by the weight of all"
         )
-    micro_batches = [(rank, ranks[:item].count(rank) // case.task.micro) for item, rank in enumerate(ranks)]
-    if _constant_within(shares, micro_batches) and _constant_within(
-        shares * _sum_within(weights, micro_batches), ranks
-    ):
+    if _constant_within(shares, places) and _constant_within(shares * _sum_within(weights, places), ranks):
         return shares_by_rank, (
             "a loss scale that is wrong when gradients accumulate: each micro-batch counts alike, however many targets "
             "it has"
@@ -313,9 +330,7 @@ def _ratio(value: Tensor, reference: Tensor, case: Case) -> str:
 def _named(ratio: float, case: Case) -> str:
     """`x2 (data)`: a constant ratio, with whatever of the layout is just as large."""
     layout = case.layout
-    micro_batches = max(
-        -(-case.rank_of(case.task.steps[0]).count(rank) // case.task.micro) for rank in range(layout.data)
-    )
+    micro_batches = 1 + max(micro_batch for _, micro_batch in case.places_of(case.task.steps[0]))
     sizes = {name: getattr(layout, name) for name in ("data", "shard", "replicate", "tensor", "world")}
     sizes["micro-batches"] = micro_batches
     factors = [name for name, size in sizes.items() if size > 1 and math.isclose(ratio, size, rel_tol=0.01)]

@@ -16,17 +16,23 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from danlu.adapters import dropout
+from danlu.language import learner as learner_module
+from danlu.language.learner import DecoderLearner
+from danlu.models import attend
 from danlu.models.decoder import Decoder
+from danlu.objectives.step_preference import sees_whole_step
 from danlu.optim.build import Optimizers
 from danlu.optim.clip import clip_grad_norm
+from danlu.parallel import dealing
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
+from danlu.recipe.sections import PreferenceTerm
 from danlu.train import loop
 from danlu.train import step as step_module
 from danlu.train.step import AnyLearner
-from danlu.types import Item, Loss, Totals
+from danlu.types import Batch, Item, Loss, Pack, Totals
 from danlu.verify import trace
 from danlu.verify.proxy import Proxy
 
@@ -84,7 +90,12 @@ def _weight(learner: AnyLearner, items: Sequence[Item]) -> float:
 
 
 def _own_weight(learner: AnyLearner, items: Sequence[Item]) -> float:
-    return _weight(learner, [items[number] for number in learner.parallel.local_range(items)])
+    return _weight(learner, [items[number] for number in _own(learner, items)])
+
+
+def _own(learner: AnyLearner, items: Sequence[Item]) -> list[int]:
+    """The numbers of the items that this process takes."""
+    return [number for numbers in learner.micro_batches(items) for number in numbers]
 
 
 def _mean_of_means(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -101,7 +112,7 @@ def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> AbstractContextManag
     """Each micro-batch is divided by its own weight, and the micro-batches are averaged."""
 
     def factor(learner: AnyLearner, items: Sequence[Item], batch: Any) -> float:
-        micro_batches = -(-len(learner.parallel.local_range(items)) // learner.micro)
+        micro_batches = sum(bool(numbers) for numbers in learner.micro_batches(items))
         return _own_weight(learner, items) / (micro_batches * batch.weight) if batch.weight else 1.0
 
     return _scaled(factor)
@@ -183,7 +194,19 @@ def _stale(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
 
 
 def _repeated_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """Each data rank gets equally many rows, which a sampler reaches by giving some rows to two ranks."""
+    """Each data rank gets equally many rows, which a sampler reaches by giving some rows to two ranks.
+
+    Where rows are dealt by tokens: the first row of the first rank is given to the last one too.
+    """
+    if recipe.batch.pairs is not None:
+
+        def deal_by_tokens(tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int) -> list[list[int]]:
+            dealt = dealing.deal_by_tokens(tokens, data_rank, data_ranks, capacity)
+            if data_rank == data_ranks - 1:
+                dealt[0].append(dealing.deal_by_tokens(tokens, 0, data_ranks, capacity)[0][0])
+            return dealt
+
+        return _replaced(learner_module, "deal_by_tokens", deal_by_tokens)
 
     def local_range(self: StepParallel, packs: Sequence[Any]) -> range:
         data, per_rank = self.ranks.data, -(-len(packs) // self.ranks.data.size)
@@ -191,6 +214,45 @@ def _repeated_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]
         return range(first, first + per_rank)
 
     return _replaced(StepParallel, "local_range", local_range)
+
+
+def _visible_siblings(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """A branch of a tree sees the branches that lie before it, as in one text."""
+
+    def attend_for(batch: Batch) -> Any:
+        return attend.attend_for(replace(batch, trees=()))
+
+    return _replaced(learner_module, "attend_for", attend_for)
+
+
+def _divisors_per_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """Each data rank divides by its own number of pairs, and the ranks are averaged."""
+
+    def accumulate(learner: AnyLearner, items: Sequence[Item], *, totals: Totals, **options: Any) -> Any:
+        own = learner.totals([items[number] for number in _own(learner, items)]).divisors
+        divisors = {name: ranks.data.size * own[name] or 1.0 for name in totals.divisors}
+        return step_module.accumulate(learner, items, totals=replace(totals, divisors=divisors), **options)
+
+    return _replaced(loop, "accumulate", accumulate)
+
+
+def _statistics_per_micro_batch(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """A loss that has to see the whole step (a sort, a mean over it) is shown a micro-batch of one process."""
+    original = DecoderLearner.prepare
+
+    def prepare(
+        self: DecoderLearner, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
+    ) -> Sequence[Pack]:
+        alone, prepared = replace(self, parallel=StepParallel()), list(items)
+        for numbers in micro_batches:
+            own = [items[number] for number in numbers]
+            # A process without items takes part in what the others' models exchange.
+            shown = original(alone, own or [self.empty], [range(len(own) or 1)], step)
+            for number, item in zip(numbers, shown, strict=False):
+                prepared[number] = item
+        return prepared
+
+    return _replaced(DecoderLearner, "prepare", prepare)
 
 
 def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -244,6 +306,18 @@ def _has_dropout(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return bool(getattr(recipe.adapter, "dropout", 0.0))
 
 
+def _has_siblings(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return recipe.row_type == "preference"
+
+
+def _has_divisors(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return recipe.row_type is not None and layout.data > 1
+
+
+def _sees_whole_step(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return any(sees_whole_step(term) for term in recipe.answer_terms if isinstance(term, PreferenceTerm))
+
+
 def _keeps_gathered_parameters(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return _is_sharded(recipe, layout) and recipe.parallel.shard in ("zero1", "zero2")
 
@@ -253,6 +327,7 @@ def _has_tied_head(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
 
 
 FAULTS: dict[str, Fault] = {
+    "divisors-per-rank": Fault(_has_divisors, _divisors_per_rank),
     "doubled": Fault(_always, _doubled),
     "local-clip": Fault(_is_cut, _local_clip),
     "mean-of-means": Fault(_has_data_ranks, _mean_of_means),
@@ -263,6 +338,8 @@ FAULTS: dict[str, Fault] = {
     "same-masks": Fault(_has_dropout, _same_masks),
     "stale": Fault(_keeps_gathered_parameters, _stale),
     "state-of-another-shard": Fault(_is_cut, _state_of_another_shard),
+    "statistics-per-micro-batch": Fault(_sees_whole_step, _statistics_per_micro_batch),
     "untied": Fault(_has_tied_head, _untied),
+    "visible-siblings": Fault(_has_siblings, _visible_siblings),
 }
 """By name, sorted."""

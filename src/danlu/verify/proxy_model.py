@@ -10,31 +10,25 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG
-from danlu.models.initialize import initialize, named_generator
-from danlu.models.loading import build
-from danlu.models.saving import save
 from danlu.parallel.layout import Layout
 from danlu.plan.activation_memory import activation_bytes
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.verify.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
+from danlu.verify.role_proxies import BLOCK, proxy_reference, small_blocks, write_model
 
 MAX_LENGTH = 128  # tokens of a pack
 WINDOW = 24  # tokens, of sliding attention
 VOCAB_SIZE = 256
-BLOCK, GROUP = 32, 16  # of quantized weights: the smallest in 4 bits, and of integers
 EPS = 1e-4
 """Of Adam, whose step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding moves
 its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-3."""
 _BUDGET_SHARE = 0.7
 """Of what all activations of a micro-batch are estimated to take: with 0.6 of it a small Gemma 2 has no plan, with all
 of it a small Llama recomputes nothing."""
-_PERTURBATION = 0.1  # standard deviation that is put on norms and biases, which otherwise are all alike
 
 
 def proxy_config(config: ModelConfig, layout: Layout, *, quantized: bool = False, deep: bool = False) -> ModelConfig:
@@ -126,22 +120,13 @@ def proxy_recipe(
     small = proxy_config(config, layout, quantized=section is not None, deep=deep)
     changes: dict[str, object] = {
         "adapter": None if recipe.adapter is None else proxy_section(recipe.adapter, config, small),
-        "quantization": _small_blocks(section),
+        "quantization": small_blocks(section),
         "optimizer": optimizer,
         "memory": _small_budget(recipe, small, layout),
         "data": recipe.data.model_copy(update={"max_length": min(recipe.data.max_length, MAX_LENGTH)}),
     }
     if recipe.model.path is not None:
-        model = build(small)
-        initialize(model, recipe.seed)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.ndim == 1:
-                    noise = torch.empty_like(parameter).normal_(
-                        generator=named_generator(recipe.seed, f"{name} stirred")  # the name is the seed: it stays
-                    )
-                    parameter.add_(noise, alpha=_PERTURBATION)
-        save(model, folder / "model")
+        write_model(small, folder / "model", recipe.seed)
         start: dict[str, object] = {"path": str(folder / "model")}
         if recipe.model.adapters:
             start["adapters"], kinds = proxy_adapter_folders(
@@ -149,6 +134,9 @@ def proxy_recipe(
             )
             notes.append(f"adapters of the same kinds as in model.adapters, with numbers of their own: {kinds}")
         changes["model"] = recipe.model.model_copy(update=start)
+    reference, reference_notes = proxy_reference(recipe, small, folder)
+    changes |= reference
+    notes += reference_notes
     return recipe.model_copy(update=changes), small, notes
 
 
@@ -156,15 +144,6 @@ def _stored_quantization(path: str) -> sections.QuantizationSection | None:
     """The section that would quantize a base as it is stored; None for plain weights. Raises ModelError."""
     folder = Path(path).expanduser()
     return stored_quantization(folder) if (folder / CONFIG).is_file() else None
-
-
-def _small_blocks(section: sections.QuantizationSection | None) -> sections.QuantizationSection | None:
-    match section:
-        case sections.Nf4() | sections.Fp4():
-            return section.model_copy(update={"block": BLOCK})
-        case sections.Int8() | sections.Int4():
-            return section.model_copy(update={"group": min(section.group, GROUP)})
-    return section
 
 
 def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> sections.Memory:

@@ -144,14 +144,22 @@ def trace_resumed_step(training: ProxyTraining, run: Run, checkpoint: Path, trac
 
 
 def gradients_by_item(training: ProxyTraining, items: Sequence[Item]) -> list[ItemGradient]:
-    """In one process: what each item of the first step adds to the gradient of the step's mean loss."""
+    """In one process: what each item of the first step adds to the gradient of the step's mean loss.
+
+    Of an objective that sees the whole step, within that step: after the pass that looks at all of its items.
+    """
     learner, totals = training.learner, training.learner.totals(items)
+    # A running statistic takes the step in here, and would once more when it is trained on.
+    before = {name: weight.clone() for name, weight in learner.weights().items()}
+    items = learner.prepare(items, learner.micro_batches(items), 1)
+    for name, weight in learner.weights().items():
+        weight.copy_(before[name])
     item_gradients: list[ItemGradient] = []
     for number, item in enumerate(items):
         with learner.dropout(1, [(number, item)]):
             learner.losses(learner.collate([item]), totals, 1 / totals.weight).total.backward()
         item_gradients.append(ItemGradient(item.weight, local_shards(training.placed, weights=False)))
-        for parameter in learner.model.parameters():
+        for _, parameter in training.placed.parameters():
             parameter.grad = None
     return item_gradients
 
@@ -160,7 +168,10 @@ def gradients_by_item(training: ProxyTraining, items: Sequence[Item]) -> list[It
 def perturb_weights(training: ProxyTraining, share: float, seed: int) -> None:
     """Changes every number of a model by up to this share of itself: about what rounding does to its products."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in training.learner.model.parameters():
+    model = training.learner.model
+    # Those of the objective behind those of the model; in one process their tensors are all there.
+    own = [parameter for name, parameter in training.placed.parameters() if name.startswith("objective.")]
+    for parameter in (*model.parameters(), *own):
         if parameter.is_floating_point():
             factor = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).mul_(share).add_(1)
             parameter.mul_(factor.to(parameter.device))

@@ -24,6 +24,7 @@ from danlu.verify.proxy import Proxy
 from danlu.verify.workers import Task, fake_world_traffic, run_task
 
 MAX_DATA_RANKS = 4  # that a verification starts unless --processes asks for more
+_STAGES_WITH_FORMULAS = ("pretrain", "sft", "classify")  # of `plan.traffic`: one model, and its cross-entropy
 _MAX_TRACED_NUMBERS = 100_000_000  # of the gradients of single items
 
 
@@ -69,7 +70,7 @@ def verify(name: str, recipe: Recipe, options: Options) -> tuple[Verification, l
 def predict_traffic(recipe: Recipe, world: int, options: Options) -> tuple[Layout, list[Row]]:
     """What rank 0 of `world` processes would send in a step of the shrunken model, without starting the others."""
     with tempfile.TemporaryDirectory(prefix="danlu-verify-") as folder:
-        task, _ = _task(recipe, replace(options, processes=world, steps=1), Path(folder))
+        task, _ = _task(recipe, replace(options, processes=world, steps=1, traffic=True), Path(folder))
         item = task.steps[0][0]
         # Two micro-batches for each data rank; which item they hold changes the number of tokens alone.
         task = replace(task, steps=[[item] * (2 * task.layout.data)], micro=1)
@@ -78,7 +79,15 @@ def predict_traffic(recipe: Recipe, world: int, options: Options) -> tuple[Layou
 
 
 def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[str, ...]]:
-    """The task, and what the report says of it: model, data, changes. folder: for models and adapters to start from."""
+    """The task, and what the report says of it: model, data, changes. folder: for models and adapters to start from.
+
+    Raises RecipeError for a recipe whose traffic is asked for and in no formula.
+    """
+    if options.traffic and recipe.stage not in _STAGES_WITH_FORMULAS:
+        raise RecipeError(
+            f"--traffic: stage {recipe.stage} sends more than there are formulas for (models beside the policy, "
+            "log-probabilities over a cut vocabulary). Leave it out: what the layout computes is verified without it"
+        )
     about: list[str] = []
     recipe, layout = _layout(recipe, options, about)
     recipe = _comparable(recipe, layout, options, about)
