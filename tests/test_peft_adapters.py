@@ -25,6 +25,7 @@ from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.recipe import sections
 from danlu.rollout.load_adapted import load_adapted_model
+from danlu.rollout.resolve_model import ResolvedModel
 
 CPU = torch.device("cpu")
 LORA = {"target_modules": ["q_proj", "up_proj"], "r": 4}
@@ -80,7 +81,11 @@ def test_answering_and_evaluating(base: Path, saved: dict[str, tuple[Path, Tenso
     folder, expected = saved[kind]
     for merged in (False, True):
         model, stacks = load_adapted_model(
-            base, [adapter_stack(folder)], dtype=torch.float32, device="cpu", quantization=None, merged=merged
+            ResolvedModel(folder, base, base, (tuple(adapter_stack(folder)),)),
+            dtype=torch.float32,
+            device="cpu",
+            quantization=None,
+            merged=merged,
         )
         virtual_token_ids = () if stacks is None else stacks.adapters.virtual_token_ids
         assert close(logits(model, TOKENS, virtual_token_ids=virtual_token_ids), expected)

@@ -220,6 +220,8 @@ def keeps_scores(device_type: str, softcap: float | None) -> Callable[[int, int 
 
 def _loss_workspace(recipe: Recipe, config: ModelConfig, micro: int, device_type: str) -> int:
     """Bytes that the fused head and loss take beside their inputs, if every token is trained."""
+    if config.task != "causal-lm":
+        return 0
     return workspace_bytes(
         micro * recipe.data.max_length,
         config.hidden_size,

@@ -19,7 +19,6 @@ from danlu.data.samples import Samples
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import RecipeError
 from danlu.memory_estimate import MemoryEstimate
-from danlu.models.config import Task
 from danlu.optim.build import Optimizers
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
@@ -32,7 +31,7 @@ from danlu.train.position import PackSource
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
 from danlu.train.step import AnyLearner
-from danlu.types import Batch, HeadObjective, Item, Objective, Outputs, Role, Sample
+from danlu.types import Batch, HeadObjective, Item, Objective, Outputs, Role, Sample, Task
 
 Better = Literal["lower", "higher"]
 """Which of two values of a metric is the better one."""

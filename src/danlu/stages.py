@@ -15,14 +15,16 @@ from danlu.language.distillation import (
 )
 from danlu.language.reader import PackReader
 from danlu.language.reference import REFERENCE, reference_columns, reference_models
+from danlu.language.score_heads import first_score_head
 from danlu.language.tree_reader import TreeReader
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.preference import Preference, preference_objective
+from danlu.objectives.reward import BradleyTerry, Stepwise
 from danlu.objectives.step_preference import StepPreference
-from danlu.recipe import Recipe
+from danlu.recipe import Recipe, sections
 from danlu.recipe.sections import HiddenStates, LossOptions, terms_of
 from danlu.stage_protocols import Better, Stage, policy_alone
-from danlu.types import Objective
+from danlu.types import Objective, Task
 
 
 def likelihood(recipe: Recipe) -> CrossEntropy:
@@ -59,6 +61,33 @@ def preference_metrics(recipe: Recipe) -> dict[str, Better]:
     return {"loss": "lower", **Preference(tuple(terms_of(recipe.objective)), True).better}
 
 
+def reward(recipe: Recipe) -> BradleyTerry | Stepwise:
+    """The loss of the recipe's `objective` with the head that it trains."""
+    section = _reward_section(recipe)
+    if isinstance(section, sections.Stepwise):
+        return Stepwise(first_score_head(recipe, 2, bias=True))
+    return BradleyTerry(first_score_head(recipe, 1, bias=False), section.centring)
+
+
+def reward_task(recipe: Recipe) -> Task:
+    """What a reward model is exported as: pairs score whole answers, steps are tokens that are classified."""
+    stepwise = isinstance(_reward_section(recipe), sections.Stepwise)
+    return "token-classification" if stepwise else "sequence-classification"
+
+
+def reward_metrics(recipe: Recipe) -> dict[str, Better]:
+    """What evaluations of a reward model report that has a better side."""
+    pairs: dict[str, Better] = {} if reward_task(recipe) == "token-classification" else {"margin": "higher"}
+    return {"loss": "lower", "accuracy": "higher", **pairs}
+
+
+def _reward_section(recipe: Recipe) -> sections.BradleyTerry | sections.Stepwise:
+    """The recipe's objective; its rules have made sure that it is one, and of this stage."""
+    section, *more = recipe.objective or [sections.BradleyTerry()]
+    assert not more and isinstance(section, sections.BradleyTerry | sections.Stepwise), "the rules refuse others"
+    return section
+
+
 STAGES: dict[str, Stage] = {
     "classify": Stage(
         ImageReader, ClassifierBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics
@@ -83,6 +112,7 @@ STAGES: dict[str, Stage] = {
     "pretrain": Stage(
         PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics
     ),
+    "reward": Stage(TreeReader, DecoderBuilder, reward, policy_alone, metrics=reward_metrics, task=reward_task),
     "sft": Stage(PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics),
 }
 """By the name in a recipe's `stage`; sorted. The two stages of language differ in how `data/` renders their rows."""

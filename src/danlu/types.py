@@ -195,6 +195,9 @@ class MicroBatch(Protocol):
     def target_sources(self) -> TargetSources | None: ...
 
 
+Task = Literal["causal-lm", "sequence-classification", "token-classification"]
+"""What a decoder is for. One that classifies has no head over the vocabulary, but one with a few labels (`score`)."""
+
 Role = str
 """What a model is in a stage: the policy, which is trained and the result; a reference, teacher, reward or value."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from danlu.errors import ModelError
 from danlu.small_files import check_regular_entries, parse_json, read_small_text
+from danlu.types import Task
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -36,6 +37,9 @@ _KEYS = {
 }
 KNOWN_KEYS = {kind: frozenset(keys.split()) for kind, keys in _KEYS.items()}
 """Keys of PEFT's configs (0.21.2) by peft_type. What of them danlu cannot compute is refused where it is read."""
+_TASKS: dict[str, Task] = {"SEQ_CLS": "sequence-classification", "TOKEN_CLS": "token-classification"}
+TASK_TYPES: dict[Task, str] = {"causal-lm": "CAUSAL_LM", **{task: name for name, task in _TASKS.items()}}
+"""By task, PEFT's name of it (`task_type`)."""
 _RUN_RESULT = "adapter"
 # Values of PEFT's init_lora_weights (0.21.2) with which loading an adapter leaves the base as it is.
 _LEAVES_BASE = (True, False, None, "eva", "gaussian", "lora_ga", "mica", "orthogonal")
@@ -82,6 +86,11 @@ class AdapterFolder:
     def kind(self) -> str:
         """PEFT's peft_type, or danlu's own for kinds that PEFT does not have."""
         return str(self.values.get("peft_type"))
+
+    @property
+    def task(self) -> Task:
+        """What the model with this adapter is for."""
+        return _TASKS.get(str(self.values.get("task_type")), "causal-lm")
 
     @property
     def below(self) -> list[Path]:

@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu import __version__
-from danlu.adapters.adapter_config import CONFIG, DANLU, WEIGHTS, AdapterFolder
+from danlu.adapters.adapter_config import CONFIG, DANLU, TASK_TYPES, WEIGHTS, AdapterFolder
 from danlu.adapters.adapter_set import AdapterSet, AddedAdapter
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.peft_formats import FORMATS, format_of
 from danlu.adapters.peft_lora import for_original_base
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftReader
 from danlu.errors import ModelError
+from danlu.types import Task
 
 
 def write_adapter(
@@ -41,6 +42,8 @@ def write_adapter(
     quantization: Mapping[str, Any] | None = None,
     value: Callable[[str], Tensor | None] | None = None,
     writes: bool = True,
+    task: Task = "causal-lm",
+    head: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Writes one adapter of the set into an existing, empty folder, in float32.
 
@@ -50,6 +53,7 @@ def write_adapter(
         quantization: the recipe's section of the base's quantization.
         value: from a tensor's name in the model to the whole tensor, a collective call where the adapter is sharded.
         writes: False on processes that only take part in `value`, and touch no file.
+        task, head: of a model that classifies, and its head's tensors as model folders name them ("score.weight").
     """
     added = adapters.added[name]
     whole = None if value is None else {parameter: value(parameter) for parameter in adapters.tensors(name)}
@@ -59,9 +63,12 @@ def write_adapter(
         values, tensors = format_of(added.section).to_peft(added.section, added.modules, adapters.sites)
         saved, copies = _trained_copies(adapters, added)
         tensors |= copies
+    for key, tensor in (head or {}).items():
+        tensors[f"{PREFIX}{key}"] = tensor
+        saved = sorted({*saved, key.rpartition(".")[0]})
     config = {
         **values,
-        "task_type": "CAUSAL_LM",
+        "task_type": TASK_TYPES[task],
         "base_model_name_or_path": base,
         "inference_mode": True,
         "modules_to_save": saved or None,
@@ -130,6 +137,22 @@ def read_tensors(folder: AdapterFolder) -> dict[str, Tensor]:
         raise ModelError(f"{folder.path / WEIGHTS}: cannot be read: {error}") from None
 
 
+def read_head(folder: AdapterFolder) -> dict[str, Tensor]:
+    """The tensors of the head that an adapter of a model that classifies has, as model folders name them."""
+    if folder.task == "causal-lm":
+        return {}
+    head = {key.removeprefix(PREFIX): tensor for key, tensor in read_tensors(folder).items() if _is_of_head(key)}
+    if "score.weight" not in head:
+        raise ModelError(
+            f"{folder.path / WEIGHTS}: a {folder.values.get('task_type')} adapter without its head {PREFIX}score.weight"
+        )
+    return head
+
+
+def _is_of_head(key: str) -> bool:
+    return key.startswith(f"{PREFIX}score.")
+
+
 def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
     """Adds the adapter of a folder to the set, and activates it on top of the active ones.
 
@@ -184,6 +207,8 @@ def _contents(
         key = ".".join(map(str, first["loc"]))
         raise ModelError(f"{folder.path / CONFIG}: {key} is {first['input']!r}: {first['msg']}") from None
     rest = {key: tensor for key, tensor in reader.tensors.items() if key not in reader.used}
+    if folder.task != "causal-lm":  # its head is no part of the decoder: see `read_head`
+        rest = {key: tensor for key, tensor in rest.items() if not _is_of_head(key)}
     untrained = {key: rest.pop(key) for key in list(rest) if key.endswith(".base_layer.weight")}
     settings = _full_training_settings(folder.values, rest, adapters, where)
     fields = type(section).model_fields

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from danlu.adapters.adapter_config import CONFIG
 from danlu.adapters.adapter_set import AdapterSet
@@ -19,7 +19,8 @@ from danlu.assembly.recipe_adapters import named_stack, open_named, take_last
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
-from danlu.models.saving import copy_tokenizer, write_template
+from danlu.models.saving import copy_tokenizer, write_pad_token, write_template
+from danlu.models.score_head import head_tensors
 from danlu.output_folder import replace_folder
 from danlu.recipe import sections
 
@@ -104,13 +105,18 @@ def write_result(
     chat_template: str | None,
     value: Callable[[str], Tensor | None] | None = None,
     writes: bool = True,
+    score_head: nn.Linear | None = None,
+    pad_token: tuple[str, int] | None = None,
 ) -> None:
     """Writes the trained adapter as a PEFT folder with the tokenizer beside it; it appears whole or not at all.
 
     started_from: `model.adapters`, upon which it was trained and which it needs; continued: all but the last.
     quantization: how the base was held meanwhile, so that it is held the same way when the adapter is used.
     value, writes: as `adapters.peft_folder.write_adapter` has them, for an adapter cut among processes.
+    score_head, pad_token: as `models.saving.save` has them.
     """
+    model = adapters.model
+    assert isinstance(model, Decoder)
     if not writes:
         for name in adapters.tensors(TRAINED):
             assert value is not None, "processes that write nothing help with values"
@@ -131,7 +137,11 @@ def write_result(
             below=paths,
             quantization=None if quantization is None else quantization.model_dump(mode="json"),
             value=value,
+            task=model.config.task,
+            head=None if score_head is None else head_tensors(score_head),
         )
         copy_tokenizer(tokenizer_from, fresh)
+        if pad_token is not None:
+            write_pad_token(fresh, pad_token[0])
         if chat_template is not None:
             write_template(fresh, chat_template)

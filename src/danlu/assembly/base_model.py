@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from danlu.adapters.adapter_config import AdapterFolder
 from danlu.errors import ModelError
-from danlu.models.hf_folder import fingerprint, read_json, resolve_folder
+from danlu.models.config import ModelConfig
+from danlu.models.hf_folder import fingerprint, read_config, read_json, resolve_folder
 
 ORIGIN = "danlu.json"
 """File of a folder that danlu quantized: which model it was made from."""
@@ -67,3 +68,13 @@ def check_base(adapter: AdapterFolder, base: Base) -> None:
             f"{adapter.path}: was trained on another base ({adapter.base}) than {base.folder}: shapes may fit, weights "
             "do not. Use the base it was trained on"
         )
+
+
+def config_with_adapters(folder: Path, adapters: Sequence[AdapterFolder]) -> ModelConfig:
+    """The config of a model folder with adapters on it, lowest first: for the task of the topmost one that classifies.
+
+    Raises ModelError as `read_config` does.
+    """
+    config = read_config(folder)
+    tasks = [adapter.task for adapter in adapters if adapter.task != "causal-lm"]
+    return replace(config, task=tasks[-1] if tasks else config.task)

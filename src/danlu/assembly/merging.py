@@ -16,8 +16,11 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.combine import Combination
 from danlu.adapters.merge import check_mergeable, merged_parameter, unties_head
 from danlu.assembly.adapter_stacks import AdapterStacks
-from danlu.assembly.base_model import Base, base_of, check_base
+from danlu.assembly.base_model import Base, base_of, check_base, config_with_adapters
 from danlu.assembly.frozen_base import load_frozen
+from danlu.assembly.score_head import required_score_head
+from danlu.data.padding_token import padding_token
+from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.errors import DataError, ModelError
 from danlu.models.decoder import Decoder
@@ -82,7 +85,12 @@ def merge(
         for stack in stacks:
             _check(stack, base, given=into is not None)
     # In the widest stored type: what goes into the sum is what is stored.
-    adapted = load_frozen(base.folder, dtype=widest_dtype(base.folder), quantization=quantization)
+    classifies = [folder for stack in stacks for folder in stack if folder.task != "causal-lm"]
+    if len(stacks) > 1 and classifies:
+        raise ModelError(f"{classifies[0].path}: an adapter with a score head is merged alone: heads do not add up")
+    shape = config_with_adapters(base.folder, stacks[0])
+    head = required_score_head(base.folder, stacks[0]) if shape.task != "causal-lm" else None
+    adapted = load_frozen(base.folder, dtype=widest_dtype(base.folder), quantization=quantization, config=shape)
     opened = AdapterStacks(adapted.adapters)
     for stack in stacks:
         opened.add(stack)
@@ -97,14 +105,19 @@ def merge(
     written = torch.float32 if written == torch.float64 else written
     rounding = RelativeErrors()
     config = adapted.model.config
+    tokenizer = find_tokenizer([*(folder.path for stack in stacks for folder in reversed(stack)), base.folder])
     save(
         adapted.model,
         target,
         dtype=written,
-        tokenizer_from=find_tokenizer([*(folder.path for stack in stacks for folder in reversed(stack)), base.folder]),
+        tokenizer_from=tokenizer,
         generation_from=base.folder,
         config=replace(config, tie_word_embeddings=False) if unties else config,
         value=lambda name: _measured(name, value(name), written, rounding),
+        score_head=head,
+        pad_token=None
+        if head is None or tokenizer is None
+        else padding_token(load_tokenizer(str(tokenizer)), config.eos_token_ids),
     )
     quantized = any(getattr(site.module, "quantized", None) is not None for site in adapted.adapters.sites)
     paths = tuple(stack[-1].path for stack in stacks)

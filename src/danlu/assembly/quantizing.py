@@ -75,6 +75,8 @@ def quantize(
     refuse_existing(target)
     refuse_quantized(folder, ADVICE)
     config = read_config(folder)
+    if config.task != "causal-lm":
+        raise ModelError(f"{folder}: a reward model is not quantized; quantize the language model that it starts from")
     model = meta_decoder(config)
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
     kept = dtype or stored_dtype(folder)

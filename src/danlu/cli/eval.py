@@ -52,6 +52,10 @@ def eval(
             help="How rows are read, as in a recipe: data.max_length=512 data.train_on=last data.on_bad_row=skip ...",
         ),
     ] = None,
+    scores: Annotated[
+        Path | None,
+        typer.Option(help="With a reward model: a new file for the scores of each row, a line of JSON each."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -63,6 +67,8 @@ def eval(
 
     Of a classifier of images: loss and accuracy on the test files of a folder, or on a file of images.
 
+    Of a reward model: how often the chosen answer of a pair has the higher score, or a judged step is told right.
+
     Of text every token is scored, of conversations the assistant's, of prompts with completions the completions.
 
     Rows longer than the model's context (or 2048 tokens) are cut into pieces, so that nothing is left out.
@@ -71,12 +77,12 @@ def eval(
     """
     precision = check_flags({}, 0, dtype, device, [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.models.hf_folder import LENET, model_type, read_config
+    from danlu.models.hf_folder import LENET, model_type
 
     if model_type(model) == LENET:
         from danlu.cli.eval_images import evaluate_images
 
-        flags = {"--chat-template": chat_template, "--base": base, "--quantization": quantization}
+        flags = {"--chat-template": chat_template, "--base": base, "--quantization": quantization, "--scores": scores}
         evaluate_images(
             model,
             data,
@@ -89,12 +95,26 @@ def eval(
     from danlu.models.hf_validation import check_headers
     from danlu.rollout.resolve_model import resolve_model
 
-    resolved = resolve_model(model, base)
+    resolved = resolve_model(model, base, may_classify=True)
     print_status_early(f"reading {resolved.given_path} and {data}")
-    config = read_config(resolved.folder)
+    config = resolved.config
     check_headers(resolved.folder, config, quantized=True)  # before rows are tokenised
     context = config.context_length - resolved.virtual_tokens_per_prompt
     section = quantization_section(quantization, resolved)
+    if config.task != "causal-lm":
+        from danlu.cli.eval_rewards import evaluate_rewards, prepared_rows, rewards_spec
+        from danlu.rollout.load_model import load_chat_tokenizer, load_model
+
+        length = min(context, DEFAULT_MAX_LENGTH)
+        spec = rewards_spec(resolved, data, overrides or [], chat_template, max_length=length, keys=KEYS)
+        rows = prepared_rows(spec)
+        tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
+        loaded = load_model(resolved, tokenizer, precision=precision, device=device, quantization=section)
+        print_notes(loaded)
+        evaluate_rewards(loaded, spec, rows, given_path=resolved.given_path, data=data, as_json=as_json, target=scores)
+        return
+    if scores is not None:
+        raise RecipeError(f"--scores: {resolved.given_path} is a language model; scores are of reward models")
     recipe = evaluation_recipe(resolved.folder, data, overrides or [], context)
     prepared = tokenised(recipe, resolved.tokenizer_folder, chat_template)
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
@@ -104,17 +124,17 @@ def eval(
     print_notes(loaded)
     samples = prepared.train
     assert samples is not None, "only a streaming data section has no samples"
-    scores = score(loaded, samples, recipe)
+    means = score(loaded, samples, recipe)
     statistics = prepared.statistics
     row: dict[str, Any] = {
         "model": str(resolved.given_path),
         "data": data,
-        "loss": scores.loss,
-        "perplexity": scores.perplexity,
-        "accuracy": scores.accuracy,
-        "bits_per_byte": bits_per_byte(scores, samples, loaded),
-        "scored_tokens": scores.trained_tokens,
-        "tokens": scores.tokens,
+        "loss": means.loss,
+        "perplexity": means.perplexity,
+        "accuracy": means.accuracy,
+        "bits_per_byte": bits_per_byte(means, samples, loaded),
+        "scored_tokens": means.trained_tokens,
+        "tokens": means.tokens,
         "rows": statistics.rows,
         "bad_rows": statistics.bad_rows,
         "shortened": dict(statistics.shortened),

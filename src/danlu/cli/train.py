@@ -15,11 +15,11 @@ from typing import Annotated
 import typer
 
 from danlu import recipe as recipes
-from danlu.adapters.adapter_config import is_adapter
+from danlu.adapters.adapter_config import is_adapter, read_adapter_config
 from danlu.cli.worker import redirect_output, report_torch_loaded, run_worker
 from danlu.errors import RecipeError
 from danlu.machine import total_memory_bytes, usable_cores
-from danlu.models.hf_folder import LENET, model_type
+from danlu.models.hf_folder import LENET, model_type, read_config
 from danlu.parallel.exit_reports import EXIT_REPORT
 from danlu.parallel.layout import layout_of
 from danlu.parallel.world import World, world_from_environment
@@ -194,10 +194,14 @@ def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
 
 def suggested_commands(folder: Path) -> str:
     """What can be done with a result, a model's or an adapter's folder."""
+    if is_adapter(folder) and read_adapter_config(folder).task != "causal-lm":
+        return f"try `danlu eval {folder} --data FILE` or `danlu merge {folder} MODEL_FOLDER`"
     if is_adapter(folder):
         return f"try `danlu chat {folder}` or `danlu merge {folder} MODEL_FOLDER`"
     if model_type(folder) == LENET:
         return f"try `danlu eval {folder} --data FOLDER_OF_IMAGES`"
+    if read_config(folder).task != "causal-lm":
+        return f"try `danlu eval {folder} --data FILE`"
     return f"try `danlu generate {folder} --prompt ...` or `danlu chat {folder}`"
 
 

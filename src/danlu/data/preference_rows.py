@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from danlu.data.column_values import abbreviate, decode_list, decode_messages, require_string, type_name
 from danlu.data.messages import Conversation, Message, parse_conversation
+from danlu.data.raw_rows import BadRow
 from danlu.data.rows import (
     JUDGEMENT_COLUMNS,
     QUESTIONS,
@@ -29,7 +30,9 @@ from danlu.data.rows import (
     parse_as,
     single_turn,
 )
+from danlu.data.sources import read_rows
 from danlu.errors import DataError
+from danlu.recipe.sections import Source
 from danlu.types import RowType
 
 Answer = Conversation | Completion
@@ -116,11 +119,7 @@ def require_row_type(
         DataError: it is of another type; the message names the stage that such rows are for.
     """
     known: Format = detect_format(value.keys(), where) if format == "auto" else format
-    actual_type: RowType | None = None
-    if known in ("preference", "stepwise"):
-        actual_type = "preference" if known == "preference" else "stepwise"
-    elif known not in ("text", "tokenized") and judgement(value) is not None:
-        actual_type = "unpaired"
+    actual_type = _row_type(value, known)
     if actual_type == row_type:
         return known
     stage = (
@@ -128,6 +127,25 @@ def require_row_type(
     )
     shown = f"rows of format {known}" if actual_type in (None, known) else _NEEDED["unpaired"]
     raise DataError(f"{where}: this stage needs {_NEEDED[row_type]}, and these are {shown}, which are for {stage}")
+
+
+def first_row_type(source: Source) -> RowType | None:
+    """Of what type the rows of a source are, by the first one that can be read; None of rows that judge no answer.
+
+    Raises:
+        DataError: the source cannot be read, or no row of it.
+    """
+    for row in read_rows(source):
+        if not isinstance(row.value, BadRow):
+            known = detect_format(row.value.keys(), row.where) if source.format == "auto" else source.format
+            return _row_type(row.value, known)
+    raise DataError(f"{source.path}: no row of it can be read")
+
+
+def _row_type(value: Mapping[str, Any], known: Format) -> RowType | None:
+    if known in ("preference", "stepwise"):
+        return "preference" if known == "preference" else "stepwise"
+    return "unpaired" if known not in ("text", "tokenized") and judgement(value) is not None else None
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------

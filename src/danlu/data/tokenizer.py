@@ -182,6 +182,11 @@ class Tokenizer:
         return frozenset(token for token, added in self.fast.get_added_tokens_decoder().items() if added.special)
 
     @cached_property
+    def added_texts(self) -> dict[int, str]:
+        """The tokens beside the vocabulary of letters, special ones among them, in the order of their ids."""
+        return {token: added.content for token, added in sorted(self.fast.get_added_tokens_decoder().items())}
+
+    @cached_property
     def _writes_bytes(self) -> bool:
         # Not `offsets_in_bytes`: a tokenizer that normalises its text (Qwen's) writes its vocabulary in bytes too.
         return "ByteLevel" in repr(self.fast.decoder)

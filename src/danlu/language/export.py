@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from danlu.assembly.adapter_training import write_result
+from danlu.data.padding_token import padding_token
 from danlu.data.tokenizer_export import exported_tokenizer
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.errors import DanluError
-from danlu.language.reader import tokenizer_path
+from danlu.language.reader import tokenizer_of, tokenizer_path
 from danlu.models.saving import save
 from danlu.placing import Subject
 from danlu.recipe import Recipe, sections
@@ -22,14 +23,22 @@ log = logging.getLogger(__name__)
 
 
 def write(
-    subject: Subject, recipe: Recipe, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool
+    subject: Subject,
+    recipe: Recipe,
+    target: Path,
+    value: Callable[[str], Tensor | None] | None,
+    *,
+    writes: bool,
+    score_head: nn.Linear | None = None,
 ) -> None:
     """Writes a model (bfloat16 where it was trained in it, else float32), or the adapter that was trained on one.
 
-    value, writes: as in `models.saving.save`.
+    value, writes: as in `models.saving.save`. score_head: of a model that classifies.
     """
     template = recipe.model.chat_template
     tokenizer_folder = _exported_tokenizer(subject, recipe) if writes else fast_tokenizer_folder(tokenizer_path(recipe))
+    classifies = subject.model.config.task != "causal-lm"
+    pad_token = _pad_token(subject, recipe) if writes and classifies else None
     template_text = None if template is None else Path(template).expanduser().read_text(encoding="utf-8")
     if subject.adapters is not None and subject.base is not None:
         write_result(
@@ -43,6 +52,8 @@ def write(
             chat_template=template_text,
             value=value,
             writes=writes,
+            score_head=score_head if classifies else None,
+            pad_token=pad_token,
         )
         return
     save(
@@ -53,7 +64,21 @@ def write(
         chat_template=template_text,
         value=value,
         writes=writes,
+        score_head=score_head if classifies else None,
+        pad_token=pad_token,
     )
+
+
+def _pad_token(subject: Subject, recipe: Recipe) -> tuple[str, int] | None:
+    """What transformers is to pad the result with, so that it scores answers at their last token."""
+    token = padding_token(tokenizer_of(recipe), subject.model.config.eos_token_ids)
+    if token is None:
+        log.warning(
+            "%s: this tokenizer has no special token but those that end answers, so the result has no pad_token_id: "
+            "transformers scores one row at a time with it",
+            tokenizer_path(recipe),
+        )
+    return token
 
 
 def _exported_tokenizer(subject: Subject, recipe: Recipe) -> Path:

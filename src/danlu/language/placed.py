@@ -162,7 +162,7 @@ class PlacedDecoder:
             self.evaluation,
             self.adapters,
             self._roles(forward),
-            self.objective.score_head if isinstance(self.objective, HeadObjective) else None,
+            self._score_head,
             None if compiled else Activations.beside(weights),
             self.parallel,
             offload=self._activation_offload(),
@@ -206,20 +206,28 @@ class PlacedDecoder:
         return replace(
             self._resident(run.learner.weights(), run.optimizer, average),
             activations=counted.peak_bytes,
-            logits=workspace_bytes(
-                counted.targets,
-                model.config.hidden_size,
-                model.config.vocab_size,
-                element_bytes=self.dtype.itemsize,
-                device_type=self.device.type,
-                frozen=not model.head_weight.requires_grad,
-            ),
+            logits=0 if model.config.task != "causal-lm" else self._logits_bytes(counted.targets),
             packed=dense_workspace_bytes(),
+        )
+
+    def _logits_bytes(self, targets: int) -> int:
+        config = self.model.config
+        return workspace_bytes(
+            targets,
+            config.hidden_size,
+            config.vocab_size,
+            element_bytes=self.dtype.itemsize,
+            device_type=self.device.type,
+            frozen=not self.model.head_weight.requires_grad,
         )
 
     def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
         """A model in the type of activations that it was trained with (fp16: float32), or an adapter."""
-        write(self.placed.subject, self.recipe, target, value, writes=writes)
+        write(self.placed.subject, self.recipe, target, value, writes=writes, score_head=self._score_head)
+
+    @property
+    def _score_head(self) -> nn.Linear | None:
+        return self.objective.score_head if isinstance(self.objective, HeadObjective) else None
 
     def _modules(self) -> list[nn.Module]:
         own = [self.objective] if isinstance(self.objective, nn.Module) else []

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from torch import nn
 
+from danlu.assembly.recipe_adapters import named_stack
+from danlu.assembly.score_head import score_head_of
 from danlu.errors import RecipeError
 from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.presets import from_scratch
-from danlu.models.score_head import initializer_range, new_score_head, stored_score_head
+from danlu.models.score_head import initializer_range, new_score_head
 from danlu.recipe import Recipe
 
 
 def first_score_head(recipe: Recipe, labels: int, *, bias: bool) -> nn.Linear:
-    """A head [labels, D]: of `model.path` if that is a reward model, else drawn by the recipe's seed.
+    """A head [labels, D]: of the last of `model.adapters` or of `model.path` that has one, else drawn by the seed.
 
     Raises ModelError for folders that cannot be read, RecipeError for a head of another shape.
     """
@@ -21,7 +23,7 @@ def first_score_head(recipe: Recipe, labels: int, *, bias: bool) -> nn.Linear:
         return new_score_head(from_scratch(model, 1).hidden_size, labels, bias=bias, seed=recipe.seed)
     folder = resolve_folder(model.path)
     width = read_config(folder).hidden_size
-    head = stored_score_head(folder)
+    head = score_head_of(folder, named_stack(model.adapters))
     if head is None:
         return new_score_head(width, labels, bias=bias, seed=recipe.seed, std=initializer_range(folder))
     wanted = ((labels, width), bias)

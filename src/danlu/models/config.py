@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from danlu.errors import ModelError
+from danlu.types import Task
 
 Activation = Literal["silu", "gelu_tanh"]
-Task = Literal["causal-lm", "sequence-classification", "token-classification"]
-"""What a decoder is for. One that classifies has no head over the vocabulary, but one with a few labels (`score`)."""
 
 
 @dataclass(frozen=True)

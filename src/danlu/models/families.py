@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from danlu.errors import ModelError
-from danlu.models.config import MAXIMUMS, Activation, ModelConfig, Task
+from danlu.models.config import MAXIMUMS, Activation, ModelConfig
 from danlu.models.hf_rope import read_rope, write_rope
 from danlu.models.hf_values import HFValues
+from danlu.types import Task
 
 ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}
 _HF_ACTIVATIONS: dict[Activation, str] = {"gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}

@@ -10,19 +10,21 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.families import config_values
-from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE
+from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE, read_json
 from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.models.safetensors_io import BUFFER_BYTES, is_finite, ranges
+from danlu.models.score_head import head_tensors, label_values
 from danlu.output_folder import replace_folder
 from danlu.safetensors_format import dtype_name, encode_header, fill_shards, raw_bytes, shard_name
 from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
@@ -42,6 +44,8 @@ def save(
     config: ModelConfig | None = None,
     value: Callable[[str], Tensor | None] | None = None,
     writes: bool = True,
+    score_head: nn.Linear | None = None,
+    pad_token: tuple[str, int] | None = None,
 ) -> None:
     """Writes config, weights in `dtype`, generation config and, from `tokenizer_from`, the tokenizer byte for byte.
 
@@ -51,33 +55,48 @@ def save(
     writes: False on those of several processes that only help with `value`: they ask for the same parameters in the
     same order, leave aside what they get, and touch no file.
 
+    score_head: of a model that classifies, which has no generation config.
+    pad_token: (text, id) that the tokenizer is to pad with, in its config too.
+
     The folder appears whole or not at all. One that is there already is replaced if it is a model folder or empty.
     Raises ModelError for a folder that holds something else, for a tokenizer folder without a tokenizer, and for
     weights that are not finite in `dtype`; ResourceError for a full disk or a folder that cannot be written.
     """
     shape = config or model.config
     tensors = hf_tensors(shape)
-    value = value or model.get_parameter
+    value_of = value or model.get_parameter
     if not writes:
         for tensor in tensors:
             for part in tensor.parts:
-                value(part)
+                value_of(part)
         return
+    own = {} if score_head is None else head_tensors(score_head)
+    tensors += [HFTensor(name, tuple(tensor.shape), (name,)) for name, tensor in own.items()]
+    if pad_token is not None:
+        shape = replace(shape, pad_token_id=pad_token[1])
     folder = Path(os.path.abspath(folder))
     if tokenizer_from is not None:
         _files_to_copy(tokenizer_from)  # told before anything is written
     values = config_values(shape, torch_dtype=str(dtype).removeprefix("torch."))
+    if score_head is not None:
+        values |= label_values(score_head, shape.task)
     sized = [(tensor, _size_bytes(tensor, dtype)) for tensor in tensors]
+    shards = shard_files(sized, shard_bytes)
     with replace_folder(folder, sum(size for _, size in sized), own_file=CONFIG) as fresh:
         write_json(fresh / CONFIG, values)
-        write_json(fresh / GENERATION_CONFIG, _generation_values(shape, values["eos_token_id"]))
+        if shape.task == "causal-lm":
+            write_json(fresh / GENERATION_CONFIG, _generation_values(shape, values["eos_token_id"]))
         if generation_from is not None and (generation_from / GENERATION_CONFIG).is_file():
             shutil.copyfile(generation_from / GENERATION_CONFIG, fresh / GENERATION_CONFIG)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, fresh)
+        if shape.task != "causal-lm":
+            (fresh / GENERATION_CONFIG).unlink(missing_ok=True)  # that of the tokenizer's folder
+        if pad_token is not None and tokenizer_from is not None:
+            write_pad_token(fresh, pad_token[0])
         if chat_template is not None:
             write_template(fresh, chat_template)
-        _write_weights(fresh, value, shard_files(sized, shard_bytes), dtype)
+        _write_weights(fresh, lambda name: own[name] if name in own else value_of(name), shards, dtype)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -86,6 +105,13 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         copy = folder / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
+
+
+def write_pad_token(folder: Path, text: str) -> None:
+    """Says in a folder's tokenizer_config.json (and special_tokens_map.json) which of its tokens pads."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            write_json(folder / name, read_json(folder / name) | {"pad_token": text})
 
 
 def write_template(folder: Path, source: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from danlu.models.hf_folder import CONFIG, read_json, read_tensors
 from danlu.models.hf_layout import SCORE, SCORE_BIAS
 from danlu.models.initialize import named_generator
 from danlu.models.loading import read_tensor
+from danlu.types import Task
 
 DEFAULT_STD = 0.02
 """transformers' `initializer_range` where a config.json has none."""
@@ -31,10 +34,29 @@ def stored_score_head(folder: Path) -> nn.Linear | None:
     stored = read_tensors(folder)
     if SCORE not in stored:
         return None
-    weight = read_tensor(folder, SCORE)
-    if weight.ndim != 2:
-        raise ModelError(f"{folder}: {SCORE} has the shape {list(weight.shape)}; a score head is a matrix")
-    return _head(weight, read_tensor(folder, SCORE_BIAS) if SCORE_BIAS in stored else None)
+    if len(shape := stored[SCORE].shape) != 2:
+        raise ModelError(f"{folder}: {SCORE} has the shape {list(shape)}; a score head is a matrix")
+    return head_of({name: read_tensor(folder, name) for name in (SCORE, SCORE_BIAS) if name in stored})
+
+
+def head_of(tensors: Mapping[str, Tensor]) -> nn.Linear:
+    """The head of tensors as `head_tensors` names them, in float32."""
+    return _head(tensors[SCORE], tensors.get(SCORE_BIAS))
+
+
+def head_tensors(head: nn.Linear) -> dict[str, Tensor]:
+    """The head by the names of its tensors in a model folder."""
+    bias = {} if head.bias is None else {SCORE_BIAS: head.bias.detach()}
+    return {SCORE: head.weight.detach(), **bias}
+
+
+def label_values(head: nn.Linear, task: Task) -> dict[str, Any]:
+    """The keys of config.json by which transformers makes a head of as many labels."""
+    names = {str(label): f"LABEL_{label}" for label in range(head.out_features)}
+    values: dict[str, Any] = {"id2label": names, "label2id": {name: int(label) for label, name in names.items()}}
+    if task == "sequence-classification" and head.out_features == 1:
+        values["problem_type"] = "regression"
+    return values
 
 
 def initializer_range(folder: Path) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +11,20 @@ from danlu.adapters.merge import UNMERGEABLE_KINDS, merge_and_unload, unties_hea
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.frozen_base import load_frozen
 from danlu.models.decoder import Decoder
-from danlu.rollout.resolve_model import Stack
+from danlu.rollout.resolve_model import ResolvedModel
 
 
 def load_adapted_model(
-    folder: Path, stacks: Sequence[Stack], *, dtype: torch.dtype, device: str, quantization: Any, merged: bool
+    resolved: ResolvedModel, *, dtype: torch.dtype, device: str, quantization: Any, merged: bool
 ) -> tuple[Decoder, AdapterStacks | None]:
     """The model with its stacks of adapters, of which the first is active; None for stacks that are merged, or empty.
 
     dtype, device, quantization, merged: as for `load_model.load_model`.
     """
-    adapted = load_frozen(folder, dtype=dtype, device=device, quantization=quantization)
+    stacks = resolved.stacks
+    adapted = load_frozen(
+        resolved.folder, dtype=dtype, device=device, quantization=quantization, config=resolved.config
+    )
     if not stacks:
         return adapted.model, None
     opened = AdapterStacks(adapted.adapters)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from danlu.assembly.score_head import required_score_head
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.data.tokenizer import load_tokenizer
 from danlu.errors import ResourceError
@@ -38,6 +40,8 @@ class LoadedModel:
     """The type of activations and of weights that are not packed: decoding reads every weight once per token."""
     stacks: AdapterStacks | None = None
     """The adapters, where they are not merged into the weights."""
+    score_head: nn.Linear | None = None
+    """[labels, D] float32 of a reward model, which has no head over the vocabulary."""
 
     @property
     def notes(self) -> list[str]:
@@ -90,13 +94,17 @@ def load_model(
         from danlu.rollout.load_adapted import load_adapted_model
 
         model, stacks = load_adapted_model(
-            resolved.folder, resolved.stacks, dtype=dtype, device=device, quantization=quantization, merged=merged
+            resolved, dtype=dtype, device=device, quantization=quantization, merged=merged
         )
     else:
-        model = load(resolved.folder, dtype=dtype, device=device)
+        model = load(resolved.folder, dtype=dtype, device=device, config=resolved.config)
     model.requires_grad_(False).eval()
     stop_ids = stop_ids_of(model, chat_tokenizer, resolved.folder, resolved.tokenizer_folder)
-    return LoadedModel(resolved.folder, model, chat_tokenizer, stop_ids, dtype, stacks)
+    head = None
+    if model.config.task != "causal-lm":
+        head = required_score_head(resolved.folder, resolved.stacks[0] if resolved.stacks else ())
+        head.to(device).requires_grad_(False)
+    return LoadedModel(resolved.folder, model, chat_tokenizer, stop_ids, dtype, stacks, head)
 
 
 def stop_ids_of(model: Decoder, chat_tokenizer: ChatTokenizer, *folders: Path) -> frozenset[int]:

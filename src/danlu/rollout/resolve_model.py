@@ -11,9 +11,10 @@ from itertools import chain, count
 from pathlib import Path
 
 from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, is_adapter
-from danlu.assembly.base_model import base_of, check_base, find_base
+from danlu.assembly.base_model import base_of, check_base, config_with_adapters, find_base
 from danlu.data.tokenizer_folder import resolve_tokenizer_folder
-from danlu.errors import DataError, RecipeError
+from danlu.errors import DataError, ModelError, RecipeError
+from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
 from danlu.models.hf_folder import read_config
 from danlu.rollout.request import find_model
@@ -36,20 +37,38 @@ class ResolvedModel:
     """Adapters to switch between, of which the first is active at the start."""
 
     @property
+    def config(self) -> ModelConfig:
+        """The config of the model with its first stack, which may make a reward model of a language model."""
+        return config_with_adapters(self.folder, self.stacks[0] if self.stacks else ())
+
+    @property
     def virtual_tokens_per_prompt(self) -> int:
         """How many tokens of the model's context the first stack puts before every prompt."""
         numbers = [adapter.values.get("num_virtual_tokens") for adapter in self.stacks[0]] if self.stacks else []
         return sum(number for number in numbers if isinstance(number, int))
 
 
-def resolve_model(path_or_id: str, base: str | None = None, adapters: Sequence[str] = ()) -> ResolvedModel:
+def resolve_model(
+    path_or_id: str, base: str | None = None, adapters: Sequence[str] = (), *, may_classify: bool = False
+) -> ResolvedModel:
     """The folders of a model: of a model folder, an adapter folder, a run that ended with either, or a hub id.
 
     base: where the model of an adapter is, if not where the adapter says. adapters: further ones, to switch to.
+    may_classify: a reward model will do, which says nothing of the next token.
 
     Raises ModelError if there is none, if an adapter's base is missing or another one, and DataError if there is no
     tokenizer.
     """
+    resolved = _resolve(path_or_id, base, adapters)
+    if not may_classify and (task := resolved.config.task) != "causal-lm":
+        raise ModelError(
+            f"{resolved.given_path}: a reward model (for {task}): it scores answers, and has no head over the "
+            "vocabulary to write any with. `danlu eval MODEL --data FILE` scores a file with it"
+        )
+    return resolved
+
+
+def _resolve(path_or_id: str, base: str | None, adapters: Sequence[str]) -> ResolvedModel:
     path = Path(path_or_id).expanduser()
     if _is_only_adapter(path):
         stack = tuple(adapter_stack(path))

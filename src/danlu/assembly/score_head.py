@@ -1,0 +1,33 @@
+"""The head of a model with adapters that classifies: of the topmost folder that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from danlu.adapters.adapter_config import AdapterFolder
+from danlu.adapters.peft_folder import read_head
+from danlu.errors import ModelError
+from danlu.models.hf_layout import SCORE
+from danlu.models.score_head import head_of, stored_score_head
+
+
+def score_head_of(folder: Path, adapters: Sequence[AdapterFolder]) -> nn.Linear | None:
+    """The head of a model folder with adapters on it, lowest first: that of the topmost one that has its own.
+
+    It is in float32; None where neither they nor the folder have any. Raises ModelError for one that cannot be read.
+    """
+    for adapter in reversed(adapters):
+        if tensors := read_head(adapter):
+            return head_of(tensors)
+    return stored_score_head(folder)
+
+
+def required_score_head(folder: Path, adapters: Sequence[AdapterFolder]) -> nn.Linear:
+    """The same of a model whose config says that it classifies. Raises ModelError where it has none."""
+    head = score_head_of(folder, adapters)
+    if head is None:
+        raise ModelError(f"{folder}: its config.json is of a model that classifies, and its weights have no {SCORE}")
+    return head
