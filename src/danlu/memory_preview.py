@@ -30,6 +30,7 @@ from danlu.memory_estimate import (
     gathered_at_a_time,
     gathered_element_bytes,
 )
+from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, resolve_folder
@@ -42,6 +43,8 @@ from danlu.placing import kept_whole
 from danlu.plan.parameter_memory import packed_bytes
 from danlu.recipe import Recipe, sections
 from danlu.safetensors_format import read_header
+from danlu.stage_protocols import ModelSpec
+from danlu.stages import STAGES
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.units import parameters_and_trained
 
@@ -116,7 +119,9 @@ def estimate_from_config(
         """What one process has of a parameter of so many bytes."""
         return size if name in whole else -(-(size // tensor) // shards)
 
-    weights, gathered = meta.replaced_bytes // (shards * tensor), {}
+    beside = [spec for spec in STAGES[recipe.stage].models(recipe).values() if isinstance(spec, ModelSpec)]
+    frozen = sum(_frozen_model_bytes(recipe, spec, config) for spec in beside)
+    weights, gathered = (meta.replaced_bytes + frozen) // (shards * tensor), {}
     for name, parameter in (*meta.model.named_parameters(), *meta.model.named_buffers()):
         stored = meta.frozen_bytes.get(name, parameter.nbytes)
         weights += local(name, stored)
@@ -203,6 +208,24 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
         [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad],
         sum(copy.original.nbytes for added in adapters.added.values() for copy in added.copies),
     )
+
+
+def _frozen_model_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig) -> int:
+    """What a frozen model beside the policy holds, over all processes; its adapters are left out.
+
+    policy: the config of the policy, for a model from scratch.
+    """
+    config = policy if spec.section.path is None else read_config(resolve_folder(spec.section.path))
+    model, total = meta_decoder(config), 0
+    linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and name in linears and spec.quantization is not None:
+            total += packed_bytes((parameter.shape[0], parameter.shape[1]), spec.quantization)
+        elif parameter.ndim == 2 and spec.mixing is None:
+            total += parameter.numel() * activation_dtype(recipe).itemsize
+        else:
+            total += parameter.nbytes
+    return total
 
 
 def _stored_quantization(recipe: Recipe) -> sections.QuantizationSection | None:

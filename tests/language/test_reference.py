@@ -18,10 +18,14 @@ from builders.reference_stage import STAGE, loss_of, place_stage, recipe_file, t
 from builders.tiny_world import World
 from builders.worst_errors import worst_relative_error
 
+from danlu.assembly.frozen_base import model_bytes
 from danlu.errors import RecipeError
 from danlu.language.roles import FrozenDecoder
+from danlu.memory_preview import estimate_from_config
 from danlu.models.loading import load as load_model
 from danlu.models.saving import save
+from danlu.parallel.layout import Layout
+from danlu.placing import optimizer_of
 from danlu.recipe import load, sections
 from danlu.recipe.reference import resolve_reference
 from danlu.types import Pack
@@ -153,6 +157,24 @@ def test_a_frozen_model_may_be_quantized_where_the_policy_is_not(tiny_world: Wor
     sizes = [placed.frozen["reference"].subject.model for placed, _ in (plain, packed)]
     assert isinstance(packed[0].learner(1).roles["reference"], FrozenDecoder)
     assert sum(p.nbytes for p in sizes[1].parameters()) < sum(p.nbytes for p in sizes[0].parameters())
+
+
+@pytest.mark.parametrize("start", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_frozen_model_is_counted_and_foreseen(
+    tiny_world: World, tmp_path: Path, adapters: dict[str, str], start: str, precision: str
+) -> None:
+    parts = {}
+    for kind in ("cached", "frozen"):
+        changes = {**changes_of(start, adapters), "precision": precision, "reference": {"kind": kind}}
+        recipe = recipe_of(tiny_world, tmp_path, "run", **changes)
+        placed, _ = place_stage(recipe)
+        counted = placed.estimate(optimizer_of(placed.parameters(), recipe, torch.device("cpu")), 1)
+        foreseen = estimate_from_config(recipe, placed.model.config, layout=Layout(), device_type="cpu", micro=1)
+        parts[kind] = counted.parts.weights
+        assert foreseen.parts.weights == pytest.approx(counted.parts.weights, rel=0.02)
+    model = place_stage(recipe)[0].frozen["reference"].subject.model
+    assert parts["frozen"] - parts["cached"] == model_bytes(model) > 0
 
 
 def test_the_default_follows_the_adapter(tiny_world: World, tmp_path: Path, adapters: dict[str, str]) -> None:
