@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from builders.digits import digits_folder
-from builders.tiny_world import CONFIG, World, danlu
+from builders.tiny_world import CONFIG, World, danlu, write_rows
 
 from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
@@ -37,13 +40,38 @@ def here(tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok
         documents = pretraining_documents(len(name), 120)
         (tmp_path / name).write_text("\n<|endoftext|>\n".join(documents), encoding="utf-8")
     (tmp_path / "instructions.json").write_text(json.dumps(list(conversations(0, 120))), encoding="utf-8")
+    write_rows(tmp_path / "preferences.jsonl", list(pairs(60)))
+    write_rows(tmp_path / "judged-answers.jsonl", list(judged_answers(60)))
     tokenizer = load_tokenizer("tokenizer")
-    model = build(
-        from_scratch(Model(config=CONFIG, tokenizer="tokenizer"), tokenizer.vocab_size, None, tokenizer.eos_id)
-    )
-    initialize(model, seed=0)
-    save(model, tmp_path / "base-model", tokenizer_from=tmp_path / "tokenizer")
+    for seed, (name, width) in enumerate({"base-model": 32, "teacher-model": 64}.items()):
+        config = {**CONFIG, "hidden_size": width}
+        model = build(
+            from_scratch(Model(config=config, tokenizer="tokenizer"), tokenizer.vocab_size, None, tokenizer.eos_id)
+        )
+        initialize(model, seed)
+        save(model, tmp_path / name, tokenizer_from=tmp_path / "tokenizer")
     return tmp_path
+
+
+def pairs(count: int) -> Iterator[dict[str, Any]]:
+    """Right answers, each preferred to the answer to another question."""
+    rows = [row["messages"] for row in conversations(0, count + 1)]
+    for right, wrong in pairwise(rows):
+        yield {
+            "prompt": right[:-1],
+            "chosen": right[-1:],
+            "rejected": [{**wrong[-1], "content": f"No. {wrong[-1]['content']}"}],
+        }
+
+
+def judged_answers(count: int) -> Iterator[dict[str, Any]]:
+    """Every second row of `pairs` with its right answer, the others with the wrong one."""
+    for number, row in enumerate(pairs(count)):
+        yield {
+            "prompt": row["prompt"],
+            "completion": row["rejected" if number % 2 else "chosen"],
+            "label": number % 2 == 0,
+        }
 
 
 def logits(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +92,10 @@ def logits(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]
         ("pretrain", ["batch.tokens=256", "evaluation.every=2", "evaluation.samples.max_new_tokens=8"]),
         ("sft", ["batch.sequences=2", "evaluation.every=2"]),
         ("continue", ["batch.tokens=256", "evaluation.every=2"]),
+        ("dpo", ["batch.pairs=4", "evaluation.every=2"]),
+        ("kto", ["batch.pairs=4", "evaluation.every=2"]),
+        ("orpo", ["batch.pairs=4", "evaluation.every=2"]),
+        ("distill", ["batch.sequences=2", "evaluation.every=2"]),
     ],
 )
 def test_a_shipped_recipe_trains(
@@ -101,6 +133,26 @@ def test_the_recipe_of_an_adapter_trains(here: Path, capsys: pytest.CaptureFixtu
     tokens = load_tokenizer("tokenizer").encode(PROMPT)
     ours, theirs = logits(here / "merged", tokens)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_the_recipe_of_a_reward_model_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    recipe = library.folder() / "reward.yaml"
+    assert danlu("train", recipe, *SIZE, "batch.pairs=4", "evaluation.every=2") == 0
+    capsys.readouterr()
+    assert danlu("eval", "runs/reward", "--data", "preferences.jsonl", "--json") == 0
+    accuracy = json.loads(capsys.readouterr().out)["pair_accuracy"]
+    model = AutoModelForSequenceClassification.from_pretrained("runs/reward/model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained("runs/reward/model")
+
+    def score(messages: list[dict[str, str]]) -> float:
+        text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
+        with torch.no_grad():
+            return model(**tokenizer(text, return_tensors="pt")).logits.item()
+
+    better = [score(row["prompt"] + row["chosen"]) > score(row["prompt"] + row["rejected"]) for row in pairs(60)]
+    assert accuracy == pytest.approx(sum(better) / len(better))
 
 
 def test_the_recipe_of_a_classifier_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,4 +204,4 @@ def test_the_rank_study_compares_ranks(
 
 def test_every_shipped_recipe_is_tried() -> None:
     tried = {case[0] for mark in test_a_shipped_recipe_trains.pytestmark for case in mark.args[1]}
-    assert tried | {"lenet_mnist", "lora", "rank_study"} == set(library.shipped())
+    assert tried | {"lenet_mnist", "lora", "rank_study", "reward"} == set(library.shipped())

@@ -20,9 +20,10 @@ from hostile.case import Case, Place
 from hostile.cases_data import CASES as DATA
 from hostile.cases_environment import CASES as ENVIRONMENT
 from hostile.cases_folders import CASES as FOLDERS
+from hostile.cases_preference import CASES as PREFERENCE
 from hostile.cases_recipe import CASES as RECIPE
 
-CASES = [*RECIPE, *DATA, *FOLDERS, *ENVIRONMENT]
+CASES = [*RECIPE, *DATA, *FOLDERS, *ENVIRONMENT, *PREFERENCE]
 
 # Not a bound that a case is judged by: without it, one that waits for ever would end the whole suite without a name.
 HANGS_S = 60

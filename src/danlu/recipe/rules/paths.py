@@ -16,7 +16,7 @@ MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """The limits of Linux and its file systems."""
 MAX_NAMES = 2000
 """How many entries of a folder are looked through for the nearest name."""
-SHIPPED_NAMES = ("base-model", "tokenizer")
+SHIPPED_NAMES = ("base-model", "teacher-model", "tokenizer")
 """Models and tokenizers in the recipes that come with danlu, for a user to replace: they are not on the hub."""
 
 
