@@ -54,13 +54,13 @@ def train(folder: Path, stage: str, options: argparse.Namespace, seed: int, part
         "data": {
             "train": str(folder / "rows.json"),
             "eval": [str(folder / "held-out.json")],
-            "max_length": 512,
+            "max_length": 384,
             "cache": str(options.output / "cache"),
         },
-        "optimizer": {"kind": "adamw", "learning_rate": 1e-4, "weight_decay": 0.0},
+        "optimizer": {"kind": "adamw", "learning_rate": 3e-4, "weight_decay": 0.0},
         "schedule": {"kind": "linear", "warmup": 0.1},
         "batch": {"pairs": 16},
-        "epochs": 3,
+        "epochs": 2,
         "precision": "auto",
         "threads": options.threads,
         "seed": seed,
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--stages", nargs="+", default=["dpo"])
     parser.add_argument("--files", nargs="+", default=list(FILES), choices=list(FILES))
-    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--folds", type=int, default=3)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--threads", type=int, default=1)
     options, options.overrides = parser.parse_known_args()
