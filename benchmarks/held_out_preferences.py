@@ -1,7 +1,7 @@
 """Preferences learnt from real rows: how often held-out pairs are told apart, by cross-validation, as a Markdown table.
 
-    python benchmarks/held_out_preferences.py DATA OUTPUT --model runs/sft [--stages dpo ...] [--files dpo_en ...]
-                                              [--folds 5] [--seeds 0 1] [KEY=VALUE ...]
+    python benchmarks/held_out_preferences.py DATA OUTPUT [KEY=VALUE ...] --model runs/sft [--stages dpo ...]
+                                              [--files dpo_en ...] [--folds 3] [--seeds 0 1]
 
 DATA holds preference/*.json|jsonl. Of every file each fold is held out once, so that each row is judged once, by a
 policy that has not seen it; another seed divides the rows anew. Pairs: the share whose chosen answer has the higher
