@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import Any
 
@@ -11,7 +12,6 @@ TRAIN = ("train", "r.yaml")
 FINISHED = {"path": "@base", "config": None, "tokenizer": None}
 GOOD = {"prompt": "What is red?", "chosen": "The fox.", "rejected": "The owl is red."}
 JUDGED = {"prompt": "What is red?", "completion": "The fox.", "label": True}
-STEPS = {"prompt": "1 + 2 + 3 =", "completions": ["1 + 2 = 3", "3 + 3 = 6"], "labels": [True, True]}
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
 
@@ -34,13 +34,14 @@ def distil(**changes: Any) -> Arrange:
 
 
 def other_vocabulary(place: Place) -> None:
-    """A copy of the base in `@/other` whose tokenizer has another token in one place."""
+    """A copy of the base in `@/other` whose tokenizer has two tokens in each other's place."""
     folder = place.tmp / "other"
     shutil.copytree(place.world.base, folder)
     file = folder / "tokenizer.json"
-    text = file.read_text(encoding="utf-8")
-    assert '"fox"' in text or '"Ġfox"' in text
-    file.write_text(text.replace('"fox"', '"FOX"').replace('"Ġfox"', '"ĠFOX"'), encoding="utf-8")
+    values = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = values["model"]["vocab"]
+    vocabulary["Ġfox"], vocabulary["Ġowl"] = vocabulary["Ġowl"], vocabulary["Ġfox"]
+    file.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
 
 
 def after(arrange: Arrange, *others: Arrange) -> Arrange:
@@ -101,30 +102,6 @@ CASES = [
         3,
         ("error: rows.jsonl:1: this stage needs pairs of answers (chosen, rejected)", "stage pretrain or sft"),
         stage("dpo", {"text": "The fox is red."}),
-    ),
-    Case(
-        "answers in steps for a stage of pairs",
-        TRAIN,
-        3,
-        (
-            "error: rows.jsonl:1: this stage needs pairs of answers",
-            "which are for stage reward with objective stepwise",
-        ),
-        stage("reward", STEPS),
-    ),
-    Case(
-        "pairs for a reward of steps",
-        TRAIN,
-        3,
-        ("error: rows.jsonl:1: this stage needs answers in steps (prompt, completions, labels)", "for stage dpo"),
-        stage("reward", GOOD, objective="stepwise"),
-    ),
-    Case(
-        "steps and labels of different numbers",
-        TRAIN,
-        3,
-        ("error: rows.jsonl:2: 'completions' has 2 steps and 'labels' 1; give one for each",),
-        stage("reward", STEPS, {**STEPS, "labels": [True]}, objective="stepwise"),
     ),
     Case(
         "judged answers of one label",
@@ -239,7 +216,7 @@ CASES = [
         "reference of another vocabulary",
         TRAIN,
         2,
-        ("error: ", "reference", "FOX"),
+        ("error: reference.model: @/other has another vocabulary", "is 'Ġfox', the policy's is 'Ġowl'"),
         after(other_vocabulary, stage("dpo", GOOD, reference={"kind": "frozen", "model": "@/other"})),
         max_bytes=80 << 20,
     ),
@@ -247,7 +224,7 @@ CASES = [
         "distillation without a teacher",
         TRAIN,
         2,
-        ("error: r.yaml:", "teacher: missing: stage distill learns from another model"),
+        ("error: r.yaml:", "teacher: missing: stage distill learns from one. Name its folder or run"),
         distil(teacher=None),
     ),
     Case(
@@ -261,7 +238,7 @@ CASES = [
         "teacher of another vocabulary",
         TRAIN,
         2,
-        ("error: ", "teacher", "FOX"),
+        ("error: teacher.0.model: @/other has another vocabulary", "is 'Ġfox', the policy's is 'Ġowl'"),
         after(other_vocabulary, distil(teacher="@/other")),
         max_bytes=80 << 20,
     ),
@@ -269,7 +246,7 @@ CASES = [
         "teacher in sft",
         TRAIN,
         2,
-        ("error: r.yaml:", "teacher: not read with stage sft"),
+        ("error: r.yaml:", "teacher: only stage distill has a teacher; this is sft. Leave it out"),
         lambda place: place.recipe(teacher="@base"),
     ),
     Case(
