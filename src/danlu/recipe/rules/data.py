@@ -121,8 +121,6 @@ def judged_rows_are_read_whole(recipe: Recipe) -> Iterator[Problem]:
     if data.train_on != "assistant":
         message = f"stage {recipe.stage} trains the answers of its rows and nothing else. Leave train_on out"
         yield Problem("data.train_on", message, reads=reads)
-    if data.packing.kind == "concatenate":
-        message = (
-            "concatenate joins plain text. Leave packing out: the rows of a micro-batch lie end to end in any case"
-        )
+    if data.packing.kind != "none":
+        message = f"a step of stage {recipe.stage} counts rows, which lie end to end in any case. Leave packing out"
         yield Problem("data.packing.kind", message, reads=reads)
