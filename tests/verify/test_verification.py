@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from builders.adapter_folders import adapter_folder
@@ -15,6 +15,7 @@ from danlu.errors import RecipeError, TrainingError
 from danlu.numerics.relative_error import worst_error
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load, sections
+from danlu.types import RowType
 from danlu.verify import verification
 from danlu.verify.fault_injection import FAULTS
 from danlu.verify.verification import Options, predict_traffic, verify
@@ -23,21 +24,27 @@ TIED = {"tokenizer": None, "config": {**CONFIG, "tie_word_embeddings": True}}
 LORA = {"kind": "lora", "rank": 8, "dropout": 0.2}
 
 
+def answers(number: int, row_type: RowType) -> dict[str, Any]:
+    """A row of two answers, or of one that is desirable or not, of different lengths."""
+    prompt, answer = f"{number} plus {number}?" * (1 + number % 3), f"{2 * number}." * (1 + number % 2)
+    if row_type == "unpaired":
+        return {"prompt": prompt, "completion": answer, "label": number % 2 == 0}
+    return {"prompt": prompt, "chosen": answer, "rejected": "No idea, sorry."}
+
+
 def recipe(
     folder: Path,
     *overrides: str,
     tied: bool = False,
     base: bool = False,
     below: bool = False,
-    pairs: bool = False,
+    rows_of: RowType | None = None,
 ) -> Recipe:
     changes: dict[str, Any] = {"model": {"config": TIED["config"]}} if tied else {}
-    if pairs:
-        rows = folder / "pairs.jsonl"
-        answers = ({"prompt": f"{n} plus {n}?" * (1 + n % 3), "chosen": f"{2 * n}." * (1 + n % 2)} for n in range(24))
-        rows.write_text("".join(f"{json.dumps({**row, 'rejected': 'No idea, sorry.'})}\n" for row in answers))
-        changes = {"stage": "dpo", "data": {"train": str(rows)}, "batch": None}
-        changes |= {"reference": "frozen"}
+    if rows_of is not None:
+        rows = folder / "rows.jsonl"
+        rows.write_text("".join(f"{json.dumps(answers(number, rows_of))}\n" for number in range(24)))
+        changes = {"stage": "dpo", "data": {"train": str(rows)}, "batch": None, "reference": "frozen"}
     file = tiny_world().recipe(folder / "run", folder / "recipe.yaml", **changes)
     if base:
         file.write_text(file.read_text().replace("model:\n", "unused:\n"))
@@ -77,6 +84,40 @@ def test_a_right_layout_is_the_same(
     assert rows and all(row.agrees for row in rows)
 
 
+KINDS_BY_ROWS: dict[RowType, list[str]] = {
+    row_type: [
+        term.model_fields["kind"].default
+        for term in get_args(sections.PreferenceObjective)
+        if row_type in term.row_types and term.model_fields["kind"].default != "sft"
+    ]
+    for row_type in ("preference", "unpaired")
+}
+"""The kinds of terms over pairs of answers, and over answers that were judged alone."""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("row_type", "layout", "reference"),
+    [
+        ("preference", "parallel.data=2", "frozen"),
+        ("preference", "parallel=zero3", "{kind: frozen, every: 1}"),
+        ("preference", "parallel={shard: zero2, tensor: 2}", "cached"),
+        ("preference", "parallel={tensor: 2, sequence: true}", "frozen"),
+        ("unpaired", "parallel=zero3", "frozen"),
+        ("unpaired", "parallel={tensor: 2}", "cached"),
+    ],
+)
+def test_the_sum_of_all_preference_objectives_is_the_same(
+    row_type: RowType, layout: str, reference: str, tmp_path: Path
+) -> None:
+    kinds = ", ".join([*KINDS_BY_ROWS[row_type], *(["sft"] if row_type == "preference" else [])])
+    overrides = (layout, f"reference={reference}", f"objective=[{kinds}]")
+    found, _ = verify("recipe.yaml", recipe(tmp_path, *overrides, rows_of=row_type), Options(steps=2))
+    assert found.finding is None and all(check.holds for check in found.checks)
+    errors = {check.what: check.error for check in found.checks}
+    assert worst_error([errors["loss"], errors["evaluation"]]) < 1e-6 and errors["gradients"] < 5e-6
+
+
 @pytest.mark.distributed
 def test_precision_auto_is_decided_before_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "product_speeds", lambda device: {"fp32": 1e9, "bf16": 2e9})
@@ -109,7 +150,7 @@ DIAGNOSES = {
 }
 """A part of the cause that a verification reports for each mistake."""
 CASES = {
-    "divisors-per-rank": (("parallel.data=2",), {"pairs": True}, "embed_tokens.weight"),
+    "divisors-per-rank": (("parallel.data=2",), {"rows_of": "preference"}, "embed_tokens.weight"),
     "doubled": ((TENSOR,), {}, "embed_tokens.weight"),
     "local-clip": ((SHARDED,), {}, None),
     "mean-of-means": (("parallel.data=2",), {}, "embed_tokens.weight"),
@@ -124,9 +165,9 @@ CASES = {
     ),
     "stale": ((SHARDED,), {}, "embed_tokens.weight"),
     "state-of-another-shard": ((SHARDED,), {}, "embed_tokens.weight"),
-    "statistics-per-micro-batch": ((SHARDED, "objective=aot"), {"pairs": True}, "embed_tokens.weight"),
+    "statistics-per-micro-batch": ((SHARDED, "objective=aot"), {"rows_of": "preference"}, "embed_tokens.weight"),
     "untied": ((SHARDED,), {"tied": True}, "embed_tokens.weight"),
-    "visible-siblings": (("parallel={tensor: 2}",), {"pairs": True}, "embed_tokens.weight"),
+    "visible-siblings": (("parallel={tensor: 2}",), {"rows_of": "preference"}, "embed_tokens.weight"),
 }
 
 
@@ -213,7 +254,7 @@ def test_what_does_not_fit_is_told(overrides: list[str], options: dict[str, Any]
 
 
 def test_traffic_without_a_formula_is_told(tmp_path: Path) -> None:
-    pairs = recipe(tmp_path, "parallel.data=2", pairs=True)
+    pairs = recipe(tmp_path, "parallel.data=2", rows_of="preference")
     with pytest.raises(RecipeError, match="--traffic: stage preference sends more than there are formulas for"):
         verify("recipe.yaml", pairs, Options(traffic=True))
     with pytest.raises(RecipeError, match="--traffic: stage preference"):
