@@ -135,6 +135,18 @@ def test_the_recipe_of_an_adapter_trains(here: Path, capsys: pytest.CaptureFixtu
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_the_recipe_of_a_reward_model_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    recipe = library.folder() / "reward.yaml"
+    assert danlu("train", recipe, *SIZE, "batch.pairs=4", "evaluation.every=2") == 0
+    capsys.readouterr()
+    assert danlu("eval", "runs/reward", "--data", "preferences.jsonl", "--json") == 0
+    assert 0 < json.loads(capsys.readouterr().out)["accuracy"] < 1
+    model = AutoModelForSequenceClassification.from_pretrained("runs/reward/model", dtype=torch.float32)
+    assert model.score.weight.shape == (1, 32) and model.score.weight.any()
+
+
 def test_the_recipe_of_a_classifier_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     digits_folder(here / "mnist")
     recipe = library.folder() / "lenet_mnist.yaml"
@@ -184,4 +196,4 @@ def test_the_rank_study_compares_ranks(
 
 def test_every_shipped_recipe_is_tried() -> None:
     tried = {case[0] for mark in test_a_shipped_recipe_trains.pytestmark for case in mark.args[1]}
-    assert tried | {"lenet_mnist", "lora", "rank_study"} == set(library.shipped())
+    assert tried | {"lenet_mnist", "lora", "rank_study", "reward"} == set(library.shipped())

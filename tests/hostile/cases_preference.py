@@ -12,6 +12,7 @@ TRAIN = ("train", "r.yaml")
 FINISHED = {"path": "@base", "config": None, "tokenizer": None}
 GOOD = {"prompt": "What is red?", "chosen": "The fox.", "rejected": "The owl is red."}
 JUDGED = {"prompt": "What is red?", "completion": "The fox.", "label": True}
+STEPS = {"prompt": "1 + 2 + 3 =", "completions": ["1 + 2 = 3", "3 + 3 = 6"], "labels": [True, True]}
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
 
@@ -102,6 +103,30 @@ CASES = [
         3,
         ("error: rows.jsonl:1: this stage needs pairs of answers (chosen, rejected)", "stage pretrain or sft"),
         stage("dpo", {"text": "The fox is red."}),
+    ),
+    Case(
+        "answers in steps for a stage of pairs",
+        TRAIN,
+        3,
+        (
+            "error: rows.jsonl:1: this stage needs pairs of answers",
+            "which are for stage reward with objective stepwise",
+        ),
+        stage("reward", STEPS),
+    ),
+    Case(
+        "pairs for a reward of steps",
+        TRAIN,
+        3,
+        ("error: rows.jsonl:1: this stage needs answers in steps (prompt, completions, labels)", "for stage dpo"),
+        stage("reward", GOOD, objective="stepwise"),
+    ),
+    Case(
+        "steps and labels of different numbers",
+        TRAIN,
+        3,
+        ("error: rows.jsonl:2: 'completions' has 2 steps and 'labels' 1; give one for each",),
+        stage("reward", STEPS, {**STEPS, "labels": [True]}, objective="stepwise"),
     ),
     Case(
         "judged answers of one label",
