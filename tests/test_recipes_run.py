@@ -28,6 +28,7 @@ from danlu.study import runner
 from danlu.study.plan import PlannedRun
 
 PROMPT = "The fox lives in"
+ANSWERS = ("chosen", "rejected")
 SIZE = ["steps=4", "data.max_length=64", "data.cache=cache", "checkpoint.every=2"]
 
 
@@ -136,15 +137,31 @@ def test_the_recipe_of_an_adapter_trains(here: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_recipe_of_a_reward_model_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     recipe = library.folder() / "reward.yaml"
-    assert danlu("train", recipe, *SIZE, "batch.pairs=4", "evaluation.every=2") == 0
+    assert danlu("train", recipe, *SIZE, "batch.pairs=4", "evaluation.every=2", "precision=fp32") == 0
     capsys.readouterr()
-    assert danlu("eval", "runs/reward", "--data", "preferences.jsonl", "--json") == 0
-    assert 0 < json.loads(capsys.readouterr().out)["accuracy"] < 1
+    command = ("eval", "runs/reward", "--data", "preferences.jsonl", "--json", "--scores", "scores.jsonl")
+    assert danlu(*command) == 0
+    scored = [json.loads(line) for line in Path("scores.jsonl").read_text().splitlines()]
+    better = [line["margin"] > 0 for line in scored]
+    assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(sum(better) / len(better))
+
     model = AutoModelForSequenceClassification.from_pretrained("runs/reward/model", dtype=torch.float32)
-    assert model.score.weight.shape == (1, 32) and model.score.weight.any()
+    tokenizer = AutoTokenizer.from_pretrained("runs/reward/model")
+    compared = 0
+    for row, line in zip(pairs(60), scored, strict=True):
+        texts = [tokenizer.apply_chat_template(row["prompt"] + row[name], tokenize=False) for name in ANSWERS]
+        tokens = [tokenizer(text, return_tensors="pt") for text in texts]
+        if max(encoded["input_ids"].shape[1] for encoded in tokens) > 64:
+            continue  # longer than the run's rows, so the prompt is shortened
+        with torch.no_grad():
+            scores = [model(**encoded).logits.item() for encoded in tokens]
+        assert [line[name] for name in ANSWERS] == pytest.approx(scores, abs=2e-6)
+        assert [line[name] for name in ANSWERS] != pytest.approx(scores[::-1], abs=2e-6)  # control: exchanged
+        compared += 1
+    assert compared >= 10
 
 
 def test_the_recipe_of_a_classifier_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
