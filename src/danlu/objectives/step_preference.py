@@ -40,7 +40,8 @@ class StepPreference(nn.Module):
     def __init__(self, preference: Preference) -> None:
         super().__init__()
         self.preference = preference
-        if any(isinstance(term, Bco) and term.shift == "running-mean" for term in preference.terms):
+        self.has_running_mean = any(isinstance(term, Bco) and term.shift == "running-mean" for term in preference.terms)
+        if self.has_running_mean:
             self.register_buffer("mean_ratio", torch.zeros((), dtype=torch.float64))
             self.register_buffer("steps_seen", torch.zeros((), dtype=torch.float64))
 
@@ -85,7 +86,7 @@ class StepPreference(nn.Module):
             chosen_ranked, rejected_ranked = chosen[chosen_order], rejected[rejected_order]
             facts[AOT_UNPAIRED_PARTNER][chosen_ranked] = ratios[rejected_ranked]
             facts[AOT_UNPAIRED_PARTNER][rejected_ranked] = ratios[chosen_ranked]
-        if self._has(Bco) and hasattr(self, "mean_ratio"):
+        if self.has_running_mean:
             mean = self._running_mean(float(ratios[torch.cat((chosen, rejected))].mean()), training)
             facts[BCO_SHIFT] = torch.full_like(reference, mean)
         return _with_facts(items, {name: values.numpy() for name, values in facts.items()})
