@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,20 +125,18 @@ class OwnShare(DecoderLearner):
         return DecoderLearner.prepare(alone, items, micro_batches, step)
 
 
-def see(names: Sequence[str], micro: int, mistake: type[DecoderLearner] | None = None) -> dict[str, Seen]:
-    """One step of each objective on the processes there are."""
+def see(names: Sequence[str], micro: int, kind: Callable[..., DecoderLearner] = DecoderLearner) -> dict[str, Seen]:
+    """One step of each objective on the processes there are, by a learner of some kind."""
     torch.set_num_threads(1)
     ranks = ranks_of(layout_of(Parallel(), world_size()), "cpu")
-    return {name: _see(name, micro, ranks, mistake) for name in names}
+    return {name: _see(name, micro, ranks, kind) for name in names}
 
 
-def _see(name: str, micro: int, ranks: Ranks, mistake: type[DecoderLearner] | None) -> Seen:
+def _see(name: str, micro: int, ranks: Ranks, kind: Callable[..., DecoderLearner]) -> Seen:
     items, policy = items_of(name), scaled_model(1)
     parallel = StepParallel(ranks, local_parameters_of(policy, ranks, {}))
     objective = preference_objective(OBJECTIVES[name], has_reference=True)
     options: dict[str, Any] = {"dtype": torch.float64, "parallel": parallel}
-    learner = preference_learner(policy, scaled_model(0), objective, items, micro, **options)
-    if mistake is not None:
-        learner = mistake(**vars(learner))
+    learner = kind(**vars(preference_learner(policy, scaled_model(0), objective, items, micro, **options)))
     step, gradients = step_gradients(replicated(learner, [policy, objective], Parallel()), items)
     return step.loss, dict(step.metrics), gradients

@@ -228,7 +228,7 @@ CASES = [
         "key with escapes",
         TRAIN,
         2,
-        ("error: r.yaml:5:1 ev\\x1b[2Jil: unknown key. Known: stage, model, data, objective, reference, teacher, adapter,",),
+        ("error: r.yaml:5:1 ev\\x1b[2Jil: unknown key. Known: stage, model, data, objective, reference, teacher,",),
         text(CELLS + '"ev\\x1b[2Jil": 1\n'),
     ),
     Case(

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from builders.preference_steps import OF_STEP, see
 from builders.tiny_run import SyntheticPacks, tiny_model
+from builders.tiny_world import World
+from builders.worst_errors import worst_relative_error
 from torch import Tensor
 
+from danlu.errors import RecipeError
 from danlu.language.learner import DecoderLearner, ThreadedLearner
 from danlu.models.decoder import Decoder
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, replica, shares_of
+from danlu.recipe import load
+from danlu.stages import STAGES
 from danlu.train.evaluation import evaluate
 from danlu.train.step import StepGradients, accumulate
+from danlu.types import Pack
 
 CPU = torch.device("cpu")
 
@@ -88,3 +98,59 @@ def test_tied_weights_stay_one_in_a_replica(model: Decoder) -> None:
 def test_rows_are_dealt_out_in_order() -> None:
     assert shares_of([0, 1, 2, 3, 4], 3) == [[0], [1, 2], [3, 4]]
     assert shares_of([0], 3) == [[], [], [0]]
+
+
+class PerReplica(ThreadedLearner):
+    """A mistake: what is to be known of the step is found out of each replica's share."""
+
+    def prepare(
+        self, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
+    ) -> Sequence[Pack]:
+        shares = shares_of(items, 3)
+        return [item for share in shares for item in ThreadedLearner.prepare(self, share, [range(len(share))], step)]
+
+
+def replicated(kind: type[ThreadedLearner], **options: Any) -> ThreadedLearner:
+    options["model"].embed_tokens.sparse_gradient = False
+    return kind(**options, replicas=Replicas(options["model"], [CPU] * 3))
+
+
+def test_objectives_that_see_the_whole_step_see_it_over_replicas() -> None:
+    names = ["sigmoid", *OF_STEP]
+    one = see(names, 8)
+    many = see(names, 8, partial(replicated, ThreadedLearner))
+    for name in names:
+        assert many[name][0] == pytest.approx(one[name][0], rel=1e-6), name
+        assert many[name][1] == pytest.approx(one[name][1], rel=1e-6, abs=1e-9), name
+        assert worst_relative_error(many[name][2], one[name][2]) < 1e-6, name
+    apart = see(OF_STEP, 8, partial(replicated, PerReplica))
+    assert all(worst_relative_error(apart[name][2], one[name][2]) > 1e-4 for name in OF_STEP)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "score head": ({"stage": "reward"}, "not the parameters of an objective"),
+    "projection": (
+        {"stage": "distill", "objective": ["forward", {"kind": "hidden"}], "teacher": "BASE"},
+        "not the parameters of an objective",
+    ),
+    "adapter-off": ({"stage": "dpo", "adapter": "lora"}, "Use workers: processes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_replicas_do_not_have_is_refused_before_rows_are_read(
+    tiny_world: World, tmp_path: Path, name: str
+) -> None:
+    changes, message = REFUSED[name]
+    changes = {key: str(tiny_world.base) if value == "BASE" else value for key, value in changes.items()}
+    changes |= {"model": {"path": str(tiny_world.base), "config": None, "tokenizer": None}}
+
+    def check(parallel: dict[str, Any]) -> None:
+        batch = {} if changes["stage"] == "distill" else {"batch": {"sequences": None, "pairs": 4, "micro": 1}}
+        recipe = load(tiny_world.recipe(tmp_path / "run", parallel=parallel, **changes, **batch)).recipe
+        stage = STAGES[recipe.stage]
+        stage.builder(recipe, stage).check(None)
+
+    with pytest.raises(RecipeError, match=message):
+        check({"workers": "threads"})
+    check({})  # control

@@ -54,7 +54,12 @@ class DecoderBuilder:
     def check(self, start: Start | None) -> None:
         """Raises a DanluError for models, adapters, layouts, sizes and prompts that cannot be, before rows are read."""
         recipe = self.recipe
-        decoder_objectives(recipe, self.stage)
+        objective, _ = decoder_objectives(recipe, self.stage)
+        if recipe.parallel.workers == "threads" and objective_parameters(objective):
+            raise RecipeError(
+                "parallel.workers: threads copies the model to each device, not the parameters of an objective (a "
+                "score head, a projection of hidden states). Use workers: processes"
+            )
         check_adapters(recipe.model, recipe.adapter)
         asked = [*self.stage.models(recipe).values(), *(column.model for column in self.stage.columns(recipe))]
         for spec in asked:

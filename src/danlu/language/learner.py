@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -237,6 +237,13 @@ class ThreadedLearner(DecoderLearner):
         return ReplicaBatches(
             tuple(collate(part or [self.empty], device, source_names=self.source_names) for part, device in parts)
         )
+
+    def prepare(
+        self, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
+    ) -> Sequence[Pack]:
+        """As one process does it; the pass without gradients is on the first device alone."""
+        first = DecoderLearner(**{each.name: getattr(self, each.name) for each in fields(DecoderLearner)})
+        return first.prepare(items, micro_batches, step)
 
     def losses(self, batch: Any, totals: Totals, gradient_scale: float = 1.0) -> Loss:
         """The sum of all replicas' losses, on the first device."""

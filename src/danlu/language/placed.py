@@ -173,8 +173,6 @@ class PlacedDecoder:
             sequence_tokens=None if self.recipe.batch.pairs is None else self.recipe.data.max_length,
         )
         if self.recipe.parallel.workers == "threads":
-            if isinstance(self.objective, nn.Module):
-                raise RecipeError("parallel.workers: threads copies the model, not an objective with parameters")
             devices = replica_devices(self.recipe, self.device)
             if self.frozen and len(set(devices)) > 1:
                 raise RecipeError("parallel.workers: threads copies the policy to every GPU, not a frozen model")
