@@ -290,3 +290,15 @@ def test_every_layout_trains_what_one_process_does(tiny_world: World, tmp_path: 
         assert tensors.keys() == wanted.keys(), name
         assert worst_relative_error(tensors, wanted) < 2e-5, name
         torch.testing.assert_close(our_scores(tmp_path / name, ITEMS), our_scores(outcome, ITEMS), rtol=1e-4, atol=1e-4)
+
+
+def test_the_head_may_have_a_learning_rate_of_its_own(tiny_world: World, tmp_path: Path) -> None:
+    plain = {"optimizer": {"kind": "sgd", "learning_rate": 1e-2}, "schedule": {"warmup": 0}, "steps": 1}
+    plain |= {"data": {}, "evaluation": {}, "checkpoint": {"every": 1}}
+    for name, ratio in (("still", 1e-6), ("same", 1.0), ("double", 2.0)):
+        objective = {"kind": "bradley-terry", "rate_ratio": ratio}
+        assert train([recipe(tiny_world, tmp_path, name, objective=objective, **plain)]) == [0]
+    still, same, double = (trained_tensors(tmp_path / name) for name in ("still", "same", "double"))
+    own = "objective.score.weight"
+    torch.testing.assert_close(double[own] - still[own], 2 * (same[own] - still[own]), rtol=1e-3, atol=1e-6)
+    assert [name for name in same if not torch.equal(same[name], double[name])] == [own]

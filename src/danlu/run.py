@@ -258,7 +258,7 @@ def _build(
     """All the parts of a run, put back to `start` if there is one."""
     ranks = placed.parallel.ranks
     generate = placed.generate()  # first: prompts that cannot be continued are told before anything is written
-    optimizer = optimizer_of(placed.parameters(), recipe, device, objective_rate=stage.objective_rate)
+    optimizer = optimizer_of(placed.parameters(), recipe, device, objective_rate=stage.objective_rate(recipe))
     per_step = recipe.batch.packs(recipe.data.max_length)
     total_packs = None
     if material.per_epoch is not None and recipe.steps is None:

@@ -216,7 +216,7 @@ class Stage:
     task: Callable[[Recipe], Task] = lambda recipe: "causal-lm"
     """What the result is for: one that classifies has the head of the objective, and none over the vocabulary."""
     columns: Callable[[Recipe], Sequence[ColumnSpec]] = no_columns  # of the rows, computed before training
-    objective_rate: float = 1.0
+    objective_rate: Callable[[Recipe], float] = lambda recipe: 1.0
     """What the learning rate is multiplied by for the objective's own parameters, which are an optimizer group then."""
     metrics: Callable[[Recipe], Mapping[str, Better]] = lambda recipe: {"loss": "lower"}
     """What an evaluation of the recipe reports that a run can be judged by, by name: whether lower or higher is

@@ -81,6 +81,12 @@ def reward_metrics(recipe: Recipe) -> dict[str, Better]:
     return {"loss": "lower", "accuracy": "higher", **pairs}
 
 
+def objective_rate(recipe: Recipe) -> float:
+    """What the learning rate of a score head, or of maps of hidden states, is multiplied by."""
+    trained = (sections.BradleyTerry, sections.Stepwise, HiddenStates)
+    return next((term.rate_ratio for term in recipe.objective or () if isinstance(term, trained)), 1.0)
+
+
 def _reward_section(recipe: Recipe) -> sections.BradleyTerry | sections.Stepwise:
     """The recipe's objective; its rules have made sure that it is one, and of this stage."""
     section, *more = recipe.objective or [sections.BradleyTerry()]
@@ -99,6 +105,7 @@ STAGES: dict[str, Stage] = {
         teacher_models,
         held_out_distillation,
         columns=teacher_columns,
+        objective_rate=objective_rate,
         metrics=distillation_metrics,
     ),
     "preference": Stage(
@@ -112,7 +119,15 @@ STAGES: dict[str, Stage] = {
     "pretrain": Stage(
         PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics
     ),
-    "reward": Stage(TreeReader, DecoderBuilder, reward, policy_alone, metrics=reward_metrics, task=reward_task),
+    "reward": Stage(
+        TreeReader,
+        DecoderBuilder,
+        reward,
+        policy_alone,
+        task=reward_task,
+        objective_rate=objective_rate,
+        metrics=reward_metrics,
+    ),
     "sft": Stage(PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics),
 }
 """By the name in a recipe's `stage`; sorted. The two stages of language differ in how `data/` renders their rows."""

@@ -101,7 +101,7 @@ def train(files: Sequence[str], wrong: bool = False, objective_rate: float = 1.0
     """Trains each recipe as a stage of pairs; the exit code of each."""
     torch.set_num_threads(1)
     objective = PerMicroBatch if wrong else PairObjective
-    stage = Stage(PairReader, DecoderBuilder, objective, PAIRS.models, objective_rate=objective_rate)
+    stage = Stage(PairReader, DecoderBuilder, objective, PAIRS.models, objective_rate=lambda recipe: objective_rate)
     return [
         run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO(), stage=stage).exit_code
         for file in files

@@ -22,6 +22,7 @@ from danlu.errors import DanluError
 from danlu.language.distillation import check_teachers, teacher_models
 from danlu.recipe import load
 from danlu.stage_protocols import ModelSpec
+from danlu.stages import STAGES
 
 CLOSE = 2e-5  # relative, in the 2-norm of each tensor, after the steps of a run
 TOP_K = {"objective": {"kind": "reverse", "temperature": 1.5}}
@@ -265,3 +266,12 @@ def test_pairs_are_no_rows_of_distillation(tiny_world: World, tmp_path: Path) ->
     rows = write_rows(tmp_path / "pairs.jsonl", [pair] * 3)
     with pytest.raises(DanluError, match="preference"):
         train([recipe(tiny_world, tmp_path / "run", data={"train": str(rows), "eval": None}, evaluation=None)])
+
+
+def test_the_map_of_hidden_states_may_have_a_learning_rate_of_its_own(tiny_world: World, tmp_path: Path) -> None:
+    def rate(**hidden: float) -> float:
+        objective = [{"kind": "forward"}, {"kind": "hidden", **hidden}]
+        chosen = load(Path(recipe(tiny_world, tmp_path / "run", objective=objective))).recipe
+        return STAGES["distill"].objective_rate(chosen)
+
+    assert rate(rate_ratio=5.0, weight=0.5) == 5 and rate() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,18 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("danlu.data.prepare.WorkerPool", InThisProcess)
 
 
-def recipe(world: World, folder: Path, rows: list[dict[str, Any]], stage: str = "dpo", **data: Any) -> Recipe:
+def recipe(
+    world: World,
+    folder: Path,
+    rows: list[dict[str, Any]],
+    stage: str = "dpo",
+    *,
+    objective: Sequence[str] | None = None,
+    **data: Any,
+) -> Recipe:
     file = write_rows(folder / "rows.jsonl", rows)
     changes: dict[str, Any] = {"stage": stage, "batch": None, "reference": "frozen"}
+    changes |= {} if objective is None else {"objective": list(objective)}
     return load(world.recipe(folder / "run", data={"train": str(file), **data}, **changes)).recipe
 
 
@@ -75,6 +85,21 @@ def test_each_answer_may_have_a_copy_of_its_prompt(tiny_world: World, tmp_path: 
         first, second = (other.tokens[branch.start : branch.stop] for branch in other.branches)
         np.testing.assert_array_equal(first, one.tokens[: one.branches[1].stop])
         np.testing.assert_array_equal(second[stem:], one.tokens[one.branches[2].start :])
+
+
+def test_margins_that_no_term_asks_for_are_told(tiny_world: World, tmp_path: Path) -> None:
+    with_margins = [{**row, "margin": 0.5} for row in ROWS]
+
+    def told(rows: list[dict[str, Any]], *kinds: str) -> list[str]:
+        chosen = recipe(tiny_world, tmp_path, rows, "preference", objective=kinds)
+        return [line for line in material(chosen).lines if "margin" in line]
+
+    (line,) = told(with_margins, "ipo", "sft")
+    assert line == (
+        "data: not read: 'margin' in 8 rows, which objective ipo and sft does not ask for. sigmoid, robust, hinge, "
+        "sigmoid-norm, simpo, cpo do"
+    )
+    assert not told(with_margins, "ipo", "sigmoid") and not told(ROWS, "ipo")  # control
 
 
 def test_judged_answers_get_the_answer_of_another_row(tiny_world: World, tmp_path: Path) -> None:

@@ -156,6 +156,13 @@ def test_every_kind_has_a_loss() -> None:
     assert set(KINDS) == PAIR_LOSSES.keys() | JUDGED_LOSSES.keys() | NLL_WEIGHTS.keys()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in PAIR_LOSSES])
+def test_a_margin_is_in_the_loss_of_a_kind_that_says_so(kind: str) -> None:
+    given, term = answers(), KINDS[kind]
+    without = replace(given, margins=torch.zeros_like(given.margins))
+    assert term.takes_margins == (not torch.equal(losses_of(term, given), losses_of(term, without)))
+
+
 @pytest.mark.parametrize("kind", [kind for kind in COMPARING if kind != "aot-unpaired"])
 def test_gradients_equal_finite_differences(kind: str) -> None:
     given = answers()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from danlu.data.messages import MESSAGE_KEYS
+from danlu.recipe.sections import PreferenceObjective, PreferenceTerm, RewardObjective
 
 MAX_EXAMPLES = 5
 REPORTED_CUT_SHARE = 0.1  # of the samples that train an answer
@@ -37,6 +39,18 @@ def beyond_positions(positions: int, max_length: int, lengths: np.ndarray | None
         return [f"{limit}; no sample is longer than {positions:,} tokens"]
     return [
         f"{limit}: {len(beyond):,} of {len(lengths):,} samples are longer, up to {int(beyond.max()):,} tokens. {advice}"
+    ]
+
+
+def unread_margins(statistics: Statistics, terms: Sequence[PreferenceTerm | RewardObjective]) -> list[str]:
+    """What is to be told of rows whose margin no term of the objective asks for; none where there are no such rows."""
+    rows = statistics.judgements["margin"]
+    if not rows or any(term.takes_margins for term in terms):
+        return []
+    asked_by = [kind.model_fields["kind"].default for kind in get_args(PreferenceObjective) if kind.takes_margins]
+    return [
+        f"not read: 'margin' in {rows:,} row{'' if rows == 1 else 's'}, which objective "
+        f"{' and '.join(term.kind for term in terms)} does not ask for. {', '.join(asked_by)} do"
     ]
 
 

@@ -14,6 +14,7 @@ from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import PreparedData
 from danlu.data.samples import Samples
 from danlu.data.sources import reported_sources
+from danlu.data.statistics import unread_margins
 from danlu.data.trees import longest_path, repeat_stem
 from danlu.language.reader import dataset_spec, prepared_data, prepared_lines
 from danlu.recipe import Recipe
@@ -50,7 +51,11 @@ class TreeReader:
             rows,
             len(rows),
             None if held_out is None else Trees(spec.packed(held_out, shuffle=False), longest_shared).all(),
-            [*prepared_lines(recipe, prepared), *self._stem_lines(train, longest_shared)],
+            [
+                *prepared_lines(recipe, prepared),
+                *(f"data: {line}" for line in unread_margins(prepared.statistics, recipe.answer_terms)),
+                *self._stem_lines(train, longest_shared),
+            ],
             tokenizer=prepared.tokenizer,
             sources=reported_sources(recipe.data),
             empty=empty_like(train.sample(0)),

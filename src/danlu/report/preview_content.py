@@ -13,7 +13,7 @@ import numpy as np
 from danlu.data.dataset_summary import DatasetSummary, PackingSummary, SplitSummary
 from danlu.data.message_spans import Reason
 from danlu.data.preview import PreviewBranch, PreviewRow, PreviewSample
-from danlu.data.statistics import Statistics
+from danlu.data.statistics import Statistics, unread_margins
 from danlu.recipe.sections import Data, Recipe
 from danlu.types import Sample
 
@@ -317,7 +317,7 @@ def splits(overview: DatasetSummary, data: Data) -> list[tuple[str, SplitSummary
     return headed
 
 
-def warnings(overview: DatasetSummary) -> Iterator[str]:
+def warnings(overview: DatasetSummary, recipe: Recipe) -> Iterator[str]:
     """What to know before a run: rows that the token cache holds otherwise, a tokenizer that loses text, ..."""
     if overview.changed:
         yield (
@@ -330,6 +330,7 @@ def warnings(overview: DatasetSummary) -> Iterator[str]:
             "model.chat_template_date"
         )
     yield from overview.beyond
+    yield from unread_margins(overview.train.statistics, recipe.answer_terms)
     if overview.tokenizer is not None and overview.tokenizer.warning:
         yield overview.tokenizer.warning
 

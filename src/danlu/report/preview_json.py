@@ -27,7 +27,7 @@ def as_json(recipe: Recipe, rows: Sequence[PreviewRow], overview: DatasetSummary
             "max_length": recipe.data.max_length,
             "packing": recipe.data.packing.kind,
             "refused": refused,
-            "warnings": list(content.warnings(overview)),
+            "warnings": list(content.warnings(overview, recipe)),
             "reasons": {reason.label: content.REASON_DESCRIPTIONS[reason] for reason in Reason},
             "rows": [_row(row, recipe) for row in rows],
             "packs": [] if train is None else [_pack(pack, number) for number, pack in enumerate(train.first)],

@@ -57,6 +57,7 @@ def page(
         rows=rows,
         sentence=lambda text: text[0].upper() + text[1:],
         steps=content.describe_steps(recipe, overview),
+        warnings=list(content.warnings(overview, recipe)),
     )
 
 

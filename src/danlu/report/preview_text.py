@@ -99,7 +99,7 @@ def write_summary(out: PreviewWriter, overview: DatasetSummary, recipe: Recipe) 
             out.line(content.describe_packs(split.packed, recipe.data), "packs")
         for entry in content.count_lines(split, recipe.data):
             _write_counts(out, entry)
-    for warning in content.warnings(overview):
+    for warning in content.warnings(overview, recipe):
         out.line(warning, "note")
 
 

@@ -61,6 +61,8 @@ class HiddenStates(VariantSection):
     kind: Literal["hidden"] = "hidden"
     weight: NonNegative = 1.0
     """What the term is multiplied by in the sum."""
+    rate_ratio: Annotated[float, Field(gt=0)] = 1.0
+    """The linear map learns this many times faster than `optimizer.learning_rate` says."""
 
 
 Divergence = ForwardKL | ReverseKL | JensenShannon

@@ -33,6 +33,8 @@ class PreferenceTerm(VariantSection):
     """With `reference: none` it takes the log-probabilities themselves for the ratios."""
     needs_mismatched: ClassVar[bool] = False
     """Each row has a branch more: the next row's answer behind this row's prompt."""
+    takes_margins: ClassVar[bool] = False
+    """Its loss asks for the margin of a row that has one."""
 
     weight: NonNegative = 1.0
     """What the term is multiplied by in the sum."""
@@ -96,6 +98,7 @@ class Sigmoid(DeltaTerm):
     are ODPO's (arXiv:2402.10571)."""
 
     kind: Literal["sigmoid"] = "sigmoid"
+    takes_margins = True
 
     label_smoothing: FlipRate = 0.0
     """Share of labels that are taken to be flipped (cDPO)."""
@@ -106,6 +109,7 @@ class Robust(DeltaTerm):
     flipped."""
 
     kind: Literal["robust"] = "robust"
+    takes_margins = True
 
     label_smoothing: FlipRate = 0.1
     """Share of labels that are flipped."""
@@ -115,6 +119,7 @@ class Hinge(DeltaTerm):
     """The hinge loss of SLiC (arXiv:2305.10425) and RSO: max(0, 1 + margin - beta delta)."""
 
     kind: Literal["hinge"] = "hinge"
+    takes_margins = True
 
 
 class Ipo(DeltaTerm):
@@ -148,6 +153,7 @@ class SigmoidNorm(DeltaTerm):
     """Length-normalised DPO (Tulu 3, arXiv:2411.15124): sigmoid over scores per token of the answer."""
 
     kind: Literal["sigmoid-norm"] = "sigmoid-norm"
+    takes_margins = True
 
 
 class Nca(LogRatioTerm):
@@ -219,6 +225,7 @@ class Simpo(PreferenceTerm):
 
     kind: Literal["simpo"] = "simpo"
     needs_reference = False
+    takes_margins = True
 
     beta: Positive = 2.0
     """What log-probabilities per token are multiplied by."""
@@ -234,6 +241,7 @@ class Cpo(PreferenceTerm):
 
     kind: Literal["cpo"] = "cpo"
     needs_reference = False
+    takes_margins = True
 
     beta: Positive = 0.1
     """What log-probabilities are multiplied by."""
