@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 # H query heads · K key/value heads · C head width · I, O inputs and outputs of a linear layer
 
 
-RowType = Literal["preference", "unpaired", "stepwise"]
-"""What rows are trees of: a pair of answers, an answer that is judged alone, or an answer judged step by step."""
-
-
 class Branch(NamedTuple):
     """A run of tokens in the tree of a sample: it sees itself and its ancestors, and nothing beside it.
 

@@ -19,7 +19,8 @@ from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.trees import longest_path
 from danlu.errors import DataError
 from danlu.recipe.sections import Data
-from danlu.types import Branch, RowType
+from danlu.recipe.sections.base import RowType
+from danlu.types import Branch
 
 ASK, TELL = {"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "A small fox."}
 WORSE = {"role": "assistant", "content": "A small dog, I think."}

@@ -13,7 +13,7 @@ from danlu.data.message_spans import Reason
 from danlu.data.preference_rows import parse_answers
 from danlu.data.rows import detect_format, parse_row
 from danlu.recipe.sections import Data, Packing, Source
-from danlu.types import RowType
+from danlu.recipe.sections.base import RowType
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^\| `([\w-]+)` \| `(\{.*\})` \|$", PAGE, re.MULTILINE)

@@ -11,7 +11,7 @@ from danlu.data.messages import Conversation
 from danlu.data.preference_rows import JudgedAnswer, Pair, StepwiseAnswer, answers_of, parse_answers
 from danlu.data.rows import Completion
 from danlu.errors import DataError
-from danlu.types import RowType
+from danlu.recipe.sections.base import RowType
 
 Q, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Hello"), ("assistant", "No"))

@@ -132,7 +132,7 @@ CASES = [
         "judged answers of one label",
         TRAIN,
         3,
-        ("error: all 2 answers are desirable, and nothing is learnt from one label; add undesirable ones",),
+        ("rows.jsonl: all 2 answers are desirable; nothing is learnt from one label, so add undesirable ones",),
         stage("kto", JUDGED, {**JUDGED, "completion": "A fox."}),
     ),
     Case(

@@ -730,7 +730,7 @@ CASES = [
         "recipes copy unknown",
         ("recipes", "copy", "stf"),
         2,
-        ("error: no recipe called 'stf'. Did you mean 'sft'? There are: continue, lenet_mnist, lora, pretrain,",),
+        ("error: no recipe called 'stf'. Did you mean 'sft'? There are: continue, distill, dpo, kto, lenet_mnist,",),
     ),
     Case(
         "recipes copy over a file",

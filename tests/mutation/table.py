@@ -94,9 +94,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/test_initialize.py",
     ),
     Mutation(
-        "models/attend.py",
-        "max(begin, start - window + 1)",
-        "max(begin, start - window + 2)",
+        "models/segments.py",
+        "self._position(query) - window + 1)",
+        "self._position(query) - window + 2)",
         "models/test_attend.py",
     ),
     Mutation(
@@ -105,7 +105,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "mask.triu(keys - queries - window)",
         "models/test_attend.py",
     ),
-    Mutation("models/attend.py", "grad_scores.mul_(slope)", "grad_scores.mul_(1)", "models/test_attend.py"),
+    Mutation("models/block_attention.py", "grad_scores.mul_(slope)", "grad_scores.mul_(1)", "models/test_attend.py"),
     Mutation("models/rope.py", "keep = 1 - ramp", "keep = ramp", "models/test_rope.py"),
     Mutation("models/rope.py", "(width / (width - 2))", "(width / (width - 1))", "models/test_rope.py"),
     Mutation(
@@ -185,8 +185,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- data
     Mutation(
         "data/prepare.py",
-        '"settings": asdict(TokenizeSettings.of(self._data, source.format)),',
-        '"settings": asdict(TokenizeSettings.of(self._data, "auto")),',
+        '"settings": asdict(self._spec.settings(source.format)),',
+        '"settings": asdict(self._spec.settings("auto")),',
         "data/test_prepare.py",
         "another_format",
     ),
@@ -197,7 +197,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_prepare.py",
         "pieces_of_a_split_row",
     ),
-    Mutation("data/batch.py", "[tokens, positions, trained - 1,", "[tokens, positions, trained,", "data/test_batch.py"),
+    Mutation(
+        "data/batch.py",
+        "predicted_from: np.ndarray = targets - 1",
+        "predicted_from: np.ndarray = targets - 0",
+        "data/test_batch.py",
+    ),
     Mutation(
         "data/permutation.py",
         "round_key = (self.key ^ (number * 0xD1B54A32D192ED03)) & 0xFFFFFFFFFFFFFFFF",

@@ -96,6 +96,13 @@ def test_a_config_may_be_changed_inside(write: Write) -> None:
     assert config == {"hidden_size": 16, "rope": [1, 3]}
 
 
+def test_the_only_entry_of_a_list_needs_no_number(write: Write) -> None:
+    text = TEXT.replace("stage: sft", "stage: dpo")
+    for key in ("objective.beta", "objective.0.beta"):
+        objective = changed(write, f"{key}=0.3", "batch={pairs: 4}", "data={train: rows.json}", text=text).objective
+        assert objective is not None and [term.model_dump()["beta"] for term in objective] == [0.3]
+
+
 def test_what_is_refused(write: Write) -> None:
     assert refused(
         write, "data.train.path=x", "data.train.7.path=x", "=3", "a..b=1", "data=[x", "steps=", "data.eval= "

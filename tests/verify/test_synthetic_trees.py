@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from danlu.data.batch import collate
-from danlu.types import RowType
+from danlu.recipe.sections.base import RowType
 from danlu.verify.synthetic_trees import synthetic_trees
 
 

@@ -15,7 +15,7 @@ from danlu.errors import RecipeError, TrainingError
 from danlu.numerics.relative_error import worst_error
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load, sections
-from danlu.types import RowType
+from danlu.recipe.sections.base import RowType
 from danlu.verify import verification
 from danlu.verify.fault_injection import FAULTS
 from danlu.verify.verification import Options, predict_traffic, verify

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from danlu.errors import ModelError
 from danlu.small_files import check_regular_entries, parse_json, read_small_text
-from danlu.types import Task
+
+if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
+    from danlu.types import Task
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

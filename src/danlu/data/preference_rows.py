@@ -33,7 +33,7 @@ from danlu.data.rows import (
 from danlu.data.sources import read_rows
 from danlu.errors import DataError
 from danlu.recipe.sections import Source
-from danlu.types import RowType
+from danlu.recipe.sections.base import RowType
 
 Answer = Conversation | Completion
 """A prompt with one answer to it; the messages of the prompt are marked as context."""

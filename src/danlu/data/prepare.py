@@ -27,7 +27,7 @@ from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError
 from danlu.machine import usable_cores
 from danlu.recipe.sections import Data, Packing, Source
-from danlu.types import RowType
+from danlu.recipe.sections.base import RowType
 
 Stage = Literal["pretrain", "sft", "preference", "reward", "distill"]
 Tokenizers = WorkerPool[Task, TokenizedChunk]

@@ -22,7 +22,8 @@ from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizing import Task, TokenizeSettings, block_of, tokenise
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError, RecipeError
-from danlu.types import RowType, Sample
+from danlu.recipe.sections.base import RowType
+from danlu.types import Sample
 
 
 class PreviewBranch(NamedTuple):

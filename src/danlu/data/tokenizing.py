@@ -22,7 +22,7 @@ from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tree_length import fit_answers
 from danlu.errors import DataError
-from danlu.types import RowType
+from danlu.recipe.sections.base import RowType
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
     from danlu.recipe.sections import Data

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from danlu.errors import ModelError
-from danlu.types import Task
+
+if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
+    from danlu.types import Task
 
 Activation = Literal["silu", "gelu_tanh"]
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from danlu.errors import ModelError
 from danlu.models.config import MAXIMUMS, Activation, ModelConfig
 from danlu.models.hf_rope import read_rope, write_rope
 from danlu.models.hf_values import HFValues
-from danlu.types import Task
+
+if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
+    from danlu.types import Task
 
 ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}
 _HF_ACTIVATIONS: dict[Activation, str] = {"gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}

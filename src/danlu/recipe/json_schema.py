@@ -6,7 +6,8 @@ from typing import Any
 
 from danlu.recipe import sections
 from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.type_hints import field_types, variants_of
+from danlu.recipe.stage_names import OBJECTIVE_NAMES
+from danlu.recipe.type_hints import entry_type, field_types, variants_of
 
 
 def schema() -> dict[str, Any]:
@@ -15,15 +16,37 @@ def schema() -> dict[str, Any]:
     definitions: dict[str, Any] = recipe_schema["$defs"]
     for name, definition in list(definitions.items()):
         section = getattr(sections, name)
-        definition["properties"] = {key: _admit_single_entry(entry) for key, entry in definition["properties"].items()}
+        definition["properties"] = _admit_short_values(section, definition["properties"])
         definitions[name] = _admit_short_form(section, definition)
-    properties = recipe_schema["properties"]
-    for key, hint in field_types(Recipe).items():
-        if variants_of(hint):
-            properties[key] = _admit_kind_alone(properties[key], sorted(variants_of(hint)))
+    properties = recipe_schema["properties"] = _admit_short_values(Recipe, recipe_schema["properties"])
+    properties["stage"]["enum"] += sorted(OBJECTIVE_NAMES)
     recipe_schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     recipe_schema["title"] = "danlu recipe"
     return recipe_schema
+
+
+def _admit_short_values(section: type[Section], properties: dict[str, Any]) -> dict[str, Any]:
+    """Admits the short form of what a section's fields take: a `kind` alone, a bare value for a list of one."""
+    admitted = dict(properties)
+    for key, hint in field_types(section).items():
+        entry_hint = entry_type(hint)
+        if variants_of(hint):
+            admitted[key] = _admit_kind_alone(properties[key], sorted(variants_of(hint)))
+        elif entry_hint is not None and variants_of(entry_hint):
+            kinds = sorted(variants_of(entry_hint))
+            admitted[key] = _admit_single_entry(_with_entries(properties[key], kinds))
+        else:
+            admitted[key] = _admit_single_entry(properties[key])
+    return admitted
+
+
+def _with_entries(entry: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
+    """A list of variants whose entries may be a `kind` alone."""
+    if "items" in entry:
+        return {**entry, "items": _admit_kind_alone(entry["items"], kinds)}
+    if "anyOf" in entry:
+        return {**entry, "anyOf": [_with_entries(option, kinds) for option in entry["anyOf"]]}
+    return entry
 
 
 def _admit_single_entry(entry: dict[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,9 @@ def _put(node: Node, hint: Hint, parts: Sequence[str], value: Node, default: Any
     if item_type is not None and part.isdecimal() and not isinstance(node.value, dict | list):
         node.value, node.origin = [], value.origin
     if isinstance(node.value, list):
+        if not part.isdecimal() and len(node.value) == 1 and section_types(item_type):
+            _put(node.value[0], item_type, parts, value)  # `objective.beta` of the only objective there is
+            return
         _put(_entry(node.value, part, value.origin), item_type, rest, value)
         return
     if not isinstance(node.value, dict):

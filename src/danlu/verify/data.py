@@ -20,7 +20,8 @@ from danlu.language.reader import dataset_spec
 from danlu.language.tree_reader import Trees
 from danlu.recipe import Recipe
 from danlu.recipe.rules import is_local
-from danlu.types import Item, Pack, RowType, Sample
+from danlu.recipe.sections.base import RowType
+from danlu.types import Item, Pack, Sample
 from danlu.verify.synthetic_trees import synthetic_trees
 
 ROWS = 64  # read of each source

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from danlu.types import Branch, Pack, RowType, Sample
+from danlu.recipe.sections.base import RowType
+from danlu.types import Branch, Pack, Sample
 
 SHORTEST = 3  # tokens of a branch
 

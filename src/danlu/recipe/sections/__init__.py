@@ -31,7 +31,7 @@ from danlu.recipe.sections.adapters import (
     RsLora,
     Vera,
 )
-from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, value_at
+from danlu.recipe.sections.base import NonNegative, PositiveInt, RowType, Section, value_at
 from danlu.recipe.sections.data import Data, Packing, Source
 from danlu.recipe.sections.distillation import (
     DistillationObjective,
@@ -101,7 +101,6 @@ from danlu.recipe.sections.training import (
     Schedule,
     Watch,
 )
-from danlu.types import RowType
 
 __all__ = [
     "SGD",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -56,3 +56,6 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 Steps = Annotated[int, Field(ge=1)] | Annotated[float, Field(ge=0, lt=1)]
 """Optimizer steps (an integer), or a share of the run (below 1)."""
+
+RowType = Literal["preference", "unpaired", "stepwise"]
+"""What rows are trees of: a pair of answers, an answer that is judged alone, or an answer judged step by step."""

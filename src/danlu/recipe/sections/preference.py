@@ -14,8 +14,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import NonNegative, Section, Share, VariantSection
-from danlu.types import RowType
+from danlu.recipe.sections.base import NonNegative, RowType, Section, Share, VariantSection
 
 Positive = Annotated[float, Field(gt=0)]
 FlipRate = Annotated[float, Field(ge=0, lt=0.5)]

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import NonNegative, VariantSection
-from danlu.types import RowType
+from danlu.recipe.sections.base import NonNegative, RowType, VariantSection
 
 
 class _ScoreHead(VariantSection):
