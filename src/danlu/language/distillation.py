@@ -114,7 +114,8 @@ def _spec(role: Role, teacher: Teacher) -> ModelSpec:
     return ModelSpec(key, _section(teacher), teacher.quantization)
 
 
-def _resolved(teacher: Teacher) -> ResolvedModel:
+def resolved_teacher(teacher: Teacher) -> ResolvedModel:
+    """The folders of a teacher. Raises ModelError for one that is not there, or that has no tokenizer."""
     try:
         return resolve_model(teacher.model)
     except DataError as error:
@@ -126,7 +127,7 @@ def _resolved(teacher: Teacher) -> ResolvedModel:
 
 def _section(teacher: Teacher) -> Model:
     """The teacher as the section of a model: its folder, or its base with the adapters upon it."""
-    resolved = _resolved(teacher)
+    resolved = resolved_teacher(teacher)
     if not resolved.stacks:
         return Model(path=teacher.model)
     return Model(path=str(resolved.folder), adapters=[str(adapter.path) for adapter in resolved.stacks[0]])
@@ -149,7 +150,7 @@ def distillation(recipe: Recipe) -> Objective:
     )
     if hidden is None:
         return objective
-    widths = {role: read_config(_resolved(teacher).folder).hidden_size for role, teacher in teachers.items()}
+    widths = {role: read_config(resolved_teacher(teacher).folder).hidden_size for role, teacher in teachers.items()}
     return HiddenStateDistillation(objective, hidden.weight, _policy_config(recipe, 1).hidden_size, widths)
 
 
@@ -175,7 +176,7 @@ def check_teachers(recipe: Recipe) -> None:
         spec = _spec(role, teacher)
         if teacher.cache:  # the others are among the models of the stage, which are checked for each
             check_frozen_model(spec, recipe)
-        own = read_config(_resolved(teacher).folder).vocab_size
+        own = read_config(resolved_teacher(teacher).folder).vocab_size
         if recipe.parallel.tensor > 1 and own != rows:
             raise RecipeError(
                 f"{spec.key}.model: parallel.tensor cuts the rows of all embeddings alike, but that of {teacher.model} "
@@ -191,7 +192,7 @@ def check_teachers(recipe: Recipe) -> None:
 def _notes(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
     """What is worth knowing of the teachers of a policy with this config, for the console."""
     for teacher in recipe.teacher or ():
-        rows = read_config(_resolved(teacher).folder).vocab_size
+        rows = read_config(resolved_teacher(teacher).folder).vocab_size
         if rows != config.vocab_size:
             yield (
                 f"teacher {teacher.model}: its embedding has {rows:,} rows and the policy's {config.vocab_size:,}; "

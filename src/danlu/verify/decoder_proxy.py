@@ -11,6 +11,7 @@ from danlu.assembly.recipe_adapters import check_adapters
 from danlu.data.batch import EMPTY_PACK, empty_like
 from danlu.errors import RecipeError
 from danlu.language.builder import placed_decoder
+from danlu.language.distillation import resolved_teacher
 from danlu.language.placed import PlacedDecoder
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
@@ -28,6 +29,7 @@ from danlu.verify.data import fold_tokens, proxy_data
 from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining
 from danlu.verify.proxy_model import MAX_LENGTH, proxy_recipe
 from danlu.verify.role_proxies import with_columns
+from danlu.verify.teacher_proxies import with_small_teachers
 
 _VOCAB_SIZE = 32_000  # of a model from scratch whose tokenizer was not loaded
 
@@ -91,10 +93,16 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     if wrong := list(problems(recipe.parallel, config)):
         raise RecipeError(wrong)
     small_recipe, small, notes = (recipe, config, []) if full else proxy_recipe(recipe, config, layout, folder)
+    if not full:
+        small_recipe, of_teachers = with_small_teachers(small_recipe, config, small, layout, folder)
+        notes += of_teachers
     assert full or not list(problems(small_recipe.parallel, small)), "divides as the large one does"
     stage = STAGES[recipe.stage]
     small = replace(small, task=stage.task(recipe))
-    folded = data.packs if full and data.vocab_size is not None else fold_tokens(data.packs, small.vocab_size)
+    # Rows that one of the embeddings has more than another stand for no token.
+    teachers = map(resolved_teacher, small_recipe.teacher or ())
+    known_tokens = min([small.vocab_size, *(read_config(teacher.folder).vocab_size for teacher in teachers)])
+    folded = data.packs if full and data.vocab_size is not None else fold_tokens(data.packs, known_tokens)
     packs = with_columns(folded, small_recipe, stage, None if full else folder, small.vocab_size)
     first = packs[0].samples[0]
     return PreparedProxy(

@@ -26,6 +26,7 @@ VOCAB_SIZE = 256
 EPS = 1e-4
 """Of Adam, whose step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding moves
 its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-3."""
+_STAGES_THAT_READ_THE_POLICY = ("distill", "reward")  # its width and vocabulary, for what is trained beside it
 _BUDGET_SHARE = 0.7
 """Of what all activations of a micro-batch are estimated to take: with 0.6 of it a small Gemma 2 has no plan, with all
 of it a small Llama recomputes nothing."""
@@ -125,9 +126,9 @@ def proxy_recipe(
         "memory": _small_budget(recipe, small, layout),
         "data": recipe.data.model_copy(update={"max_length": min(recipe.data.max_length, MAX_LENGTH)}),
     }
-    if recipe.model.path is not None:
+    if recipe.model.path is not None or recipe.stage in _STAGES_THAT_READ_THE_POLICY:
         write_model(small, folder / "model", recipe.seed)
-        start: dict[str, object] = {"path": str(folder / "model")}
+        start: dict[str, object] = {"path": str(folder / "model"), "preset": None, "config": None}
         if recipe.model.adapters:
             start["adapters"], kinds = proxy_adapter_folders(
                 recipe.model.adapters, config, folder / "model", folder / "adapters", seed=recipe.seed

@@ -12,6 +12,7 @@ import torch
 from danlu.data.batch import collate, pad_to_bucket
 from danlu.language.columns import all_answers
 from danlu.language.frozen_models import place_frozen
+from danlu.language.reference import REFERENCE
 from danlu.language.roles import FrozenDecoder
 from danlu.models.attend import attend_for
 from danlu.models.config import ModelConfig
@@ -31,8 +32,13 @@ _PERTURBATION = 0.1  # standard deviation that is put on norms and biases, which
 _MOVES_EVERY = 2  # steps at most, so that a moving reference moves in a verification
 
 
-def write_model(config: ModelConfig, folder: Path, seed: int) -> None:
-    """Writes a small model with random numbers, also in norms and biases."""
+def write_model(
+    config: ModelConfig, folder: Path, seed: int, *, logit_scale: float = 1.0, tokenizer_from: Path | None = None
+) -> None:
+    """Writes a small model with random numbers, also in norms and biases.
+
+    logit_scale: its head is multiplied by it. tokenizer_from: a folder whose tokenizer is put beside it.
+    """
     model = build(config)
     initialize(model, seed)
     with torch.no_grad():
@@ -42,7 +48,8 @@ def write_model(config: ModelConfig, folder: Path, seed: int) -> None:
                     generator=named_generator(seed, f"{name} stirred")  # the name is the seed: it stays
                 )
                 parameter.add_(noise, alpha=_PERTURBATION)
-    save(model, folder)
+        model.head_weight.mul_(logit_scale)
+    save(model, folder, tokenizer_from=tokenizer_from)
 
 
 def proxy_reference(recipe: Recipe, config: ModelConfig, folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -54,9 +61,9 @@ def proxy_reference(recipe: Recipe, config: ModelConfig, folder: Path) -> tuple[
     """
     match resolve_reference(recipe):
         case Frozen() as section:
-            write_model(config, folder / "reference", recipe.seed + 1)
+            write_model(config, folder / REFERENCE, recipe.seed + 1)
             changes: dict[str, Any] = {
-                "model": str(folder / "reference"),
+                "model": str(folder / REFERENCE),
                 "quantization": small_blocks(section.quantization),
             }
             notes = ["the reference is another small model than the policy"]
@@ -65,7 +72,7 @@ def proxy_reference(recipe: Recipe, config: ModelConfig, folder: Path) -> tuple[
                 notes.append(f"the reference moves every {changes['every']} steps")
             return {"reference": section.model_copy(update=changes)}, notes
         case Cached() as section:
-            write_model(config, folder / "reference", recipe.seed + 1)
+            write_model(config, folder / REFERENCE, recipe.seed + 1)
             return {"reference": section}, ["the cached reference is another small model than the policy"]
         case section:
             return {"reference": section}, []
@@ -90,8 +97,8 @@ def with_columns(
     """
     for spec in stage.columns(recipe):
         model = spec.model or ModelSpec(spec.name, recipe.model, recipe.quantization)
-        if folder is not None:
-            model = ModelSpec(spec.name, Model(path=str(folder / spec.name)))
+        if folder is not None and spec.name == REFERENCE:  # the recipe names no model of its own for it
+            model = ModelSpec(spec.name, Model(path=str(folder / REFERENCE)))
         frozen = place_frozen(recipe, model, vocab_size, Ranks(), torch.device("cpu")).subject.model
         outputs = FrozenDecoder(frozen, frozen, DTYPES[recipe.precision])
         items = [Pack(tuple(_with_column(sample, spec, outputs) for sample in pack.samples)) for pack in items]

@@ -1,0 +1,78 @@
+"""The teachers of stage `distill` in a verification: small models, with small adapters where theirs have some."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from danlu.assembly.stored_quantization import stored_quantization
+from danlu.errors import RecipeError
+from danlu.language.distillation import resolved_teacher, teachers_of
+from danlu.models.config import ModelConfig
+from danlu.models.hf_folder import read_config
+from danlu.parallel.layout import Layout, problems
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Teacher
+from danlu.types import Role
+from danlu.verify.proxy_adapters import proxy_adapter_folders
+from danlu.verify.proxy_model import proxy_config
+from danlu.verify.role_proxies import small_blocks, write_model
+
+_LOGIT_SCALE = 10.0
+"""Random weights say nearly the same of every token: a divergence between two such models is lost in rounding."""
+_MOST_OTHER_ROWS = 16  # by which the embeddings of teacher and policy differ, where they do
+
+
+def with_small_teachers(
+    recipe: Recipe, config: ModelConfig, small: ModelConfig, layout: Layout, folder: Path
+) -> tuple[Recipe, list[str]]:
+    """(the recipe with a small model in place of each teacher, notes); each has weights of its own.
+
+    Kept are what `proxy_config` keeps, a width of its own, quantization and adapters, and whether the embedding has
+    more or fewer rows than the policy's.
+
+    Args:
+        config: of the large policy; `small` of the small one.
+        folder: where the models are written.
+
+    Raises RecipeError for a teacher that the layout cannot cut, DanluError for one that cannot be read.
+    """
+    teachers, notes = [], []
+    for number, (role, teacher) in enumerate(teachers_of(recipe).items()):
+        seed = recipe.seed + 1 + number
+        shrunken, adapters = _small_teacher(recipe, role, teacher, config, small, layout, folder / role, seed)
+        on = f", with adapters of the same kinds: {adapters}" if adapters else ""
+        notes.append(f"{role} is a small model with weights of its own{on}")
+        teachers.append(shrunken)
+    return (recipe.model_copy(update={"teacher": teachers}), notes) if teachers else (recipe, [])
+
+
+def _small_teacher(
+    recipe: Recipe,
+    role: Role,
+    teacher: Teacher,
+    config: ModelConfig,
+    small: ModelConfig,
+    layout: Layout,
+    folder: Path,
+    seed: int,
+) -> tuple[Teacher, str]:
+    """(the section of a small teacher, the kinds of its adapters in words); its model is written into `folder`."""
+    resolved = resolved_teacher(teacher)
+    large = read_config(resolved.folder)
+    if wrong := list(problems(recipe.parallel, large)):
+        raise RecipeError([f"{role} ({teacher.model}): {problem}" for problem in wrong])
+    quantization = teacher.quantization or stored_quantization(resolved.folder)
+    other_rows = large.vocab_size - config.vocab_size
+    rows = small.vocab_size + max(-_MOST_OTHER_ROWS, min(other_rows, _MOST_OTHER_ROWS))
+    shape = replace(proxy_config(large, layout, quantized=quantization is not None), vocab_size=rows)
+    # Nothing reads the tokenizer, but a folder without one is no teacher.
+    write_model(shape, folder, seed, logit_scale=_LOGIT_SCALE, tokenizer_from=resolved.tokenizer_folder)
+    model, kinds = folder, ""
+    if resolved.stacks:
+        top = str(resolved.stacks[0][-1].path)
+        paths, kinds = proxy_adapter_folders([top], large, folder, folder.with_name(f"{role}-adapters"), seed=seed)
+        model = Path(paths[0])
+    top_k = None if teacher.top_k is None else min(teacher.top_k, small.vocab_size // 4)
+    changes = {"model": str(model), "quantization": small_blocks(quantization), "top_k": top_k}
+    return teacher.model_copy(update=changes), kinds
