@@ -133,8 +133,10 @@ def test_precision_auto_is_decided_before_it_is_verified(tmp_path: Path, monkeyp
 SHARDED, TENSOR = "parallel=zero2", "parallel={tensor: 2, sequence: true}"
 WITH_LORA = f"adapter={LORA}"
 DIAGNOSES = {
+    "adapter-in-reference": "the policy with its adapter",
     "divisors-per-rank": "one process's own pairs",
     "doubled": "too large by a constant",
+    "frozen-models-differ": "not the same on all processes",
     "local-clip": "the norm of what it holds",
     "mean-of-means": "mean over data ranks of their own means",
     "mean-of-micro-batches": "each micro-batch counts alike",
@@ -150,8 +152,14 @@ DIAGNOSES = {
 }
 """A part of the cause that a verification reports for each mistake."""
 CASES = {
+    "adapter-in-reference": (
+        ("parallel.data=2", WITH_LORA, "reference=adapter-off"),
+        {"base": True, "rows_of": "preference"},
+        "layers.0.attention.q_proj.adapter.default.lora_A",
+    ),
     "divisors-per-rank": (("parallel.data=2",), {"rows_of": "preference"}, "embed_tokens.weight"),
     "doubled": ((TENSOR,), {}, "embed_tokens.weight"),
+    "frozen-models-differ": ((SHARDED,), {"rows_of": "preference"}, "embed_tokens.weight"),
     "local-clip": ((SHARDED,), {}, None),
     "mean-of-means": (("parallel.data=2",), {}, "embed_tokens.weight"),
     "mean-of-micro-batches": ((SHARDED,), {}, "embed_tokens.weight"),
@@ -255,9 +263,9 @@ def test_what_does_not_fit_is_told(overrides: list[str], options: dict[str, Any]
 
 def test_traffic_without_a_formula_is_told(tmp_path: Path) -> None:
     pairs = recipe(tmp_path, "parallel.data=2", rows_of="preference")
-    with pytest.raises(RecipeError, match="--traffic: stage preference sends more than there are formulas for"):
+    with pytest.raises(RecipeError, match="--traffic: there are no formulas for stage preference"):
         verify("recipe.yaml", pairs, Options(traffic=True))
-    with pytest.raises(RecipeError, match="--traffic: stage preference"):
+    with pytest.raises(RecipeError, match="--traffic: there are no formulas for stage preference"):
         predict_traffic(pairs, 8, Options())
 
 

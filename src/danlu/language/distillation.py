@@ -171,6 +171,8 @@ def check_teachers(recipe: Recipe) -> None:
     Their tokens must be the same. Embeddings may differ in the number of rows, for some stand for no token:
     distributions are compared over the rows that both have.
     """
+    if not recipe.teacher:
+        return
     rows = _policy_config(recipe, None).vocab_size
     for role, teacher in teachers_of(recipe).items():
         spec = _spec(role, teacher)

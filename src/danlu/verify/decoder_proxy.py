@@ -11,7 +11,7 @@ from danlu.assembly.recipe_adapters import check_adapters
 from danlu.data.batch import EMPTY_PACK, empty_like
 from danlu.errors import RecipeError
 from danlu.language.builder import placed_decoder
-from danlu.language.distillation import resolved_teacher
+from danlu.language.distillation import check_teachers, resolved_teacher
 from danlu.language.placed import PlacedDecoder
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
@@ -85,6 +85,7 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     Raises RecipeError for a layout that the large model cannot be cut into, ModelError for adapters of another one.
     """
     check_adapters(recipe.model, recipe.adapter)
+    check_teachers(recipe)
     if not full:
         short = min(recipe.data.max_length, MAX_LENGTH)
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": short})})

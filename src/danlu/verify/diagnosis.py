@@ -23,10 +23,12 @@ from danlu.parallel.layout import AXES, Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
-from danlu.recipe.sections import PreferenceTerm
+from danlu.recipe.reference import resolve_reference
+from danlu.recipe.sections import AdapterOff, PreferenceTerm
 from danlu.report.verification import Finding
 from danlu.types import Item
 from danlu.verify.comparison import ComparedTensor, Comparison
+from danlu.verify.role_proxies import has_frozen_models
 from danlu.verify.trace import ItemGradient, LocalShards, assemble
 from danlu.verify.workers import Task, Traces
 
@@ -124,14 +126,19 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
             causes.append("a mean over one process's own pairs in place of all of the step's")
         if any(isinstance(term, PreferenceTerm) and sees_whole_step(term) for term in case.recipe.answer_terms):
             causes.append("a sort or a mean over a micro-batch or one process's rows in place of the whole step's")
+        if has_frozen_models(case.recipe):
+            causes.append("weights of a reference or teacher that are not the same on all processes")
         if case.layout.tensor > 1:
             causes.append("a bias or residual that each tensor rank adds, or a cut matrix whose parts are not summed")
         causes.append("a loss that is averaged before it is summed")
         return "the forward pass differs: " + "; ".join(causes)
-    return (
+    cause = (
         "the step before left the right weights, and this forward pass used others: parameters that were gathered "
         "before the update are out of date"
     )
+    if isinstance(resolve_reference(case.recipe), AdapterOff):
+        cause += "; or the reference is the policy with its adapter, which had no effect before"
+    return cause
 
 
 def _of_gradient(first: ComparedTensor, comparison: Comparison, case: Case) -> tuple[str, str]:

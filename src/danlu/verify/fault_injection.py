@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from danlu.adapters import dropout
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.language import builder, frozen_models
 from danlu.language import learner as learner_module
 from danlu.language.learner import DecoderLearner
 from danlu.models import attend
@@ -27,14 +29,19 @@ from danlu.parallel import dealing
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
+from danlu.placing import Placed
 from danlu.recipe import Recipe
-from danlu.recipe.sections import PreferenceTerm
+from danlu.recipe.reference import resolve_reference
+from danlu.recipe.sections import AdapterOff, PreferenceTerm
 from danlu.train import loop
 from danlu.train import step as step_module
 from danlu.train.step import AnyLearner
 from danlu.types import Batch, Item, Loss, Pack, Totals
 from danlu.verify import trace
 from danlu.verify.proxy import Proxy
+from danlu.verify.role_proxies import has_frozen_models
+
+_OTHER = 1.5  # what the weights of a model are multiplied by where they are to differ
 
 
 @dataclass(frozen=True)
@@ -255,6 +262,29 @@ def _statistics_per_micro_batch(recipe: Recipe, ranks: Ranks) -> AbstractContext
     return _replaced(DecoderLearner, "prepare", prepare)
 
 
+def _adapter_in_reference(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """The policy is its own reference, with its adapter and its dropout."""
+
+    def without(self: AdapterSet, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    return _replaced(AdapterSet, "without", without)
+
+
+def _frozen_models_differ(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """The last process has other weights of the models beside the policy than the rest."""
+
+    def place_frozen(*args: Any, **options: Any) -> Placed:
+        placed = frozen_models.place_frozen(*args, **options)
+        if ranks.world.index == ranks.world.size - 1:
+            for parameter in placed.parallel.local_parameters.values():
+                if parameter.local.is_floating_point():  # packed numbers of quantized weights stay
+                    parameter.local.detach().mul_(_OTHER)
+        return placed
+
+    return _replaced(builder, "place_frozen", place_frozen)
+
+
 def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Each rank loads the next rank's optimizer state, where all have the same shapes."""
     original = Optimizers.load_state
@@ -306,6 +336,14 @@ def _has_dropout(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return bool(getattr(recipe.adapter, "dropout", 0.0))
 
 
+def _is_its_own_reference(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return isinstance(resolve_reference(recipe), AdapterOff)
+
+
+def _has_frozen_models(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return has_frozen_models(recipe)
+
+
 def _has_siblings(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return recipe.row_type == "preference"
 
@@ -327,8 +365,10 @@ def _has_tied_head(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
 
 
 FAULTS: dict[str, Fault] = {
+    "adapter-in-reference": Fault(_is_its_own_reference, _adapter_in_reference),
     "divisors-per-rank": Fault(_has_divisors, _divisors_per_rank),
     "doubled": Fault(_always, _doubled),
+    "frozen-models-differ": Fault(_has_frozen_models, _frozen_models_differ),
     "local-clip": Fault(_is_cut, _local_clip),
     "mean-of-means": Fault(_has_data_ranks, _mean_of_means),
     "mean-of-micro-batches": Fault(_always, _mean_of_micro_batches),

@@ -32,10 +32,13 @@ _BUDGET_SHARE = 0.7
 of it a small Llama recomputes nothing."""
 
 
-def proxy_config(config: ModelConfig, layout: Layout, *, quantized: bool = False, deep: bool = False) -> ModelConfig:
+def proxy_config(
+    config: ModelConfig, layout: Layout, *, quantized: bool = False, deep: bool = False, other_width: int | None = None
+) -> ModelConfig:
     """The config with small sizes; what of it divides by the layout's degrees does so still, and the rest does not.
 
-    quantized: widths stay multiples of a block. deep: four layers, for what works on segments of them.
+    quantized: widths stay multiples of a block. deep: four layers, for what works on segments of them. other_width: of
+    a model that this one is not as wide as.
     """
     tensor = layout.tensor
     kv_per_rank = 2 if tensor <= 2 else 1
@@ -50,6 +53,7 @@ def proxy_config(config: ModelConfig, layout: Layout, *, quantized: bool = False
     attention = kv_heads * queries * head_dim
     unit = BLOCK * tensor if quantized else 8
     hidden = _round_to(attention * config.hidden_size / (config.heads * config.head_dim), unit)
+    hidden += unit if hidden == other_width else 0
     intermediate = _round_to(hidden * config.intermediate_size / config.hidden_size, unit if quantized else 4 * tensor)
     windows = _sample_windows(config.windows, 4 if deep or len(set(config.windows)) > 1 else 2)
     scalar, multiplier = config.query_pre_attn_scalar, config.embedding_multiplier

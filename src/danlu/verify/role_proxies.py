@@ -78,6 +78,12 @@ def proxy_reference(recipe: Recipe, config: ModelConfig, folder: Path) -> tuple[
             return {"reference": section}, []
 
 
+def has_frozen_models(recipe: Recipe) -> bool:
+    """Whether models of their own, which are not trained, stand beside the policy."""
+    in_memory = any(not teacher.cache for teacher in recipe.teacher or ())
+    return in_memory or isinstance(resolve_reference(recipe), Frozen)
+
+
 def small_blocks(section: QuantizationSection | None) -> QuantizationSection | None:
     """Quantization in blocks that fit small matrices."""
     match section:

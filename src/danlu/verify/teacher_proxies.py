@@ -65,7 +65,9 @@ def _small_teacher(
     quantization = teacher.quantization or stored_quantization(resolved.folder)
     other_rows = large.vocab_size - config.vocab_size
     rows = small.vocab_size + max(-_MOST_OTHER_ROWS, min(other_rows, _MOST_OTHER_ROWS))
-    shape = replace(proxy_config(large, layout, quantized=quantization is not None), vocab_size=rows)
+    other_width = None if large.hidden_size == config.hidden_size else small.hidden_size
+    shape = proxy_config(large, layout, quantized=quantization is not None, other_width=other_width)
+    shape = replace(shape, vocab_size=rows)
     # Nothing reads the tokenizer, but a folder without one is no teacher.
     write_model(shape, folder, seed, logit_scale=_LOGIT_SCALE, tokenizer_from=resolved.tokenizer_folder)
     model, kinds = folder, ""

@@ -85,8 +85,9 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     """
     if options.traffic and recipe.stage not in _STAGES_WITH_FORMULAS:
         raise RecipeError(
-            f"--traffic: stage {recipe.stage} sends more than there are formulas for (models beside the policy, "
-            "log-probabilities over a cut vocabulary). Leave it out: what the layout computes is verified without it"
+            f"--traffic: there are no formulas for stage {recipe.stage}: it also sends what models beside the policy, "
+            "log-probabilities over a cut vocabulary or a score head need. There are some for "
+            f"{', '.join(_STAGES_WITH_FORMULAS)}. Leave --traffic out: what the layout computes is verified without it"
         )
     about: list[str] = []
     recipe, layout = _layout(recipe, options, about)
