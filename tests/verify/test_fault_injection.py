@@ -10,7 +10,8 @@ from builders.tiny_world import tiny_world
 from torch.distributed.fsdp import FSDPModule
 
 from danlu.adapters import dropout
-from danlu.language import learner
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.language import builder, learner
 from danlu.language.learner import DecoderLearner
 from danlu.models.decoder import Decoder
 from danlu.optim.build import Optimizers
@@ -37,6 +38,8 @@ TOUCHED = [
     (DecoderLearner, "prepare"),
     (learner, "attend_for"),
     (learner, "deal_by_tokens"),
+    (AdapterSet, "without"),
+    (builder, "place_frozen"),
 ]
 
 

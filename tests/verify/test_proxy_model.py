@@ -24,7 +24,15 @@ from danlu.models.loading import load as load_model
 from danlu.parallel.layout import Layout, problems
 from danlu.recipe import Recipe, load, sections
 from danlu.recipe.sections import Parallel
-from danlu.verify.proxy_model import EPS, MAX_LENGTH, WINDOW, proxy_config, proxy_recipe
+from danlu.verify.proxy_model import (
+    EPS,
+    LEAST_RATE,
+    MAX_LENGTH,
+    WINDOW,
+    proxy_config,
+    proxy_optimizer,
+    proxy_recipe,
+)
 
 LARGE: dict[str, dict[str, Any]] = {
     "gemma2": {
@@ -195,3 +203,10 @@ def test_adapters_below_are_written_beside_the_small_base(tmp_path: Path) -> Non
     assert small.model.adapters == [str(tmp_path / "adapters" / "0-below")]
     assert read_adapter_config(Path(small.model.adapters[0])).kind == "VERA"
     assert notes[-1].endswith("with numbers of their own: vera")
+
+
+def test_updates_of_a_small_learning_rate_are_made_large_enough_to_see() -> None:
+    raised, notes = proxy_optimizer(sections.AdamW(learning_rate=5e-7))
+    assert raised.learning_rate == LEAST_RATE and "larger than rounding" in notes[-1]
+    kept, notes = proxy_optimizer(sections.AdamW(learning_rate=2e-5, eps=EPS))
+    assert kept.learning_rate == 2e-5 and notes == []

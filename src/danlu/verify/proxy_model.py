@@ -26,6 +26,7 @@ VOCAB_SIZE = 256
 EPS = 1e-4
 """Of Adam, whose step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding moves
 its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-3."""
+LEAST_RATE = 1e-5  # learning rate: with less, as for alignment, a wrong update is hardly larger than rounding
 _STAGES_THAT_READ_THE_POLICY = ("distill", "reward")  # its width and vocabulary, for what is trained beside it
 _BUDGET_SHARE = 0.7
 """Of what all activations of a micro-batch are estimated to take: with 0.6 of it a small Gemma 2 has no plan, with all
@@ -170,7 +171,8 @@ def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> section
 
 
 def proxy_optimizer(section: sections.Optimizer) -> tuple[sections.Optimizer, list[str]]:
-    """Blocks and ranks that fit small matrices, and `eps` above what rounding makes of gradients that are zero.
+    """Blocks and ranks that fit small matrices, `eps` and learning rate above what rounding makes of gradients and
+    weights.
 
     Returns (the section, notes of what is not as the recipe says beside sizes).
     """
@@ -180,7 +182,11 @@ def proxy_optimizer(section: sections.Optimizer) -> tuple[sections.Optimizer, li
             section = section.model_copy(update={"block": 32, "smallest": min(section.smallest, 256)})
         case sections.GaLore():
             section = section.model_copy(update={"rank": min(section.rank, RANK), "update_every": 2})
-    if given is None or given >= EPS:
-        return section, []
-    note = f"optimizer.eps {EPS:g}, so that rounding alone turns no update round"
-    return section.model_copy(update={"eps": EPS}), [note]
+    changes, notes = dict[str, float](), list[str]()
+    if given is not None and given < EPS:
+        changes["eps"] = EPS
+        notes.append(f"optimizer.eps {EPS:g}, so that rounding alone turns no update round")
+    if section.learning_rate < LEAST_RATE:
+        changes["learning_rate"] = LEAST_RATE
+        notes.append(f"optimizer.learning_rate {LEAST_RATE:g}, so that an update is larger than rounding")
+    return section.model_copy(update=changes), notes
