@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 import torch
 from builders.peak_memory import peak_in
+from builders.preference_samples import tree
 from builders.tiny_world import CONFIG, World, danlu
 
-from danlu import run
+from danlu import memory_preview, run
+from danlu.data.batch import empty_like
+from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import RecipeError
 from danlu.language.builder import placed_decoder
 from danlu.language.placed import PlacedDecoder
 from danlu.memory_estimate import MemoryEstimate, find_micro_batch, keeps_scores
 from danlu.memory_preview import estimate_from_config
-from danlu.models.config import parameter_shapes
+from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.families import read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
@@ -60,10 +63,10 @@ def recipe_of(world: World, folder: Path, changes: Mapping[str, Any]) -> Recipe:
     return load(world.recipe(folder / "run", **{**adapted, **changes})).recipe
 
 
-def placed_of(recipe: Recipe) -> PlacedDecoder:
-    if recipe.model.path is not None:
+def placed_of(recipe: Recipe, config: ModelConfig | None = None) -> PlacedDecoder:
+    if config is None and recipe.model.path is not None:
         config = read_config(Path(recipe.model.path))
-    else:
+    elif config is None:
         assert isinstance(recipe.model.config, dict)
         config = read_config_values({"vocab_size": 400, **recipe.model.config})
     placed = place(subject_of(recipe, config, CPU), recipe, Ranks(), CPU)
@@ -154,6 +157,53 @@ def test_what_is_expected_is_the_peak_of_a_step_and_not_much_more(
     peak, estimate = measured_step(tiny_world, tmp_path, wide_base, KEPT[name], micro=2, length=LENGTH)
     expected = estimate.parts.activations + estimate.parts.logits + estimate.parts.gradients
     assert peak <= expected <= 1.5 * peak, f"{expected / peak:.2f}"
+
+
+def test_two_answers_of_full_length_are_expected_where_they_are_one_item(
+    tiny_world: World, tmp_path: Path, wide_base: Path
+) -> None:
+    model = {"path": str(wide_base), "config": None, "tokenizer": None}
+    batch = {"sequences": None, "pairs": 2, "micro": 1}
+    changes = {"stage": "orpo", "data": {"max_length": LENGTH}, "precision": "bf16", "batch": batch, "model": model}
+    recipe = load(tiny_world.recipe(tmp_path / "run", **changes)).recipe
+    placed = placed_of(recipe)
+    answer = [7] * (LENGTH - 2)
+    items = [tree([1, 2], [answer, answer], [1, 1], label=[np.nan, 1, 0], margin=[np.nan] * 3)]
+    placed = replace(placed, empty=empty_like(items[0].samples[0]))
+    compute, optimizer = placed.learner(1), optimizer_of(placed.parameters(), recipe, CPU)
+    placed.model.embed_tokens.sparse_gradient = False
+    accumulate(compute, items, step=1, clip=None)
+    optimizer.zero_grad()
+    peak = peak_in(lambda: accumulate(compute, items, step=2, clip=None))
+    parts = placed.estimate(optimizer, 1).parts
+    expected = parts.activations + parts.logits + parts.gradients
+    assert peak <= expected <= 1.5 * peak, f"{expected / peak:.2f}"
+    of_one = estimate_from_config(
+        recipe.model_copy(update={"stage": "sft", "objective": None}),
+        placed.model.config,
+        layout=Layout(),
+        device_type="cpu",
+        micro=1,
+    ).parts
+    assert of_one.activations + of_one.logits + of_one.gradients < peak  # control
+
+
+def test_a_reward_model_is_expected_without_a_head_over_the_vocabulary(tiny_world: World, tmp_path: Path) -> None:
+    changes = {"stage": "reward", "batch": {"sequences": None, "pairs": 2, "micro": 1}}
+    recipe = recipe_of(tiny_world, tmp_path, changes)
+    told = TokenizerInfo(400, None, None, None, ())
+    config = memory_preview._config(recipe, told)
+    assert config is not None and config.task == "sequence-classification"
+    held = placed_of(recipe, config)
+    optimizer = optimizer_of(held.parameters(), recipe, CPU)
+    parts = held.estimate(optimizer, 1).parts
+    foreseen = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=1).parts
+    head = 4 * config.hidden_size  # bytes of the one row of the score head, which a config does not have
+    assert (parts.weights - foreseen.weights, parts.gradients - foreseen.gradients) == (head, head)
+    assert (foreseen.activations, foreseen.logits) == (parts.activations, 0)
+    language = replace(config, task="causal-lm")
+    with_logits = estimate_from_config(recipe, language, layout=Layout(), device_type="cpu", micro=1).parts
+    assert with_logits.logits > 0  # control
 
 
 @pytest.mark.parametrize("name", ["full", "every", "offload", "full, offload"])

@@ -133,10 +133,16 @@ def estimate_of(
 
     fixed: without activations and logits. micro: packed sequences, each one document of full length.
     """
-    logits = _loss_workspace(recipe, config, micro, device_type)
-    activations = _activations(recipe, config, micro, plan, device_type).peak(logits) - logits
+    sequences = max(micro, _most_paths(recipe))
+    logits = _loss_workspace(recipe, config, sequences, device_type)
+    activations = _activations(recipe, config, sequences, plan, device_type).peak(logits) - logits
     parts = replace(fixed, activations=activations, logits=logits)
     return MemoryEstimate(recipe, config, plan, parts, offloaded_bytes, micro, processes, device_type)
+
+
+def _most_paths(recipe: Recipe) -> int:
+    """Paths of `data.max_length` tokens that the longest item has: a row with two answers is never cut in two."""
+    return 2 if recipe.row_type == "preference" or recipe.needs_mismatched else 1
 
 
 def _processes_here(world: int) -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +73,12 @@ def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str |
 def _config(recipe: Recipe, tokenizer: TokenizerInfo | None) -> ModelConfig | None:
     """The config of the model that is trained; None where it depends on a tokenizer that is not known."""
     if recipe.model.path is not None:
-        return read_config(resolve_folder(recipe.model.path))
-    if tokenizer is None:
+        config = read_config(resolve_folder(recipe.model.path))
+    elif tokenizer is not None:
+        config = from_scratch(recipe.model, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
+    else:
         return None
-    return from_scratch(recipe.model, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
+    return replace(config, task=STAGES[recipe.stage].task(recipe))  # one that classifies has no head over a vocabulary
 
 
 def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
