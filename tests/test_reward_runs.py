@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +303,20 @@ def test_the_head_may_have_a_learning_rate_of_its_own(tiny_world: World, tmp_pat
     own = "objective.score.weight"
     torch.testing.assert_close(double[own] - still[own], 2 * (same[own] - still[own]), rtol=1e-3, atol=1e-6)
     assert [name for name in same if not torch.equal(same[name], double[name])] == [own]
+
+
+@pytest.mark.slow
+def test_a_compiled_decoder_has_the_same_scores(
+    tiny_world: World, tmp_path: Path, outcome: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = list[bool]()
+    torch_compile = partial(torch.compile, backend="eager")  # traced, and run as it is
+
+    def compile_(*arguments: Any, **options: Any) -> Any:
+        compiled.append(True)
+        return torch_compile(*arguments, **options)
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    assert train([recipe(tiny_world, tmp_path, "compiled", compile=True)]) == [0]
+    assert compiled
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(outcome), rel=1e-4)
