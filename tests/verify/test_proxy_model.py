@@ -33,6 +33,7 @@ from danlu.verify.proxy_model import (
     proxy_optimizer,
     proxy_recipe,
 )
+from danlu.verify.role_proxies import write_model
 
 LARGE: dict[str, dict[str, Any]] = {
     "gemma2": {
@@ -152,6 +153,12 @@ def test_a_base_is_written_with_norms_that_differ(tmp_path: Path) -> None:
     assert model.config == config
     norms = [parameter for name, parameter in model.named_parameters() if name.endswith("norm.weight")]
     assert norms and all(len(norm.unique()) > 1 for norm in norms)
+
+
+def test_a_reward_model_is_written_without_a_head_over_the_vocabulary(tmp_path: Path) -> None:
+    config = replace(read_config(tiny_world().base), task="sequence-classification")
+    write_model(config, tmp_path / "model", 0)
+    assert load_model(tmp_path / "model").lm_head is None
 
 
 def test_adapters_blocks_and_lengths_get_small(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def write_model(
                     generator=named_generator(seed, f"{name} stirred")  # the name is the seed: it stays
                 )
                 parameter.add_(noise, alpha=_PERTURBATION)
-        model.head_weight.mul_(logit_scale)
+        if config.task == "causal-lm":  # others have no such head
+            model.head_weight.mul_(logit_scale)
     save(model, folder, tokenizer_from=tokenizer_from)
 
 
