@@ -617,9 +617,9 @@ CASES = [
     ),
     Case(
         "override of a list's key",
-        (*TRAIN, "data.train.path=x"),
+        (*TRAIN, "data.train.1.path=more.jsonl", "data.train.path=x"),
         2,
-        ("error: override 'data.train.path=x' data.train.path: this is a list: say which entry, from 0 to 0,",),
+        ("error: override 'data.train.path=x' data.train.path: this is a list: say which entry, from 0 to 1,",),
         recipe(),
     ),
     Case(
