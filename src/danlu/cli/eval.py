@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from danlu.data.prepare import PreparedData
     from danlu.data.samples import Selection
     from danlu.recipe import Recipe
+    from danlu.recipe.sections import QuantizationSection
     from danlu.rollout.load_model import LoadedModel
+    from danlu.rollout.request import Precision
+    from danlu.rollout.resolve_model import ResolvedModel
     from danlu.train.evaluation import Scores
 
 DEFAULT_MAX_LENGTH = 2048  # tokens of a sample, where neither the user nor the model's context asks for fewer
@@ -101,34 +105,73 @@ def eval(
     check_headers(resolved.folder, config, quantized=True)  # before rows are tokenised
     context = config.context_length - resolved.virtual_tokens_per_prompt
     section = quantization_section(quantization, resolved)
+    request = Request(resolved, data, overrides or [], chat_template, section, precision, device, context, as_json)
     if config.task != "causal-lm":
-        from danlu.cli.eval_rewards import evaluate_rewards, prepared_rows, rewards_spec
-        from danlu.rollout.load_model import load_chat_tokenizer, load_model
-
-        length = min(context, DEFAULT_MAX_LENGTH)
-        spec = rewards_spec(resolved, data, overrides or [], chat_template, max_length=length, keys=KEYS)
-        rows = prepared_rows(spec)
-        tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
-        loaded = load_model(resolved, tokenizer, precision=precision, device=device, quantization=section)
-        print_notes(loaded)
-        evaluate_rewards(loaded, spec, rows, given_path=resolved.given_path, data=data, as_json=as_json, target=scores)
+        _evaluate_rewards(request, target=scores)
         return
     if scores is not None:
         raise RecipeError(f"--scores: {resolved.given_path} is a language model; scores are of reward models")
-    recipe = evaluation_recipe(resolved.folder, data, overrides or [], context)
-    prepared = tokenised(recipe, resolved.tokenizer_folder, chat_template)
-    from danlu.rollout.load_model import load_chat_tokenizer, load_model
+    _evaluate_text(request)
 
-    chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
-    loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
-    print_notes(loaded)
+
+@dataclass(frozen=True)
+class Request:
+    """A decoder, the rows it is judged on, and how both are read and the result is shown."""
+
+    resolved: ResolvedModel
+    data: str
+    overrides: list[str]
+    chat_template: Path | None
+    quantization: QuantizationSection | None
+    precision: Precision
+    device: str
+    context: int  # tokens of a row that the model sees
+    as_json: bool
+
+    def load(self) -> LoadedModel:
+        """The model with its tokenizer, having told what is worth knowing of it."""
+        from danlu.rollout.load_model import load_chat_tokenizer, load_model
+
+        resolved = self.resolved
+        tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, model=resolved.folder)
+        loaded = load_model(
+            resolved, tokenizer, precision=self.precision, device=self.device, quantization=self.quantization
+        )
+        print_notes(loaded)
+        return loaded
+
+
+def _evaluate_rewards(request: Request, *, target: Path | None) -> None:
+    """The scores of a reward model, and what they amount to; written to `target`, if that is given."""
+    from danlu.cli.eval_rewards import evaluate_rewards, prepared_rows, rewards_spec
+
+    resolved, length = request.resolved, min(request.context, DEFAULT_MAX_LENGTH)
+    spec = rewards_spec(resolved, request.data, request.overrides, request.chat_template, max_length=length, keys=KEYS)
+    rows = prepared_rows(spec)
+    evaluate_rewards(
+        request.load(),
+        spec,
+        rows,
+        given_path=resolved.given_path,
+        data=request.data,
+        as_json=request.as_json,
+        target=target,
+    )
+
+
+def _evaluate_text(request: Request) -> None:
+    """How likely the rows are under a language model."""
+    resolved = request.resolved
+    recipe = evaluation_recipe(resolved.folder, request.data, request.overrides, request.context)
+    prepared = tokenised(recipe, resolved.tokenizer_folder, request.chat_template)
+    loaded = request.load()
     samples = prepared.train
     assert samples is not None, "only a streaming data section has no samples"
     means = score(loaded, samples, recipe)
     statistics = prepared.statistics
     row: dict[str, Any] = {
         "model": str(resolved.given_path),
-        "data": data,
+        "data": request.data,
         "loss": means.loss,
         "perplexity": means.perplexity,
         "accuracy": means.accuracy,
@@ -144,12 +187,12 @@ def eval(
     }
     if prepared.date is not None:
         row["chat_template_date"] = prepared.date
-    if as_json:
+    if request.as_json:
         # A model that is nothing like its data has an infinite perplexity, which JSON has no number for.
         finite = {name: None if value == math.inf else value for name, value in row.items()}
         echo(json.dumps(finite, ensure_ascii=False))
     else:
-        show(row, statistics.bad_examples, context)
+        show(row, statistics.bad_examples, request.context)
 
 
 def evaluation_recipe(folder: Path, data: str, overrides: list[str], context: int) -> Recipe:

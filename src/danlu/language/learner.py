@@ -105,30 +105,28 @@ class DecoderLearner:
         viewed = self.objective.step_items(items)
         counts = [sum(len(sample.branches) for sample in pack.samples) for pack in viewed]
         starts = np.cumsum([0, *counts]).tolist()
-        sums = torch.zeros(3, starts[-1], dtype=torch.float64)  # policy, reference, targets
-        has_reference = False
+        own: list[
+            Tensor
+        ] = []  # of each micro-batch [3, M]: policy, reference, targets; on the device until all are made
+        has_reference = "reference" in self.roles
         for numbers in micro_batches:
             batch = self.collate([viewed[number] for number in numbers])
-            with torch.no_grad():
-                numbered = [(number, viewed[number]) for number in numbers]
-                with nullcontext() if step is None else self.dropout(step, numbered):
-                    outputs = self.outputs(batch, 1.0)
-                    rows = [sum_by_branch(outputs["policy"].logprobs().logprobs, batch)]
-                has_reference = "reference" in outputs
-                rows.append(
-                    sum_by_branch(outputs["reference"].logprobs().logprobs, batch) if has_reference else rows[0]
-                )
-                rows.append(sum_by_branch(torch.ones_like(batch.weights), batch))
-                values = torch.stack(rows).double().cpu()  # [3, M]
+            numbered = [(number, viewed[number]) for number in numbers]
+            with torch.no_grad(), nullcontext() if step is None else self.dropout(step, numbered):
+                outputs = self.outputs(batch, 1.0)
+                policy = sum_by_branch(outputs["policy"].logprobs().logprobs, batch)
+                reference = sum_by_branch(outputs["reference"].logprobs().logprobs, batch) if has_reference else policy
+                own.append(torch.stack((policy, reference, sum_by_branch(torch.ones_like(batch.weights), batch))))
+        sums = torch.zeros(3, starts[-1], dtype=torch.float64)
+        for numbers, values in zip(micro_batches, own, strict=True):
             places = [place for number in numbers for place in range(starts[number], starts[number + 1])]
-            sums[:, places] = values[:, : len(places)]
+            sums[:, places] = values.double().cpu()[:, : len(places)]
         self.parallel.all_reduce_data(sums)
         facts = {
             name: torch.from_numpy(np.concatenate([sample.facts[name] for pack in viewed for sample in pack.samples]))
             for name in viewed[0].samples[0].facts
         }
-        reference = sums[1] if has_reference else None
-        logprobs = StepLogprobs(sums[0], reference, sums[2], facts)
+        logprobs = StepLogprobs(sums[0], sums[1] if has_reference else None, sums[2], facts)
         return self.objective.prepared(items, logprobs, training=step is not None)
 
     def updated(self, step: int) -> None:
