@@ -232,7 +232,7 @@ def test_a_step_that_fits_only_with_tensor_parallelism_is_not_refused(tiny_world
         config = read_config_values({**WIDE, "num_hidden_layers": 20})
         return estimate_from_config(recipe, config, layout=layout, device_type="cuda", micro=1)
 
-    whole, half = (of_degree(degree, 1.0).step_memory().of_one_sequence for degree in (1, 2))
+    whole, half = (of_degree(degree, 1.0).step_memory().of_smallest for degree in (1, 2))
     assert half < 0.75 * whole
     between = (whole + half) / 2 / 2**30
     assert find_micro_batch(of_degree(2, between), 4) == 1
@@ -279,7 +279,7 @@ def test_a_budget_that_holds_no_pack_is_told_with_the_recompute_that_would(tiny_
 
     def budget(*kinds: str) -> float:
         """Halfway between what a pack needs with two kinds, in GiB."""
-        needs = [one_pack(memory={"recompute": kind}).step_memory().of_one_sequence for kind in kinds]
+        needs = [one_pack(memory={"recompute": kind}).step_memory().of_smallest for kind in kinds]
         return sum(needs) / len(needs) / 2**30
 
     short = budget("none", "selective")

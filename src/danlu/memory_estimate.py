@@ -115,6 +115,7 @@ class MemoryEstimate:
             activations=activations,
             loss_workspace=_loss_workspace(self.recipe, self.config, 1, self.device_type),
             max_loss_workspace=slice_bytes(self.device_type),
+            smallest=_most_paths(self.recipe),
         )
 
 
@@ -156,7 +157,7 @@ def find_micro_batch(estimate: MemoryEstimate, per_step: int, *, resident_bytes:
 
     estimate: of a step with any micro-batch. per_step: packed sequences of a step on this data rank, the upper bound.
     resident_bytes: what this process's tensors take of the estimate already.
-    Raises RecipeError where `batch.memory` does not hold one packed sequence, with the recomputation that would.
+    Raises RecipeError where `batch.memory` does not hold the smallest micro-batch, with the recomputation that would.
     """
     batch, length = estimate.recipe.batch, estimate.recipe.data.max_length
     if batch.micro != "auto":
@@ -164,10 +165,11 @@ def find_micro_batch(estimate: MemoryEstimate, per_step: int, *, resident_bytes:
     at_most = per_step if estimate.device_type != "cpu" else min(per_step, max(1, MAX_CPU_TOKENS // length))
     step = estimate.step_memory()
     if batch.memory is not None:
-        if step.of_one_sequence > batch.memory * 2**30:
+        if step.of_smallest > batch.memory * 2**30:
+            smallest = "one packed sequence" if step.smallest == 1 else f"one row of {step.smallest} sequences"
             raise RecipeError(
-                f"batch.memory: {batch.memory} GiB do not hold one packed sequence: weights, gradients, optimizer and "
-                f"one of {length} tokens need about {step.of_one_sequence / 2**30:.2f} GiB. "
+                f"batch.memory: {batch.memory} GiB do not hold {smallest}: weights, gradients, optimizer and "
+                f"one of {step.smallest * length} tokens need about {step.of_smallest / 2**30:.2f} GiB. "
                 f"{_what_would_fit(estimate, batch.memory * 2**30)}"
             )
         return step.largest_micro_batch(batch.memory * 2**30, at_most)
@@ -176,12 +178,12 @@ def find_micro_batch(estimate: MemoryEstimate, per_step: int, *, resident_bytes:
 
 
 def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
-    """What would make one packed sequence fit: the recomputation that costs least time, or more memory."""
-    need = estimate.step_memory().of_one_sequence
+    """What would make the smallest micro-batch fit: the recomputation that costs least time, or more memory."""
+    need = estimate.step_memory().of_smallest
     kinds: tuple[Kind, ...] = ("selective", "full")
     for kind in kinds:
         plan = [LayerPlan(layer, kind) for layer in range(estimate.config.layers)]
-        with_kind = estimate.step_memory(plan).of_one_sequence
+        with_kind = estimate.step_memory(plan).of_smallest
         if with_kind <= available and with_kind < need:
             return f"With memory: {{recompute: {kind}}} they need about {with_kind / 2**30:.2f} GiB; or give more."
     return "Give more, or lower data.max_length."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from danlu.plan.activation_memory import ActivationBytes
@@ -34,6 +36,14 @@ def test_a_share_of_what_the_fixed_part_leaves() -> None:
 
 
 def test_the_loss_and_a_layer_that_recomputes_are_not_there_together() -> None:
-    assert step().of_one_sequence == 1000 + 100 + 30
-    assert step(recomputed=20).of_one_sequence == 1000 + 100 + 30
-    assert step(recomputed=40).of_one_sequence == 1000 + 100 + 40
+    assert step().of_smallest == 1000 + 100 + 30
+    assert step(recomputed=20).of_smallest == 1000 + 100 + 30
+    assert step(recomputed=40).of_smallest == 1000 + 100 + 40
+
+
+def test_the_smallest_micro_batch_may_be_of_two_sequences() -> None:
+    """A row with two answers goes through the model as a whole."""
+    pairs = replace(step(recomputed=40), smallest=2)
+    assert pairs.of_smallest == 1000 + 200 + 80
+    assert replace(step(), smallest=2).of_smallest == 1000 + 200 + 50  # the loss's slices: at most 50
+    assert step(recomputed=40).of_smallest == 1000 + 140  # control

@@ -19,11 +19,15 @@ class StepMemory:
     """Beside the loss's inputs, for one packed sequence."""
     max_loss_workspace: int
     """The same, however many packed sequences there are: the loss takes its logits slice by slice."""
+    smallest: int = 1
+    """Packed sequences of the smallest micro-batch: a row with two answers is never cut in two."""
 
     @property
-    def of_one_sequence(self) -> int:
-        """The most bytes of a step whose micro-batches are one packed sequence."""
-        return self.fixed + self.activations.peak(min(self.loss_workspace, self.max_loss_workspace))
+    def of_smallest(self) -> int:
+        """The most bytes of a step whose micro-batches are as small as they can be."""
+        count, each = self.smallest, self.activations
+        activations = ActivationBytes(count * each.kept, count * each.recomputed)
+        return self.fixed + activations.peak(min(count * self.loss_workspace, self.max_loss_workspace))
 
     def largest_micro_batch(self, available_bytes: float, at_most: int, *, share: float = 1.0) -> int:
         """The most packed sequences whose step takes no more than is available; at least 1, whatever it takes.
