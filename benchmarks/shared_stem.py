@@ -41,6 +41,7 @@ class Case:
 
 CASES = {
     "pairs": Case(512, 2, 64, rows=1),
+    "four pairs": Case(512, 2, 64, rows=4),
     "long answers": Case(512, 2, 512, rows=1),
     "short prompts": Case(64, 2, 64, rows=4),
     "long prompts": Case(2048, 2, 64, rows=1),
