@@ -24,6 +24,7 @@ LAYERS: dict[str, int] = {
     "small_files": 0,
     "terminal": 0,
     "tokenizer_files": 0,
+    "layer_types": 0,
     "types": 0,
     "adapters": 1,
     "basics": 1,

@@ -13,9 +13,9 @@ from danlu.language.distillation import (
     teacher_columns,
     teacher_models,
 )
+from danlu.language.initial_score_head import first_score_head
 from danlu.language.reader import PackReader
 from danlu.language.reference import REFERENCE, reference_columns, reference_models
-from danlu.language.score_heads import first_score_head
 from danlu.language.tree_reader import TreeReader
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.preference import Preference, preference_objective

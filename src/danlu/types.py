@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 # S tokens of one sample · T packed tokens · N trained targets · M branches · D model width
@@ -361,153 +359,3 @@ class StepMetrics:
     tokens_per_second: float
     memory_bytes: int  # peak so far: resident on CPU, allocated on CUDA
     extra: Mapping[str, float] = field(default_factory=dict)
-
-
-class Attend(Protocol):
-    """Attention over flat tokens, given to the decoder from outside: packed documents, paged cache, ring, reference."""
-
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,  # [T, H, C] rotated
-        k: Tensor,  # [T, K, C] rotated
-        v: Tensor,  # [T, K, C]
-        *,
-        scale: float,
-        window: int | None,  # a query sees itself and window - 1 tokens before it; None = all
-        softcap: float | None,  # Gemma-2: softcap * tanh(score / softcap)
-    ) -> Tensor: ...  # [T, H, C]
-
-
-class QuantizedWeight(Protocol):
-    """A frozen matrix [O, I] held in few bits a number; the slot `quantized` of a linear layer."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    def dense(self, dtype: torch.dtype | None = None) -> Tensor: ...  # [O, I], made anew by each call
-
-    def in_workspace(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # same, not to keep
-
-    def shard(self, rows: slice, columns: slice) -> QuantizedWeight: ...  # some of its rows and columns
-
-    def product(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] in x's dtype, differentiable in x
-
-
-class Recomputed(NamedTuple):
-    """How the input of a linear layer is computed again in the backward pass, which then need not save it."""
-
-    function: Callable[..., Tensor]
-    inputs: tuple[Tensor, ...]  # of `function`; what made the layer's input saves them for backward in any case
-
-
-class LinearLayer(Protocol):
-    """A linear layer as adapters see it: they do not ask how its weight is stored."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...  # (O, I)
-
-    @property
-    def bias(self) -> Tensor | None: ...  # [O]
-
-    @property
-    def added_bias(self) -> Tensor | None: ...  # [O]: what this process adds of it
-
-    @property
-    def adapter(self) -> LinearAdapter | None: ...
-
-    def dense_weight(self, dtype: torch.dtype) -> Tensor: ...  # [O, I]; the weight itself where it has that type
-
-    def weight_in_workspace(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # same, not to keep
-
-    def scaled_rows(self, matrix: Tensor, factors: Tensor) -> Tensor: ...  # [O, I] times [O]; in place if only lent
-
-    def base(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] without any adapter
-
-
-class LinearAdapter(Protocol):
-    """What takes over the product of a linear layer; the slot `adapter` of one."""
-
-    def __call__(self, x: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor: ...
-
-    def forward_shared(self, x: Tensor, linears: Sequence[LinearLayer]) -> tuple[Tensor, ...]: ...  # all share x
-
-    def effective(self, linear: LinearLayer) -> Tensor: ...  # [O, I], differentiable: the weight with its adapter
-
-
-class EmbeddingLayer(Protocol):
-    """An embedding as adapters see it."""
-
-    @property
-    def weight(self) -> Tensor: ...  # [V, D]
-
-    def local_rows(
-        self, tokens: Tensor
-    ) -> tuple[Tensor, Tensor | None]: ...  # [T] row of each; [T] bool, True: elsewhere
-
-    def base(self, tokens: Tensor, dtype: torch.dtype) -> Tensor: ...  # [T] -> [T, D]
-
-
-class EmbeddingAdapter(Protocol):
-    """What takes over the look-up of an embedding."""
-
-    def __call__(self, tokens: Tensor, dtype: torch.dtype, embedding: EmbeddingLayer) -> Tensor: ...  # [T, D]
-
-
-class KeyValuePrefix(Protocol):
-    """Replaces keys and values [T, K, C] of some tokens, after rotation."""
-
-    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-class ReduceGroup(Protocol):
-    """A process group that can sum, take maxima and gather; of a single process, all return what they are given."""
-
-    @property
-    def size(self) -> int: ...  # of processes
-
-    def sum(self, x: Tensor) -> Tensor: ...  # in place
-
-    def max(self, x: Tensor) -> Tensor: ...  # in place
-
-    def all_gather(self, x: Tensor) -> Tensor: ...  # all members' x, stacked by rows in the group's order
-
-
-Axis = Literal["outputs", "inputs"]
-
-
-@dataclass(frozen=True)
-class LinearShard:
-    """The shard that one tensor rank has of a linear layer [O, I], or of an embedding, whose rows count as outputs.
-
-    A layer cut by outputs (column parallel) computes a part of the outputs; one cut by inputs (row parallel) a term of
-    a sum over `group`, which is added up behind the layer. So a parameter of the layer that is not cut along `axis`
-    gets only a part of its gradient on each rank.
-    """
-
-    axis: Axis  # along which it is cut
-    outputs: slice  # of the whole layer's
-    inputs: slice
-    group: ReduceGroup
-    first: bool  # whether this process adds what must be added once
-
-
-@dataclass(frozen=True)
-class VocabShard:
-    """The rows of embedding and head that one tensor rank has, where the vocabulary is cut among several."""
-
-    start: int  # id of the first token that has its row here
-    group: ReduceGroup
-    gather: Callable[[Tensor], Tensor]  # [.., rows] -> [.., V], differentiable
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place of a model where an adapter may sit."""
-
-    name: str  # of the module: "layers.0.attention.q_proj"
-    hf_name: str  # in Hugging Face folders: "model.layers.0.self_attn.q_proj"; parts of a fused tensor share one
-    group: str  # the sublayer that a linear layer belongs to ("attention", "mlp"), or "embedding" or "head"
-    layer: int | None
-    shape: tuple[int, int]  # (O, I); (V, D) of an embedding
-    module: Any

@@ -15,10 +15,10 @@ from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import LowRank
 from danlu.adapters.slot import LinearSlot
 from danlu.errors import RecipeError
+from danlu.layer_types import Recomputed
 from danlu.models import ops
 from danlu.models.modules import Linear
 from danlu.recipe import sections
-from danlu.types import Recomputed
 
 TOKENS, INPUTS, OUTPUTS = 7, 10, 6
 

@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.lora import row_squares
 from danlu.adapters.low_rank import Branch, LowRankFactors, low_rank_linears
+from danlu.layer_types import Recomputed
 from danlu.models import ops
 from danlu.models.modules import Linear
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.types import Recomputed
 
 TOKENS, INPUTS = 7, 10
 OUTPUTS, RANKS = (12, 6, 5), (4, 3, None)  # the last layer has no adapter

@@ -12,11 +12,11 @@ from builders.tiny_run import tiny_model
 from torch import Tensor
 
 from danlu.errors import RecipeError
+from danlu.layer_types import QuantizedWeight
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load_into, meta_decoder
 from danlu.models.saving import save
 from danlu.recipe import sections
-from danlu.types import QuantizedWeight
 
 WEIGHT = "embed_tokens.adapter.one.embedding.weight"
 

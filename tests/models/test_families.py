@@ -17,13 +17,13 @@ from builders.reference_attention import ReferenceAttention
 from safetensors.torch import load_file
 
 from danlu.errors import ModelError
+from danlu.layer_types import Attend
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES, config_values, read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.models.saving import save
-from danlu.types import Attend
 
 LENGTH = 40
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

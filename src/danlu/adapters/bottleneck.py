@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader
+from danlu.layer_types import Site
 from danlu.recipe import sections
-from danlu.types import Site
 
 Activation = Literal["gelu", "relu", "silu"]
 KIND = "DANLU_BOTTLENECK"

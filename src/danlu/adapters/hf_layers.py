@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from danlu.types import Site
+from danlu.layer_types import Site
 
 
 @dataclass(frozen=True)

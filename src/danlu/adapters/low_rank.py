@@ -23,7 +23,7 @@ from torch import Tensor
 
 from danlu.adapters.adapter import saved_inputs
 from danlu.adapters.dropout import Dropout
-from danlu.types import LinearLayer, Recomputed, ReduceGroup
+from danlu.layer_types import LinearLayer, Recomputed, ReduceGroup
 
 # Rows of a [T, O] product that are reduced at a time, few enough for a CPU's caches.
 _ROWS_PER_BLOCK = 128

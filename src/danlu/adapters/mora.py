@@ -28,8 +28,8 @@ from danlu.adapters.hf_layers import hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
 from danlu.adapters.targets import Form, square_width
 from danlu.errors import ModelError
+from danlu.layer_types import LinearLayer, LinearShard, Recomputed, Site
 from danlu.recipe import sections
-from danlu.types import LinearLayer, LinearShard, Recomputed, Site
 
 Angles = tuple[Tensor, Tensor] | None
 """cos and sin [G, w/2] of every pair of features of every group, in the type of activations; None for sharing."""

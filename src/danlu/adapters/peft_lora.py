@@ -29,8 +29,8 @@ from danlu.adapters.lora import EmbeddingLowRank, LowRank
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
 from danlu.adapters.targets import value_by_pattern
 from danlu.errors import ModelError
+from danlu.layer_types import Site
 from danlu.recipe import sections
-from danlu.types import Site
 
 _FACTORS = ("lora_A.weight", "lora_B.weight")
 _MAGNITUDE = "lora_magnitude_vector"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from danlu.adapters.hf_layers import adapted_layers, hf_layers
 from danlu.errors import ModelError
-from danlu.types import Site
+from danlu.layer_types import Site
 
 PREFIX = "base_model.model."
 """What PEFT puts in front of the name that a module has in Hugging Face folders."""

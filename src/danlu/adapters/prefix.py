@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from danlu.adapters.adapter import ShardableModule, module_of_type
 from danlu.adapters.peft_values import ModuleValues, PeftContent, PeftReader
 from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
+from danlu.layer_types import LinearShard, Site
 from danlu.recipe import sections
-from danlu.types import LinearShard, Site
 
 GeneratorFor = Callable[[str], torch.Generator]
 """From the name of a parameter to the generator that its first values are drawn from."""

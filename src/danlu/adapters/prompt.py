@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from danlu.adapters.peft_values import ModuleValues, PeftContent, PeftReader
 from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
+from danlu.layer_types import EmbeddingLayer, Site
 from danlu.recipe import sections
-from danlu.types import EmbeddingLayer, Site
 
 _KEY = "prompt_embeddings"
 

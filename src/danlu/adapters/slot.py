@@ -16,7 +16,7 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank import Branch, low_rank_linears
 from danlu.adapters.prefix import LayerPrefix
 from danlu.adapters.virtual_tokens import VirtualTokens
-from danlu.types import EmbeddingLayer, LinearLayer, Recomputed
+from danlu.layer_types import EmbeddingLayer, LinearLayer, Recomputed
 
 
 class Slot(nn.ModuleDict):

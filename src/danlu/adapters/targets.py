@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 from danlu.adapters.hf_layers import hf_layers
 from danlu.errors import RecipeError
+from danlu.layer_types import Site
 from danlu.recipe import sections
-from danlu.types import Site
 
 Form = Literal["rotation", "sharing"]
 """How MoRA maps inputs to its square: see `mora`."""

@@ -18,8 +18,8 @@ from danlu.adapters.dropout import Dropout
 from danlu.adapters.hf_layers import HFLayer, adapted_layers, hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
 from danlu.errors import ModelError
+from danlu.layer_types import LinearLayer, LinearShard, Recomputed, Site
 from danlu.recipe import sections
-from danlu.types import LinearLayer, LinearShard, Recomputed, Site
 
 _A, _B = "base_model.vera_A", "base_model.vera_B"
 _HARMLESS: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "fan_in_fan_out": (False, None)}

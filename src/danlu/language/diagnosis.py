@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from danlu.errors import TrainingError
 from danlu.language.outputs import DecoderOutputs
+from danlu.layer_types import Attend
 from danlu.models.decoder import Decoder
 from danlu.train.units import first_few
-from danlu.types import Attend, Batch
+from danlu.types import Batch
 
 
 def explain_non_finite(

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import leave_slots_uncompiled
 from danlu.language.outputs import DecoderOutputs
+from danlu.layer_types import Attend
 from danlu.models.decoder import Decoder
 from danlu.numerics.quantized_weight import QuantizedWeightModule, leave_products_uncompiled
-from danlu.types import Attend, Batch, Outputs
+from danlu.types import Batch, Outputs
 
 Forward = Callable[..., Tensor]
 """A decoder, or its compiled form."""

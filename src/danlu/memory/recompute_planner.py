@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from danlu.errors import RecipeError
+from danlu.layer_types import Attend
 from danlu.memory.recompute import KINDS, Kind, LayerPlan, unwrap_layer, wrap_layer
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.rope import rotary_tables
-from danlu.types import Attend
 
 _ROUNDS = 3  # of measurement, of which the median counts
 _FRONTIER = 4096

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from danlu.layer_types import Site
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import config_sites
 from danlu.models.modules import Linear
-from danlu.types import Site
 
 
 def adapter_sites(model: Decoder) -> list[Site]:

@@ -25,7 +25,7 @@ BRANCH_ROWS = 512
 
 
 class PackedAttention:
-    """Causal attention inside each document of a pack, along its branches; satisfies `danlu.types.Attend`.
+    """Causal attention inside each document of a pack, along its branches; satisfies `danlu.layer_types.Attend`.
 
     Documents are attended one by one (where the device has one, by a kernel that takes all of them), so the cost is the
     sum of squared lengths and no mask over the pack is built. A dense block mask measured 3-6 times slower on CPU.

@@ -12,11 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from danlu.layer_types import Attend, KeyValuePrefix
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.modules import Linear, RMSNorm, forward_shared
 from danlu.models.sublayer import RecomputePoints, Role
-from danlu.types import Attend, KeyValuePrefix
 
 
 class Attention(nn.Module):

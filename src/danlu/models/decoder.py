@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.errors import ModelError
+from danlu.layer_types import Attend, VocabShard
 from danlu.models import ops
 from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.config import ModelConfig
@@ -31,7 +32,6 @@ from danlu.models.sublayer import (
     Sublayer,
     identity,
 )
-from danlu.types import Attend, VocabShard
 
 
 class Layer(nn.Module):

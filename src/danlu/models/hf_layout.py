@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from danlu.layer_types import Site
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.families import FAMILIES
-from danlu.types import Site
 
 _TOP_LEVEL = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head", "norm": "model.norm"}
 

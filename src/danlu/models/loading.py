@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.errors import ModelError
+from danlu.layer_types import QuantizedWeight
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, read_tensors
@@ -26,7 +27,6 @@ from danlu.models.hf_validation import FOUR_BIT, check_headers
 from danlu.models.modules import Linear
 from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, is_finite, ranges, read_exactly
 from danlu.safetensors_format import TensorLocation
-from danlu.types import QuantizedWeight
 
 _SMALL_BYTES = 4096
 """Constants of a 4-bit weight up to this size are read to be checked: its description and its codebooks."""

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from danlu.layer_types import Recomputed
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.modules import Linear, forward_shared
 from danlu.models.sublayer import RecomputePoints, Role
-from danlu.types import Recomputed
 
 
 class MLP(nn.Module):

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from danlu.layer_types import EmbeddingAdapter, LinearAdapter, QuantizedWeight, Recomputed
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.sublayer import BoundaryOp, identity
-from danlu.types import EmbeddingAdapter, LinearAdapter, QuantizedWeight, Recomputed
 
 
 class Linear(nn.Module):

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from danlu.types import Attend
+from danlu.layer_types import Attend
 
 Role = Literal["column", "grouped", "row", "vocabulary"]
 """How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from danlu.layer_types import ReduceGroup
 from danlu.optim.chunks import chunks
 from danlu.optim.sparse import stored_values
-from danlu.types import ReduceGroup
 
 # Elements whose squares are summed in float32 before float64 takes over. torch's own norm sums a whole tensor in
 # float32 on CPU and is 3.5e-4 too small on 16M elements; in chunks it is right to 1e-6 at the same speed.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: some ranks of the world, in an order that all of them know. A `danlu.types.ReduceGroup`.
+    """A process group: some ranks of the world, in an order that all of them know. A `danlu.layer_types.ReduceGroup`.
 
     A group of one sends nothing and needs no torch.distributed.
     """

@@ -28,13 +28,13 @@ from danlu.adapters.adapter import ShardableModule, TensorAxes
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import Slot
 from danlu.errors import RecipeError
+from danlu.layer_types import Axis, LinearShard, VocabShard
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import Embedding, Linear
 from danlu.models.sublayer import Role
 from danlu.parallel.comm import Group, subgroup_of
 from danlu.parallel.regions import Regions
 from danlu.shard_box import ShardBox
-from danlu.types import Axis, LinearShard, VocabShard
 
 LINEAR_AXES: TensorAxes = {"weight": ("outputs", "inputs"), "bias": ("outputs",)}
 

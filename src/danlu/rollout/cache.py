@@ -104,7 +104,7 @@ class KVCache:
 
 
 class CachedAttention:
-    """Attention of new tokens to themselves and to everything cached before them; satisfies `danlu.types.Attend`."""
+    """Attention of new tokens to themselves and to everything cached before them: a `layer_types.Attend`."""
 
     def __init__(self, cache: KVCache, past: tuple[int, ...], counts: tuple[int, ...]) -> None:
         self.cache = cache

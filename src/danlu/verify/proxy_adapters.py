@@ -15,12 +15,12 @@ from danlu.adapters.targets import by_pattern, select, unmatched
 from danlu.assembly.base_model import Base, find_base
 from danlu.assembly.frozen_base import adapters_of
 from danlu.errors import RecipeError
+from danlu.layer_types import Site
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig
 from danlu.models.initialize import named_generator
 from danlu.models.loading import load, meta_decoder
 from danlu.recipe import sections
-from danlu.types import Site
 
 RANK = 4  # of low-rank adapters
 WIDTH = 8  # of bottlenecks and projections
