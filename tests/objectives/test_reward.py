@@ -1,4 +1,4 @@
-"""Losses of reward models beside TRL's and transformers', whose vectors data/make_reward_vectors.py has written."""
+"""Losses of reward models beside TRL's and transformers', whose vectors builders/trl_reward_vectors.py has written."""
 
 from __future__ import annotations
 

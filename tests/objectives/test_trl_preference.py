@@ -1,4 +1,4 @@
-"""Preference losses are TRL's: loss, metrics and every gradient, from the vectors of `builders/trl_vectors.py`."""
+"""Preference losses are those of TRL: loss, metrics and every gradient (`builders/trl_preference_vectors.py`)."""
 
 from __future__ import annotations
 

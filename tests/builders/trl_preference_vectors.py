@@ -1,4 +1,4 @@
-"""Writes what TRL 1.16, where it is installed, makes of a small model's preferences: `python builders/trl_vectors.py`.
+"""Writes what TRL 1.16, where it is installed, makes of the preferences of a small model: run it as a script.
 
 For each case: the loss that TRL's own trainer computes for a padded batch, its metrics, and the gradient of every
 parameter of the policy. Trainers are made without their constructors, which want a tokenizer and a data set; the loss

@@ -1,4 +1,4 @@
-"""Writes reward.safetensors: TRL's RewardTrainer on a two-layer model: its weights, pairs, loss and every gradient.
+"""Writes what TRL's RewardTrainer makes of a two-layer model: its weights, pairs, loss and every gradient.
 
 Run in an environment with trl 1.16 and transformers 5.23; danlu is not imported. Tests read the file alone.
 """
@@ -122,4 +122,5 @@ facts = {
     "prompts": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED, "margins": MARGINS, "centring": CENTRING,
     "steps": STEPS, "step_labels": STEP_LABELS, "config": config.to_dict(),
 }  # fmt: skip
-save_file(tensors, Path(__file__).with_name("reward.safetensors"), metadata={"facts": json.dumps(facts)})
+data = Path(__file__).resolve().parents[1] / "objectives" / "data"
+save_file(tensors, data / "reward.safetensors", metadata={"facts": json.dumps(facts)})
