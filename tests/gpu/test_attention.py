@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from builders.reference_attention import ReferenceAttention
+from builders.reference_attention import BOUNDARIES, SIBLINGS, TREES, ReferenceAttention
 from torch import Tensor
 
 from danlu.models.attend import PackedAttention
+from danlu.types import Branch
 
 LENGTHS = [(1,), (1, 2, 3), (17, 64, 129), (300, 1, 211), (1000, 24, 3072), (4096,)]
 VARIANTS = {
@@ -61,6 +62,38 @@ def test_half_precision_is_as_near_to_float64_as_its_numbers_allow(
             continue
         assert distance(found, wanted) < 0.02, (name, distance(found, wanted))
         assert distance(2 * found, wanted) > 0.5, name  # control
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scale_of_lengths", [1, 40])
+def test_branches_see_their_ancestors_alone(device: torch.device, variant: str, scale_of_lengths: int) -> None:
+    if device.type == "cpu" and scale_of_lengths > 1:
+        pytest.skip("a size for a GPU")
+    changes = dict(VARIANTS[variant])
+    kv_heads = int(changes.pop("kv_heads", 2))
+    settings = {"scale": WIDTH**-0.5, "window": None, "softcap": None, **changes}
+    boundaries = tuple(scale_of_lengths * place for place in BOUNDARIES)
+    trees, siblings = (
+        tuple(Branch(parent, scale_of_lengths * start, scale_of_lengths * stop) for parent, start, stop in branches)
+        for branches in (TREES, SIBLINGS)
+    )
+    generator = torch.Generator().manual_seed(7)
+    shapes = ((HEADS, WIDTH), (kv_heads, WIDTH), (kv_heads, WIDTH))
+    total = boundaries[-1]
+    inputs = [(torch.randn(total, *shape, generator=generator) * 1.5).to(device, torch.bfloat16) for shape in shapes]
+    grad = torch.randn(total, HEADS, WIDTH, generator=generator).to(device, torch.bfloat16)
+    got = run(PackedAttention(boundaries, trees), inputs, grad, settings)
+    exact, wrong = (
+        run(ReferenceAttention(boundaries, branches), [tensor.double() for tensor in inputs], grad, settings)
+        for branches in (trees, siblings)
+    )
+    for name, found, wanted in zip(("out", "q", "k", "v"), got, exact, strict=True):
+        if float(wanted.norm()) < 1e-9:  # a window of one: nothing depends on q and k
+            assert float(found.norm()) < 1e-2, name
+            continue
+        assert distance(found, wanted) < 0.02, (name, distance(found, wanted))
+    if settings["window"] != 1:  # control: an answer that sees the other one
+        assert distance(got[0], wrong[0]) > 0.02
 
 
 def test_documents_do_not_see_each_other(device: torch.device) -> None:

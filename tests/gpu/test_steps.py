@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 import torch
 from builders.tiny_run import SyntheticPacks, tiny_model
+from builders.trees import pair
 
 from danlu.assembly.frozen_base import adapters_of, quantize_weight
 from danlu.language.learner import DecoderLearner
+from danlu.language.roles import FrozenDecoder
 from danlu.memory import activation_offload
 from danlu.memory.paged_state import paged_state
 from danlu.memory.recompute import LayerPlan, wrap
+from danlu.objectives.preference import preference_objective
 from danlu.optim.build import build
 from danlu.recipe import sections
 from danlu.train.step import accumulate
-from danlu.types import Totals
+from danlu.types import Pack, Totals
 
 WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 KINDS: dict[str, tuple[Any, Any, Any]] = {  # adapter, quantization, optimizer
@@ -151,3 +154,48 @@ def test_the_host_never_waits_within_a_micro_batch(device: torch.device, kind: s
                 compute.losses(batch, totals).total.backward()
                 with pytest.raises(RuntimeError, match="synchroniz"):  # control
                     batch.tokens.sum().item()
+
+
+def test_the_host_never_waits_within_a_micro_batch_of_pairs(device: torch.device) -> None:
+    """Answers are found by facts that stay on the host, so no index waits for the device."""
+    if device.type == "cpu":
+        pytest.skip("only a GPU is waited for")
+    policy, reference = tiny_model(**WIDTHS).to(device), tiny_model(**WIDTHS, seed=1).to(device).requires_grad_(False)
+    objective = preference_objective([sections.Sigmoid(), sections.Hinge(ld_alpha=0.5, wpo=True)], True)
+    role = FrozenDecoder(reference, reference, torch.bfloat16)
+    compute = DecoderLearner(
+        policy, policy, device, torch.bfloat16, 2, objective, objective, roles={"reference": role}, sequence_tokens=64
+    )
+    packs = [Pack((pair(number, 8, 4, 6),)) for number in range(4)]
+    totals = compute.totals(packs)
+    for last in (False, True):
+        batch = compute.collate(packs)
+        if not last:
+            compute.losses(batch, totals).total.backward()
+            continue
+        with syncs_are_errors(device):
+            compute.losses(batch, totals).total.backward()
+            with pytest.raises(RuntimeError, match="synchroniz"):  # control
+                batch.tokens.sum().item()
+
+
+def test_a_step_of_pairs_learns_what_one_on_the_cpu_does(device: torch.device) -> None:
+    def gradients(on: torch.device, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
+        policy, reference = tiny_model(**WIDTHS).to(on), tiny_model(**WIDTHS, seed=1).to(on).requires_grad_(False)
+        objective = preference_objective([sections.Sigmoid(), sections.Aot()], True)
+        roles = {"reference": FrozenDecoder(reference, reference, dtype)}
+        compute = DecoderLearner(policy, policy, on, dtype, 2, objective, objective, roles=roles, sequence_tokens=32)
+        packs = [Pack((pair(number, 8, 4, 6),)) for number in range(6)]
+        loss = accumulate(compute, packs, step=1, clip=None).loss
+        named = policy.named_parameters()
+        dense = {
+            name: one.grad.to_dense() if one.grad.is_sparse else one.grad for name, one in named if one.grad is not None
+        }
+        return loss, {name: tensor.cpu() for name, tensor in dense.items()}
+
+    loss, wanted = gradients(torch.device("cpu"), torch.float32)
+    on_device, got = gradients(device, torch.float32)
+    assert on_device == pytest.approx(loss, rel=1e-4) and got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=2e-3, atol=2e-3 * float(gradient.abs().max()))
+    assert not torch.allclose(2 * got["norm.weight"], wanted["norm.weight"], rtol=2e-3)  # control
