@@ -31,6 +31,14 @@ class Attend(Protocol):
     ) -> Tensor: ...  # [T, H, C]
 
 
+@dataclass(frozen=True)
+class LayerCache:
+    """What attention keeps of each token for those that come after it, as the rows of a cache."""
+
+    shapes: tuple[tuple[int, ...], ...]  # of each tensor, without the tokens: keys (K, C) and values (K, C)
+    window: int | None  # tokens further back are not looked at again; None: all are
+
+
 class QuantizedWeight(Protocol):
     """A frozen matrix [O, I] held in few bits a number; the slot `quantized` of a linear layer."""
 

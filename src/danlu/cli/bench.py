@@ -17,7 +17,7 @@ from danlu.terminal import echo
 
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
-    from danlu.rollout.request import Precision
+    from danlu.rollout.generation_config import Precision
     from danlu.rollout.resolve_model import ResolvedModel
     from danlu.types import Pack
 

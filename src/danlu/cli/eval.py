@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from danlu.data.samples import Selection
     from danlu.recipe import Recipe
     from danlu.recipe.sections import QuantizationSection
+    from danlu.rollout.generation_config import Precision
     from danlu.rollout.load_model import LoadedModel
-    from danlu.rollout.request import Precision
     from danlu.rollout.resolve_model import ResolvedModel
     from danlu.train.evaluation import Scores
 

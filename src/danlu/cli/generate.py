@@ -17,8 +17,9 @@ from danlu.terminal import echo, print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
+    from danlu.rollout.generation_config import Precision
     from danlu.rollout.load_model import LoadedModel
-    from danlu.rollout.request import Precision, SamplingOptions
+    from danlu.rollout.request import SamplingOptions
     from danlu.rollout.resolve_model import ResolvedModel
 
 Temperature = Annotated[
@@ -170,7 +171,7 @@ def escape_unencodable() -> None:
 
 def sampling_flags(*values: float | None) -> dict[str, Any]:
     """The flags that were given, by the names of SamplingOptions. values: in the order of SAMPLING_FIELDS."""
-    from danlu.rollout.request import SAMPLING_FIELDS
+    from danlu.rollout.generation_config import SAMPLING_FIELDS
 
     return {name: value for name, value in zip(SAMPLING_FIELDS, values, strict=True) if value is not None}
 
@@ -179,7 +180,8 @@ def check_flags(
     sampling: dict[str, Any], seed: int, dtype: str, device: str, stops: list[str], quantization: str | None = None
 ) -> Precision:
     """The precision that --dtype names. Raises RecipeError with everything that is wrong, before anything is loaded."""
-    from danlu.rollout.request import DEVICES, PRECISIONS, SamplingOptions
+    from danlu.rollout.generation_config import DEVICES, PRECISIONS
+    from danlu.rollout.request import SamplingOptions
 
     problems = []
     try:
@@ -234,7 +236,8 @@ def quantization_section(kind: str | None, resolved: ResolvedModel | None = None
 
 def sampling_options(resolved: ResolvedModel, sampling: dict[str, Any], seed: int) -> SamplingOptions:
     """Sampling options by the flags, else by the model's generation_config.json, else by danlu's own defaults."""
-    from danlu.rollout.request import SamplingOptions, sampling_defaults
+    from danlu.rollout.generation_config import sampling_defaults
+    from danlu.rollout.request import SamplingOptions
 
     recommended = sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder) or FALLBACK
     return SamplingOptions(**{**recommended, **sampling}, seed=seed)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import Attend, KeyValuePrefix
+from danlu.layer_types import Attend, KeyValuePrefix, LayerCache
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.modules import Linear, RMSNorm, forward_shared
@@ -55,6 +55,12 @@ class Attention(nn.Module):
         self.scale = config.attention_scale
         self.window = config.windows[layer]
         self.softcap = config.attention_softcap
+
+    @property
+    def cache(self) -> LayerCache:
+        """What is kept of each token: its key and its value, of the heads that are here."""
+        heads = self.k_proj.shape[0] // self.head_dim
+        return LayerCache(((heads, self.head_dim), (heads, self.head_dim)), self.window)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [T, D]; cos, sin [T, R] in x's dtype -> [T, D]."""

@@ -18,7 +18,7 @@ from danlu.models.hf_folder import check_vocabulary, read_config
 from danlu.models.loading import load, stored_dtype
 from danlu.numerics.four_bit_weight import unpack_kernels
 from danlu.rollout.chat_tokenizer import ChatTokenizer
-from danlu.rollout.request import DEVICES, Precision, generation_stops
+from danlu.rollout.generation_config import DEVICES, Precision, generation_stops
 from danlu.rollout.resolve_model import ResolvedModel
 
 if TYPE_CHECKING:

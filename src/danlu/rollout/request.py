@@ -1,29 +1,25 @@
-"""Sampling options and model folders, checked before a weight is read. No torch here.
+"""What a rollout engine is asked, and what it answers: tokens in, tokens out. No torch here.
 
-torch takes a second to import. A mistyped folder or flag is reported without it.
+torch takes a second to import. A mistyped flag is reported without it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
-from danlu.data.tokenizer_folder import resolve_tokenizer_folder
-from danlu.errors import DataError, ModelError, RecipeError
-from danlu.models.hf_folder import GENERATION_CONFIG, read_config, read_json, resolve_folder
+from danlu.errors import RecipeError
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-"""Type of weights and activations; auto is the type the weights are stored in."""
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+if TYPE_CHECKING:
+    import numpy as np
 
-DEVICES = ("auto", "cpu", "cuda")
+    from danlu.rollout.support import Support
 
-# transformers' top_k where a generation_config.json that asks for sampling has none, or null.
-TRANSFORMERS_TOP_K = 50
-
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+Finish = Literal["stop", "stop_string", "length", "context", "abort"]
+"""stop: a stop token; stop_string: one of these; length: max_new_tokens; context: the model's context is full; abort:
+whoever asked took the request back."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,9 @@ class SamplingOptions:
     repetition_penalty: float = 1.0
     """Makes tokens of the prompt and the answer so far less likely if above 1 (CTRL, arXiv:1909.05858, sec. 4.1)."""
     seed: int = 0
-    """Fixes every draw, together with the sample's index and the token's position."""
+    """Fixes every draw, together with the request's number, the sample's index and the token's position."""
+    allowed_ids: tuple[int, ...] | None = None
+    """The only tokens that may be drawn, before any other filter; None allows the whole vocabulary."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -51,6 +49,7 @@ class SamplingOptions:
             (0 <= self.min_p <= 1, "min_p", "between 0 (keep every token) and 1"),
             (0 < self.repetition_penalty < math.inf, "repetition_penalty", "positive (1 changes nothing)"),
             (0 <= self.seed < 2**63, "seed", "at least 0 and below 2^63"),
+            (self.allowed_ids is None or len(self.allowed_ids) > 0, "allowed_ids", "one token or more, or left out"),
         )
         wrong = [(name, rule) for in_range, name, rule in checks if not in_range]
         if wrong:
@@ -64,65 +63,75 @@ class SamplingOptions:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
-def find_model(path_or_id: str) -> Path:
-    """The model folder behind a folder, a run folder or a hub id: with a config that danlu can build, and a tokenizer.
+@dataclass(frozen=True)
+class Request:
+    """One prompt, and how it is to be continued."""
 
-    Raises ModelError if there is none; for a run that has not written its model yet it says what to do. Raises
-    DataError if it has no tokenizer.
+    number: int
+    """Of the prompt in the run, or of the request in a server's life: no two that are unfinished share one. Random
+    numbers follow from (seed, number, sample, position), so a number that is given twice repeats its draws."""
+    prompt: tuple[int, ...]
+    """Without the virtual tokens of adapters, which the engine puts before it."""
+    sampling: SamplingOptions = SamplingOptions()
+    max_new_tokens: int = 256
+    samples: int = 1
+    """Answers, each drawn by itself."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer, usually the model's end-of-text and end-of-turn tokens."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end an answer, wherever they fall between tokens."""
+    adapter: str | None = None
+    """The name of an adapter of the engine, or "none" for the base alone; None: what is active in the model."""
+    top_logprobs: int = 0
+    """For each token of the answers, so many of the likeliest tokens with their log-probabilities are kept."""
+
+    def __post_init__(self) -> None:
+        assert self.max_new_tokens > 0, f"max_new_tokens is {self.max_new_tokens}"
+        assert self.samples > 0, f"{self.samples} samples"
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """One token of an answer, as soon as it is drawn."""
+
+    number: int
+    sample: int
+    token: int
+    logprob: float
+    text: str
+    """The text that can be shown now; empty while a character or what might be a stop string is incomplete."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log-probabilities, where they were asked for."""
+    finish: Finish | None = None
+
+
+OnToken = Callable[[NewToken], None]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. The token that stopped it is in `tokens`, but not in `text`; nor is a stop string.
+
+    Lists have one entry for each of `tokens`; log-probabilities are in nats.
     """
-    path = Path(path_or_id).expanduser()
-    if (path / "recipe.yaml").is_file() and not (path / "model" / "config.json").is_file():
-        raise ModelError(
-            f"{path}: this run has not written its model yet (no model/ folder). Finish it with "
-            f"`danlu train {path / 'recipe.yaml'}`, which goes on from its last checkpoint, or write that checkpoint "
-            f"as a model with `danlu checkpoint export {path} FOLDER`"
-        )
-    folder = resolve_folder(path_or_id)
-    read_config(folder)
-    try:
-        resolve_tokenizer_folder(str(folder))
-    except DataError:
-        raise DataError(
-            f"{folder}: this model folder has no tokenizer, so no text can be given to the model. Copy its tokenizer's "
-            "files (tokenizer.json, tokenizer_config.json) into the folder"
-        ) from None
-    return folder
 
-
-def generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json of a model folder; empty where there is none. Raises ModelError for broken JSON."""
-    file = folder / GENERATION_CONFIG
-    return read_json(file) if file.is_file() else {}
-
-
-def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """The sampling options of generation_config.json; none where it does not ask for sampling.
-
-    An option that it leaves out is as in transformers, for which the file is written: off, except top_k, which is 50.
-    Raises ModelError for values that are no sampling options.
-    """
-    values = generation_config(folder)
-    if not values.get("do_sample"):
-        return {}
-    advised = {name: values[name] for name in SAMPLING_FIELDS if values.get(name) is not None}
-    for name, value in advised.items():
-        if not isinstance(value, int if name == "top_k" else int | float) or isinstance(value, bool):
-            expected = "an integer" if name == "top_k" else "a number"
-            raise ModelError(f"{folder / GENERATION_CONFIG}: {name}: expected {expected}, found {value!r}")
-    advised.setdefault("top_k", TRANSFORMERS_TOP_K)
-    try:
-        SamplingOptions(**advised)
-    except RecipeError as error:
-        raise ModelError(f"{folder / GENERATION_CONFIG}: {'; '.join(error.problems)}") from None
-    return advised
-
-
-def generation_stops(folder: Path) -> tuple[int, ...]:
-    """The end-of-text tokens that generation_config.json names. Raises ModelError if they are no token ids."""
-    eos = generation_config(folder).get("eos_token_id")
-    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(isinstance(token, int) for token in ids):
-        raise ModelError(
-            f"{folder / GENERATION_CONFIG}: eos_token_id: expected an integer or a list of them, found {eos!r}"
-        )
-    return tuple(ids)
+    number: int
+    sample: int
+    tokens: list[int]
+    logprobs: list[float]
+    """The model's: log softmax(logits / temperature) over the whole vocabulary, before any penalty or filter
+    (temperature 0 counts as 1). What a trainer recomputes."""
+    drawn: list[float]
+    """Under the distribution that was really drawn from: after penalty, allowed tokens, temperature and filters."""
+    support: list[Support] | None
+    """The tokens that the filters left at each place; None where no filter was on."""
+    versions: list[int]
+    """Of the weights that each token was drawn with."""
+    text: str
+    """Empty where the engine has no `decode`."""
+    finish: Finish
+    top: list[tuple[tuple[int, float], ...]] | None = None
+    """As in `NewToken`; None where none were asked for."""
+    routes: np.ndarray | None = None
+    """[tokens, layers, experts of a token] int16: where a mixture of experts sent each token, so that a trainer can
+    send it the same way; None for models without experts."""

@@ -17,7 +17,7 @@ from danlu.errors import DataError, ModelError, RecipeError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
 from danlu.models.hf_folder import read_config
-from danlu.rollout.request import find_model
+from danlu.rollout.generation_config import find_model
 
 Stack = tuple[AdapterFolder, ...]
 """An adapter, last, after those that it was trained on top of, lowest first."""

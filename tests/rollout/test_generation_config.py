@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from danlu.errors import DataError, ModelError
-from danlu.rollout.request import find_model, generation_stops, sampling_defaults
+from danlu.rollout.generation_config import find_model, generation_stops, sampling_defaults
 
 CONFIG = {
     "model_type": "llama",

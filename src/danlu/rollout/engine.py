@@ -1,0 +1,104 @@
+"""What every rollout engine offers, and the settings of the embedded one. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from danlu.rollout.request import Completion, OnToken, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of unfinished requests: they end as they are, are finished first, or stay where they are until `resume`.
+As in vLLM's `/pause`."""
+
+
+class RolloutEngine(Protocol):
+    """Answers requests with a model whose weights change from time to time. Not safe for several threads at once."""
+
+    @property
+    def version(self) -> int: ...  # of the weights that the next token is drawn with
+
+    @property
+    def exact(self) -> bool: ...  # whether log-probabilities are the trainer's to the last bit
+
+    @property
+    def unfinished(self) -> int: ...  # answers that were asked for and are not complete
+
+    def submit(self, request: Request, on_token: OnToken | None = None) -> None: ...
+
+    # Raises DataError for a prompt that the model cannot continue, ResourceError for one the cache cannot hold.
+
+    def abort(self, number: int) -> None: ...  # of a request: its answers end as they are, with the next step
+
+    def step(self) -> list[Completion]: ...  # one forward pass; the answers that it completed
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...  # all answers, by request and sample
+
+    def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None: ...
+
+    # None: the trainer's tensors are the engine's. Drops the prefix cache, and what unfinished answers have cached.
+
+    def pause(self, mode: PauseMode) -> list[Completion]: ...  # what `abort` and `wait` completed
+
+    def resume(self) -> None: ...
+
+    def sleep(self) -> None: ...  # gives the cache's memory back; unfinished answers are read again afterwards
+
+    def wake(self) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...  # unfinished requests with their answers so far, as JSON has it
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EngineAdapters(Protocol):
+    """The adapters of a model that an engine may switch between, request by request."""
+
+    @property
+    def names(self) -> Sequence[str]: ...  # that a request may have; "none" is always allowed
+
+    def use(self, name: str | None) -> None: ...  # "none": the base alone; None: what was active at first
+
+    def virtual_token_ids(self, name: str | None) -> tuple[int, ...]: ...  # what each of its prompts begins with
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Speculative decoding (arXiv:2211.17192): tokens proposed cheaply, checked by the model in one pass."""
+
+    kind: Literal["ngram", "model"] = "ngram"
+    tokens: int = 4
+    """Proposed at a time."""
+    longest: int = 3
+    """ngram: the longest end of the text that is looked for earlier in it (prompt lookup); shorter ones follow."""
+    model: str | None = None
+    """model: a folder or hub id with the same vocabulary."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of the embedded engine. None of them changes an answer."""
+
+    block: int = 16
+    """Tokens whose keys and values are kept together."""
+    cache_gib: float = 2.0
+    """The most memory that keys and values take, in GiB, on each process."""
+    batch_tokens: int = 1024
+    """The most tokens of one forward pass: enough for efficient matrix products, few enough that attention scores over
+    a long prompt stay small."""
+    sequences: int = 256
+    """The most answers that grow at a time."""
+    prefix_sharing: bool = True
+    """Whether prompts that begin alike are read once."""
+    draft: DraftOptions | None = None
+    preempt: Literal["recompute", "swap"] = "recompute"
+    """What becomes of an answer that has to make room: read again later, or copied to the host's memory."""
+    swap_gib: float = 4.0
+    """Host memory for answers that were swapped out, in GiB."""
+    exact: bool = False
