@@ -316,7 +316,11 @@ class AdapterSet:
     @property
     def virtual_token_ids(self) -> tuple[int, ...]:
         """Ids past the vocabulary that every document has to begin with while the active adapters are active."""
-        tokens = [tokens for name in self.active for tokens in self.added[name].virtual_tokens()]
+        return self.virtual_token_ids_of(self.active)
+
+    def virtual_token_ids_of(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The same of a stack of adapters, lowest first, whether or not it is active."""
+        tokens = [tokens for name in names for tokens in self.added[name].virtual_tokens()]
         return tuple(token for virtual in tokens for token in virtual.ids)
 
     @contextmanager

@@ -91,9 +91,9 @@ def generate(
     print_status_early(f"reading {resolved.given_path}")
     options = sampling_options(resolved, sampling, seed)
     from danlu.models.hf_folder import read_config
-    from danlu.rollout.generate import check_prompts
     from danlu.rollout.generate import generate as complete
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
+    from danlu.rollout.prompts import check_prompts
 
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
     if chat:

@@ -12,7 +12,8 @@ from danlu.models.config import ModelConfig
 from danlu.placing import Subject
 from danlu.recipe import Recipe
 from danlu.rollout.chat_tokenizer import ChatTokenizer
-from danlu.rollout.generate import generate, prompt_problem
+from danlu.rollout.generate import generate
+from danlu.rollout.prompts import prompt_problem
 from danlu.rollout.request import SamplingOptions
 from danlu.train.state import Generate
 

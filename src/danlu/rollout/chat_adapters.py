@@ -9,12 +9,10 @@ from pathlib import Path
 from danlu.errors import DataError
 from danlu.rollout.chat import ChatFormat
 from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.engine_adapters import BASE
 from danlu.rollout.generate import Stopping
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, stop_ids_of
 from danlu.rollout.resolve_model import ResolvedModel, adapter_names, adapter_tokenizer_folder
-
-BASE = "none"
-"""The name of the base without adapters."""
 
 
 @dataclass(frozen=True)

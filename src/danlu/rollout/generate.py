@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from danlu.errors import DataError, ModelError
-from danlu.models.config import ModelConfig
+from danlu.errors import ModelError
 from danlu.models.decoder import Decoder
 from danlu.rollout.cache import KVCache
+from danlu.rollout.prompts import check_prompts
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.sampling import sample
 from danlu.rollout.stopping import Decode, TextStream
@@ -139,39 +139,6 @@ def generate(
         cache, logits = cache.fork(rows), logits[rows]
         grow(model, cache, logits, answers, prompts, options, stopping, on_token, dtype)
     return [answer.completion() for answer in answers]
-
-
-def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], virtual_tokens: int = 0) -> None:
-    """Raises DataError for a prompt that the model cannot continue; each follows so many virtual tokens."""
-    for index, prompt in enumerate(prompts):
-        if problem := prompt_problem(config, prompt, virtual_tokens):
-            raise DataError(f"prompt {index} {problem}")
-
-
-def prompt_problem(config: ModelConfig, prompt: Sequence[int], virtual_tokens: int = 0) -> str | None:
-    """Why the model cannot continue a prompt ("has no tokens, ..."); None if it can.
-
-    virtual_tokens: how many tokens adapters put before it.
-    """
-    context = config.context_length
-    if not prompt:
-        return (
-            "has no tokens, and this tokenizer has no beginning-of-text token to start from: "
-            "give at least one character"
-        )
-    if virtual_tokens + len(prompt) >= context:
-        more = f" and the adapter {virtual_tokens}" if virtual_tokens else ""
-        return (
-            f"has {len(prompt)} tokens{more}, but the model sees {context} tokens at most "
-            "(max_position_embeddings), answer included: shorten the prompt"
-        )
-    if max(prompt) >= config.vocab_size or min(prompt) < 0:
-        token = max(prompt) if max(prompt) >= config.vocab_size else min(prompt)
-        return (
-            f"has token {token}, but the model's vocabulary has {config.vocab_size} tokens: "
-            "tokenizer and model do not belong together"
-        )
-    return None
 
 
 def prefill_chunks(counts: Sequence[int], budget: int) -> list[list[int]]:

@@ -18,11 +18,13 @@ from danlu.models.hf_folder import check_vocabulary, read_config
 from danlu.models.loading import load, stored_dtype
 from danlu.numerics.four_bit_weight import unpack_kernels
 from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.engine_adapters import StackedAdapters
 from danlu.rollout.generation_config import DEVICES, Precision, generation_stops
-from danlu.rollout.resolve_model import ResolvedModel
+from danlu.rollout.resolve_model import ResolvedModel, adapter_names
 
 if TYPE_CHECKING:
     from danlu.assembly.adapter_stacks import AdapterStacks
+    from danlu.rollout.engine import EngineAdapters
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,6 +42,8 @@ class LoadedModel:
     """The type of activations and of weights that are not packed: decoding reads every weight once per token."""
     stacks: AdapterStacks | None = None
     """The adapters, where they are not merged into the weights."""
+    adapter_names: tuple[str, ...] = ()
+    """Of each of these stacks."""
     score_head: nn.Linear | None = None
     """[labels, D] float32 of a reward model, which has no head over the vocabulary."""
 
@@ -47,6 +51,11 @@ class LoadedModel:
     def notes(self) -> list[str]:
         """Remarks for the console: why 4-bit weights are not unpacked by the fastest kernels, where they are not."""
         return [kernel.note for kernel in unpack_kernels(self.model, self.dtype) if kernel.kind == "torch"]
+
+    @property
+    def engine_adapters(self) -> EngineAdapters | None:
+        """The adapters as an engine switches between them; None where there are none, or they are merged."""
+        return None if self.stacks is None else StackedAdapters(self.stacks, self.adapter_names)
 
     @property
     def virtual_token_ids(self) -> tuple[int, ...]:
@@ -104,7 +113,8 @@ def load_model(
     if model.config.task != "causal-lm":
         head = required_score_head(resolved.folder, resolved.stacks[0] if resolved.stacks else ())
         head.to(device).requires_grad_(False)
-    return LoadedModel(resolved.folder, model, chat_tokenizer, stop_ids, dtype, stacks, head)
+    names = () if stacks is None else tuple(adapter_names(resolved.stacks))
+    return LoadedModel(resolved.folder, model, chat_tokenizer, stop_ids, dtype, stacks, names, head)
 
 
 def stop_ids_of(model: Decoder, chat_tokenizer: ChatTokenizer, *folders: Path) -> frozenset[int]:
