@@ -71,6 +71,7 @@ batch: 8
 watch: skip
 ema: 0.9
 evaluation: {every: 5, early_stop: 2, samples: hello}
+rollout: vllm
 checkpoint: 100
 log: 5
 output: x
@@ -84,7 +85,14 @@ def test_the_recipes_that_come_with_danlu(name: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["", "data: a.json", "data: {train: a.json, packing: false, eval: b.json}", "data: {train: [a], eval: 5}"],
+    [
+        "",
+        "rollout: {draft: ngram}",
+        "rollout: {draft: {kind: model, model: small}}",
+        "data: a.json",
+        "data: {train: a.json, packing: false, eval: b.json}",
+        "data: {train: [a], eval: 5}",
+    ],
 )
 def test_short_forms(change: str) -> None:
     assert admits(SCHEMA, {**plain(SHORT), **(yaml.safe_load(change) or {})})
@@ -101,6 +109,9 @@ def test_short_forms(change: str) -> None:
         "checkpoint: often",
         "ema: 1.5",
         "compile: 'yes'",
+        "rollout: paged",
+        "rollout: {draft: {kind: ngram, model: small}}",
+        "rollout: {cache_gib: 0}",
     ],
 )
 def test_what_an_editor_underlines(change: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from danlu.errors import RecipeError
 from danlu.recipe import load
-from danlu.recipe.sections import Adafactor, EarlyStop, Ema, Lion, Samples, Source
+from danlu.recipe.sections import Adafactor, EarlyStop, Ema, Lion, Ngram, Samples, Source
 
 Write = Callable[..., str]
 
@@ -55,6 +55,8 @@ def test_four_lines_are_a_recipe(write: Write) -> None:
         ("watch: skip", "watch.policy", "skip"),
         ("log: 10", "log.every", 10),
         ("gradient_clipping: null", "gradient_clipping", None),
+        ("rollout: embedded", "rollout.engine", "embedded"),
+        ("evaluation: {every: 9, samples: a}\nrollout: {draft: ngram}", "rollout.draft", Ngram()),
     ],
 )
 def test_short_forms(write: Write, line: str, read: str, value: object) -> None:
@@ -80,7 +82,7 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
                 "schedule: {warmup: lots}",
                 "steps: 1e4",
                 "batch: {micro: x}",
-                "rollouts: {engine: paged}",
+                "agents: {engine: paged}",
                 "lr: 1e-3",
                 "compile: yes",
                 "output: 5",
@@ -105,10 +107,10 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
         "not 'lots'",
         "recipe.yaml:10:8 steps: expected a whole number, 1 or more, or null, not 10000.0. Write 10000",
         "recipe.yaml:11:16 batch.micro: expected a whole number, 1 or more, or auto, not 'x'.",
-        "recipe.yaml:12:1 rollouts: unknown key. Known: stage, model, data, objective, reference, teacher, adapter, "
-        "quantization, optimizer, schedule, batch, epochs, steps, precision, parallel, memory, loss, "
-        "gradient_clipping, watch, ema, evaluation, checkpoint, log, compile, deterministic, device, threads, seed, "
-        "output",
+        "recipe.yaml:12:1 agents: unknown key. Known: stage, model, data, objective, reference, teacher, adapter, "
+        "quantization, optimizer, schedule, batch, epochs, steps, precision, numerics, parallel, memory, loss, "
+        "gradient_clipping, watch, ema, evaluation, rollout, checkpoint, log, compile, deterministic, device, threads, "
+        "seed, output",
         "recipe.yaml:13:1 lr: unknown key. danlu's key for it is optimizer.learning_rate",
         "recipe.yaml:14:10 compile: expected true or false, not 'yes'. Write true",
         "recipe.yaml:15:9 output: expected a text, not 5",

@@ -43,9 +43,15 @@ PATHS = {
     "memory.folder": text(memory="{{offload: [optimizer], folder: {}}}"),
     "optimizer.folder": text(optimizer="{{kind: paged-adamw, folder: {}}}"),
     "reference.model": text(stage="dpo", batch="{{pairs: 4}}", reference="{{kind: frozen, model: {}}}"),
+    "rollout.draft.model": text(
+        evaluation="{{every: 9, samples: hi}}", rollout="{{draft: {{kind: model, model: {}}}}}"
+    ),
     "teacher.0.model": text(stage="distill", teacher="{}"),
     "output": text(output="{}"),
 }
+
+SAMPLED = {"evaluation": "{every: 10, samples: hi}"}
+"""A recipe that has something to answer."""
 
 BROKEN = [
     ({"steps": "5", "epochs": "1"}, "steps: the run's length is given twice: keep steps or epochs"),
@@ -201,6 +207,42 @@ BROKEN = [
         {"stage": "dpo", "objective": "{kind: bco, shift: running-mean, ld_alpha: 0.5}"},
         "objective.0.ld_alpha: the running mean of rewards is one of whole answers. Use shift: none",
     ),
+    (
+        {"rollout": "{cache_gib: 1}"},
+        "rollout: nothing is sampled: stage sft draws no answers, and there are no evaluation.samples. Leave it out, "
+        "or add samples",
+    ),
+    (SAMPLED | {"rollout": "vllm"}, "rollout.url: missing: vllm runs as a server of its own. Say where it listens"),
+    (
+        SAMPLED | {"rollout": "{engine: sglang, url: 'localhost:30000'}"},
+        "rollout.url: 'localhost:30000' is no address of a server: it begins with http:// or https://",
+    ),
+    (
+        SAMPLED | {"rollout": "{engine: vllm, url: 'http://localhost:8000', draft: ngram}"},
+        "rollout.draft: a setting of the embedded engine; vllm is told its own when it is started. Leave it out",
+    ),
+    (
+        SAMPLED | {"rollout": "{url: 'http://localhost:8000'}"},
+        "rollout.url: the embedded engine is no server. Leave it out, or choose engine: vllm or sglang",
+    ),
+    (SAMPLED | {"rollout": "{swap_gib: 8}"}, "rollout.swap_gib: only read with preempt: swap"),
+    (
+        SAMPLED | {"rollout": "{sequences: 100000}"},
+        "rollout.sequences: 100,000 is more than the 65,536 answers: each is an object of its own",
+    ),
+    (
+        {"numerics": "exact", "compile": "true"},
+        "compile: compiled code rounds by the shapes it is made for, so numerics: exact cannot hold. Leave one out",
+    ),
+    (
+        SAMPLED | {"numerics": "exact", "rollout": "{engine: vllm, url: 'http://localhost:8000'}"},
+        "rollout.engine: vllm has kernels of its own, which do not round as the trainer's do. Use engine: embedded, or",
+    ),
+    (
+        SAMPLED | {"numerics": "exact", "rollout": "{block: 24}"},
+        "rollout.block: 24 does not divide the 64 keys that numerics: exact looks at together. Use 1, 2, 4, 8, 16, 32 "
+        "or 64",
+    ),
 ]
 
 
@@ -233,6 +275,11 @@ SOUND = [
     {"stage": "dpo", "objective": "[{kind: sigmoid}, {kind: sft, weight: 0.2}, {kind: hinge, weight: 0}]"},
     {"stage": "kto", "objective": "[kto, {kind: sft, weight: 0.1}, apo-zero-unpaired]"},
     {"stage": "dpo", "objective": "{kind: bco, ld_alpha: 0.5}"},
+    {"rollout": "embedded"},
+    SAMPLED
+    | {"numerics": "exact", "rollout": "{block: 32, draft: {kind: ngram, tokens: 8}, preempt: swap, swap_gib: 0}"},
+    SAMPLED | {"rollout": "{engine: sglang, url: 'https://gpu:30000'}"},
+    SAMPLED | {"rollout": "{block: 24, cache_gib: 0.5}", "compile": "true"},
 ]
 
 

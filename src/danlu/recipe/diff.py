@@ -23,8 +23,10 @@ HARMLESS: dict[str, str] = {
     "evaluation.samples": "texts to read",
     "log": "what is written down",
     "memory": "what is kept where, and what is recomputed; the numbers are the same",
+    "numerics": "the same mathematics, rounded differently",
     "output": "where the run writes; a run folder may be moved",
     "parallel": "the same sums, in another order; but `reduce` matters",
+    "rollout": "how answers are computed; they are drawn from the same distribution",
     "threads": "the same mathematics, rounded differently",
 }
 

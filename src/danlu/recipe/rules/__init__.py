@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from danlu.recipe.rules import data, distillation, model, objective, paths, placement, reference, training
+from danlu.recipe.rules import data, distillation, model, objective, paths, placement, reference, rollout, training
 from danlu.recipe.rules.model import language_stage
 from danlu.recipe.rules.paths import is_local, missing_files
 from danlu.recipe.sections import AdamW8bit, Recipe
@@ -44,6 +44,9 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     distillation.distillation_has_one_divergence,
     placement.layout_is_supported,
     placement.memory_is_consistent,
+    rollout.engine_is_used,
+    rollout.engine_reads_its_keys,
+    rollout.exact_is_possible,
     paths.output_is_separate,
 )
 

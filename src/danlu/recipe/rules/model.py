@@ -18,7 +18,7 @@ _LANGUAGE_KEYS = (
     "data.overlong", "data.train_on", "data.system", "data.on_bad_row", "data.bad_row_limit", "data.append_eos",
     "data.streaming", "data.shuffle_buffer", "data.workers", "data.cache", "adapter", "quantization", "batch.tokens",
     "batch.memory", "evaluation.samples", "parallel.tensor", "parallel.sequence", "memory.recompute", "memory.offload",
-    "memory.folder", "compile",
+    "memory.folder", "compile", "numerics",
 )  # fmt: skip
 
 

@@ -122,6 +122,7 @@ def _input_paths(recipe: Recipe) -> dict[str, str]:
     model = recipe.model
     paths = {"model.path": model.path, "model.config": model.config, "model.tokenizer": model.tokenizer}
     paths["reference.model"] = getattr(recipe.reference, "model", None)
+    paths["rollout.draft.model"] = getattr(recipe.rollout.draft, "model", None)
     paths |= {f"teacher.{index}.model": teacher.model for index, teacher in enumerate(recipe.teacher or ())}
     paths |= {key: file_of(source) for key, source in sources_of(recipe.data)}
     return {key: path for key, path in paths.items() if isinstance(path, str)}

@@ -89,6 +89,7 @@ from danlu.recipe.sections.preference import (
 )
 from danlu.recipe.sections.reference import AdapterOff, Cached, Frozen, NoReference, Reference, ReferenceSection
 from danlu.recipe.sections.reward import BradleyTerry, RewardObjective, Stepwise
+from danlu.recipe.sections.rollout import DraftModel, Ngram, Rollout
 from danlu.recipe.sections.training import (
     BatchSize,
     Checkpoint,
@@ -130,6 +131,7 @@ __all__ = [
     "DistillationObjective",
     "Divergence",
     "Dora",
+    "DraftModel",
     "EarlyStop",
     "Ema",
     "Evaluation",
@@ -164,6 +166,7 @@ __all__ = [
     "Muon",
     "Nca",
     "Nf4",
+    "Ngram",
     "NoReference",
     "Objective",
     "Olora",
@@ -187,6 +190,7 @@ __all__ = [
     "ReverseKlDivergence",
     "RewardObjective",
     "Robust",
+    "Rollout",
     "RsLora",
     "Samples",
     "Schedule",
@@ -250,6 +254,9 @@ class Recipe(Section):
     so is optimizer state unless the optimizer says otherwise. auto measures at the start of a run which of fp32 and
     bf16 multiplies faster on this machine (CPUs without AMX: fp32) and writes it into the run's recipe.yaml; a run that
     is resumed keeps it."""
+    numerics: Literal["fast", "exact"] = "fast"
+    """exact: training and rollout give a token the same log-probability to the last bit, whatever is computed beside
+    it; slower. fast takes the quickest kernels for each, which round differently."""
     parallel: Parallel = Parallel()
     """The parallelism strategy: none (DDP), zero1, zero2, zero3 (FSDP), tensor, sequence."""
     memory: Memory = Memory()
@@ -264,6 +271,8 @@ class Recipe(Section):
     """An average of the weights, kept beside them."""
     evaluation: Evaluation = Evaluation()
     """How often to evaluate, when to stop early, what to generate."""
+    rollout: Rollout = Rollout()
+    """The engine that samples from the model: embedded, vllm or sglang."""
     checkpoint: Checkpoint = Checkpoint()
     """What is kept to go on from, and how often."""
     log: Log = Log()

@@ -1,0 +1,68 @@
+"""Rules about the rollout engine, and about numerics that training and rollout share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from danlu.recipe.sections import Recipe, Rollout
+from danlu.recipe.yaml_tree import Problem
+
+KEY_BLOCK = 64
+"""Keys that the attention routine of `numerics: exact` looks at together."""
+
+REMOTE_KEYS = ("engine", "url")
+"""What an engine on a server is asked; its cache and its scheduling are its own."""
+
+
+def engine_is_used(recipe: Recipe) -> Iterator[Problem]:
+    """An engine that is configured has something to answer."""
+    if recipe.rollout == Rollout() or recipe.evaluation.samples is not None:
+        return
+    message = f"nothing is sampled: stage {recipe.stage} draws no answers, and there are no evaluation.samples. "
+    yield Problem("rollout", f"{message}Leave it out, or add samples", reads=("stage", "evaluation.samples"))
+
+
+def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
+    """An engine on a server has an address, and keys that an engine does not read keep their defaults."""
+    section = recipe.rollout
+    if section.engine == "embedded":
+        if section.url is not None:
+            message = "the embedded engine is no server. Leave it out, or choose engine: vllm or sglang"
+            yield Problem("rollout.url", message, reads=("rollout.engine",))
+        if section.preempt != "swap" and section.swap_gib != Rollout().swap_gib:
+            yield Problem("rollout.swap_gib", "only read with preempt: swap", reads=("rollout.preempt",))
+        return
+    name = section.engine
+    if section.url is None:
+        message = f"missing: {name} runs as a server of its own. Say where it listens, such as http://localhost:8000"
+        yield Problem("rollout.url", message, reads=("rollout.engine",))
+    elif not section.url.startswith(("http://", "https://")):
+        message = f"{section.url!r} is no address of a server: it begins with http:// or https://"
+        yield Problem("rollout.url", message)
+    for key in Rollout.model_fields:
+        if key not in REMOTE_KEYS and getattr(section, key) != getattr(Rollout(), key):
+            message = f"a setting of the embedded engine; {name} is told its own when it is started. Leave it out"
+            yield Problem(f"rollout.{key}", message, reads=("rollout.engine",))
+
+
+def exact_is_possible(recipe: Recipe) -> Iterator[Problem]:
+    """Training and rollout can give the same bits: every kernel is danlu's choice, and blocks fit its routine."""
+    if recipe.numerics != "exact":
+        return
+    section = recipe.rollout
+    if recipe.compile:
+        message = "compiled code rounds by the shapes it is made for, so numerics: exact cannot hold. Leave one out"
+        yield Problem("compile", message, reads=("numerics",))
+    if section.engine != "embedded":
+        message = (
+            f"{section.engine} has kernels of its own, which do not round as the trainer's do. "
+            "Use engine: embedded, or numerics: fast"
+        )
+        yield Problem("rollout.engine", message, reads=("numerics",))
+    if KEY_BLOCK % section.block:
+        divisors = ", ".join(str(size) for size in range(1, KEY_BLOCK) if KEY_BLOCK % size == 0)
+        message = (
+            f"{section.block} does not divide the {KEY_BLOCK} keys that numerics: exact looks at together. "
+            f"Use {divisors} or {KEY_BLOCK}"
+        )
+        yield Problem("rollout.block", message, reads=("numerics",))
