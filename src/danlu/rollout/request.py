@@ -69,7 +69,7 @@ class Request:
 
     number: int
     """Of the prompt in the run, or of the request in a server's life: no two that are unfinished share one. Random
-    numbers follow from (seed, number, sample, position), so a number that is given twice repeats its draws."""
+    numbers follow from (seed, random_number, sample, position), so one that is given twice repeats its draws."""
     prompt: tuple[int, ...]
     """Without the virtual tokens of adapters, which the engine puts before it."""
     sampling: SamplingOptions = SamplingOptions()
@@ -84,10 +84,18 @@ class Request:
     """The name of an adapter of the engine, or "none" for the base alone; None: what is active in the model."""
     top_logprobs: int = 0
     """For each token of the answers, so many of the likeliest tokens with their log-probabilities are kept."""
+    draw_number: int | None = None
+    """What random numbers follow from in place of `number`, where the same draws are wanted again: a request to a
+    server that brings a seed has the same answer whatever else was asked before it."""
 
     def __post_init__(self) -> None:
         assert self.max_new_tokens > 0, f"max_new_tokens is {self.max_new_tokens}"
         assert self.samples > 0, f"{self.samples} samples"
+
+    @property
+    def random_number(self) -> int:
+        """The request's part of the key of its random numbers."""
+        return self.number if self.draw_number is None else self.draw_number
 
 
 @dataclass(frozen=True)
