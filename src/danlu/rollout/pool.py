@@ -1,0 +1,172 @@
+"""The pool of cache blocks: what each layer keeps of its tokens, in blocks of a few tokens that any sequence may have.
+
+What is kept comes as data from `LayerCache.shapes`. Nothing here knows that it is keys and values.
+
+N blocks · B tokens of a block · T tokens of a pass, flat · S tokens of one sequence · K key/value heads · C head width
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from danlu.layer_types import LayerCache
+from danlu.models.attention_kernels import copy_to
+from danlu.rollout.paged import PagedAttention
+from danlu.rollout.scheduler import Plan
+
+ALIGNMENT = 64
+"""In bytes, of a cache line and of the widest vector registers; numpy's own is 16."""
+
+
+class CachePool:
+    """Blocks of cached tokens of all layers.
+
+    A tensor that a layer keeps as [*lead, C] of each token, such as keys of shape (K, C), is stored as
+    [N, *lead, B, C]: the keys of a head in a block are one matrix, and a block is contiguous. Those of like shape, over
+    all layers, lie in one tensor [layers and kinds, N, *lead, B, C], so that moving blocks takes few calls.
+
+    host_blocks: of a second pool in the host's memory, for blocks that are swapped out.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        *,
+        blocks: int,
+        block: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        host_blocks: int = 0,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.blocks, self.block, self.host_blocks = blocks, block, host_blocks
+        self.dtype, self.device = dtype, device
+        self._storage: dict[tuple[int, ...], Tensor] = {}  # by shape of a token: [layers and kinds, N, *lead, B, C]
+        self._host: dict[tuple[int, ...], Tensor] = {}
+        self._views: list[tuple[Tensor, ...]] = []
+        self._slots = Slots.of(Plan(), block, device)
+        self.allocate()
+
+    @classmethod
+    def block_bytes(cls, layers: Sequence[LayerCache], block: int, dtype: torch.dtype) -> int:
+        """What a block takes over all layers."""
+        return block * dtype.itemsize * sum(math.prod(shape) for layer in layers for shape in layer.shapes)
+
+    def allocate(self) -> None:
+        """Takes memory for the blocks, which are zeros. On a CPU a page is taken when it is first written."""
+        shapes = [shape for layer in self.layers for shape in layer.shapes]
+        for shape in dict.fromkeys(shapes):
+            *lead, width = shape
+            count = shapes.count(shape)
+            self._storage[shape] = _zeros((count, self.blocks, *lead, self.block, width), self.dtype, self.device)
+            if self.host_blocks:
+                of_host = (count, self.host_blocks, *lead, self.block, width)
+                self._host[shape] = _host_zeros(of_host, self.dtype, pinned=self.device.type == "cuda")
+        next_of: dict[tuple[int, ...], Iterator[Tensor]] = {shape: iter(x) for shape, x in self._storage.items()}
+        self._views = [tuple(next(next_of[shape]) for shape in layer.shapes) for layer in self.layers]
+
+    def release(self) -> None:
+        """Gives the memory back, with all that was cached, until `allocate`."""
+        self._storage, self._host, self._views = {}, {}, []
+
+    def tensors(self, layer: int) -> tuple[Tensor, ...]:
+        """The blocks of a layer, [N, *lead, B, C] for each of its shapes."""
+        return self._views[layer]
+
+    def carry_out(self, plan: Plan) -> None:
+        """Moves, copies and clears blocks as the plan has it, and makes `write` write to the slots of its chunks."""
+        if plan.swapped_out:
+            source, target = _pairs(plan.swapped_out)
+            for shape, blocks in self._storage.items():
+                self._host[shape][:, target] = blocks[:, source.to(self.device)].to("cpu")
+        if plan.swapped_in:
+            source, target = _pairs(plan.swapped_in)
+            for shape, blocks in self._storage.items():
+                blocks[:, target.to(self.device)] = self._host[shape][:, source].to(self.device)
+        if plan.copies:
+            source, target = (self.index(numbers) for numbers in zip(*plan.copies, strict=True))
+            for blocks in self._storage.values():
+                blocks.index_copy_(1, target, blocks.index_select(1, source))
+        if plan.fresh:  # what was left there may be NaN, and a probability of 0 times NaN is NaN
+            fresh = self.index(plan.fresh)
+            for blocks in self._storage.values():
+                blocks.index_fill_(1, fresh, 0)
+        self._slots = Slots.of(plan, self.block, self.device)
+
+    def attend(self, plan: Plan) -> PagedAttention:
+        """Attention of the plan's chunks, laid end to end."""
+        return PagedAttention(plan, self)
+
+    def write(self, layer: int, *rows: Tensor) -> None:
+        """Writes what a layer keeps of the tokens of the plan that was carried out last, [T, *lead, C] each."""
+        for blocks, new in zip(self._views[layer], rows, strict=True):
+            width = new.shape[-1]
+            heads = new[0].numel() // width
+            blocks.view(-1, width)[self._slots.rows(heads)] = new.reshape(-1, width)
+
+    def gather(self, layer: int, blocks: Tensor, tokens: int) -> tuple[Tensor, ...]:
+        """What a layer keeps of the first S = `tokens` tokens in these blocks: [S, *lead, C], contiguous.
+
+        blocks: their numbers in order, int64 on the pool's device.
+        """
+        return tuple(view.movedim(-2, 1)[blocks].flatten(0, 1)[:tokens] for view in self._views[layer])
+
+    def index(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers as int64 on the pool's device."""
+        return copy_to(torch.tensor(numbers), self.device)
+
+
+class Slots:
+    """Where the tokens of a plan's chunks are kept: [T] block of each, and its place there."""
+
+    def __init__(self, blocks: Tensor, places: Tensor, block: int) -> None:
+        self._blocks, self._places, self._block = blocks, places, block
+        self._rows: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, plan: Plan, block: int, device: torch.device) -> Slots:
+        """The slots of a plan."""
+        blocks, places = [], []
+        for chunk in plan.chunks:
+            for position in range(chunk.start, chunk.stop):
+                blocks.append(chunk.blocks[position // block])
+                places.append(position % block)
+        slots = copy_to(torch.tensor([blocks, places], dtype=torch.int64), device)
+        return cls(slots[0], slots[1], block)
+
+    def rows(self, heads: int) -> Tensor:
+        """[T * heads]: in blocks [N * heads * B, C], the row of each token's heads."""
+        if heads not in self._rows:
+            first = self._blocks * heads * self._block + self._places
+            steps = torch.arange(heads, device=first.device) * self._block
+            self._rows[heads] = (first.unsqueeze(1) + steps).flatten()
+        return self._rows[heads]
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    source, target = zip(*pairs, strict=True)
+    return torch.tensor(source), torch.tensor(target)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return _host_zeros(shape, dtype, pinned=False)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Zeros on the host; of memory that is not pinned, a page is taken when it is first written.
+
+    torch's own zeros are written at once; numpy asks the system for pages that are zero.
+    """
+    if pinned:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
