@@ -46,6 +46,10 @@ PATHS = {
     "rollout.draft.model": text(
         evaluation="{{every: 9, samples: hi}}", rollout="{{draft: {{kind: model, model: {}}}}}"
     ),
+    "rollout.server.exchange_folder": text(
+        evaluation="{{every: 9, samples: hi}}",
+        rollout="{{engine: vllm, url: 'http://localhost:8000', server: {{exchange_folder: {}}}}}",
+    ),
     "teacher.0.model": text(stage="distill", teacher="{}"),
     "output": text(output="{}"),
 }
@@ -225,6 +229,22 @@ BROKEN = [
         SAMPLED | {"rollout": "{url: 'http://localhost:8000'}"},
         "rollout.url: the embedded engine is no server. Leave it out, or choose engine: vllm or sglang",
     ),
+    (
+        SAMPLED | {"rollout": "{server: {timeout_s: 5}}"},
+        "rollout.server: only read with engine: vllm or sglang. Leave it out",
+    ),
+    (
+        SAMPLED | {"rollout": "{engine: vllm, url: 'http://localhost:8000', server: {hand_over: adapter}}"},
+        "rollout.server.hand_over: adapter: the whole model is trained here, and there is no adapter to hand over. Use",
+    ),
+    (
+        SAMPLED | {"rollout": "{engine: vllm, url: 'http://localhost:8000', server: {bucket_mib: 64}}"},
+        "rollout.server.bucket_mib: not read with hand_over: folder",
+    ),
+    (
+        SAMPLED | {"rollout": "{engine: vllm, url: 'http://a:1', server: {hand_over: group, exchange_folder: /tmp/x}}"},
+        "rollout.server.exchange_folder: not read with hand_over: group",
+    ),
     (SAMPLED | {"rollout": "{swap_gib: 8}"}, "rollout.swap_gib: only read with preempt: swap"),
     (
         SAMPLED | {"rollout": "{sequences: 100000}"},
@@ -278,7 +298,9 @@ SOUND = [
     {"rollout": "embedded"},
     SAMPLED
     | {"numerics": "exact", "rollout": "{block: 32, draft: {kind: ngram, tokens: 8}, preempt: swap, swap_gib: 0}"},
-    SAMPLED | {"rollout": "{engine: sglang, url: 'https://gpu:30000'}"},
+    SAMPLED | {"rollout": "{engine: sglang, url: 'https://gpu:30000', server: {hand_over: group, bucket_mib: 64}}"},
+    SAMPLED
+    | {"adapter": "lora", "rollout": "{engine: vllm, url: 'http://a:1', server: {hand_over: adapter, reconnect_s: 0}}"},
     SAMPLED | {"rollout": "{block: 24, cache_gib: 0.5}", "compile": "true"},
 ]
 

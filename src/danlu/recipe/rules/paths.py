@@ -112,6 +112,7 @@ def _paths(recipe: Recipe) -> dict[str, str]:
         "memory.folder": recipe.memory.folder,
         "optimizer.folder": getattr(recipe.optimizer, "folder", None),
         "output": recipe.output,
+        "rollout.server.exchange_folder": recipe.rollout.server.exchange_folder,
     }
     paths |= {f"model.adapters.{index}": path for index, path in enumerate(recipe.model.adapters)}
     return {**_input_paths(recipe), **{key: path for key, path in paths.items() if isinstance(path, str)}}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from danlu.recipe.sections import Recipe, Rollout
+from danlu.recipe.sections import Recipe, Rollout, Server
 from danlu.recipe.yaml_tree import Problem
 
 KEY_BLOCK = 64
 """Keys that the attention routine of `numerics: exact` looks at together."""
 
-REMOTE_KEYS = ("engine", "url")
+REMOTE_KEYS = ("engine", "url", "server")
 """What an engine on a server is asked; its cache and its scheduling are its own."""
 
 
@@ -29,6 +29,9 @@ def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
         if section.url is not None:
             message = "the embedded engine is no server. Leave it out, or choose engine: vllm or sglang"
             yield Problem("rollout.url", message, reads=("rollout.engine",))
+        if section.server != Server():
+            message = "only read with engine: vllm or sglang. Leave it out"
+            yield Problem("rollout.server", message, reads=("rollout.engine",))
         if section.preempt != "swap" and section.swap_gib != Rollout().swap_gib:
             yield Problem("rollout.swap_gib", "only read with preempt: swap", reads=("rollout.preempt",))
         return
@@ -43,6 +46,19 @@ def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
         if key not in REMOTE_KEYS and getattr(section, key) != getattr(Rollout(), key):
             message = f"a setting of the embedded engine; {name} is told its own when it is started. Leave it out"
             yield Problem(f"rollout.{key}", message, reads=("rollout.engine",))
+    yield from _hand_over_is_possible(recipe)
+
+
+def _hand_over_is_possible(recipe: Recipe) -> Iterator[Problem]:
+    """What is handed to a server is trained, and keys of other ways to hand it over keep their defaults."""
+    server = recipe.rollout.server
+    if server.hand_over == "adapter" and recipe.adapter is None:
+        message = "adapter: the whole model is trained here, and there is no adapter to hand over. Use folder or group"
+        yield Problem("rollout.server.hand_over", message, reads=("adapter",))
+    for key in ("exchange_folder",) if server.hand_over == "group" else ("bucket_mib", "group_address"):
+        if getattr(server, key) != getattr(Server(), key):
+            message = f"not read with hand_over: {server.hand_over}"
+            yield Problem(f"rollout.server.{key}", message, reads=("rollout.server.hand_over",))
 
 
 def exact_is_possible(recipe: Recipe) -> Iterator[Problem]:

@@ -28,6 +28,8 @@ _BOUNDS: tuple[tuple[str, float, str], ...] = (
     ("rollout.cache_gib", 2**20, "GiB: no machine has as much memory"),
     ("rollout.swap_gib", 2**20, "GiB: no machine has as much memory"),
     ("rollout.block", 2**16, "tokens: what a block does not use is wasted"),
+    ("rollout.server.connections", 2**16, "requests: each is a connection of its own"),
+    ("rollout.server.bucket_mib", 2**20, "MiB: no machine has as much memory to spare"),
     ("rollout.draft.tokens", 64, "tokens: hardly one further back would be accepted"),
     ("rollout.draft.longest", 64, "tokens: a longer end of a text is hardly ever found in it"),
     ("adapter.rank", 2**17, "columns: no matrix of a model is as wide"),

@@ -89,7 +89,7 @@ from danlu.recipe.sections.preference import (
 )
 from danlu.recipe.sections.reference import AdapterOff, Cached, Frozen, NoReference, Reference, ReferenceSection
 from danlu.recipe.sections.reward import BradleyTerry, RewardObjective, Stepwise
-from danlu.recipe.sections.rollout import DraftModel, Ngram, Rollout
+from danlu.recipe.sections.rollout import DraftModel, Ngram, Rollout, Server
 from danlu.recipe.sections.training import (
     BatchSize,
     Checkpoint,
@@ -195,6 +195,7 @@ __all__ = [
     "Samples",
     "Schedule",
     "Section",
+    "Server",
     "Sft",
     "Sigmoid",
     "SigmoidNorm",

@@ -32,6 +32,32 @@ class DraftModel(VariantSection):
 Draft = Annotated[Ngram | DraftModel, Field(discriminator="kind")]
 
 
+class Server(Section):
+    """How a rollout engine that runs as a server is spoken to, and handed the weights."""
+
+    api_key_variable: str | None = None
+    """The environment variable that holds the server's key; the key itself is in no recipe."""
+    connections: PositiveInt = 64
+    """Requests that are under way at a time."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """The longest wait for one answer."""
+    reconnect_s: NonNegative = 120.0
+    """How long a server that is gone is waited for before the run ends."""
+    hand_over: Literal["group", "folder", "adapter"] = "folder"
+    """How weights get there: over a process group that the server joins (in buckets of one broadcast each), as a model
+    folder, or the trained adapter alone as a folder."""
+    exchange_folder: str | None = None
+    """hand_over: folder, adapter: a folder on a disk that trainer and server both see; by default `hand-over` in the
+    run folder."""
+    bucket_mib: PositiveInt = 512
+    """hand_over: group: tensors of one broadcast, in MiB."""
+    group_address: str = "127.0.0.1"
+    """hand_over: group: where the server reaches this machine."""
+    canary_tolerance: NonNegative = 0.05
+    """After each hand-over the server is asked for the log-probabilities of fixed tokens. A mean difference from the
+    trainer's above this, in nats, stops the run."""
+
+
 class Rollout(Section):
     """The engine that samples from the policy. Of its settings none but `draft` changes an answer, and that one keeps
     the distribution which answers are drawn from."""
@@ -43,6 +69,8 @@ class Rollout(Section):
     which are handed the weights."""
     url: str | None = None
     """vllm, sglang: where the server listens, such as http://localhost:8000."""
+    server: Server = Server()
+    """vllm, sglang: how the server is spoken to."""
     block: PositiveInt = 16
     """Tokens whose keys and values are kept together (the page size)."""
     cache_gib: Annotated[float, Field(gt=0)] = 2.0
