@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from danlu.layer_types import ReduceGroup
-from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, rows_per_slice
+from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, columns_in_slice, rows_per_slice
 from danlu.types import TokenLogprobs
 
 OUTSIDE = -1e30
@@ -54,7 +54,8 @@ def token_logprobs(
             normalised over, as sampling with top-k or top-p does. The target is among them in any case.
         entropy, collision: whether they are computed; None in the result where they are not.
         softcap: logits become softcap x tanh(logits / softcap) (Gemma 2, arXiv:2408.00118).
-        slice_rows: S; by default as many as the caches (or a GPU) like.
+        slice_rows: S; by default as many as the caches (or a GPU) like, which depends on N. With `EXACT_SLICE_ROWS` a
+            target's result does not.
         tensor_group, vocab_start, vocab_size: where ranks cut the vocabulary, as in `linear_cross_entropy`:
             results are those of the whole vocabulary on each, the head's gradient is that of its rows, the hidden
             states' is a term of a sum over the group.
@@ -62,13 +63,45 @@ def token_logprobs(
     Returns float32 (float64 for float64 hidden states).
     Raises ValueError for a temperature that is not above 0.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature {temperature}: logits are divided by it, so it must be above 0")
+    _check_temperature(temperature)
     assert tensor_group is None or vocab_size is not None, "the size of a vocabulary that is cut must be given"
     slice_rows = slice_rows or rows_per_slice(hidden.shape[0], hidden.device.type)
     slices = VocabSlices(hidden, head, targets, softcap, slice_rows, vocab_start)
     scores = _Scores(slices, temperature, support)
     return TokenLogprobs(*_TokenLogprobs.apply(hidden, head, scores, entropy, collision, tensor_group))
+
+
+def logprobs_of_logits(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    support: Tensor | None = None,
+    slice_rows: int,
+) -> Tensor:
+    """`token_logprobs` of logits that are there already: [N], the same bits where slices are the same.
+
+    That is what a sampler records with `numerics: exact`: softmax over a whole row adds up in another order.
+
+    Args:
+        logits: [N, V] float32, after the soft cap, as `vocab_slices.logits_in_slices` gives them.
+        targets: [N] int64.
+        temperature, support, slice_rows: as in `token_logprobs`.
+
+    Raises ValueError for a temperature that is not above 0.
+    """
+    _check_temperature(temperature)
+    sums = _RunningSums.begin(logits, entropy=False, collision=False)
+    for start in range(0, logits.shape[1], slice_rows):
+        capped = logits[:, start : start + slice_rows]
+        columns, inside = columns_in_slice(targets, start, capped.shape[1])
+        sums.add(_scores(capped, columns, inside, start, temperature, support), columns, inside)
+    return sums.at_target - sums.log_z
+
+
+def _check_temperature(temperature: float) -> None:
+    if temperature <= 0:
+        raise ValueError(f"temperature {temperature}: logits are divided by it, so it must be above 0")
 
 
 @dataclass(frozen=True)
@@ -81,15 +114,78 @@ class _Scores:
 
     def __call__(self, capped: Tensor, part: VocabSlice, out: Tensor | None = None) -> Tensor:
         """z [N, S] of one slice, given its logits; into `out`, which may be the logits themselves."""
-        z = torch.div(capped, self.temperature, out=out)
-        if self.support is None:
-            return z
-        rows = z.shape[1]
-        columns = self.support - (self.slices.vocab_start + part.start)  # [N, K]
-        columns = columns.masked_fill((columns < 0) | (columns >= rows), rows)
-        inside = torch.zeros(len(z), rows + 1, dtype=torch.bool, device=z.device).scatter_(1, columns, True)
-        of_target = part.columns.masked_fill(~part.inside.unsqueeze(1), rows)
-        return z.masked_fill_(~inside.scatter_(1, of_target, True)[:, :rows], OUTSIDE)
+        first = self.slices.vocab_start + part.start
+        return _scores(capped, part.columns, part.inside, first, self.temperature, self.support, out)
+
+
+def _scores(
+    capped: Tensor,  # [N, S] logits of the tokens from `first` on
+    columns: Tensor,  # [N, 1] of the targets
+    inside: Tensor,  # [N] bool: whether a target is among these tokens
+    first: int,
+    temperature: float,
+    support: Tensor | None,  # [N, K]
+    out: Tensor | None = None,
+) -> Tensor:
+    z = torch.div(capped, temperature, out=out)
+    if support is None:
+        return z
+    rows = z.shape[1]
+    kept = support - first  # [N, K]
+    kept = kept.masked_fill((kept < 0) | (kept >= rows), rows)
+    in_support = torch.zeros(len(z), rows + 1, dtype=torch.bool, device=z.device).scatter_(1, kept, True)
+    of_target = columns.masked_fill(~inside.unsqueeze(1), rows)
+    return z.masked_fill_(~in_support.scatter_(1, of_target, True)[:, :rows], OUTSIDE)
+
+
+@dataclass
+class _RunningSums:
+    """Sums over the vocabulary relative to the largest z so far, in one pass over its slices (arXiv:1805.02867)."""
+
+    highest: Tensor  # [N] float32 or wider, like all
+    at_target: Tensor  # z of the target
+    mass: Tensor  # sum of exp(z)
+    moment: Tensor | None  # of exp(z) z
+    squares: Tensor | None  # of exp(z)^2
+
+    @classmethod
+    def begin(cls, rows: Tensor, *, entropy: bool, collision: bool) -> _RunningSums:
+        """Sums of nothing; rows [N, any] for device and type."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        highest = rows.new_full((rows.shape[0],), float("-inf"), dtype=wide)
+        wanted = (True, True, entropy, collision)
+        at_target, mass, moment, squares = (torch.zeros_like(highest) if each else None for each in wanted)
+        assert at_target is not None and mass is not None
+        return cls(highest, at_target, mass, moment, squares)
+
+    def add(self, z: Tensor, columns: Tensor, inside: Tensor) -> None:
+        """A slice z [N, S], with the columns [N, 1] of the targets and whether they are inside [N]."""
+        self.at_target += z.gather(1, columns).squeeze(1).masked_fill_(~inside, 0)
+        raised = torch.maximum(self.highest, z.amax(1))
+        exp = (z - raised.unsqueeze(1)).exp_()
+        shrink = (self.highest - raised).exp_()
+        self.mass.mul_(shrink).add_(exp.sum(1))
+        if self.squares is not None:
+            self.squares.mul_(shrink.square()).add_(exp.square().sum(1))
+        if self.moment is not None:
+            self.moment.mul_(shrink).add_(exp.mul_(z).sum(1))
+        self.highest = raised
+
+    def all_reduce(self, group: ReduceGroup) -> None:
+        """Makes sums over the slices of one process those over the whole vocabulary."""
+        local, self.highest = self.highest, group.max(self.highest.clone())
+        shrink = (local - self.highest).exp_()
+        rows = [self.at_target, self.mass * shrink]
+        rows += [] if self.moment is None else [self.moment * shrink]
+        rows += [] if self.squares is None else [self.squares * shrink.square()]
+        self.at_target, self.mass, *rest = group.sum(torch.stack(rows))
+        self.moment = None if self.moment is None else rest.pop(0)
+        self.squares = None if self.squares is None else rest.pop(0)
+
+    @property
+    def log_z(self) -> Tensor:
+        """[N] logsumexp(z)."""
+        return self.highest + self.mass.log()
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -104,42 +200,21 @@ class _TokenLogprobs(torch.autograd.Function):
         group: ReduceGroup | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        # One pass with a running maximum (arXiv:1805.02867): the sums over the vocabulary are relative to `highest`.
-        highest = hidden.new_full((hidden.shape[0],), float("-inf"), dtype=wide)
-        at_target, mass = (torch.zeros_like(highest) for _ in range(2))  # mass: of exp(z)
-        moment = torch.zeros_like(highest) if wants_entropy else None  # of exp(z) z
-        squares = torch.zeros_like(highest) if wants_collision else None  # of exp(z)^2
+        sums = _RunningSums.begin(hidden, entropy=wants_entropy, collision=wants_collision)
         slices = scores.slices
         for part in slices:
             logits = slices.logits(part, wide)
-            z = scores(logits, part, out=logits)  # [N, S]
-            at_target += z.gather(1, part.columns).squeeze(1).masked_fill_(~part.inside, 0)
-            raised = torch.maximum(highest, z.amax(1))
-            exp = (z - raised.unsqueeze(1)).exp_()
-            shrink = (highest - raised).exp_()
-            mass.mul_(shrink).add_(exp.sum(1))
-            if squares is not None:
-                squares.mul_(shrink.square()).add_(exp.square().sum(1))
-            if moment is not None:
-                moment.mul_(shrink).add_(exp.mul_(z).sum(1))
-            highest = raised
-        if group is not None and len(highest):
-            local, highest = highest, group.max(highest.clone())
-            shrink = (local - highest).exp_()
-            rows = [at_target, mass * shrink]
-            rows += [] if moment is None else [moment * shrink]
-            rows += [] if squares is None else [squares * shrink.square()]
-            at_target, mass, *rest = group.sum(torch.stack(rows))
-            moment = None if moment is None else rest.pop(0)
-            squares = None if squares is None else rest.pop(0)
-        log_z = highest + mass.log()
-        entropy = None if moment is None else log_z - moment / mass
-        collision = None if squares is None else squares.log() - 2 * mass.log()
+            sums.add(scores(logits, part, out=logits), part.columns, part.inside)
+        if group is not None and hidden.shape[0]:
+            sums.all_reduce(group)
+        log_z, mass = sums.log_z, sums.mass
+        entropy = None if sums.moment is None else log_z - sums.moment / mass
+        collision = None if sums.squares is None else sums.squares.log() - 2 * mass.log()
         if collision is not None:
             ctx.mark_non_differentiable(collision)
         ctx.scores = scores
         ctx.save_for_backward(hidden, head, log_z, entropy)
-        return at_target - log_z, entropy, collision
+        return sums.at_target - log_z, entropy, collision
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]

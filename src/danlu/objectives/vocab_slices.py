@@ -15,6 +15,9 @@ from torch import Tensor
 SLICE_BYTES_CPU = 4 * 2**20
 SLICE_BYTES_CUDA = 128 * 2**20
 NARROWEST_SLICE = 256
+# S with `numerics: exact`, whatever N is: a product's bits hang on its number of columns, a sum's on how it is cut.
+# From 32,768 numbers on torch would sum a single row by several threads, and otherwise than many rows.
+EXACT_SLICE_ROWS = 2048
 # Columns of logits whose largest value is found before the column where it stands: see `argmax_rows`.
 ARGMAX_COLUMNS = 64
 
@@ -43,14 +46,12 @@ class VocabSlices:
     def __iter__(self) -> Iterator[VocabSlice]:
         for start in range(0, self.head.shape[0], self.slice_rows):
             head = self.head[start : start + self.slice_rows].to(self.hidden.dtype)  # [S, D]
-            columns = self.targets - (self.vocab_start + start)
-            inside = (columns >= 0) & (columns < head.shape[0])
-            yield VocabSlice(start, head, columns.clamp_(0, head.shape[0] - 1).unsqueeze(1), inside)
+            columns, inside = columns_in_slice(self.targets, self.vocab_start + start, head.shape[0])
+            yield VocabSlice(start, head, columns, inside)
 
     def logits(self, part: VocabSlice, dtype: torch.dtype) -> Tensor:
         """Logits [N, S] of one slice in `dtype`, after the soft cap; the same bits each time."""
-        y = (self.hidden @ part.head.t()).to(dtype)
-        return y if self.softcap is None else y.div_(self.softcap).tanh_().mul_(self.softcap)
+        return _slice_logits(self.hidden, part.head, dtype, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,33 @@ class VocabSlice:
     head: Tensor  # [S, D] in hidden's dtype
     columns: Tensor  # [N, 1] int64: of each target in this slice; any column if it is in another one
     inside: Tensor  # [N] bool: whether it is in this one
+
+
+def columns_in_slice(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Of targets [N] in a slice of the tokens `first` to `first + rows`: columns [N, 1], any for those that are in
+    another slice, and whether they are in this one [N]."""
+    columns = targets - first
+    inside = (columns >= 0) & (columns < rows)
+    return columns.clamp_(0, rows - 1).unsqueeze(1), inside
+
+
+def logits_in_slices(hidden: Tensor, head: Tensor, *, softcap: float | None, slice_rows: int) -> Tensor:
+    """The logits [N, V] that `VocabSlices` gives slice by slice, float32 or wider: the same bits for the same S.
+
+    hidden [N, D]; head [V, D], float32 or hidden's dtype.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = hidden.new_empty(hidden.shape[0], head.shape[0], dtype=wide)
+    for start in range(0, head.shape[0], slice_rows):
+        rows = head[start : start + slice_rows].to(hidden.dtype)  # [S, D]
+        logits[:, start : start + slice_rows] = _slice_logits(hidden, rows, wide, softcap)
+    return logits
+
+
+def _slice_logits(hidden: Tensor, rows: Tensor, dtype: torch.dtype, softcap: float | None) -> Tensor:
+    """hidden [N, D] times some rows [S, D] of a head, after the soft cap -> [N, S] in `dtype`."""
+    y = (hidden @ rows.t()).to(dtype)
+    return y if softcap is None else y.div_(softcap).tanh_().mul_(softcap)
 
 
 def argmax_rows(y: Tensor) -> tuple[Tensor, Tensor]:
