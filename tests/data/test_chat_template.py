@@ -25,8 +25,7 @@ from hypothesis import strategies as st
 
 from danlu.data import resource_limits
 from danlu.data.chat_template import ChatTemplate
-from danlu.data.messages import Conversation
-from danlu.data.render import turn_of
+from danlu.data.messages import Conversation, turn_of
 from danlu.data.rows import parse_row
 from danlu.errors import DataError
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from danlu.data import message_spans
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.message_spans import AnnotatedText, Reason, SpanRenderer, annotate
-from danlu.data.messages import Conversation
-from danlu.data.render import turn_of
+from danlu.data.messages import Conversation, turn_of
 from danlu.data.rows import parse_row
 from danlu.errors import DataError
 

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 from danlu.data import render as render_module
 from danlu.data.message_spans import Reason
-from danlu.data.messages import Conversation
-from danlu.data.render import RenderedSample, RenderSettings, render_rows, turn_of, untrained_terminator
+from danlu.data.messages import Conversation, turn_of
+from danlu.data.render import RenderedSample, RenderSettings, render_rows, untrained_terminator
 from danlu.data.rows import parse_row
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizing import NOTHING_LEFT, NOTHING_TRAINED, TOO_LONG, fit_to_length

@@ -152,3 +152,16 @@ def test_a_name_that_is_not_there(tiny_world: World, folders: dict[str, Path]) -
     assert plain.chat_adapters.active_name == "none" and plain.chat_adapters.adapters == ()
     with pytest.raises(DataError, match="lora: no such adapter; there are none. Start with --adapter PATH"):
         plain.switch("lora")
+
+
+def test_what_cannot_chat_can_be_given_texts_to_continue(
+    tiny_world: World, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    mute = template(Path(shutil.copytree(folders["lora"], tmp_path / "mute")), tiny_world, None)
+    talk = Talk(tiny_world.base, folders["prompt"], mute)
+    with pytest.raises(DataError, match="mute: no chat template"):
+        talk.chat_adapters.tokenizer_of("mute")
+    assert talk.chat_adapters.tokenizer_of("mute", chat=False).chat_tokenizer.encode_prompt("Hi")
+    assert len(talk.chat_adapters.tokenizer_of("prompt").virtual_token_ids) == 5
+    assert talk.chat_adapters.tokenizer_of("none").virtual_token_ids == ()
+    assert talk.chat_adapters.active_name == "prompt", "asking switches nothing"

@@ -75,7 +75,14 @@ class Conversation:
 
 
 def parse_conversation(turns: Any, value: Mapping[str, Any], where: str, context: int = 0) -> Conversation:
-    """Messages in the order of a row; the first `context` of them are there for what follows."""
+    """Messages in the order of a row, with an answer; the first `context` of them are there for what follows."""
+    conversation = parse_turns(turns, value, where, context)
+    _require_answer(conversation.messages, where)
+    return conversation
+
+
+def parse_turns(turns: Any, value: Mapping[str, Any], where: str, context: int = 0) -> Conversation:
+    """The same of a conversation that need not have an answer: a prompt."""
     turns = decode_list(turns)
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise DataError(f"{where}: a conversation must be a list of messages (objects), not {type_name(turns)}")
@@ -84,7 +91,19 @@ def parse_conversation(turns: Any, value: Mapping[str, Any], where: str, context
     if system and messages and messages[0].role != "system":
         messages.insert(0, Message("system", system))
     keys = tuple(sorted({key for turn in turns for key in turn.keys() - _READ_KEYS if turn[key] is not None}))
-    return Conversation(check_turn_order(messages, where), parse_tools(value.get("tools"), where), keys)
+    return Conversation(check_order(messages, where), parse_tools(value.get("tools"), where), keys)
+
+
+def turn_of(message: Message) -> dict[str, Any]:
+    """A message as chat templates see it: only the keys it has, the thought under both names in use."""
+    optional = {
+        "tool_calls": list(message.tool_calls or ()),
+        "reasoning_content": message.reasoning_content,
+        "thinking": message.reasoning_content,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+    }
+    return {"role": message.role, "content": message.content} | {k: value for k, value in optional.items() if value}
 
 
 def _message(turn: Mapping[str, Any], where: str, is_context: bool) -> Message:
@@ -97,7 +116,12 @@ def _message(turn: Mapping[str, Any], where: str, is_context: bool) -> Message:
         )
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise DataError(f"{where}: unknown role {abbreviate(name)}. Known roles: {', '.join(ROLES)}")
+        # Here: pydantic, which only a mistake has to wait for.
+        from danlu.recipe.messages import did_you_mean
+
+        hint = did_you_mean(name, list(ROLES)) if isinstance(name, str) else ""
+        known = ", ".join(ROLES)
+        raise DataError(f"{where}: unknown role {abbreviate(name)}. Known roles: {known}{hint and f'.{hint}'}")
     content, content_reasoning, content_calls = _content(turn.get(content_key), where)
     calls = turn.get("tool_calls") or turn.get("function_call")
     if role == "tool_call":
@@ -202,6 +226,13 @@ def parse_tools(tools: Any, where: str) -> tuple[dict[str, Any], ...] | None:
 
 
 def check_turn_order(messages: Iterable[Message], where: str) -> tuple[Message, ...]:
+    """The messages, if `check_order` allows them and one is the assistant's. Raises DataError."""
+    checked = check_order(messages, where)
+    _require_answer(checked, where)
+    return checked
+
+
+def check_order(messages: Iterable[Message], where: str) -> tuple[Message, ...]:
     """The messages, if they alternate: system messages first, then user turns, each answered by the assistant.
 
     Between a user turn and the answer there may be tool calls (assistant) with their results (tool). A last user turn
@@ -216,9 +247,12 @@ def check_turn_order(messages: Iterable[Message], where: str) -> tuple[Message, 
         if problem := _order_problem(previous, message):
             raise DataError(f"{where} message {number}: {problem}")
         previous = message
-    if not any(message.role == "assistant" for message in checked):
-        raise DataError(f"{where}: no assistant message, so there is nothing to train on; remove the row")
     return checked
+
+
+def _require_answer(messages: Iterable[Message], where: str) -> None:
+    if not any(message.role == "assistant" for message in messages):
+        raise DataError(f"{where}: no assistant message, so there is nothing to train on; remove the row")
 
 
 def _order_problem(previous: Message | None, message: Message) -> str | None:

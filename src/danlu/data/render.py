@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.message_spans import AnnotatedText, Reason, SpanRenderer
-from danlu.data.messages import Conversation, Message
+from danlu.data.messages import Conversation, Message, turn_of
 from danlu.data.rows import Completion, Row, Text, Tokenized
 from danlu.data.tokenizer import Encoded, Tokenizer
 from danlu.errors import DataError
@@ -261,18 +261,6 @@ class _Renderer:
 
 _renderer = lru_cache(maxsize=4)(_Renderer)
 """Kept for the next rows: what is found out about a template takes longer than a row."""
-
-
-def turn_of(message: Message) -> dict[str, Any]:
-    """A message as chat templates see it: only the keys it has, the thought under both names in use."""
-    optional = {
-        "tool_calls": list(message.tool_calls or ()),
-        "reasoning_content": message.reasoning_content,
-        "thinking": message.reasoning_content,
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-    }
-    return {"role": message.role, "content": message.content} | {k: value for k, value in optional.items() if value}
 
 
 def _merge_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:

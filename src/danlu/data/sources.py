@@ -50,6 +50,12 @@ def read_rows(source: Source) -> Iterator[RawRow]:
         raise DataError(f"{path}: there are no rows in it")
 
 
+def read_file_rows(file: Path) -> Iterator[RawRow]:
+    """The rows of one file in order; raises as `read_rows` does."""
+    for number, (where, content) in enumerate(_read_files(_files(file), file)):
+        yield RawRow(number, where, content)
+
+
 def source_names(sources: Sequence[Source]) -> list[str]:
     """A short name for each source, in order: the last part of its path, without directories that differ by machine.
 

@@ -49,24 +49,40 @@ class ChatAdapters:
 
         Raises DataError for a name that is not there, and for one without a chat template; nothing has changed then.
         """
+        active = self.tokenizer_of(name)
+        if self._loaded.stacks is not None:
+            self._loaded.stacks.use(self._number(name))
+        self.active_name = name
+        return active
+
+    def tokenizer_of(self, name: str, *, chat: bool = True) -> ActiveAdapter:
+        """What an adapter, or with `none` the base, is spoken to with. chat: it has to have a chat template.
+
+        Raises DataError for a name that is not there, and for one without the template that it has to have.
+        """
         if name not in (BASE, *self.adapters):
             known = f"{', '.join(self.adapters)} and {BASE}" if self.adapters else "none. Start with --adapter PATH"
             raise DataError(f"{name}: no such adapter; there are {known}")
-        number = None if name == BASE else self.adapters.index(name)
-        folder, chat_tokenizer = self._find_chat_tokenizer(number)
-        if self._loaded.stacks is not None:
-            self._loaded.stacks.use(number)
-        self.active_name = name
+        folder, chat_tokenizer = self._find_chat_tokenizer(self._number(name), chat)
         stop_ids = stop_ids_of(self._loaded.model, chat_tokenizer, self._resolved.folder, folder)
-        return ActiveAdapter(chat_tokenizer, stop_ids, self._loaded.virtual_token_ids)
+        adapters = self._loaded.engine_adapters
+        return ActiveAdapter(chat_tokenizer, stop_ids, () if adapters is None else adapters.virtual_token_ids(name))
 
-    def _find_chat_tokenizer(self, number: int | None) -> tuple[Path, ChatTokenizer]:
-        """The first of `_tokenizer_folders` with a chat template, and its tokenizer. number: of a stack; None: base."""
+    def _number(self, name: str) -> int | None:
+        """The number of a stack; None of the base."""
+        return None if name == BASE else self.adapters.index(name)
+
+    def _find_chat_tokenizer(self, number: int | None, chat: bool) -> tuple[Path, ChatTokenizer]:
+        """The first of `_tokenizer_folders` with a tokenizer, and it. number: of a stack; None: base.
+
+        chat: one with a chat template.
+        """
         problem: DataError | None = None
         for folder in self._tokenizer_folders(number):
             try:
                 chat_tokenizer = self._chat_tokenizer(folder)
-                chat_tokenizer.require_chat_template()
+                if chat:
+                    chat_tokenizer.require_chat_template()
             except DataError as error:
                 problem = problem or error
             else:

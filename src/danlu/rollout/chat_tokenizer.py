@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from danlu.data.tokenizer import Tokenizer
 from danlu.errors import DataError
@@ -37,13 +38,16 @@ class ChatTokenizer:
             )
         return tokens
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """The tokens of a conversation by the chat template, with its generation prompt for the assistant.
 
+        tools: that the assistant may call, for templates that tell of them.
         Raises DataError when there is no template, or when it refuses the conversation.
         """
         # The template writes the beginning-of-text token itself.
-        return self.tokenizer.encode(self.tokenizer.apply_template(messages, add_generation_prompt=True))
+        return self.tokenizer.encode(self.tokenizer.apply_template(messages, tools, add_generation_prompt=True))
 
     def encode_chat_prompt(self, text: str) -> list[int]:
         """The tokens of one user's turn by the chat template."""
