@@ -22,6 +22,7 @@ LAYERS: dict[str, int] = {
     "safetensors_format": 0,
     "shard_box": 0,
     "small_files": 0,
+    "spelling": 0,
     "terminal": 0,
     "tokenizer_files": 0,
     "layer_types": 0,

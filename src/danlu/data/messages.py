@@ -10,6 +10,7 @@ import numpy as np
 
 from danlu.data.column_values import abbreviate, decode_json, decode_list, require_string, type_name
 from danlu.errors import DataError
+from danlu.spelling import did_you_mean
 
 _ROLE_NAMES = {
     "system": ("system", "developer"),
@@ -116,9 +117,6 @@ def _message(turn: Mapping[str, Any], where: str, is_context: bool) -> Message:
         )
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        # Here: pydantic, which only a mistake has to wait for.
-        from danlu.recipe.messages import did_you_mean
-
         hint = did_you_mean(name, list(ROLES)) if isinstance(name, str) else ""
         known = ", ".join(ROLES)
         raise DataError(f"{where}: unknown role {abbreviate(name)}. Known roles: {known}{hint and f'.{hint}'}")

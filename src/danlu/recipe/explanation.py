@@ -10,10 +10,11 @@ from pydantic_core import PydanticUndefined
 
 from danlu.errors import RecipeError
 from danlu.recipe.loading import Loaded
-from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, closest_match, describe_type, first_sentence
+from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, first_sentence
 from danlu.recipe.sections import Recipe, Section, value_at
 from danlu.recipe.type_hints import Hint, field_types, literal_values, subsection_types, variants_of
 from danlu.registry import suggested_verb
+from danlu.spelling import closest_match
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 from danlu.errors import RecipeError
 from danlu.recipe import overrides as overriding
-from danlu.recipe.messages import did_you_mean
 from danlu.recipe.sections import Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.validation import validate
 from danlu.recipe.yaml_tree import Node, Origin, Problem
+from danlu.spelling import did_you_mean
 
 
 def recipe_from_arguments(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from danlu.errors import DanluError, RecipeError, ResourceError
-from danlu.recipe.messages import did_you_mean
+from danlu.spelling import did_you_mean
 
 
 def folder() -> Path:

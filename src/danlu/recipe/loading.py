@@ -10,7 +10,6 @@ from pathlib import Path
 from danlu.errors import RecipeError
 from danlu.recipe import overrides as overriding
 from danlu.recipe import rules
-from danlu.recipe.messages import closest_match
 from danlu.recipe.sections import Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.stage_names import expand_stage
@@ -18,6 +17,7 @@ from danlu.recipe.validation import validate
 from danlu.recipe.yaml_reader import MAX_BYTES, parse
 from danlu.recipe.yaml_tree import Node, Origin, Problem, overlap
 from danlu.small_files import read_small
+from danlu.spelling import closest_match
 
 
 @dataclass(frozen=True)

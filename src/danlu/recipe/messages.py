@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from pydantic.fields import FieldInfo
@@ -77,22 +76,6 @@ KEYS_OF_OTHER_TOOLS = {name: key for key, names in _NAMES_IN_OTHER_TOOLS.items()
 
 
 _NUMBERS = {int: "a whole number", float: "a number"}
-
-
-def closest_match(name: object, candidates: list[str]) -> str | None:
-    """The candidate most like a misspelt name, or the longest that it begins with; None if none is like it at all."""
-    lower = str(name).lower()
-    matches = get_close_matches(lower, candidates, n=1, cutoff=0.6)
-    beginnings = [candidate for candidate in candidates if len(candidate) > 2 and lower.startswith(candidate)]
-    return matches[0] if matches else max(beginnings, key=len, default=None)
-
-
-def did_you_mean(name: str, candidates: list[str] | dict[str, str]) -> str:
-    """` Did you mean 'rank'?` for a misspelt name: the candidate most like it, or what it stands for; else ""."""
-    guess = closest_match(name, list(candidates))
-    if guess is None:
-        return ""
-    return f" Did you mean {candidates[guess] if isinstance(candidates, dict) else guess!r}?"
 
 
 def first_sentence(text: str | None) -> str:

@@ -17,6 +17,7 @@ from danlu.errors import DataError
 from danlu.models.config import ModelConfig
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.prompts import prompt_problem
+from danlu.spelling import did_you_mean
 
 Row = TypeVar("Row")
 Value = TypeVar("Value")
@@ -119,7 +120,7 @@ def prompt_row(row: RawRow) -> PromptRow:
         raise DataError(f"{_place(row, key)}: '{key}' must be {kinds}, not {type_name(given[key])}")
     conversation = parse_turns(given[key], value, row.where)
     for unread in conversation.unread:
-        if hint := _hint(unread, MESSAGE_KEYS):
+        if hint := did_you_mean(unread, list(MESSAGE_KEYS)):
             raise DataError(f"{_place(row, unread)}: unknown key '{unread}' of a message.{hint}")
     if not conversation.messages:
         raise DataError(f"{_place(row, key)}: '{key}' is an empty list; there is nothing to answer")
@@ -133,7 +134,7 @@ def prompt_row(row: RawRow) -> PromptRow:
 
 
 def _without_prompt(row: RawRow, value: Mapping[str, Any]) -> str:
-    hints = {key: hint for key in value if key not in _KEYS and (hint := _hint(key, _KEYS))}
+    hints = {key: hint for key in value if key not in _KEYS and (hint := did_you_mean(key, list(_KEYS)))}
     misspelt = next(iter(hints), None)
     place = row.where if misspelt is None else _place(row, misspelt)
     hint = "" if misspelt is None else f" '{misspelt}':{hints[misspelt]}"
@@ -141,13 +142,6 @@ def _without_prompt(row: RawRow, value: Mapping[str, Any]) -> str:
         f"{place}: no 'prompt' and no 'messages', one of which a row must have; the keys are "
         f"{', '.join(value) or '(none)'}.{hint}"
     )
-
-
-def _hint(key: str, known: Sequence[str]) -> str:
-    # Here: pydantic, which only a mistake has to wait for.
-    from danlu.recipe.messages import did_you_mean
-
-    return did_you_mean(key, list(known))
 
 
 def _place(row: RawRow, key: str) -> str:
