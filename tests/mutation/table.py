@@ -488,17 +488,25 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- rollout
     Mutation(
         "rollout/sampling.py",
-        "torch.where(logits < 0, logits * penalty, logits / penalty)",
-        "logits / penalty",
+        "torch.where(values < 0, values * penalty, values / penalty)",
+        "values / penalty",
         "rollout/test_sampling.py",
     ),
     Mutation(
         "rollout/sampling.py",
-        "inside = above < top_p",
-        "inside = above + probabilities < top_p",
+        "uniform(row.options.seed, row.number, row.sample, row.position)",
+        "uniform(row.options.seed, 0, row.sample, row.position)",
         "rollout/test_sampling.py",
     ),
-    Mutation("rollout/sampling.py", "math.log(options.min_p)", "options.min_p", "rollout/test_sampling.py"),
+    Mutation(
+        "rollout/filters.py",
+        "inside = cumulative - exp < top_p * total",
+        "inside = cumulative < top_p * total",
+        "rollout/test_sampling.py",
+    ),
+    Mutation("rollout/filters.py", "math.log(option.min_p)", "option.min_p", "rollout/test_sampling.py"),
+    Mutation("rollout/filters.py", "if count == width < vocab_size", "if count > width", "rollout/test_sampling.py"),
+    Mutation("rollout/blocked_softmax.py", "targets - below", "targets", "rollout/test_sampling.py"),
     Mutation(
         "rollout/cache.py",
         "hidden |= columns <= last - window",

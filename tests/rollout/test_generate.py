@@ -13,7 +13,7 @@ from danlu.models.saving import save
 from danlu.rollout.cache import KVCache
 from danlu.rollout.generate import generate, prefill, prefill_chunks
 from danlu.rollout.request import SamplingOptions
-from danlu.rollout.sampling import sample
+from danlu.rollout.sampling import DrawRow, draw
 
 GREEDY = SamplingOptions(temperature=0)
 SCALINGS = [LinearScaling(4.0), DynamicScaling(4.0), Llama3Scaling(4.0, 1.0, 4.0, 16), YarnScaling(4.0, 16)]
@@ -26,11 +26,9 @@ def slowly(model, prompt, options, count, index=0, virtual_token_ids=()):
     for _ in range(count):
         ids = torch.tensor([*virtual_token_ids, *tokens])
         hidden = model(ids, torch.arange(len(ids)), ReferenceAttention((0, len(ids))))
-        seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
-        seen[0, tokens] = True
-        token, logprob = sample(model.logits(hidden[-1:]), options, seen, [index], [len(ids)])
-        tokens.append(token.item())
-        logprobs.append(logprob.item())
+        drawn = draw(model.logits(hidden[-1:]), [DrawRow(options, index, 0, len(ids), tokens)])
+        tokens.append(drawn.tokens[0])
+        logprobs.append(drawn.logprobs[0])
     return tokens[len(prompt) :], logprobs
 
 

@@ -20,7 +20,7 @@ from danlu.models.decoder import Decoder
 from danlu.rollout.cache import KVCache
 from danlu.rollout.prompts import check_prompts
 from danlu.rollout.request import SamplingOptions
-from danlu.rollout.sampling import sample
+from danlu.rollout.sampling import DrawRow, SeenTokens, draw
 from danlu.rollout.stopping import Decode, TextStream
 
 # Prompt tokens per forward pass: enough for efficient matrix products, few enough that the attention scores of one pass
@@ -209,39 +209,32 @@ def grow(
     """Adds tokens to the answers until each is finished. The last token of a sequence does not get into the cache."""
     dtype = dtype or next(model.parameters()).dtype
     active = list(answers)
-    seen = _seen(prompts, logits) if options.repetition_penalty != 1.0 else None
+    penalised = options.repetition_penalty != 1.0
+    seen = {answer.sample: SeenTokens(prompt) for answer, prompt in zip(answers, prompts, strict=True)}
     while True:
-        tokens, logprobs = sample(
-            logits, options, seen, [answer.sample for answer in active], [answer.position for answer in active]
-        )
-        for answer, token, logprob in zip(active, tokens.tolist(), logprobs.tolist(), strict=True):
+        rows = [
+            DrawRow(options, answer.sample, 0, answer.position, seen[answer.sample].ids if penalised else None)
+            for answer in active
+        ]
+        drawn = draw(logits, rows)
+        for answer, token, logprob in zip(active, drawn.tokens, drawn.logprobs, strict=True):
             if not math.isfinite(logprob):
                 raise ModelError(
                     f"the model's output is not finite at position {answer.position}: a weight may be NaN, or the "
                     f"numbers leave the range of {str(dtype).removeprefix('torch.')} (try a wider dtype)"
                 )
             text = answer.add(token, logprob, stopping)
+            seen[answer.sample].add(token)
             if on_token is not None:
                 on_token(answer.sample, token, text)
-        if seen is not None:
-            seen.scatter_(1, tokens.unsqueeze(1), True)
         finished = [row for row, answer in enumerate(active) if answer.finish is not None]
         if len(finished) == len(active):
             return
         if finished:
             order = cache.drop(finished)
             active = [active[row] for row in order]
-            tokens = tokens[order]
-            seen = None if seen is None else seen[order]
-        positions = torch.tensor(cache.lengths, device=tokens.device)
+        tokens = torch.tensor([answer.tokens[-1] for answer in active], device=logits.device)
+        positions = torch.tensor(cache.lengths, device=logits.device)
         # Rotary scalings that depend on the length: cached keys keep the frequencies of the length that they were
         # computed at, as in transformers.
         logits = model.logits(model(tokens, positions, cache.extend([1] * len(active)), dtype, positions + 1))
-
-
-def _seen(prompts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """[B, V] bool, True where a token is in the prompt."""
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        seen[row, torch.tensor(list(prompt), device=logits.device)] = True
-    return seen

@@ -1,119 +1,282 @@
-"""From logits to the next token: greedy, or drawn with temperature, top-k, top-p and min-p.
+"""From logits to the next token of each sequence: greedy, or drawn with temperature, top-k, top-p and min-p.
+
+Rows of a batch may have different options.
 
 B sequences · V vocabulary
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import functools
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from danlu.errors import DataError
+from danlu.rollout.blocked_softmax import BlockedSoftmax, column, cumsum, likeliest, search
+from danlu.rollout.filters import FIRST_WIDTH, keep
 from danlu.rollout.request import SamplingOptions
-
-# How many of the likeliest tokens top-p considers before it sorts the whole vocabulary: for V = 128256 on one CPU core
-# `topk` of 1024 takes 0.7 ms and the sort 9 ms, and these nearly always contain the nucleus.
-NUCLEUS_HEAD = 1024
+from danlu.rollout.support import Support
 
 _MASK64 = (1 << 64) - 1
 
 
-def sample(
-    logits: Tensor,  # [B, V] float32
-    options: SamplingOptions,
-    seen: Tensor | None,  # [B, V] bool, True where the token is in the sequence so far; None = no repetition penalty
-    samples: Sequence[int],
-    positions: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """The next token of each sequence, and its log-probability.
+@dataclass(frozen=True)
+class DrawRow:
+    """What the next token of a sequence depends on, beside its logits."""
 
-    The draw for row b depends on (options.seed, samples[b], positions[b]) and its logits alone: not on which other
-    sequences share the batch. Filters come in the order of transformers: repetition penalty, temperature, top-k, top-p,
-    min-p; tokens that tie with the last one kept are kept too.
+    options: SamplingOptions
+    number: int
+    """Of the request."""
+    sample: int
+    position: int
+    """Of the token that is drawn, in the sequence, virtual tokens included."""
+    seen: np.ndarray | Sequence[int] | None = None
+    """[n] the tokens of prompt and answer so far, in any order, repeats allowed; only a repetition penalty asks for
+    them (`SeenTokens.ids` keeps them ready)."""
+    top_logprobs: int = 0
 
-    Returns tokens [B] int64 and log-probabilities [B] float32, in nats, of softmax(logits / temperature) over the whole
-    vocabulary, before penalty and filters (temperature 0 counts as 1): what a trainer recomputes.
+
+@dataclass(frozen=True)
+class Drawn:
+    """The next token of each row; the fields are those of `Completion`."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    drawn: list[float]
+    supports: list[Support | None]
+    """What filters and allowed tokens left; None where that is the whole vocabulary, and for greedy rows without
+    allowed tokens."""
+    top: list[tuple[tuple[int, float], ...]]
+
+
+class SeenTokens:
+    """The distinct tokens of a sequence as it grows, for the repetition penalty."""
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self._distinct = set(tokens)
+        self._ids = array("q", self._distinct)
+
+    def add(self, token: int) -> None:
+        """Takes the next token."""
+        if token not in self._distinct:
+            self._distinct.add(token)
+            self._ids.append(token)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """[n] int64, in no particular order; a copy."""
+        return np.array(self._ids, dtype=np.int64)
+
+
+def draw(logits: Tensor, rows: Sequence[DrawRow]) -> Drawn:
+    """The next token of each sequence, with its log-probabilities and what it was chosen from.
+
+    The draw of a row depends on (options.seed, number, sample, position), its options and its logits alone: not on
+    which other rows there are. Repetition penalty and allowed tokens come first, then temperature, top-k, top-p, min-p,
+    in the order of transformers; tokens that tie with the last one kept are kept too.
+
+    Args:
+        logits: [B, V] float32, after a final soft cap; not changed.
+
+    `logprobs` are of softmax(logits / temperature) over the whole vocabulary, before penalty and filters (temperature 0
+    counts as 1): what a trainer recomputes. `drawn` are under the distribution that was drawn from, so 0 where the
+    temperature is. Both are NaN where the logits have no finite maximum.
     """
-    penalised = logits
-    if seen is not None and options.repetition_penalty != 1.0:
-        penalised = penalise_repetition(logits, seen, options.repetition_penalty)
-    if options.temperature == 0:
-        tokens = penalised.argmax(dim=-1)
-        return tokens, _logprobs(logits, tokens)
-    scaled = penalised / options.temperature
-    if options.truncates:
-        scaled = keep_likely(scaled, options)
-    tokens = _draw(scaled, [uniform(options.seed, *index) for index in zip(samples, positions, strict=True)])
-    return tokens, _logprobs(logits / options.temperature, tokens)
+    assert len(rows) == len(logits), f"{len(rows)} rows for {len(logits)} rows of logits"
+    temperatures = [row.options.temperature or 1.0 for row in rows]
+    scaled = _divide(logits, temperatures)  # [B, V]
+    of_model = BlockedSoftmax.of(scaled)
+    altered = _alter(logits, rows)
+    if altered is not logits:
+        scaled_model, scaled = scaled, _divide(altered, temperatures)
+        softmax = BlockedSoftmax.of(scaled)
+    else:
+        scaled_model, softmax = scaled, of_model
+    chosen = _choose(scaled, softmax, rows)
+    columns = torch.stack(
+        (chosen.tokens.double(), of_model.logprobs(scaled_model, chosen.tokens).double(), chosen.drawn.double())
+    )
+    tokens, logprobs, drawn = columns.tolist()  # the one copy to the host, where nothing is filtered
+    return Drawn(
+        [int(token) for token in tokens], logprobs, drawn, chosen.supports, _top_logprobs(scaled_model, of_model, rows)
+    )
 
 
-def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits [B, V] where each token of `seen` [B, V] is divided by the penalty if positive, multiplied if negative."""
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+def check_allowed_ids(options: SamplingOptions, vocab_size: int) -> None:
+    """Raises DataError for allowed tokens that are not in the vocabulary."""
+    outside = [token for token in options.allowed_ids or () if not 0 <= token < vocab_size]
+    if outside:
+        raise DataError(
+            f"allowed_ids: token {outside[0]} is not in the model's vocabulary, which has {vocab_size} tokens"
+        )
 
 
-def keep_likely(logits: Tensor, options: SamplingOptions) -> Tensor:
-    """Logits [B, V], already divided by the temperature, with -inf where top-k, top-p or min-p leave a token out.
+def uniform(seed: int, number: int, sample: int, position: int, purpose: int = 0) -> float:
+    """A number in [0, 1) with 53 random bits, a pure function of its arguments (splitmix64 finaliser, chained).
 
-    Each filter keeps the tokens from a threshold up, so the result does not depend on the order of a sort.
+    purpose: tells apart several numbers for the same token.
     """
-    if 0 < options.top_k < logits.shape[-1]:
-        logits = _drop_below(logits, logits.topk(options.top_k, dim=-1).values[:, -1:])
-    if options.top_p < 1:
-        logits = _drop_below(logits, _nucleus_threshold(logits, options.top_p))
-    if options.min_p > 0:
-        logits = _drop_below(logits, logits.amax(dim=-1, keepdim=True) + math.log(options.min_p))
-    return logits
+    state = _mixed(_sequence_state(seed, number, sample), position)
+    return ((state if purpose == 0 else _mixed(state, purpose)) >> 11) * 2.0**-53
 
 
-def _drop_below(logits: Tensor, threshold: Tensor) -> Tensor:
-    return logits.masked_fill(logits < threshold, float("-inf"))
+@functools.lru_cache(maxsize=4096)
+def _sequence_state(seed: int, number: int, sample: int) -> int:
+    """What the numbers of one sequence have in common."""
+    return functools.reduce(_mixed, (seed, number, sample), 0)
 
 
-def _nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:
-    """[B, 1]: the smallest logit of the nucleus, which is every token that less than top_p lies above."""
-    normaliser = logits.logsumexp(dim=-1, keepdim=True)  # [B, 1]
-    width = min(NUCLEUS_HEAD, logits.shape[-1])
-    while True:
-        head = logits.topk(width, dim=-1).values  # [B, width], falling
-        probabilities = (head - normaliser).exp()
-        above = _cumsum(probabilities) - probabilities  # probability before each token
-        inside = above < top_p
-        if width == logits.shape[-1] or not bool(inside[:, -1].any()):
-            last = inside.sum(dim=-1, keepdim=True) - 1  # the first is always inside: nothing lies above it
-            return head.gather(-1, last.clamp_(min=0))
-        width = logits.shape[-1]
+def _mixed(state: int, word: int) -> int:
+    state = (state + word + 0x9E3779B97F4A7C15) & _MASK64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return state ^ (state >> 31)
 
 
-def uniform(seed: int, sample: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, a pure function of its arguments (splitmix64 finaliser, chained)."""
-    state = 0
-    for word in (seed, sample, position):
-        state = (state + word + 0x9E3779B97F4A7C15) & _MASK64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-        state ^= state >> 31
-    return (state >> 11) * 2.0**-53
+def _divide(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """logits [B, V] over the temperature of each row; the logits themselves where all are 1."""
+    if all(temperature == 1.0 for temperature in temperatures):
+        return logits
+    return logits / column(temperatures, logits)
 
 
-def _draw(logits: Tensor, numbers: Sequence[float]) -> Tensor:
-    """Inverse of the cumulative distribution, in vocabulary order; float64, as float32 sums drift over 100k tokens."""
-    cumulative = _cumsum(logits.softmax(dim=-1).double())  # [B, V]
-    targets = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1) * cumulative[:, -1:]
-    # right=True: the first token whose sum is above the target, so one of probability zero is never drawn.
-    # The clamp matters only for logits that are not finite: the caller finds those by their log-probability.
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
+# -- penalty and allowed tokens
 
 
-def _cumsum(x: Tensor) -> Tensor:
-    """Sums [B, n] from the left; torch has none on a GPU that gives the same bits each time, so where that is asked for
-    it is done on the CPU."""
-    if x.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
-        return x.cpu().cumsum(dim=-1).to(x.device)
-    return x.cumsum(dim=-1)
+def _alter(logits: Tensor, rows: Sequence[DrawRow]) -> Tensor:
+    """Logits [B, V] with the repetition penalty of each row, and -inf where a token is not allowed; the logits
+    themselves where no row has either."""
+    penalised = [i for i, row in enumerate(rows) if row.options.repetition_penalty != 1.0]
+    confined: dict[tuple[int, ...], list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.options.allowed_ids is not None:
+            confined.setdefault(row.options.allowed_ids, []).append(i)
+    if not penalised and not confined:
+        return logits
+    altered = logits.clone(memory_format=torch.contiguous_format)
+    if penalised:
+        _penalise_repetition(altered, rows, penalised)
+    for allowed_ids, members in confined.items():
+        ids = torch.from_numpy(_allowed(allowed_ids)).to(logits.device)
+        left = altered[members][:, ids]
+        altered[members] = torch.full_like(altered[members], float("-inf")).index_copy_(1, ids, left)
+    return altered
 
 
-def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    return logits.gather(-1, tokens.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=-1)
+def _penalise_repetition(logits: Tensor, rows: Sequence[DrawRow], penalised: Sequence[int]) -> None:
+    """Divides logits [B, V] of tokens that were seen by the penalty where they are positive, else multiplies, in place.
+
+    Touches the seen tokens alone: a sequence has a few hundred distinct ones, a vocabulary a hundred thousand.
+    """
+    seen, lengths = [], []
+    for i in penalised:
+        ids = rows[i].seen
+        assert ids is not None, "a repetition penalty needs the tokens so far"
+        seen.append(np.asarray(ids, dtype=np.int64) + i * logits.shape[1])
+        lengths.append(len(ids))
+    penalties = np.array([rows[i].options.repetition_penalty for i in penalised], dtype=np.float32)
+    index = torch.from_numpy(np.concatenate(seen)).to(logits.device)
+    penalty = torch.from_numpy(np.repeat(penalties, lengths)).to(logits.device)
+    flat = logits.view(-1)
+    values = flat[index]
+    flat[index] = torch.where(values < 0, values * penalty, values / penalty)
+
+
+@functools.lru_cache(maxsize=8)
+def _allowed(ids: tuple[int, ...]) -> np.ndarray:
+    """[K] int64, rising, without repeats."""
+    return np.unique(np.array(ids, dtype=np.int64))
+
+
+@functools.lru_cache(maxsize=8)
+def _allowed_support(ids: tuple[int, ...], vocab_size: int) -> Support | None:
+    distinct = _allowed(ids)
+    return Support.of(distinct, vocab_size) if len(distinct) < vocab_size else None
+
+
+# -- draws
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Tokens of some rows."""
+
+    tokens: Tensor  # [b] int64
+    drawn: Tensor  # [b] float32
+    supports: list[Support | None]
+
+
+def _choose(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
+    """The tokens of rows, by what each of them needs: the maximum, a draw from all, or a draw from what is kept."""
+    kinds: dict[Callable[..., _Choice], list[int]] = {}
+    for i, row in enumerate(rows):
+        greedy = row.options.temperature == 0
+        kind = _greedy if greedy else _draw_kept if _truncates(row.options, scaled.shape[1]) else _draw_any
+        kinds.setdefault(kind, []).append(i)
+    if len(kinds) == 1:
+        return next(iter(kinds))(scaled, softmax, rows)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=scaled.device)
+    drawn = torch.empty(len(rows), device=scaled.device)
+    supports: list[Support | None] = [None] * len(rows)
+    for kind, members in kinds.items():
+        index = torch.tensor(members, device=scaled.device)
+        choice = kind(scaled[index], softmax.rows(index), [rows[i] for i in members])
+        tokens[index], drawn[index] = choice.tokens, choice.drawn
+        for i, support in zip(members, choice.supports, strict=True):
+            supports[i] = support
+    return _Choice(tokens, drawn, supports)
+
+
+def _truncates(options: SamplingOptions, vocab_size: int) -> bool:
+    return options.top_p < 1 or 0 < options.top_k < vocab_size or options.min_p > 0
+
+
+def _allowed_supports(rows: Sequence[DrawRow], vocab_size: int) -> list[Support | None]:
+    allowed = (row.options.allowed_ids for row in rows)
+    return [None if ids is None else _allowed_support(ids, vocab_size) for ids in allowed]
+
+
+def _greedy(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
+    supports = _allowed_supports(rows, scaled.shape[1])
+    return _Choice(softmax.argmax(scaled), torch.zeros_like(softmax.highest).squeeze(1), supports)
+
+
+def _draw_any(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
+    tokens = softmax.draw(_numbers(rows, scaled))
+    return _Choice(tokens, softmax.logprobs(scaled, tokens), _allowed_supports(rows, scaled.shape[1]))
+
+
+def _draw_kept(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
+    options = [row.options for row in rows]
+    width = min(max(option.top_k + 1 if option.top_k else FIRST_WIDTH for option in options), scaled.shape[1])
+    kept = keep(scaled, softmax.total, options, width)
+    cumulative = cumsum((kept.values - softmax.highest).exp_())  # [b, K]
+    places = search(cumulative, _numbers(rows, scaled) * cumulative[:, -1:])
+    drawn = kept.values.gather(1, places) - softmax.highest - cumulative[:, -1:].log().float()
+    return _Choice(kept.ids.gather(1, places).squeeze(1), drawn.squeeze(1), kept.supports(scaled.shape[1]))
+
+
+def _numbers(rows: Sequence[DrawRow], like: Tensor) -> Tensor:
+    """[b, 1] float64."""
+    numbers = [uniform(row.options.seed, row.number, row.sample, row.position) for row in rows]
+    return column(numbers, like, torch.float64)
+
+
+def _top_logprobs(
+    scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]
+) -> list[tuple[tuple[int, float], ...]]:
+    """The likeliest tokens of each row that asks for them, with the model's log-probabilities."""
+    widest = min(max(row.top_logprobs for row in rows), scaled.shape[1])
+    if widest == 0:
+        return [() for _ in rows]
+    values, ids = likeliest(scaled, widest)
+    logprobs = (values - softmax.highest - softmax.total.log().float()).tolist()
+    return [
+        tuple(zip(tokens[: row.top_logprobs], of_tokens[: row.top_logprobs], strict=True))
+        for row, tokens, of_tokens in zip(rows, ids.tolist(), logprobs, strict=True)
+    ]
