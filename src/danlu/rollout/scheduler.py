@@ -1,13 +1,20 @@
-"""Which tokens a forward pass computes, and where their keys and values go: data, decided without a model or torch."""
+"""Which tokens a forward pass computes, and where their keys and values go: data, decided without a model or torch.
+
+A sequence is (computed, known) tokens: of a growing one all but the last are computed, of a prompt none. So prompts
+read in chunks, decoding, and reading again after a preemption are the same case.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from danlu.rollout.blocks import BlockPool, Digest, chain_hash
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens `start` to `stop` of a sequence, which a forward pass computes. Those before `start` are cached."""
 
     sequence: int
@@ -17,7 +24,8 @@ class Chunk:
     blocks: Sequence[int]
     """Block i of the pool holds the tokens from i x block on; there are enough for `stop` tokens."""
     length: int
-    """Tokens that the sequence is known to have, all of which rotary scalings that depend on the length count."""
+    """Tokens of the sequence's prompt. Rotary scalings that depend on the length rotate each of them by it, and a token
+    behind it by its own position + 1, as when it was drawn."""
 
 
 @dataclass(frozen=True)
@@ -36,3 +44,362 @@ class Plan:
     """Those of one token first."""
     preempted: tuple[int, ...] = ()
     """Sequences that lost their place; they come back by themselves."""
+
+
+@dataclass(eq=False, slots=True)
+class SequenceState:
+    """What the scheduler knows of a sequence."""
+
+    number: int
+    """Rises with arrival: the latest of those that run has to make room first."""
+    tokens: list[int]
+    """All that are known: virtual ones, the prompt's and those drawn so far. The engine appends to it."""
+    prompt_length: int
+    forks: int = 0
+    """Sequences that branch off as soon as the prompt is computed."""
+    digests: list[Digest] | None = None
+    """Of each full block the hash, behind that of the root; None: shares nothing with other requests."""
+    drafts: list[int] = field(default_factory=list)
+    """Tokens proposed to follow the known ones, to be checked in the next pass."""
+    computed: int = 0
+    """Tokens whose keys and values are in the blocks."""
+    blocks: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
+    """While it is swapped out: blocks of the host's pool."""
+    remembered: int = 0
+    """Full blocks that were offered to the prefix cache, or come from it."""
+
+    @property
+    def uncomputed(self) -> int:
+        """Known tokens that no pass has computed, at least 1."""
+        return len(self.tokens) - self.computed
+
+
+@dataclass
+class Counters:
+    """What the schedulers of an engine have done; the fields are those of `engine.EngineStatistics`."""
+
+    passes: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_reused: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    swap_fallbacks: int = 0
+    peak_blocks: int = 0
+    slots: int = 0
+    empty_slots: int = 0
+
+
+class _PlanBuilder:
+    """A plan while it is made."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens that the pass can still take
+        self.swapped_out: list[tuple[int, int]] = []
+        self.swapped_in: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
+        self.fresh: list[int] = []
+        self.chunks: list[Chunk] = []
+        self.preempted: list[int] = []
+        self.planned: set[int] = set()  # numbers of the sequences with a chunk
+
+    def add(self, sequence: SequenceState, stop: int) -> None:
+        """Takes a sequence's tokens up to `stop` into the pass."""
+        start, length = sequence.computed, sequence.prompt_length
+        self.chunks.append(Chunk(sequence.number, start, stop, sequence.blocks, length))
+        self.planned.add(sequence.number)
+        self.budget -= stop - start
+
+    def build(self) -> Plan:
+        self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
+        return Plan(
+            tuple(self.swapped_out),
+            tuple(self.swapped_in),
+            tuple(self.copies),
+            tuple(self.fresh),
+            tuple(self.chunks),
+            tuple(self.preempted),
+        )
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, as in vLLM: each pass takes all growing sequences, then prompts.
+
+    The earliest sequence always goes on: blocks that it lacks are taken from the latest, which is preempted. No
+    sequence is added that would need more blocks than there are, so each finishes.
+
+    Args:
+        pool: the blocks. host: those of the host's memory, for preemption by swap.
+        block: tokens of a block. batch_tokens: the most of a pass. running_limit: the most sequences that have blocks.
+        preempt: what becomes of a sequence that has to make room.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block: int,
+        batch_tokens: int,
+        running_limit: int,
+        preempt: Literal["recompute", "swap"] = "recompute",
+        host: BlockPool | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.pool, self.host = pool, host or BlockPool(0)
+        self.block, self.batch_tokens, self.running_limit = block, batch_tokens, running_limit
+        self.preempt = preempt
+        self.counters = counters or Counters()
+        self.running: list[SequenceState] = []  # by number
+        self.waiting: list[SequenceState] = []  # by number; without blocks of the pool
+        self.sequences: dict[int, SequenceState] = {}
+
+    def add(self, sequence: SequenceState) -> None:
+        """Takes a sequence of which nothing is computed."""
+        assert self._blocks_of(len(sequence.tokens)) <= self.pool.blocks, "the pool cannot hold the sequence"
+        self.sequences[sequence.number] = sequence
+        insort(self.waiting, sequence, key=_number)
+
+    def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:
+        """Adds sequences that begin with the parent's computed prompt, and share its blocks as long as they can run.
+
+        The tokens of a child are the prompt's and the one that was drawn for it.
+        """
+        parent.forks = 0
+        for child in children:
+            self.sequences[child.number] = child
+            if len(self.running) >= self.running_limit:
+                insort(self.waiting, child, key=_number)
+                continue
+            child.blocks, child.computed = list(parent.blocks), parent.computed
+            child.digests = None if parent.digests is None else list(parent.digests)
+            child.remembered = parent.remembered
+            for block in child.blocks:
+                self.pool.share(block)
+            self.counters.prompt_tokens_reused += child.computed
+            insort(self.running, child, key=_number)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Gives the blocks of a sequence back."""
+        del self.sequences[sequence.number]
+        (self.running if sequence.blocks else self.waiting).remove(sequence)
+        self._release(sequence)
+        self._release_host(sequence)
+
+    def plan(self) -> Plan:
+        """The next pass: growing sequences, then prompts that are being read, then those that wait.
+
+        It has a chunk whenever there is a sequence. What it takes of the pool is taken already.
+        """
+        builder = _PlanBuilder(self.batch_tokens)
+        growing = [sequence for sequence in self.running if sequence.uncomputed == 1]
+        reading = [sequence for sequence in self.running if sequence.uncomputed > 1]
+        for sequence in growing:
+            if builder.budget > 0 and sequence.blocks:  # else it was preempted meanwhile
+                self._plan_growing(sequence, builder)
+        starved = False
+        for sequence in reading:
+            if sequence.blocks:
+                starved |= not self._plan_reading(sequence, builder)
+        if not builder.preempted and not starved:
+            self._admit(builder)
+        return builder.build()
+
+    def commit(self, plan: Plan) -> None:
+        """Says that the pass of a plan is done: its tokens are computed, and full blocks enter the prefix cache."""
+        counters = self.counters
+        counters.passes += 1
+        for chunk in plan.chunks:
+            sequence = self.sequences[chunk.sequence]
+            sequence.computed = chunk.stop
+            if sequence.computed // self.block > sequence.remembered:
+                self._remember(sequence)
+            if chunk.start < chunk.length:
+                counters.prompt_tokens_computed += min(chunk.stop, chunk.length) - chunk.start
+        counters.peak_blocks = max(counters.peak_blocks, self.pool.used)
+        slots = self.block * sum(len(sequence.blocks) for sequence in self.running)
+        counters.slots += slots
+        counters.empty_slots += slots - sum(sequence.computed for sequence in self.running)
+
+    def _plan_growing(self, sequence: SequenceState, builder: _PlanBuilder) -> None:
+        """One token, and drafts where there is room for them. Others make room for the one token."""
+        stop = len(sequence.tokens)
+        drafts = min(len(sequence.drafts), builder.budget - 1)
+        if drafts and self._lacking(sequence, stop + drafts) > self.pool.free:
+            drafts = 0
+        del sequence.drafts[drafts:]
+        while self._lacking(sequence, stop + drafts) > self.pool.free:
+            latest = next(other for other in reversed(self.running) if other.number not in builder.planned)
+            self._preempt(latest, builder)
+            if latest is sequence:
+                return
+        self._take_blocks(sequence, stop + drafts, builder)
+        builder.add(sequence, stop + drafts)
+
+    def _plan_reading(self, sequence: SequenceState, builder: _PlanBuilder) -> bool:
+        """As much of the rest as budget and free blocks allow. False where blocks were lacking."""
+        wanted = min(sequence.uncomputed, builder.budget)
+        while True:
+            room = (len(sequence.blocks) + self.pool.free) * self.block - sequence.computed
+            if room > 0 or builder.chunks:
+                break
+            # Nothing else would go on. This is the first of those that run, and others have the missing blocks.
+            self._preempt(self.running[-1], builder)
+        stop = sequence.computed + min(wanted, room)
+        if stop > sequence.computed:
+            self._take_blocks(sequence, stop, builder)
+            builder.add(sequence, stop)
+        return room >= wanted
+
+    def _admit(self, builder: _PlanBuilder) -> None:
+        """Lets sequences in that wait, as long as there are blocks for all they know and one more for each that runs.
+
+        One whose next block is just being read for another waits for it, and others are let in before it.
+        """
+        if not self.waiting:
+            return
+        being_read = {digest for sequence in self.running for digest in self._digests_to_come(sequence)}
+        promised = sum(map(self._promised, self.running))
+        skipped = 0
+        while skipped < min(len(self.waiting), self.running_limit):
+            if builder.budget == 0 or len(self.running) >= self.running_limit:
+                return
+            sequence = self.waiting[skipped]
+            cached = [] if sequence.host_blocks else self._find_cached(sequence)
+            if self._next_digest(sequence, len(cached)) in being_read:
+                skipped += 1
+                continue
+            lacking = self._blocks_of(len(sequence.tokens)) - len(cached) + sum(map(self.pool.is_free, cached))
+            if self.running and lacking + sequence.forks + promised > self.pool.free:
+                return
+            del self.waiting[skipped]
+            insort(self.running, sequence, key=_number)
+            self._bring_in(sequence, cached, builder)
+            stop = min(len(sequence.tokens), sequence.computed + builder.budget)
+            self._take_blocks(sequence, stop, builder)
+            builder.add(sequence, stop)
+            being_read.update(self._digests_to_come(sequence))
+            promised += self._promised(sequence)
+
+    def _bring_in(self, sequence: SequenceState, cached: list[int], builder: _PlanBuilder) -> None:
+        """Gives a sequence that is let in its blocks back from the host, or those of the prefix cache."""
+        if sequence.host_blocks:
+            for source in sequence.host_blocks:
+                target = self.pool.allocate()
+                builder.swapped_in.append((source, target))
+                sequence.blocks.append(target)
+            self._release_host(sequence)
+            return
+        for block in cached:
+            self.pool.share(block)
+        sequence.blocks = cached
+        sequence.remembered = len(cached)
+        sequence.computed = len(cached) * self.block
+        self.counters.prompt_tokens_reused += min(sequence.computed, sequence.prompt_length)
+        self.counters.recomputed_tokens += len(sequence.tokens) - max(sequence.computed, sequence.prompt_length)
+
+    def _preempt(self, sequence: SequenceState, builder: _PlanBuilder) -> None:
+        """Takes all blocks from a sequence and puts it back to those that wait, at the place of its arrival."""
+        self.running.remove(sequence)
+        insort(self.waiting, sequence, key=_number)
+        builder.preempted.append(sequence.number)
+        self.counters.preemptions += 1
+        computed_blocks = sequence.blocks[: self._blocks_of(sequence.computed)]
+        if self.preempt == "swap" and len(computed_blocks) <= self.host.free:
+            self.counters.swaps += 1
+            sequence.host_blocks = [self.host.allocate() for _ in computed_blocks]
+            builder.swapped_out += zip(computed_blocks, sequence.host_blocks, strict=True)
+        else:
+            self.counters.swap_fallbacks += self.preempt == "swap"
+            sequence.computed = 0
+        self._release(sequence)
+
+    def _release(self, sequence: SequenceState) -> None:
+        # The end first: of the prefix cache, beginnings are kept longest.
+        for block in reversed(sequence.blocks):
+            self.pool.release(block)
+        sequence.blocks, sequence.remembered = [], 0
+
+    def _release_host(self, sequence: SequenceState) -> None:
+        for block in sequence.host_blocks:
+            self.host.release(block)
+        sequence.host_blocks = []
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.block)
+
+    def _lacking(self, sequence: SequenceState, stop: int) -> int:
+        """Blocks that must be taken before tokens up to `stop` can be computed."""
+        return self._blocks_of(stop) - len(sequence.blocks) + self._writes_to_shared(sequence)
+
+    def _promised(self, sequence: SequenceState) -> int:
+        """Free blocks that one of those that run is going to need: for the rest of its prompt, or as it grows."""
+        return max(1, self._blocks_of(len(sequence.tokens)) - len(sequence.blocks)) + sequence.forks
+
+    def _writes_to_shared(self, sequence: SequenceState) -> bool:
+        """Whether the next token goes to a block that other sequences read."""
+        place = sequence.computed // self.block
+        return place < len(sequence.blocks) and self.pool.is_shared(sequence.blocks[place])
+
+    def _take_blocks(self, sequence: SequenceState, stop: int, builder: _PlanBuilder) -> None:
+        """Takes the blocks for tokens up to `stop`; a shared one that would be written in is copied first."""
+        if self._writes_to_shared(sequence):
+            place = sequence.computed // self.block
+            source, target = sequence.blocks[place], self.pool.allocate()
+            builder.copies.append((source, target))
+            self.pool.release(source)
+            sequence.blocks[place] = target
+        for _ in range(self._blocks_of(stop) - len(sequence.blocks)):
+            block = self.pool.allocate()
+            builder.fresh.append(block)
+            sequence.blocks.append(block)
+
+    def _digest(self, sequence: SequenceState, place: int) -> Digest:
+        """The hash of a sequence's full block, of one that shares."""
+        digests = sequence.digests
+        assert digests is not None
+        while len(digests) <= place + 1:
+            first = (len(digests) - 1) * self.block
+            digests.append(chain_hash(digests[-1], sequence.tokens[first : first + self.block]))
+        return digests[place + 1]
+
+    def _tokens_of(self, sequence: SequenceState, place: int) -> list[int]:
+        return sequence.tokens[place * self.block : (place + 1) * self.block]
+
+    def _find_cached(self, sequence: SequenceState) -> list[int]:
+        """Blocks of the prefix cache that hold the beginning of a sequence; never that of its last token, whose hidden
+        state is needed."""
+        cached: list[int] = []
+        if sequence.digests is None:
+            return cached
+        for place in range((len(sequence.tokens) - 1) // self.block):
+            block = self.pool.find(self._digest(sequence, place), self._tokens_of(sequence, place))
+            if block is None:
+                break
+            cached.append(block)
+        return cached
+
+    def _next_digest(self, sequence: SequenceState, place: int) -> Digest | None:
+        """The hash of the first block that the prefix cache lacks, if it could be of use."""
+        if sequence.digests is None or sequence.host_blocks or place >= (len(sequence.tokens) - 1) // self.block:
+            return None
+        return self._digest(sequence, place)
+
+    def _digests_to_come(self, sequence: SequenceState) -> Iterator[Digest]:
+        """Hashes of the blocks that a sequence is about to fill with tokens known already."""
+        if sequence.digests is not None:
+            for place in range(sequence.computed // self.block, len(sequence.tokens) // self.block):
+                yield self._digest(sequence, place)
+
+    def _remember(self, sequence: SequenceState) -> None:
+        """Enters the blocks of a sequence that are full by now into the prefix cache."""
+        full = sequence.computed // self.block
+        if sequence.digests is not None:
+            for place in range(sequence.remembered, full):
+                tokens = self._tokens_of(sequence, place)
+                self.pool.remember(sequence.blocks[place], self._digest(sequence, place), tokens)
+        sequence.remembered = full
+
+
+def _number(sequence: SequenceState) -> int:
+    return sequence.number
