@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from danlu.layer_types import Attend
+from danlu.layer_types import Attend, LayerCache
 
 Role = Literal["column", "grouped", "row", "vocabulary"]
 """How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several
@@ -46,6 +46,9 @@ class Sublayer(Protocol):
 
 class AttentionSublayer(Sublayer, Protocol):
     """x [T, D]; cos, sin [T, R] in x's dtype -> [T, D]."""
+
+    @property
+    def cache(self) -> LayerCache: ...
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor: ...
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from danlu.rollout.request import Completion, OnToken, Request
+from danlu.rollout.stopping import Decode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +27,11 @@ class RolloutEngine(Protocol):
     def exact(self) -> bool: ...  # whether log-probabilities are the trainer's to the last bit
 
     @property
-    def unfinished(self) -> int: ...  # answers that were asked for and are not complete
+    def unfinished(self) -> int: ...  # answers that were asked for and that `step` has not returned
 
-    def submit(self, request: Request, on_token: OnToken | None = None) -> None: ...
+    def submit(
+        self, request: Request, on_token: OnToken | None = None, *, decode: Decode | None = None
+    ) -> None: ...  # decode: in place of the engine's, for an adapter with a tokenizer of its own
 
     # Raises DataError for a prompt that the model cannot continue, ResourceError for one the cache cannot hold.
 
@@ -102,3 +105,45 @@ class EngineOptions:
     swap_gib: float = 4.0
     """Host memory for answers that were swapped out, in GiB."""
     exact: bool = False
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """What the embedded engine does now, and what it has done since it was made."""
+
+    running: int
+    """Sequences that have blocks of the cache."""
+    waiting: int
+    """Sequences that have none."""
+    blocks: int
+    """Of the cache."""
+    blocks_used: int
+    """Those that an unfinished sequence has."""
+    blocks_cached: int
+    """Those that only the prefix cache keeps; they are free."""
+    generated_tokens: int
+    drafts_proposed: int
+    """Tokens that were checked in speculative decoding."""
+    drafts_accepted: int
+    passes: int
+    prompt_tokens_computed: int
+    """Tokens of prompts, those among them that were read again."""
+    prompt_tokens_reused: int
+    """Tokens of prompts that were in the prefix cache, or computed for another sample."""
+    recomputed_tokens: int
+    """Tokens of answers that were read again, after a preemption or an update."""
+    preemptions: int
+    swaps: int
+    """Preemptions by a copy to the host's memory."""
+    swap_fallbacks: int
+    """Preemptions by recompute, since the host's pool was full."""
+    peak_blocks: int
+    slots: int
+    """Places for tokens in the blocks that sequences have, summed over passes."""
+    empty_slots: int
+    """Those of them that hold no token."""
+
+    @property
+    def wasted(self) -> float:
+        """The mean share of empty slots."""
+        return self.empty_slots / max(1, self.slots)

@@ -1,0 +1,36 @@
+"""Requests as JSON has them, for the state of an engine that is to be taken up by another process. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from danlu.rollout.request import Request, SamplingOptions
+
+
+def request_to_json(request: Request) -> dict[str, Any]:
+    """The fields of a request, of the types that JSON has."""
+    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    return {
+        **fields,
+        "prompt": list(request.prompt),
+        "sampling": dataclasses.asdict(request.sampling),
+        "stop_ids": sorted(request.stop_ids),
+        "stop_strings": list(request.stop_strings),
+    }
+
+
+def request_from_json(fields: dict[str, Any]) -> Request:
+    """The request that `request_to_json` was given, from what JSON gave back."""
+    sampling = dict(fields["sampling"])
+    if sampling["allowed_ids"] is not None:
+        sampling["allowed_ids"] = tuple(sampling["allowed_ids"])
+    return Request(
+        **{
+            **fields,
+            "prompt": tuple(fields["prompt"]),
+            "sampling": SamplingOptions(**sampling),
+            "stop_ids": frozenset(fields["stop_ids"]),
+            "stop_strings": tuple(fields["stop_strings"]),
+        }
+    )
