@@ -10,7 +10,7 @@ from danlu.errors import DataError, RecipeError
 from danlu.objectives.token_logprobs import token_logprobs
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.sampling import DrawRow, SeenTokens, check_allowed_ids, draw, uniform
-from danlu.rollout.support import support_matrix
+from danlu.rollout.support import Support, support_matrix
 
 V = 50
 
@@ -322,3 +322,40 @@ def test_options_name_every_problem():
     ]
     with pytest.raises(RecipeError, match="temperature: nan"):
         SamplingOptions(temperature=float("nan"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sliced_logprobs_have_the_bits_of_training(temperature):
+    """Rows with all kinds of options in one batch; blocks in place of slices are the control."""
+    width, slice_rows = 1000, 256
+    generator = torch.Generator().manual_seed(3)
+    hidden, head = (torch.randn(n, 8, generator=generator) * 2 for n in (40, width))
+    logits = torch.cat([hidden @ part.t() for part in head.split(slice_rows)], 1)
+    kinds = [
+        {},
+        {"top_p": 0.9},
+        {"top_k": 20, "top_p": 0.9},
+        {"allowed_ids": tuple(range(0, width, 3))},
+        {"min_p": 0.1},
+    ]
+    options = [SamplingOptions(temperature=temperature, **kinds[i % len(kinds)]) for i in range(40)]
+    rows = [DrawRow(option, i, 0, 3) for i, option in enumerate(options)]
+    sliced, blocked = draw(logits, rows, slice_rows=slice_rows), draw(logits, rows)
+    assert sliced.tokens == blocked.tokens
+    tokens, settings = torch.tensor(sliced.tokens), {"temperature": temperature, "slice_rows": slice_rows}
+    assert sliced.logprobs == token_logprobs(hidden, head, tokens, **settings).logprobs.tolist()
+    whole = Support.of(np.arange(width), width)
+    support = torch.from_numpy(support_matrix([s or whole for s in sliced.supports]))
+    assert sliced.drawn == token_logprobs(hidden, head, tokens, support=support, **settings).logprobs.tolist()
+    assert blocked.logprobs != sliced.logprobs
+    assert [p for p, s in zip(sliced.drawn, sliced.supports, strict=True) if s is None] == sliced.logprobs[::5]
+
+
+def test_sliced_logprobs_of_greedy_and_penalised_rows():
+    logits = logits_of(2, 300)
+    penalised = rows_of(SamplingOptions(repetition_penalty=1.5), 1, seen=[range(200)])
+    rows = rows_of(SamplingOptions(temperature=0), 1) + penalised
+    sliced, blocked = draw(logits, rows, slice_rows=64), draw(logits, rows)
+    torch.testing.assert_close(torch.tensor(sliced.logprobs), torch.tensor(blocked.logprobs))
+    torch.testing.assert_close(torch.tensor(sliced.drawn), torch.tensor(blocked.drawn))
+    assert sliced.drawn[0] == 0.0 and sliced.drawn[1] != sliced.logprobs[1]

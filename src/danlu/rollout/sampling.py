@@ -11,16 +11,18 @@ import functools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from danlu.errors import DataError
+from danlu.objectives.token_logprobs import logprobs_of_logits
 from danlu.rollout.blocked_softmax import BlockedSoftmax, column, cumsum, likeliest, search
 from danlu.rollout.filters import FIRST_WIDTH, keep
 from danlu.rollout.request import SamplingOptions
-from danlu.rollout.support import Support
+from danlu.rollout.support import Support, support_matrix
 
 _MASK64 = (1 << 64) - 1
 
@@ -73,38 +75,66 @@ class SeenTokens:
         return np.array(self._ids, dtype=np.int64)
 
 
-def draw(logits: Tensor, rows: Sequence[DrawRow]) -> Drawn:
+def draw(logits: Tensor, rows: Sequence[DrawRow], *, slice_rows: int | None = None) -> Drawn:
     """The next token of each sequence, with its log-probabilities and what it was chosen from.
 
     The draw of a row depends on (options.seed, number, sample, position), its options and its logits alone: not on
     which other rows there are. Repetition penalty and allowed tokens come first, then temperature, top-k, top-p, min-p,
     in the order of transformers; tokens that tie with the last one kept are kept too.
 
-    Args:
-        logits: [B, V] float32, after a final soft cap; not changed.
-
     `logprobs` are of softmax(logits / temperature) over the whole vocabulary, before penalty and filters (temperature 0
     counts as 1): what a trainer recomputes. `drawn` are under the distribution that was drawn from, so 0 where the
     temperature is. Both are NaN where the logits have no finite maximum.
+
+    Args:
+        logits: [B, V] float32, after a final soft cap; not changed.
+        slice_rows: log-probabilities are summed in slices of so many tokens, which gives the bits of
+            `objectives.token_logprobs` in such slices; None sums in blocks, which is faster.
     """
     assert len(rows) == len(logits), f"{len(rows)} rows for {len(logits)} rows of logits"
     temperatures = [row.options.temperature or 1.0 for row in rows]
-    scaled = _divide(logits, temperatures)  # [B, V]
-    of_model = BlockedSoftmax.of(scaled)
+    scaled_model = _divide(logits, temperatures)  # [B, V]
+    of_model = BlockedSoftmax.of(scaled_model)
     altered = _alter(logits, rows)
-    if altered is not logits:
-        scaled_model, scaled = scaled, _divide(altered, temperatures)
-        softmax = BlockedSoftmax.of(scaled)
+    if altered is logits:
+        scaled, softmax = scaled_model, of_model
     else:
-        scaled_model, softmax = scaled, of_model
-    chosen = _choose(scaled, softmax, rows)
-    columns = torch.stack(
-        (chosen.tokens.double(), of_model.logprobs(scaled_model, chosen.tokens).double(), chosen.drawn.double())
-    )
-    tokens, logprobs, drawn = columns.tolist()  # the one copy to the host, where nothing is filtered
-    return Drawn(
-        [int(token) for token in tokens], logprobs, drawn, chosen.supports, _top_logprobs(scaled_model, of_model, rows)
-    )
+        scaled = _divide(altered, temperatures)
+        softmax = BlockedSoftmax.of(scaled)
+    choice = _choose(scaled, softmax, rows)
+    if slice_rows is None:
+        logprobs, drawn = of_model.logprobs(scaled_model, choice.tokens), choice.drawn
+    else:
+        logprobs, drawn = _sliced_logprobs(logits, altered, rows, choice, slice_rows)
+    # The one copy to the host, where nothing is filtered. float64 holds tokens and float32 without loss.
+    columns = torch.stack((choice.tokens.double(), logprobs.double(), drawn.double())).tolist()
+    top = _top_logprobs(scaled_model, of_model, rows)
+    return Drawn([int(token) for token in columns[0]], columns[1], columns[2], choice.supports, top)
+
+
+def _sliced_logprobs(
+    logits: Tensor, altered: Tensor, rows: Sequence[DrawRow], choice: _Choice, slice_rows: int
+) -> tuple[Tensor, Tensor]:
+    """`Drawn.logprobs` and `Drawn.drawn`, [B] each, by the arithmetic of a trainer that knows the supports.
+
+    altered: the logits after penalty and allowed tokens; a support leaves the latter's infinities out.
+    """
+    logprobs, drawn = torch.empty_like(choice.drawn), choice.drawn.clone()
+    groups: dict[tuple[float, bool, bool], list[int]] = {}  # a trainer divides by one temperature
+    for i, (row, support) in enumerate(zip(rows, choice.supports, strict=True)):
+        key = (row.options.temperature, row.options.repetition_penalty != 1.0, support is not None)
+        groups.setdefault(key, []).append(i)
+    for (temperature, penalised, filtered), members in groups.items():
+        index = torch.tensor(members, device=logits.device)
+        logprobs_of = partial(logprobs_of_logits, temperature=temperature or 1.0, slice_rows=slice_rows)
+        logprobs[index] = logprobs_of(logits[index], choice.tokens[index])
+        if temperature > 0 and (penalised or filtered):
+            supports = [support for i in members if (support := choice.supports[i]) is not None]
+            matrix = torch.from_numpy(support_matrix(supports)).to(logits.device) if filtered else None
+            drawn[index] = logprobs_of(altered[index], choice.tokens[index], support=matrix)
+        elif temperature > 0:
+            drawn[index] = logprobs[index]
+    return logprobs, drawn
 
 
 def check_allowed_ids(options: SamplingOptions, vocab_size: int) -> None:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from danlu.errors import DataError
+from danlu.rollout.request import Completion, SamplingOptions
+
 ID_BYTES = 4
 
 
@@ -34,6 +37,13 @@ class Support:
         assert self.bitmask is not None, "a support is ids or a bitmask"
         return np.flatnonzero(np.unpackbits(self.bitmask, count=self.vocab_size, bitorder="little"))
 
+    def __contains__(self, token: int) -> bool:
+        if self.sorted_ids is not None:
+            place = int(np.searchsorted(self.sorted_ids, token))
+            return place < len(self.sorted_ids) and int(self.sorted_ids[place]) == token
+        assert self.bitmask is not None, "a support is ids or a bitmask"
+        return 0 <= token < self.vocab_size and bool(self.bitmask[token // 8] >> (token % 8) & 1)
+
     @property
     def nbytes(self) -> int:
         """What it takes in memory, without Python's own."""
@@ -49,3 +59,49 @@ def support_matrix(supports: list[Support]) -> np.ndarray:
     for place, row in zip(matrix, rows, strict=True):
         place[: len(row)] = row
     return matrix
+
+
+def check_trainable(completion: Completion, sampling: SamplingOptions, vocab_size: int) -> None:
+    """Raises DataError for an answer whose log-probabilities a trainer cannot compute again, and so not train on.
+
+    That is where a repetition penalty or temperature 0 chose the tokens, and where tokens were left out and it is not
+    known, for each token, which. vocab_size: the trained model's.
+    """
+    where = f"prompt {completion.number}, sample {completion.sample}"
+    if sampling.repetition_penalty != 1.0:
+        raise DataError(
+            f"{where}: drawn with a repetition penalty of {sampling.repetition_penalty:g}, which a trainer's "
+            "log-probabilities do not have. Set repetition_penalty to 1 where they are trained on"
+        )
+    if sampling.temperature == 0:
+        raise DataError(
+            f"{where}: drawn at temperature 0, where the likeliest token is certain: there is no distribution whose "
+            "log-probabilities could be trained on. Set temperature above 0"
+        )
+    count = len(completion.tokens)
+    for name in ("logprobs", "drawn", "versions"):
+        if len(getattr(completion, name)) != count:
+            raise DataError(f"{where}: {count} tokens, but {len(getattr(completion, name))} entries of {name}")
+    if not (sampling.truncates or sampling.allowed_ids is not None) and completion.support is None:
+        return
+    if completion.support is None:
+        raise DataError(
+            f"{where}: filters left tokens out (top_k {sampling.top_k}, top_p {sampling.top_p:g}, min_p "
+            f"{sampling.min_p:g}, allowed_ids), and the answer does not say which. Keep its support, or "
+            "sample without filters"
+        )
+    if len(completion.support) != count:
+        raise DataError(
+            f"{where}: {count} tokens, but supports for {len(completion.support)}: they are of another state "
+            "of the answer"
+        )
+    for place, (token, support) in enumerate(zip(completion.tokens, completion.support, strict=True)):
+        if support.vocab_size != vocab_size:
+            raise DataError(
+                f"{where}: the support of token {place} is of a vocabulary of {support.vocab_size} tokens, and the "
+                f"model has {vocab_size}: they do not belong together"
+            )
+        if token not in support:
+            raise DataError(
+                f"{where}: token {place} ({token}) is not in its own support, which must be of another answer"
+            )
