@@ -17,6 +17,7 @@ from torch import Tensor
 
 from danlu.models.attention_kernels import Kernels, copy_to, documents_mask, kernels_of
 from danlu.models.block_attention import BlockAttention, BlockSettings
+from danlu.models.blockwise import BlockwiseQueries, QueryRun
 from danlu.models.segments import Document, Segment, documents_of
 from danlu.types import Batch, Branch
 
@@ -127,8 +128,68 @@ class PackedAttention:
         return mask
 
 
-def attend_for(batch: Batch) -> PackedAttention:
-    """The attention that models are given for a packed batch, in training, evaluation and measuring alike."""
+class BlockwiseAttention:
+    """`PackedAttention` in blocks of keys, with `numerics: exact`; satisfies `danlu.layer_types.Attend`.
+
+    boundaries, trees: as in `PackedAttention`. A branch's keys are those of its path, and blocks are cut by position
+    on it, so that a branch has the bits that its tokens have without siblings. Gradients are those of
+    `PackedAttention`, computed by it: the same function up to rounding.
+    """
+
+    def __init__(self, boundaries: tuple[int, ...], trees: tuple[Branch, ...] = ()) -> None:
+        self._packed = PackedAttention(boundaries, trees)
+        self._queries: BlockwiseQueries | None = None
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,  # [T, H, C]
+        k: Tensor,  # [T, K, C]
+        v: Tensor,  # [T, K, C]
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # [T, H, C]
+        if self._queries is None or self._queries.device != q.device:
+            segments = [segment for document in self._packed.documents for segment in document]
+            runs = [QueryRun(segment.stop - segment.start, segment.before, segment.path) for segment in segments]
+            self._queries = BlockwiseQueries(runs, q.device)
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        out: Tensor = _Blockwise.apply(q, k, v, self._queries, self._packed, options)
+        return out
+
+
+class _Blockwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries: BlockwiseQueries,
+        packed: PackedAttention,
+        options: dict[str, Any],
+    ) -> Tensor:
+        ctx.packed, ctx.options = packed, options
+        ctx.save_for_backward(q, k, v)
+        return queries.attend(q, k, v, **options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            out = ctx.packed(0, *inputs, **ctx.options)
+        return *torch.autograd.grad(out, inputs, grad), None, None, None
+
+
+def attend_for(batch: Batch, *, exact: bool = False) -> PackedAttention | BlockwiseAttention:
+    """The attention that models are given for a packed batch, in training, evaluation and measuring alike.
+
+    exact: whether a token's bits are to be those that it has in decoding.
+    """
+    if exact:
+        return BlockwiseAttention(batch.boundaries, batch.trees)
     return PackedAttention(batch.boundaries, batch.trees)
 
 
