@@ -281,7 +281,7 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
     full = Pack((Sample(np.zeros(length, dtype=np.int32), np.zeros(length, dtype=np.float32), "full"),))
     virtual = () if subject.adapters is None else subject.adapters.virtual_token_ids
     batch = pad_to_bucket(collate([full] * micro, device, virtual_token_ids=virtual), shares)
-    attend = attend_for(batch)
+    attend = attend_for(batch, exact=recipe.numerics == "exact")
     dropout_state = None if subject.adapters is None else subject.adapters.build_context.dropout_state
     if dropout_state is not None:  # masks are saved for the backward pass too
         dropout_state.begin(0, [(0, len(batch.tokens))])

@@ -26,6 +26,7 @@ from danlu.auto_values import with_date, with_precision, with_reference
 from danlu.errors import RecipeError, ResourceError, Stopped
 from danlu.export import export_result
 from danlu.memory_report import MemoryReport
+from danlu.numerics.batch_invariant import batch_invariant
 from danlu.numerics.deterministic import deterministic
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
@@ -122,6 +123,8 @@ def train(
         say, stream = _silence, io.StringIO()
     with ExitStack() as closing:
         closing.enter_context(deterministic(recipe.deterministic))
+        if recipe.numerics == "exact":
+            closing.enter_context(batch_invariant())
         into = folder
         if dry_run:
             into = Path(closing.enter_context(TemporaryDirectory(prefix="danlu-dry-run-")))

@@ -105,7 +105,8 @@ class DecoderBuilder:
             subject = subject_of(recipe, config, device, encode=self._encode, ranks=ranks)
             placed = place(subject, recipe, ranks, device)
         model, adapters = placed.subject.model, placed.subject.adapters
-        outputs = FrozenDecoder(model, forward_of(model, compiled=recipe.compile), DTYPES[recipe.precision])
+        forward = forward_of(model, compiled=recipe.compile)
+        outputs = FrozenDecoder(model, forward, DTYPES[recipe.precision], recipe.numerics == "exact")
         return AskedModel(outputs, () if adapters is None else adapters.virtual_token_ids)
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:

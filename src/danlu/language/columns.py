@@ -133,7 +133,8 @@ class _Asking:
         batch = collate(packs, self.device, virtual_token_ids=self.model.virtual_token_ids)
         filled = pad_to_bucket(batch, token_shares(self.recipe, self.ranks))
         with torch.no_grad():
-            return self.spec.compute(self.model.outputs(batch, filled, attend_for(filled)), batch)
+            attend = attend_for(filled, exact=self.recipe.numerics == "exact")
+            return self.spec.compute(self.model.outputs(batch, filled, attend), batch)
 
 
 def all_answers(sample: Sample) -> Sample:
@@ -164,6 +165,7 @@ def _key(recipe: Recipe, spec: ColumnSpec, config: ModelConfig, device: torch.de
         "precision": recipe.precision,
         "compile": recipe.compile,
         "device": device.type,
+        **({} if recipe.numerics == "fast" else {"numerics": recipe.numerics}),
     }
 
 

@@ -70,6 +70,8 @@ class DecoderLearner:
     moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights that follow the policy's
     sequence_tokens: int | None = None
     """Where items are dealt by tokens: `micro` counts packed sequences of so many. None: `micro` counts items."""
+    exact: bool = False
+    """Whether a token's hidden state and log-probability have the bits that they have in a rollout."""
 
     def weights(self) -> dict[str, Tensor]:
         """What training changes, by name, live: the decoder or the adapter on it, then what is the objective's own."""
@@ -173,10 +175,10 @@ class DecoderLearner:
     def outputs(self, batch: Batch, gradient_scale: float) -> dict[Role, Outputs]:
         """What every model of the stage says about `batch`; only the policy's outputs carry gradients."""
         filled = pad_to_bucket(batch, self.token_multiple)
-        attend = attend_for(filled)
+        attend = attend_for(filled, exact=self.exact)
         beside = {role: outputs_of(batch, filled, attend) for role, outputs_of in self.roles.items()}
         policy = decoder_outputs(
-            self.model, self.forward, self.dtype, batch, filled, attend, gradient_scale, self.score_head
+            self.model, self.forward, self.dtype, batch, filled, attend, gradient_scale, self.score_head, self.exact
         )
         return {**beside, "policy": policy}
 
@@ -188,7 +190,9 @@ class DecoderLearner:
 
     def _explained(self, batch: Batch, step: int, names: Sequence[str]) -> Exception:
         filled = pad_to_bucket(batch, self.token_multiple)
-        return explain_non_finite(self.model, batch, filled, attend_for(filled), self.dtype, step, names)
+        return explain_non_finite(
+            self.model, batch, filled, attend_for(filled, exact=self.exact), self.dtype, step, names
+        )
 
 
 @dataclass(frozen=True)

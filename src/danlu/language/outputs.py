@@ -18,6 +18,7 @@ from danlu.objectives.gradient_scale import unscale_gradient
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.objectives.token_logprobs import token_logprobs
 from danlu.objectives.top_tokens import logprobs_of_tokens, top_tokens
+from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS
 from danlu.types import Batch, DivergenceKind, Outputs, TargetLosses, TokenLogprobs, TopTokens
 
 OFFERED = frozenset({"cross_entropy", "divergence", "hidden", "logprobs", "top_tokens"})
@@ -39,6 +40,8 @@ class DecoderOutputs:
     head: Tensor | None = None  # [V, D]; None: the model's, as it is when it is used
 
     score_head: nn.Linear | None = None  # [labels, D]: what `scores` and `values` apply to hidden states
+    exact: bool = False
+    """Whether log-probabilities have the bits that a sampler records: the head in slices that do not follow N."""
 
     def with_head(self, head: Tensor) -> DecoderOutputs:
         """The same with an output matrix [V, D] that the model may have another of by the time it is used."""
@@ -81,6 +84,7 @@ class DecoderOutputs:
             support=None if support is None else F.pad(support, padding, value=-1),
             entropy=entropy,
             collision=collision,
+            slice_rows=EXACT_SLICE_ROWS if self.exact else None,
             **self._head_options(),
         )
         values = (everything.logprobs, everything.entropy, everything.collision)

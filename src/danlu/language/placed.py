@@ -170,6 +170,7 @@ class PlacedDecoder:
             source_names=sources,
             empty=self.empty,
             moving=self.moving,
+            exact=self.recipe.numerics == "exact",
             sequence_tokens=None if self.recipe.batch.pairs is None else self.recipe.data.max_length,
         )
         if self.recipe.parallel.workers == "threads":
@@ -237,14 +238,16 @@ class PlacedDecoder:
         Where the policy is compiled, so are they: else bf16 would round them otherwise.
         """
         roles: dict[Role, RoleOutputs] = {}
+        exact = self.recipe.numerics == "exact"
         for role, spec in self.beside.items():
             match spec:
                 case ModelSpec():
                     model = self.frozen[role].subject.model
-                    roles[role] = FrozenDecoder(model, forward_of(model, compiled=self.recipe.compile), self.dtype)
+                    forward = forward_of(model, compiled=self.recipe.compile)
+                    roles[role] = FrozenDecoder(model, forward, self.dtype, exact)
                 case PolicyWithoutAdapter():
                     assert self.adapters is not None, "the recipe's rules ask for an adapter"
-                    roles[role] = AdapterOff(self.model, policy, self.dtype, self.adapters, TRAINED)
+                    roles[role] = AdapterOff(self.model, policy, self.dtype, self.adapters, TRAINED, exact)
                 case FromColumns(outputs):
                     roles[role] = StoredOutputs(outputs)
         return roles

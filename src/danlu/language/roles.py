@@ -50,11 +50,12 @@ class FrozenDecoder:
     model: Decoder
     forward: Forward
     dtype: torch.dtype  # of activations
+    exact: bool = False  # see `DecoderOutputs`
 
     def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> DecoderOutputs:
         """The decoder's hidden states, computed now, and its head, applied when it is asked for."""
         with torch.no_grad():
-            return decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend)
+            return decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend, exact=self.exact)
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,13 @@ class AdapterOff:
     dtype: torch.dtype  # of activations
     adapters: AdapterSet
     name: str
+    exact: bool = False
 
     def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> DecoderOutputs:
         """As of a `FrozenDecoder`, without dropout; the head is taken here, for it may have an adapter too."""
         dropout_state = self.adapters.build_context.dropout_state
         with torch.no_grad(), self.adapters.without(self.name), dropout_state.suspended():
-            outputs = decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend)
+            outputs = decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend, exact=self.exact)
             return outputs.with_head(self.model.head_weight)
 
 
@@ -95,8 +97,9 @@ def decoder_outputs(
     attend: Attend,
     gradient_scale: float = 1.0,
     score_head: nn.Linear | None = None,
+    exact: bool = False,
 ) -> DecoderOutputs:
     """What a decoder, perhaps with a head that scores, says about `batch`, which goes through it as `filled`."""
     hidden = forward(filled.tokens, filled.positions, attend, dtype)  # [T', D]
     counts = len(batch.tokens), len(batch.targets)
-    return DecoderOutputs(model, hidden, filled, *counts, gradient_scale, score_head=score_head)
+    return DecoderOutputs(model, hidden, filled, *counts, gradient_scale, score_head=score_head, exact=exact)

@@ -226,8 +226,8 @@ def _repeated_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]
 def _visible_siblings(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """A branch of a tree sees the branches that lie before it, as in one text."""
 
-    def attend_for(batch: Batch) -> Any:
-        return attend.attend_for(replace(batch, trees=()))
+    def attend_for(batch: Batch, *, exact: bool = False) -> Any:
+        return attend.attend_for(replace(batch, trees=()), exact=exact)
 
     return _replaced(learner_module, "attend_for", attend_for)
 

@@ -107,7 +107,7 @@ def with_columns(
         if folder is not None and spec.name == REFERENCE:  # the recipe names no model of its own for it
             model = ModelSpec(spec.name, Model(path=str(folder / REFERENCE)))
         frozen = place_frozen(recipe, model, vocab_size, Ranks(), torch.device("cpu")).subject.model
-        outputs = FrozenDecoder(frozen, frozen, DTYPES[recipe.precision])
+        outputs = FrozenDecoder(frozen, frozen, DTYPES[recipe.precision], recipe.numerics == "exact")
         items = [Pack(tuple(_with_column(sample, spec, outputs) for sample in pack.samples)) for pack in items]
     return items
 
@@ -117,7 +117,7 @@ def _with_column(sample: Sample, spec: ColumnSpec, outputs: FrozenDecoder) -> Sa
     asked = all_answers(sample)
     batch = collate([Pack((asked,))])
     filled = pad_to_bucket(batch)
-    computed = spec.compute(outputs(batch, filled, attend_for(filled)), batch)
+    computed = spec.compute(outputs(batch, filled, attend_for(filled, exact=outputs.exact)), batch)
     places = torch.from_numpy(asked.weights).nonzero().squeeze(1)
     columns = {}
     for name, of_targets in computed.items():

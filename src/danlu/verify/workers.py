@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from danlu.atomic_write import write_atomically
 from danlu.errors import DanluError, TrainingError
+from danlu.numerics import batch_invariant
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.traffic_counter import fake_process_group
@@ -183,6 +184,8 @@ def _work(folder: Path, role: str, rank: int) -> None:
     warnings.filterwarnings("ignore", module="torch")  # advice about usage, which training shows once
     try:
         task: Task = pickle.loads((folder / "task").read_bytes())  # noqa: S301 - written by our own process
+        if task.recipe.numerics == "exact":
+            batch_invariant.enable()
         result = _ROLES[role](task, folder, rank)
         done = _file(folder, role, rank)
         torch.save(result, done.with_suffix(".part"))
