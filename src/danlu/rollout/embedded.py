@@ -44,8 +44,6 @@ class EmbeddedEngine:
     Raises ResourceError where not one block fits into the cache.
     """
 
-    exact = False
-
     def __init__(
         self,
         model: Decoder,
@@ -72,6 +70,11 @@ class EmbeddedEngine:
         self._drafts_proposed = self._drafts_accepted = 0
         self._scheduler = self._new_scheduler()
         self._is_paused = self._is_asleep = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probabilities are those that a trainer with `numerics: exact` computes, bit for bit."""
+        return self._runner.exact
 
     @property
     def unfinished(self) -> int:

@@ -28,8 +28,8 @@ def rollout_gap(completions: Sequence[Completion], trainer: Sequence[Sequence[fl
     """
     pairs = [
         pair
-        for one, values in zip(completions, trainer, strict=True)
-        for pair in zip(one.logprobs, values, strict=True)
+        for completion, logprobs in zip(completions, trainer, strict=True)
+        for pair in zip(completion.logprobs, logprobs, strict=True)
     ]
     if not pairs:
         return RolloutGap(0, 0.0, 0.0)

@@ -17,8 +17,11 @@ from danlu.errors import ModelError, ResourceError
 from danlu.models.attention_kernels import copy_to
 from danlu.models.config import DynamicScaling
 from danlu.models.decoder import Decoder, Layer
+from danlu.numerics import batch_invariant
+from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
 from danlu.rollout.answer import Answer, DrawnToken
 from danlu.rollout.engine import EngineAdapters, EngineOptions
+from danlu.rollout.exact_paged import ExactPagedAttention
 from danlu.rollout.pool import CachePool
 from danlu.rollout.sampling import DrawRow, draw
 from danlu.rollout.scheduler import Chunk, Plan
@@ -39,7 +42,9 @@ class ModelRunner:
     ) -> None:
         parameter = next(model.parameters())
         self.model, self.device, self.dtype = model, parameter.device, dtype or parameter.dtype
-        self._adapters = adapters
+        self._adapters, self.exact = adapters, options.exact
+        if self.exact:
+            batch_invariant.enable()
         self._lengths_matter = isinstance(model.config.rope_scaling, DynamicScaling)
         layers = [cast(Layer, layer).attention.cache for layer in model.layers.values()]
         self.block_bytes = CachePool.block_bytes(layers, options.block, self.dtype)
@@ -121,13 +126,20 @@ class ModelRunner:
                 ends += [len(tokens) - 1] * len(drawing)
         columns = [tokens, positions, lengths] if self._lengths_matter else [tokens, positions]
         inputs = copy_to(torch.tensor(columns), self.device)  # [2 or 3, T]
-        attend = self.pool.attend(plan)
+        attend = ExactPagedAttention(plan, self.pool) if self.exact else self.pool.attend(plan)
         hidden = self.model(inputs[0], inputs[1], attend, self.dtype, inputs[2] if self._lengths_matter else None)
         if not ends:
             return []
         if len(ends) < len(tokens) or answers[-1].branches:
             hidden = hidden.index_select(0, copy_to(torch.tensor(ends), self.device))  # [R, D]
-        return list(zip(answers, self._draw(self.model.logits(hidden), answers, version), strict=True))
+        return list(zip(answers, self._draw(self._logits(hidden), answers, version), strict=True))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[R, V] float32; where numerics are exact by the products that training makes for its log-probabilities."""
+        if not self.exact:
+            return self.model.logits(hidden)
+        cap = self.model.config.final_softcap
+        return logits_in_slices(hidden, self.model.head_weight, softcap=cap, slice_rows=EXACT_SLICE_ROWS)
 
     def _draw(self, logits: Tensor, answers: Sequence[Answer], version: int) -> list[DrawnToken]:
         """The next token of each answer, from logits [R, V]. Raises ModelError where these are not finite."""
@@ -142,7 +154,7 @@ class ModelRunner:
             )
             for answer in answers
         ]
-        drawn = draw(logits, rows)
+        drawn = draw(logits, rows, slice_rows=EXACT_SLICE_ROWS if self.exact else None)
         if not all(map(math.isfinite, drawn.logprobs)):
             row = next(row for row, logprob in zip(rows, drawn.logprobs, strict=True) if not math.isfinite(logprob))
             raise ModelError(
