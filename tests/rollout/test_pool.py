@@ -102,7 +102,8 @@ def test_memory_is_taken_when_it_is_written(dtype):
 
     before = resident_bytes()
     made = CachePool(LAYERS[:1], blocks=1 << 18, block=4, dtype=dtype, device=CPU)
-    assert made.tensors(0)[0].nbytes > 60 << 20
-    assert resident_bytes() - before < 8 << 20
+    size = made.tensors(0)[0].nbytes
+    assert size >= 32 << 20
+    assert resident_bytes() - before < size / 4
     made.tensors(0)[0].fill_(1)
-    assert resident_bytes() - before > 50 << 20
+    assert resident_bytes() - before > size * 3 / 4
