@@ -185,15 +185,27 @@ def test_nan_in_recycled_blocks_is_cleared(small_decoder, kind):
 def test_bfloat16_rounds_as_one_pass_does(small_decoder, kind):
     model, tokens = small_decoder(kind), texts(*[40] * 5)
     got = ragged_passes(model, Sequences(caches(model), torch.bfloat16), tokens)
-    for logits, text in zip(got, tokens, strict=True):
-        exact = full_logits(model, text)[: len(logits)]
-        whole = full_logits(model, text, torch.bfloat16)[: len(logits)]
-        assert (logits - exact).norm() < 1.3 * (whole - exact).norm()
+    exact = torch.cat([full_logits(model, text)[: len(logits)] for logits, text in zip(got, tokens, strict=True)])
+    whole = [full_logits(model, text, torch.bfloat16)[: len(logits)] for logits, text in zip(got, tokens, strict=True)]
+    assert (torch.cat(got) - exact).norm() < 1.3 * (torch.cat(whole) - exact).norm()
+
+
+def test_nan_in_recycled_blocks_that_were_not_cleared_is_seen(small_decoder):
+    model, texts_of = small_decoder(), texts(10, 10)
+    sequences = Sequences(caches(model))
+    plan = sequences.plan({0: 9, 1: 9})
+    sequences.pool.carry_out(dataclasses.replace(plan, fresh=()))
+    tokens = torch.tensor(texts_of[0][:9] + texts_of[1][:9])
+    model(tokens, torch.arange(9).repeat(2), sequences.pool.attend(plan))
+    logits = feed(model, sequences, {0: texts_of[0][9:], 1: texts_of[1][9:]})
+    assert logits[0].isnan().any()
 
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("softcap", [None, 50.0, 5.0])
-@pytest.mark.parametrize("split", [[160], [60, 60, 40], [100, *[1] * 60]], ids=["prefill", "chunks", "decoding"])
+@pytest.mark.parametrize(
+    "split", [[160], [60, 60, 40], [100, *[1] * 60], [100, *[2] * 30]], ids=["prefill", "chunks", "decoding", "pairs"]
+)
 def test_large_scores_lose_nothing_that_bfloat16_can_hold(split, softcap, window):
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(160, heads, 64, generator=generator) for heads in (4, 2, 2))

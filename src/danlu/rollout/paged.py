@@ -1,46 +1,64 @@
 """Attention over a pool of cache blocks: the chunks of a plan, laid end to end, as an `Attend` of the decoder.
 
-T tokens of a pass, flat · S tokens of one sequence · H query heads · K key/value heads · C head width
+T tokens of a pass, flat · S tokens of one sequence · H query heads · K key/value heads · G = H / K · C head width
+B tokens of a block · Q queries · U blocks · R queries that read a block · P pairs of a block and a query that reads it
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.models.attend import PackedAttention
-from danlu.models.block_attention import BlockAttention, BlockSettings
+from danlu.models.attention_kernels import copy_to
+from danlu.models.block_attention import BlockAttention, BlockSettings, attention_scores
 from danlu.models.segments import Segment
 from danlu.rollout.scheduler import Chunk, Plan
 
 if TYPE_CHECKING:
     from danlu.rollout.pool import CachePool
 
+# Chunks of up to so many tokens, such as a draft that is checked, are attended query by query.
+FEW_TOKENS = 8
+# Blocks are read where they lie if at least this share of those between the first and the last are read at all.
+# Otherwise they are copied together first, which takes as long as reading them twice more.
+LEAST_DENSITY = 0.5
+
 
 class PagedAttention:
     """Writes keys and values of a plan's chunks into the pool, then has each token see those before it in its sequence.
 
-    Satisfies `danlu.layer_types.Attend`. Whole prompts are attended as packed documents, by what training uses. The
-    plan has been carried out before.
+    Satisfies `danlu.layer_types.Attend`. The plan has been carried out before. Whole prompts are attended as packed
+    documents, by what training uses; chunks behind cached tokens over the gathered keys of their sequence; single
+    tokens, and chunks of a few, all together.
     """
 
     def __init__(self, plan: Plan, pool: CachePool) -> None:
         self.pool = pool
-        self._runs: list[tuple[slice, PackedAttention | Chunk]] = []
+        self._runs: list[tuple[slice, Callable[..., Tensor]]] = []
         start = 0
-        for is_whole, several in itertools.groupby(plan.chunks, lambda chunk: chunk.start == 0):
+        for kind, several in itertools.groupby(plan.chunks, _kind):
             chunks = list(several)
-            stops = list(itertools.accumulate((chunk.stop - chunk.start for chunk in chunks), initial=0))
-            if is_whole:
-                self._runs.append((slice(start, start + stops[-1]), PackedAttention(tuple(stops))))
+            stops = list(itertools.accumulate((chunk.stop - chunk.start for chunk in chunks), initial=start))
+            if kind == "whole":
+                boundaries = tuple(stop - start for stop in stops)
+                self._runs.append((slice(start, stops[-1]), PackedAttention(boundaries)))
+            elif kind == "few" and stops[-1] - start == 1:
+                self._runs.append((slice(start, stops[-1]), _OneQuery(chunks[0], pool)))
+            elif kind == "few":
+                self._runs.append((slice(start, stops[-1]), _ByQuery(chunks, pool)))
             else:
-                slices = (slice(start + a, start + b) for a, b in itertools.pairwise(stops))
-                self._runs += zip(slices, chunks, strict=True)
-            start += stops[-1]
-        self._indices: dict[tuple[int, int], Tensor] = {}
+                for chunk, (first, stop) in zip(chunks, itertools.pairwise(stops), strict=True):
+                    self._runs.append((slice(first, stop), _OfSequence(chunk, pool)))
+            start = stops[-1]
 
     def __call__(
         self,
@@ -54,26 +72,237 @@ class PagedAttention:
         softcap: float | None,
     ) -> Tensor:  # [T, H, C]
         self.pool.write(layer, k, v)
-        outputs = []
-        for rows, attended in self._runs:
-            if isinstance(attended, PackedAttention):
-                outputs.append(attended(layer, q[rows], k[rows], v[rows], scale=scale, window=window, softcap=softcap))
-            else:
-                outputs.append(self._attend_to_past(layer, attended, q[rows], scale, window, softcap))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if len(self._runs) == 1:
+            return self._runs[0][1](layer, q, k, v, scale=scale, window=window, softcap=softcap)
+        return torch.cat(
+            [
+                attend(layer, q[rows], k[rows], v[rows], scale=scale, window=window, softcap=softcap)
+                for rows, attend in self._runs
+            ]
+        )
 
-    def _attend_to_past(
-        self, layer: int, chunk: Chunk, q: Tensor, scale: float, window: int | None, softcap: float | None
+
+def _kind(chunk: Chunk) -> str:
+    if chunk.start == 0 and chunk.stop > 1:
+        return "whole"
+    return "few" if chunk.stop - chunk.start <= FEW_TOKENS else "many"
+
+
+class _OfSequence:
+    """Attention of a chunk of many tokens to what its sequence has cached before it, and to itself."""
+
+    def __init__(self, chunk: Chunk, pool: CachePool) -> None:
+        self.chunk, self.pool = chunk, pool
+        self._blocks: dict[int, Tensor] = {}  # by the first of them
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """A chunk's queries [S, H, C] over the keys of its sequence, from the first block that one of them sees."""
-        block = self.pool.block
+        chunk, block = self.chunk, self.pool.block
         first = 0 if window is None else max(0, chunk.start - window + 1) // block
-        last = -(-chunk.stop // block)
+        if first not in self._blocks:
+            self._blocks[first] = self.pool.index(chunk.blocks[first : -(-chunk.stop // block)])
         tokens = chunk.stop - first * block
-        key = chunk.sequence, first
-        if key not in self._indices:
-            self._indices[key] = self.pool.index(chunk.blocks[first:last])
-        k, v = self.pool.gather(layer, self._indices[key], tokens)  # [S, K, C]
+        k, v = self.pool.gather(layer, self._blocks[first], tokens)  # [S, K, C]
         segment = Segment(chunk.start - first * block, tokens, ((0, tokens),))
         out: Tensor = BlockAttention.apply(q, k, v, BlockSettings((segment,), scale, window, softcap))
         return out
+
+
+class _OneQuery:
+    """Attention of the only token of a pass, over keys and values that are copied together by head.
+
+    Decoding one sequence is made of calls of a few microseconds, and this takes fewest.
+    """
+
+    def __init__(self, chunk: Chunk, pool: CachePool) -> None:
+        self.chunk, self.pool = chunk, pool
+        self._rows: dict[tuple[int | None, int], Tensor] = {}  # by window and heads: blocks of each head
+        self._by_query = _ByQuery([chunk], pool)
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        if softcap is not None:  # which no kernel of torch has
+            return self._by_query(layer, q, k, v, scale=scale, window=window, softcap=softcap)
+        position, block = self.chunk.start, self.pool.block
+        first = _first_seen(position, window)
+        begin = first // block
+        heads, width = k.shape[1:]
+        if (window, heads) not in self._rows:
+            table = np.array(self.chunk.blocks[begin : position // block + 1])
+            rows = table * heads + np.arange(heads)[:, None]
+            self._rows[window, heads] = copy_to(torch.from_numpy(rows).flatten(), self.pool.device)
+        seen = slice(first - begin * block, position + 1 - begin * block)
+        k, v = (
+            blocks.view(-1, block * width)
+            .index_select(0, self._rows[window, heads])
+            .view(1, heads, -1, width)[:, :, seen]
+            for blocks in self.pool.tensors(layer)
+        )  # [1, K, S, C]
+        return F.scaled_dot_product_attention(q.view(1, heads, -1, width), k, v, scale=scale).view(q.shape)
+
+
+class _ByQuery:
+    """Attention of queries of many sequences, each over the blocks it sees, by products of a block with its readers.
+
+    No key is copied: those of a block are multiplied where they lie by all queries that read it, such as those of
+    several answers to one prompt. So the work is that of the tokens that are seen, and those that are seen by several
+    are read once.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], pool: CachePool) -> None:
+        self.chunks, self.pool = chunks, pool
+        self._readings: dict[int | None, _Reading] = {}  # by window
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        reading = self._reading(window)
+        keys, values = self.pool.tensors(layer)  # [N, K, B, C]
+        kv_heads, width = keys.shape[1], keys.shape[3]
+        scores, most = [], []
+        for part, own in zip(reading.parts, reading.of_pairs(q.flatten(1)), strict=True):
+            rows = part.by_block(own, kv_heads).reshape(part.blocks * kv_heads, -1, width)  # [U*K, R*G, C]
+            products = attention_scores(rows, part.of(keys).flatten(0, 1), scale)  # [U*K, R*G, B]
+            if softcap is not None:
+                products.div_(softcap).tanh_().mul_(softcap)
+            products = products.view(part.blocks, kv_heads, part.readers, -1, products.shape[-1])
+            products += part.hidden
+            scores.append(products)
+            most.append(part.by_pair(products.amax(-1)))
+        # Of each query and head, over its blocks: the largest score, and the sum of what is exponentiated, [Q, H].
+        largest = F.embedding_bag(reading.bags, _concatenated(most), reading.offsets, mode="max")
+        sums, outputs = [], []
+        for part, products, own in zip(reading.parts, scores, reading.of_pairs(largest), strict=True):
+            products.sub_(part.by_block(own, kv_heads).unsqueeze(-1)).exp_()
+            sums.append(part.by_pair(products.sum(-1)))
+        total = F.embedding_bag(reading.bags, _concatenated(sums), reading.offsets, mode="sum")
+        for part, products, own in zip(reading.parts, scores, reading.of_pairs(total), strict=True):
+            products.div_(part.by_block(own, kv_heads).unsqueeze(-1))
+            rows = products.to(values.dtype).view(part.blocks * kv_heads, -1, products.shape[-1])
+            mixed = torch.bmm(rows, part.of(values).flatten(0, 1))  # [U*K, R*G, C]
+            outputs.append(part.by_pair(mixed.view(part.blocks, kv_heads, part.readers, -1)))
+        out = F.embedding_bag(reading.bags, _concatenated(outputs), reading.offsets, mode="sum")
+        return out.view(q.shape)
+
+    def _reading(self, window: int | None) -> _Reading:
+        if window not in self._readings:
+            self._readings[window] = _Reading.of(self.chunks, window, self.pool.block, self.pool.device)
+        return self._readings[window]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Blocks with up to R readers each, and pairs of each with R queries, of which some may be nobody's."""
+
+    blocks: int
+    readers: int
+    chosen: slice | Tensor
+    """In the pool, [U] int64 where they are not side by side."""
+    hidden: Tensor
+    """[U, 1, R, 1, B] float32: -inf where a reader does not see a token, else 0."""
+
+    def of(self, pool: Tensor) -> Tensor:
+        """[U, K, B, C] of all blocks [N, K, B, C]."""
+        return pool[self.chosen] if isinstance(self.chosen, slice) else pool.index_select(0, self.chosen)
+
+    def by_block(self, of_pairs: Tensor, kv_heads: int) -> Tensor:
+        """[U*R, K*X] -> [U, K, R, X]."""
+        return of_pairs.view(self.blocks, self.readers, kv_heads, -1).transpose(1, 2)
+
+    def by_pair(self, of_blocks: Tensor) -> Tensor:
+        """[U, K, R, X] -> [U*R, K*X]."""
+        return of_blocks.transpose(1, 2).reshape(self.blocks * self.readers, -1)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Which queries read which blocks: index tensors of a pass, the same for all layers with one window."""
+
+    parts: tuple[_Part, ...]
+    queries: Tensor
+    """[P] int64: the query of each pair, part by part."""
+    bags: Tensor
+    """Pairs, query by query, those of a query in the order of its tokens."""
+    offsets: Tensor
+    """[Q] int64: where the pairs of each query begin in `bags`."""
+
+    @cached_property
+    def _pairs(self) -> list[int]:
+        """Of each part."""
+        return [part.blocks * part.readers for part in self.parts]
+
+    def of_pairs(self, of_queries: Tensor) -> tuple[Tensor, ...]:
+        """[Q, X] -> [U*R, X] of each part."""
+        return of_queries.index_select(0, self.queries).split(self._pairs)
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], window: int | None, block: int, device: torch.device) -> _Reading:
+        """Of chunks, query by query."""
+        tables, firsts, stops = [], [], []
+        for chunk in chunks:
+            for position in range(chunk.start, chunk.stop):
+                first = _first_seen(position, window)
+                tables.append(chunk.blocks[first // block : position // block + 1])
+                firsts.append(first)
+                stops.append(position + 1)
+        counts = np.array([len(table) for table in tables])
+        ends = np.cumsum(counts)
+        blocks = np.fromiter(itertools.chain.from_iterable(tables), np.int64, ends[-1])
+        queries = np.repeat(np.arange(len(tables)), counts)
+        cells, shapes = _cells(blocks)
+        # Only the first and the last block of a query hold tokens that it does not see.
+        places = np.arange(block)
+        hidden = np.zeros((sum(size * readers for size, readers, _ in shapes), block), dtype=np.float32)
+        hidden[cells[ends - counts]] = np.where(places < np.array(firsts)[:, None] % block, -np.inf, 0)
+        hidden[cells[ends - 1]] += np.where(places > (np.array(stops)[:, None] - 1) % block, -np.inf, 0)
+        of_pair = np.zeros(len(hidden), dtype=np.int64)
+        of_pair[cells] = queries
+        parts, start = [], 0
+        for size, readers, chosen in shapes:
+            own = torch.from_numpy(hidden[start : start + size * readers]).view(size, 1, readers, 1, block)
+            where = chosen if isinstance(chosen, slice) else copy_to(torch.from_numpy(chosen), device)
+            parts.append(_Part(size, readers, where, copy_to(own, device)))
+            start += size * readers
+        indices = (copy_to(torch.from_numpy(x), device) for x in (of_pair, cells, ends - counts))
+        return cls(tuple(parts), *indices)
+
+
+def _cells(blocks: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int, slice | np.ndarray]]]:
+    """Where each pair goes, from its block [P]: pairs of one part together, and of those the pairs of one block.
+
+    Parts have blocks that are read once, up to twice, up to four times and so on: of each the number of blocks and of
+    readers, and which blocks they are.
+    """
+    low = int(blocks.min())
+    counts = np.bincount(blocks - low)
+    readers_of = (2 ** np.ceil(np.log2(np.maximum(counts, 1))).astype(np.int64))[blocks - low]  # [P]
+    cells = np.empty(len(blocks), dtype=np.int64)
+    shapes: list[tuple[int, int, slice | np.ndarray]] = []
+    start = 0
+    for readers in np.unique(readers_of).tolist():
+        pairs = np.flatnonzero(readers_of == readers)
+        own = blocks[pairs]
+        first, stop = int(own.min()), int(own.max()) + 1
+        if readers == 1 and len(own) >= LEAST_DENSITY * (stop - first):
+            cells[pairs] = start + own - first
+            shapes.append((stop - first, 1, slice(first, stop)))
+        else:
+            chosen, rows, several = np.unique(own, return_inverse=True, return_counts=True)
+            order = np.argsort(rows, kind="stable")
+            columns = np.empty_like(rows)
+            columns[order] = np.arange(len(rows)) - np.repeat(np.cumsum(several) - several, several)
+            cells[pairs] = start + rows * readers + columns
+            shapes.append((len(chosen), readers, chosen))
+        start += shapes[-1][0] * readers
+    return cells, shapes
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    """The first position that a query sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

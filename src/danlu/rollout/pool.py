@@ -49,7 +49,7 @@ class CachePool:
         self._storage: dict[tuple[int, ...], Tensor] = {}  # by shape of a token: [layers and kinds, N, *lead, B, C]
         self._host: dict[tuple[int, ...], Tensor] = {}
         self._views: list[tuple[Tensor, ...]] = []
-        self._slots = Slots.of(Plan(), block, device)
+        self._slots = Slots(Plan(), block, device)
         self.allocate()
 
     @classmethod
@@ -96,7 +96,7 @@ class CachePool:
             fresh = self.index(plan.fresh)
             for blocks in self._storage.values():
                 blocks.index_fill_(1, fresh, 0)
-        self._slots = Slots.of(plan, self.block, self.device)
+        self._slots = Slots(plan, self.block, self.device)
 
     def attend(self, plan: Plan) -> PagedAttention:
         """Attention of the plan's chunks, laid end to end."""
@@ -107,7 +107,7 @@ class CachePool:
         for blocks, new in zip(self._views[layer], rows, strict=True):
             width = new.shape[-1]
             heads = new[0].numel() // width
-            blocks.view(-1, width)[self._slots.rows(heads)] = new.reshape(-1, width)
+            blocks.view(-1, width).index_copy_(0, self._slots.rows(heads), new.reshape(-1, width))
 
     def gather(self, layer: int, blocks: Tensor, tokens: int) -> tuple[Tensor, ...]:
         """What a layer keeps of the first S = `tokens` tokens in these blocks: [S, *lead, C], contiguous.
@@ -124,27 +124,19 @@ class CachePool:
 class Slots:
     """Where the tokens of a plan's chunks are kept: [T] block of each, and its place there."""
 
-    def __init__(self, blocks: Tensor, places: Tensor, block: int) -> None:
-        self._blocks, self._places, self._block = blocks, places, block
+    def __init__(self, plan: Plan, block: int, device: torch.device) -> None:
+        self._block, self._device = block, device
+        positions = [(chunk, position) for chunk in plan.chunks for position in range(chunk.start, chunk.stop)]
+        self._blocks = np.array([chunk.blocks[position // block] for chunk, position in positions], dtype=np.int64)
+        self._places = np.array([position % block for _, position in positions], dtype=np.int64)
         self._rows: dict[int, Tensor] = {}
-
-    @classmethod
-    def of(cls, plan: Plan, block: int, device: torch.device) -> Slots:
-        """The slots of a plan."""
-        blocks, places = [], []
-        for chunk in plan.chunks:
-            for position in range(chunk.start, chunk.stop):
-                blocks.append(chunk.blocks[position // block])
-                places.append(position % block)
-        slots = copy_to(torch.tensor([blocks, places], dtype=torch.int64), device)
-        return cls(slots[0], slots[1], block)
 
     def rows(self, heads: int) -> Tensor:
         """[T * heads]: in blocks [N * heads * B, C], the row of each token's heads."""
         if heads not in self._rows:
-            first = self._blocks * heads * self._block + self._places
-            steps = torch.arange(heads, device=first.device) * self._block
-            self._rows[heads] = (first.unsqueeze(1) + steps).flatten()
+            first = self._blocks * (heads * self._block) + self._places
+            rows = first[:, None] + np.arange(heads) * self._block
+            self._rows[heads] = copy_to(torch.from_numpy(rows.ravel()), self._device)
         return self._rows[heads]
 
 
