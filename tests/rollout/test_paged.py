@@ -141,8 +141,7 @@ def test_one_wrong_block_of_a_table_is_seen(small_decoder):
 
     def spoil(plan):
         chunks = [
-            dataclasses.replace(c, blocks=(plan.chunks[0].blocks[0], *c.blocks[1:])) if c.sequence == 1 else c
-            for c in plan.chunks
+            c._replace(blocks=(plan.chunks[0].blocks[0], *c.blocks[1:])) if c.sequence == 1 else c for c in plan.chunks
         ]
         return dataclasses.replace(plan, chunks=tuple(chunks))
 
