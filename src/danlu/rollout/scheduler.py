@@ -7,7 +7,7 @@ read in chunks, decoding, and reading again after a preemption are the same case
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -60,7 +60,8 @@ class SequenceState:
     digests: list[Digest] | None = None
     """Of each full block the hash, behind that of the root; None: shares nothing with other requests."""
     drafts: list[int] = field(default_factory=list)
-    """Tokens proposed to follow the known ones, to be checked in the next pass."""
+    """Tokens proposed to follow the known ones. They are checked by the pass that computes the last known token, all of
+    them: what is drawn must not hang on how full a pass is."""
     computed: int = 0
     """Tokens whose keys and values are in the blocks."""
     blocks: list[int] = field(default_factory=list)
@@ -205,13 +206,22 @@ class Scheduler:
             self._admit(builder)
         return builder.build()
 
-    def commit(self, plan: Plan) -> None:
-        """Says that the pass of a plan is done: its tokens are computed, and full blocks enter the prefix cache."""
+    def commit(self, plan: Plan, rejected: Mapping[int, int] | None = None) -> None:
+        """Says that the pass of a plan is done: its tokens are computed, and full blocks enter the prefix cache.
+
+        rejected: for sequences with drafts by number, how many of them are not what follows. Those that do are among
+        the known tokens by now.
+        """
         counters = self.counters
         counters.passes += 1
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.sequence]
             sequence.computed = chunk.stop
+            if rejected and chunk.sequence in rejected:
+                sequence.computed -= rejected[chunk.sequence]
+                for block in sequence.blocks[self._blocks_of(len(sequence.tokens)) :]:
+                    self.pool.release(block)
+                del sequence.blocks[self._blocks_of(len(sequence.tokens)) :]
             if sequence.computed // self.block > sequence.remembered:
                 self._remember(sequence)
             if chunk.start < chunk.length:
@@ -222,34 +232,32 @@ class Scheduler:
         counters.empty_slots += slots - sum(sequence.computed for sequence in self.running)
 
     def _plan_growing(self, sequence: SequenceState, builder: _PlanBuilder) -> None:
-        """One token, and drafts where there is room for them. Others make room for the one token."""
-        stop = len(sequence.tokens)
-        drafts = min(len(sequence.drafts), builder.budget - 1)
-        if drafts and self._lacking(sequence, stop + drafts) > self.pool.free:
-            drafts = 0
-        del sequence.drafts[drafts:]
-        while self._lacking(sequence, stop + drafts) > self.pool.free:
+        """The last known token and its drafts; others make room for them."""
+        stop = len(sequence.tokens) + len(sequence.drafts)
+        if stop - sequence.computed > builder.budget:
+            return
+        while self._lacking(sequence, stop) > self.pool.free:
             latest = next(other for other in reversed(self.running) if other.number not in builder.planned)
             self._preempt(latest, builder)
             if latest is sequence:
                 return
-        self._take_blocks(sequence, stop + drafts, builder)
-        builder.add(sequence, stop + drafts)
+        self._take_blocks(sequence, stop, builder)
+        builder.add(sequence, stop)
 
     def _plan_reading(self, sequence: SequenceState, builder: _PlanBuilder) -> bool:
         """As much of the rest as budget and free blocks allow. False where blocks were lacking."""
-        wanted = min(sequence.uncomputed, builder.budget)
         while True:
             room = (len(sequence.blocks) + self.pool.free) * self.block - sequence.computed
             if room > 0 or builder.chunks:
                 break
             # Nothing else would go on. This is the first of those that run, and others have the missing blocks.
             self._preempt(self.running[-1], builder)
-        stop = sequence.computed + min(wanted, room)
+        wanted = len(sequence.tokens) + len(sequence.drafts) - sequence.computed
+        stop = _without_a_part_of_the_drafts(sequence, sequence.computed + min(wanted, room, builder.budget))
         if stop > sequence.computed:
             self._take_blocks(sequence, stop, builder)
             builder.add(sequence, stop)
-        return room >= wanted
+        return room >= min(wanted, builder.budget)
 
     def _admit(self, builder: _PlanBuilder) -> None:
         """Lets sequences in that wait, as long as there are blocks for all they know and one more for each that runs.
@@ -269,13 +277,17 @@ class Scheduler:
             if self._next_digest(sequence, len(cached)) in being_read:
                 skipped += 1
                 continue
-            lacking = self._blocks_of(len(sequence.tokens)) - len(cached) + sum(map(self.pool.is_free, cached))
+            wanted = len(sequence.tokens) + len(sequence.drafts)
+            lacking = self._blocks_of(wanted) - len(cached) + sum(map(self.pool.is_free, cached))
             if self.running and lacking + sequence.forks + promised > self.pool.free:
+                return
+            computed = sequence.computed if sequence.host_blocks else len(cached) * self.block
+            stop = _without_a_part_of_the_drafts(sequence, min(wanted, computed + builder.budget))
+            if stop == computed:
                 return
             del self.waiting[skipped]
             insort(self.running, sequence, key=_number)
             self._bring_in(sequence, cached, builder)
-            stop = min(len(sequence.tokens), sequence.computed + builder.budget)
             self._take_blocks(sequence, stop, builder)
             builder.add(sequence, stop)
             being_read.update(self._digests_to_come(sequence))
@@ -296,7 +308,8 @@ class Scheduler:
         sequence.remembered = len(cached)
         sequence.computed = len(cached) * self.block
         self.counters.prompt_tokens_reused += min(sequence.computed, sequence.prompt_length)
-        self.counters.recomputed_tokens += len(sequence.tokens) - max(sequence.computed, sequence.prompt_length)
+        computed_before = len(sequence.tokens) - 1  # but for the last, which is new; nothing of a prompt's
+        self.counters.recomputed_tokens += max(0, computed_before - max(sequence.computed, sequence.prompt_length))
 
     def _preempt(self, sequence: SequenceState, builder: _PlanBuilder) -> None:
         """Takes all blocks from a sequence and puts it back to those that wait, at the place of its arrival."""
@@ -305,12 +318,12 @@ class Scheduler:
         builder.preempted.append(sequence.number)
         self.counters.preemptions += 1
         computed_blocks = sequence.blocks[: self._blocks_of(sequence.computed)]
-        if self.preempt == "swap" and len(computed_blocks) <= self.host.free:
+        if self.preempt == "swap" and computed_blocks and len(computed_blocks) <= self.host.free:
             self.counters.swaps += 1
             sequence.host_blocks = [self.host.allocate() for _ in computed_blocks]
             builder.swapped_out += zip(computed_blocks, sequence.host_blocks, strict=True)
         else:
-            self.counters.swap_fallbacks += self.preempt == "swap"
+            self.counters.swap_fallbacks += self.preempt == "swap" and len(computed_blocks) > 0
             sequence.computed = 0
         self._release(sequence)
 
@@ -399,6 +412,12 @@ class Scheduler:
                 tokens = self._tokens_of(sequence, place)
                 self.pool.remember(sequence.blocks[place], self._digest(sequence, place), tokens)
         sequence.remembered = full
+
+
+def _without_a_part_of_the_drafts(sequence: SequenceState, stop: int) -> int:
+    """`stop`, or before the last known token where only some of the drafts would be checked."""
+    known = len(sequence.tokens)
+    return known - 1 if known <= stop < known + len(sequence.drafts) else stop
 
 
 def _number(sequence: SequenceState) -> int:
