@@ -108,3 +108,32 @@ def test_nan_weights_are_an_error_and_nothing_is_lost(small_decoder, options):
     model.norm.weight[0] = good
     done = [completion for _ in range(2) for completion in engine.step()]
     check_same(done, EmbeddedEngine(model).generate([Request(0, (1,), options, 3)]))
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("prompt", [[7], [3, 9, 4]])
+def test_as_many_samples_as_a_prompt_has_tokens_or_more(small_decoder, prompt, options):
+    model = small_decoder()
+    asked = requests(options, 6, [prompt], samples=3)
+    for sample, completion in enumerate(EmbeddedEngine(model).generate(asked)):
+        assert completion.tokens == slowly(model, asked[0], sample)[0]
+
+
+def test_what_is_aborted_before_its_first_step_comes_back_empty(small_decoder):
+    engine = EmbeddedEngine(small_decoder())
+    for request in requests(samples=2):
+        engine.submit(request)
+    engine.abort(1)
+    engine.abort(99)  # not there: nothing happens
+    assert engine.unfinished == 8
+    done = engine.step()
+    assert [(one.number, one.sample, one.tokens, one.finish) for one in done] == [
+        (1, 0, [], "abort"),
+        (1, 1, [], "abort"),
+    ]
+    assert engine.unfinished == 6
+    engine.abort(0)
+    assert {(one.number, len(one.tokens), one.finish) for one in engine.step()} == {(0, 1, "abort")}
+    engine.abort(2)
+    engine.abort(3)
+    assert len(engine.step()) == 4 and engine.unfinished == engine.statistics.blocks_used == 0

@@ -334,7 +334,7 @@ class EmbeddedEngine:
 
     def _collect(self, answers: Iterable[Answer]) -> None:
         """Makes completions of those answers that are finished, and gives their blocks back."""
-        for answer in [answer for answer in answers if answer.finish is not None]:
+        for answer in [answer for answer in answers if answer.finish is not None and answer.number in self._by_number]:
             number = answer.request.number
             self._done[answer.key] = answer
             self._live[number].remove(answer)

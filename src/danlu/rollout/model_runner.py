@@ -130,7 +130,7 @@ class ModelRunner:
         hidden = self.model(inputs[0], inputs[1], attend, self.dtype, inputs[2] if self._lengths_matter else None)
         if not ends:
             return []
-        if len(ends) < len(tokens) or answers[-1].branches:
+        if ends != list(range(len(tokens))):
             hidden = hidden.index_select(0, copy_to(torch.tensor(ends), self.device))  # [R, D]
         return list(zip(answers, self._draw(self._logits(hidden), answers, version), strict=True))
 
