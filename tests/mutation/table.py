@@ -506,6 +506,19 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation("rollout/filters.py", "math.log(option.min_p)", "option.min_p", "rollout/test_sampling.py"),
     Mutation("rollout/filters.py", "if count == width < vocab_size", "if count > width", "rollout/test_sampling.py"),
+    Mutation("rollout/rejection_sampling.py", "(p - q).clamp_(min=0)", "p", "rollout/test_rejection_sampling.py"),
+    Mutation(
+        "rollout/speculative.py",
+        "drawn.tokens[start + kept] == proposed[kept]",
+        "True",
+        "rollout/test_speculative.py",
+    ),
+    Mutation(
+        "rollout/speculative.py",
+        "self._proposals.get(sequence.number, (-1,))[0] != len(sequence.tokens)",
+        "sequence.number not in self._proposals",
+        "rollout/test_speculative.py",
+    ),
     Mutation("rollout/blocked_softmax.py", "targets - below", "targets", "rollout/test_sampling.py"),
     Mutation(
         "rollout/cache.py",

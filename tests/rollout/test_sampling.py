@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from builders.chi_square import chi_square_p
 
 from danlu.errors import DataError, RecipeError
 from danlu.objectives.token_logprobs import token_logprobs
@@ -221,16 +222,6 @@ def test_a_draw_does_not_depend_on_its_neighbours():
     backwards = draw(logits.flip(0), rows[::-1])
     assert backwards.tokens[::-1] == together.tokens
     assert draw(logits, [DrawRow(options, 3, i + 1, 40 + i) for i in range(8)]).tokens != together.tokens
-
-
-def chi_square_p(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """The probability of counts [n] at least as far from those expected."""
-    possible = probabilities > 0
-    assert counts[~possible].sum() == 0, "tokens of probability zero are never drawn"
-    expected = probabilities[possible].double() * counts.sum()
-    statistic = ((counts[possible] - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((int(possible.sum()) - 1) / 2, dtype=torch.float64)
-    return torch.special.gammaincc(freedom, statistic / 2).item()
 
 
 @pytest.mark.parametrize("options", [o for o in OPTIONS if o.top_p > 0.1])

@@ -27,35 +27,32 @@ BELOW_ONE = 1 - 2.0**-52
 
 
 @dataclass(frozen=True)
-class BlockedSoftmax:
-    """exp(z - max z) of logits z [B, V], in blocks of the vocabulary, and their sums."""
+class BlockSums:
+    """Weights [B, V] of a distribution, not normalised, in blocks of the vocabulary, and their sums."""
 
     vocab_size: int
-    maxima: Tensor  # [B, blocks] float32, of each block
-    highest: Tensor  # [B, 1] float32
-    exp: Tensor  # [B, blocks, SUM_BLOCK] float32, 0 beyond the vocabulary
+    weights: Tensor  # [B, blocks, SUM_BLOCK] float32, 0 beyond the vocabulary
     cumulative: Tensor  # [B, blocks] float64; float32 sums drift over 100k tokens
 
     @classmethod
-    def of(cls, z: Tensor) -> BlockedSoftmax:
-        rows, vocab_size = z.shape
-        blocks = -(-vocab_size // SUM_BLOCK)
-        if blocks * SUM_BLOCK > vocab_size:
-            z = F.pad(z, (0, blocks * SUM_BLOCK - vocab_size), value=float("-inf"))
-        z = z.reshape(rows, blocks, SUM_BLOCK)
-        maxima = z.amax(dim=2)
-        highest = maxima.amax(dim=1, keepdim=True)
-        exp = (z - highest.unsqueeze(2)).exp_()
-        return cls(vocab_size, maxima, highest, exp, cumsum(exp.sum(dim=2)))
+    def of(cls, weights: Tensor) -> BlockSums:
+        """Of weights [B, V], at least 0."""
+        return cls.of_blocks(weights.shape[1], _in_blocks(weights, 0.0))
+
+    @classmethod
+    def of_blocks(cls, vocab_size: int, weights: Tensor) -> BlockSums:
+        """Of weights [B, blocks, SUM_BLOCK]."""
+        return cls(vocab_size, weights, cumsum(weights.sum(dim=2)))
 
     @property
     def total(self) -> Tensor:
         """[B, 1] float64."""
         return self.cumulative[:, -1:]
 
-    def logprobs(self, z: Tensor, tokens: Tensor) -> Tensor:
-        """[B] float32, of softmax(z) at tokens [B]."""
-        return (z.gather(1, tokens.unsqueeze(1)) - self.highest - self.total.log().float()).squeeze(1)
+    @property
+    def probabilities(self) -> Tensor:
+        """[B, V] float32."""
+        return self.weights.flatten(1)[:, : self.vocab_size] / self.total.float()
 
     def draw(self, numbers: Tensor) -> Tensor:
         """[B] int64: inverse of the cumulative distribution, in vocabulary order, at numbers [B, 1] float64 in [0, 1).
@@ -65,9 +62,34 @@ class BlockedSoftmax:
         targets = numbers * self.total
         blocks = search(self.cumulative, targets)  # [B, 1]
         below = F.pad(self.cumulative, (1, 0)).gather(1, blocks)
-        inside = cumsum(_block(self.exp, blocks))  # [B, SUM_BLOCK]
+        inside = cumsum(_block(self.weights, blocks))  # [B, SUM_BLOCK]
         tokens = blocks * SUM_BLOCK + search(inside, targets - below)
         return tokens.squeeze(1).clamp_(max=self.vocab_size - 1)  # as in `search`
+
+    def rows(self, index: Tensor) -> BlockSums:
+        """Those of some rows."""
+        return BlockSums(self.vocab_size, self.weights[index], self.cumulative[index])
+
+
+@dataclass(frozen=True)
+class BlockedSoftmax:
+    """exp(z - max z) of logits z [B, V] in blocks of the vocabulary."""
+
+    maxima: Tensor  # [B, blocks] float32, of each block
+    highest: Tensor  # [B, 1] float32
+    exp: BlockSums
+
+    @classmethod
+    def of(cls, z: Tensor) -> BlockedSoftmax:
+        """Of logits z [B, V] float32."""
+        blocks = _in_blocks(z, float("-inf"))
+        maxima = blocks.amax(dim=2)
+        highest = maxima.amax(dim=1, keepdim=True)
+        return cls(maxima, highest, BlockSums.of_blocks(z.shape[1], (blocks - highest.unsqueeze(2)).exp_()))
+
+    def logprobs(self, z: Tensor, tokens: Tensor) -> Tensor:
+        """[B] float32, of softmax(z) at tokens [B]."""
+        return (z.gather(1, tokens.unsqueeze(1)) - self.highest - self.exp.total.log().float()).squeeze(1)
 
     def argmax(self, z: Tensor) -> Tensor:
         """[B] int64, of z [B, V]: the first of the largest.
@@ -76,14 +98,18 @@ class BlockedSoftmax:
         """
         blocks = self.maxima.argmax(dim=1, keepdim=True)
         columns = blocks * SUM_BLOCK + torch.arange(SUM_BLOCK, device=z.device)
-        inside = z.gather(1, columns.clamp_(max=self.vocab_size - 1))  # repeats of the last come after it
+        inside = z.gather(1, columns.clamp_(max=z.shape[1] - 1))  # repeats of the last come after it
         return blocks.squeeze(1) * SUM_BLOCK + inside.argmax(dim=1)
 
     def rows(self, index: Tensor) -> BlockedSoftmax:
         """Those of some rows."""
-        return BlockedSoftmax(
-            self.vocab_size, self.maxima[index], self.highest[index], self.exp[index], self.cumulative[index]
-        )
+        return BlockedSoftmax(self.maxima[index], self.highest[index], self.exp.rows(index))
+
+
+def _in_blocks(x: Tensor, beyond: float) -> Tensor:
+    """x [B, V] as [B, blocks, SUM_BLOCK], with a value beyond the vocabulary."""
+    rest = -x.shape[1] % SUM_BLOCK
+    return (F.pad(x, (0, rest), value=beyond) if rest else x).reshape(len(x), -1, SUM_BLOCK)
 
 
 def _block(blocks_of_rows: Tensor, index: Tensor) -> Tensor:

@@ -41,6 +41,11 @@ class Kept:
             counts[i] = count
         return Kept(values, ids, counts)
 
+    @property
+    def lowest(self) -> Tensor:
+        """[b, 1], the smallest logit that was kept."""
+        return self.values.masked_fill(self.values == float("-inf"), float("inf")).amin(dim=1, keepdim=True)
+
     def supports(self, vocab_size: int) -> list[Support | None]:
         ids = self.ids.cpu().numpy()
         return [

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from danlu.errors import DataError
 from danlu.objectives.token_logprobs import logprobs_of_logits
-from danlu.rollout.blocked_softmax import BlockedSoftmax, column, cumsum, likeliest, search
-from danlu.rollout.filters import FIRST_WIDTH, keep
+from danlu.rollout.blocked_softmax import BlockedSoftmax, BlockSums, column, cumsum, likeliest, search
+from danlu.rollout.filters import FIRST_WIDTH, Kept, keep
+from danlu.rollout.random_numbers import ACCEPT, DRAW, PROPOSE, RESIDUAL, uniform
+from danlu.rollout.rejection_sampling import rejection_sample
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.support import Support, support_matrix
-
-_MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,17 @@ class DrawRow:
     """[n] the tokens of prompt and answer so far, in any order, repeats allowed; only a repetition penalty asks for
     them (`SeenTokens.ids` keeps them ready)."""
     top_logprobs: int = 0
+    proposed: ProposedToken | None = None
+    """What a draft model drew for this place: it is kept where that leaves each token as likely as without it."""
+
+
+@dataclass(frozen=True)
+class ProposedToken:
+    """A token that a draft model gives for a place."""
+
+    token: int
+    probabilities: Tensor | None
+    """[V] float32, of the distribution that it was drawn from; None where it was not drawn, but is certain."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,11 @@ class Drawn:
     """What filters and allowed tokens left; None where that is the whole vocabulary, and for greedy rows without
     allowed tokens."""
     top: list[tuple[tuple[int, float], ...]]
+
+    def rows(self, start: int, stop: int) -> Drawn:
+        """Those from `start` to `stop`."""
+        part = slice(start, stop)
+        return Drawn(self.tokens[part], self.logprobs[part], self.drawn[part], self.supports[part], self.top[part])
 
 
 class SeenTokens:
@@ -137,6 +153,23 @@ def _sliced_logprobs(
     return logprobs, drawn
 
 
+def propose(logits: Tensor, rows: Sequence[DrawRow]) -> list[ProposedToken]:
+    """What a draft model with these logits [B, V] gives for the next token of each row, by the row's own options."""
+    drawing = [i for i, row in enumerate(rows) if row.options.temperature > 0]
+    scaled = _divide(_alter(logits, rows), [row.options.temperature or 1.0 for row in rows])
+    softmax = BlockedSoftmax.of(scaled)
+    tokens = softmax.argmax(scaled)
+    probabilities: list[Tensor | None] = [None] * len(rows)
+    if drawing:
+        index = torch.tensor(drawing, device=logits.device)
+        members = [rows[i] for i in drawing]
+        weights, _ = _weights(scaled[index], softmax.rows(index), members)
+        tokens[index] = weights.draw(_numbers(members, logits, PROPOSE))
+        for i, row in zip(drawing, weights.probabilities.unbind(), strict=True):
+            probabilities[i] = row
+    return list(map(ProposedToken, tokens.tolist(), probabilities))
+
+
 def check_allowed_ids(options: SamplingOptions, vocab_size: int) -> None:
     """Raises DataError for allowed tokens that are not in the vocabulary."""
     outside = [token for token in options.allowed_ids or () if not 0 <= token < vocab_size]
@@ -144,28 +177,6 @@ def check_allowed_ids(options: SamplingOptions, vocab_size: int) -> None:
         raise DataError(
             f"allowed_ids: token {outside[0]} is not in the model's vocabulary, which has {vocab_size} tokens"
         )
-
-
-def uniform(seed: int, number: int, sample: int, position: int, purpose: int = 0) -> float:
-    """A number in [0, 1) with 53 random bits, a pure function of its arguments (splitmix64 finaliser, chained).
-
-    purpose: tells apart several numbers for the same token.
-    """
-    state = _mixed(_sequence_state(seed, number, sample), position)
-    return ((state if purpose == 0 else _mixed(state, purpose)) >> 11) * 2.0**-53
-
-
-@functools.lru_cache(maxsize=4096)
-def _sequence_state(seed: int, number: int, sample: int) -> int:
-    """What the numbers of one sequence have in common."""
-    return functools.reduce(_mixed, (seed, number, sample), 0)
-
-
-def _mixed(state: int, word: int) -> int:
-    state = (state + word + 0x9E3779B97F4A7C15) & _MASK64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return state ^ (state >> 31)
 
 
 def _divide(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
@@ -241,13 +252,20 @@ class _Choice:
     supports: list[Support | None]
 
 
+def _kind(row: DrawRow, vocab_size: int) -> Callable[[Tensor, BlockedSoftmax, Sequence[DrawRow]], _Choice]:
+    """What draws for a row."""
+    if row.options.temperature == 0:
+        return _greedy
+    if row.proposed is not None and row.proposed.probabilities is not None:
+        return _keep_or_draw
+    return _draw_kept if _truncates(row.options, vocab_size) else _draw_any
+
+
 def _choose(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
     """The tokens of rows, by what each of them needs: the maximum, a draw from all, or a draw from what is kept."""
     kinds: dict[Callable[..., _Choice], list[int]] = {}
     for i, row in enumerate(rows):
-        greedy = row.options.temperature == 0
-        kind = _greedy if greedy else _draw_kept if _truncates(row.options, scaled.shape[1]) else _draw_any
-        kinds.setdefault(kind, []).append(i)
+        kinds.setdefault(_kind(row, scaled.shape[1]), []).append(i)
     if len(kinds) == 1:
         return next(iter(kinds))(scaled, softmax, rows)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=scaled.device)
@@ -277,23 +295,60 @@ def _greedy(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) ->
 
 
 def _draw_any(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
-    tokens = softmax.draw(_numbers(rows, scaled))
+    tokens = softmax.exp.draw(_numbers(rows, scaled))
     return _Choice(tokens, softmax.logprobs(scaled, tokens), _allowed_supports(rows, scaled.shape[1]))
 
 
 def _draw_kept(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
-    options = [row.options for row in rows]
-    width = min(max(option.top_k + 1 if option.top_k else FIRST_WIDTH for option in options), scaled.shape[1])
-    kept = keep(scaled, softmax.total, options, width)
+    kept = _kept(scaled, softmax, rows)
     cumulative = cumsum((kept.values - softmax.highest).exp_())  # [b, K]
     places = search(cumulative, _numbers(rows, scaled) * cumulative[:, -1:])
     drawn = kept.values.gather(1, places) - softmax.highest - cumulative[:, -1:].log().float()
     return _Choice(kept.ids.gather(1, places).squeeze(1), drawn.squeeze(1), kept.supports(scaled.shape[1]))
 
 
-def _numbers(rows: Sequence[DrawRow], like: Tensor) -> Tensor:
+def _kept(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> Kept:
+    options = [row.options for row in rows]
+    width = min(max(option.top_k + 1 if option.top_k else FIRST_WIDTH for option in options), scaled.shape[1])
+    return keep(scaled, softmax.exp.total, options, width)
+
+
+def _keep_or_draw(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
+    """The proposed tokens, or others, so that each token is as likely as without proposals."""
+    weights, supports = _weights(scaled, softmax, rows)
+    proposed = [row.proposed for row in rows if row.proposed is not None]
+    tokens = rejection_sample(
+        weights.probabilities,
+        torch.stack([token.probabilities for token in proposed if token.probabilities is not None]),
+        torch.tensor([token.token for token in proposed], device=scaled.device),
+        _numbers(rows, scaled, ACCEPT),
+        _numbers(rows, scaled, RESIDUAL),
+    )
+    drawn = scaled.gather(1, tokens.unsqueeze(1)) - softmax.highest - weights.total.log().float()
+    return _Choice(tokens, drawn.squeeze(1), supports)
+
+
+def _weights(
+    scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]
+) -> tuple[BlockSums, list[Support | None]]:
+    """exp(scaled - its maximum) [b, V] of the tokens that each row may draw, 0 elsewhere; and the supports."""
+    vocab_size = scaled.shape[1]
+    supports = _allowed_supports(rows, vocab_size)
+    truncating = [i for i, row in enumerate(rows) if _truncates(row.options, vocab_size)]
+    if not truncating:
+        return softmax.exp, supports
+    index = torch.tensor(truncating, device=scaled.device)
+    kept = _kept(scaled[index], softmax.rows(index), [rows[i] for i in truncating])
+    for i, support in zip(truncating, kept.supports(vocab_size), strict=True):
+        supports[i] = support
+    lowest = torch.full_like(softmax.highest, float("-inf")).index_copy_(0, index, kept.lowest)
+    exp = (scaled - softmax.highest).exp_()
+    return BlockSums.of(torch.where(scaled < lowest, 0.0, exp)), supports
+
+
+def _numbers(rows: Sequence[DrawRow], like: Tensor, purpose: int = DRAW) -> Tensor:
     """[b, 1] float64."""
-    numbers = [uniform(row.options.seed, row.number, row.sample, row.position) for row in rows]
+    numbers = [uniform(row.options.seed, row.number, row.sample, row.position, purpose) for row in rows]
     return column(numbers, like, torch.float64)
 
 
@@ -305,7 +360,7 @@ def _top_logprobs(
     if widest == 0:
         return [() for _ in rows]
     values, ids = likeliest(scaled, widest)
-    logprobs = (values - softmax.highest - softmax.total.log().float()).tolist()
+    logprobs = (values - softmax.highest - softmax.exp.total.log().float()).tolist()
     return [
         tuple(zip(tokens[: row.top_logprobs], of_tokens[: row.top_logprobs], strict=True))
         for row, tokens, of_tokens in zip(rows, ids.tolist(), logprobs, strict=True)
