@@ -37,6 +37,9 @@ VERBS: dict[str, Verb] = {
     "quantize": Verb("danlu.cli.quantize:quantize", "Use", "write a model in 4 bits, a quarter of its size"),
     "recipes": Verb("danlu.cli.recipes:app", "Begin", "list and copy the recipes that come with danlu; the schema"),
     "runs": Verb("danlu.cli.runs:app", "Look", "list runs: running, finished or stopped, steps, losses and time"),
+    "serve": Verb(
+        "danlu.cli.serve:serve", "Use", "answer over HTTP as OpenAI's API does, with a model and its adapters"
+    ),
     "study": Verb("danlu.cli.study:study", "Train", "vary keys of a recipe, train every combination, and compare"),
     "train": Verb("danlu.cli.train:train", "Train", "train from a recipe, or go on where a run stopped"),
     "verify": Verb("danlu.cli.verify:verify", "Train", "prove that many processes compute what one does"),
@@ -45,9 +48,10 @@ VERBS: dict[str, Verb] = {
 
 # Commands of other tools, and words that are no verbs by themselves -> what to type instead.
 SUGGESTIONS = {
-    "api": "`danlu generate` for one prompt; a server such as vLLM reads the model folder of a run as it is",
+    "api": "`danlu serve`",
     "convert": "`danlu checkpoint export` (a checkpoint as a model), `danlu merge` or `danlu quantize`",
     "copy": "`danlu recipes copy`",
+    "deploy": "`danlu serve`",
     "download": "`danlu train` with a hub id in model.path downloads what it needs",
     "dpo": "stage: sft or pretrain; preferences are not trained yet",
     "evaluate": "`danlu eval`",
@@ -69,12 +73,12 @@ SUGGESTIONS = {
     "resume": "`danlu train` with the same recipe goes on where it stopped (--resume)",
     "run": "`danlu train`",
     "schema": "`danlu recipes schema`",
-    "serve": "`danlu chat` or `danlu generate`; a server such as vLLM reads the model folder of a run as it is",
     "sft": "`danlu recipes copy sft`, then `danlu train`; stage: sft in a recipe",
     "sweep": "`danlu study`",
     "test": "`danlu eval`",
     "tokenize": "`danlu preview`",
     "tune": "`danlu train`",
+    "vllm-serve": "`danlu serve`",
     "webui": "`danlu chat`, in the terminal",
 }
 

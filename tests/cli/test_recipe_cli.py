@@ -76,10 +76,7 @@ def test_python_m_imports_nothing_from_the_working_directory(tmp_path: Path) -> 
     ("arguments", "said"),
     [
         (["trian"], "error: No such command 'trian'. Did you mean 'train'? See `danlu --help`\n"),
-        (
-            ["serve"],
-            "error: No such command 'serve'. Use `danlu chat` or `danlu generate`; a server such as vLLM reads",
-        ),
+        (["api"], "error: No such command 'api'. Use `danlu serve`. See `danlu --help`\n"),
         (["export"], "error: No such command 'export'. Use `danlu checkpoint export`. See `danlu --help`\n"),
         (["recipes", "lst"], "error: No such command 'lst'. Did you mean 'list'? See `danlu recipes --help`\n"),
         (["recipes", "copy"], ". See `danlu recipes copy --help`\n"),

@@ -97,10 +97,7 @@ def test_unknown_keys(key: str, guess: str) -> None:
         ("zero3", "'zero3' is a value of parallel.shard: set parallel.shard to zero3. `danlu explain parallel.shard`"),
         ("cosine", "'cosine' is a value of schedule: set schedule to cosine"),
         ("ngram", "'ngram' is a value of rollout.draft: set rollout.draft to ngram. It has tokens, longest"),
-        (
-            "serve",
-            "'serve' is no key of a recipe but a thing to do: `danlu chat` or `danlu generate`; a server such as",
-        ),
+        ("api", "'api' is no key of a recipe but a thing to do: `danlu serve`"),
         ("export", "'export' is no key of a recipe but a thing to do: `danlu checkpoint export`"),
         ("train", "'train' is no key of a recipe but a thing to do: `danlu train --help`"),
         ("bf16", "'bf16' is a value of precision and of parallel.reduce: set precision to bf16"),

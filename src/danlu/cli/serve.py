@@ -1,0 +1,94 @@
+"""`danlu serve`: a model and its adapters behind OpenAI's API."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated
+
+import typer
+
+from danlu.cli.generate import (
+    Base,
+    ChatTemplate,
+    Device,
+    Dtype,
+    ModelArgument,
+    Quantization,
+    check_flags,
+    print_notes,
+    quantization_section,
+)
+from danlu.errors import RecipeError, ResourceError
+from danlu.terminal import print_status, print_status_early
+
+EXTRA = ("starlette", "uvicorn")
+"""Packages that only this verb needs."""
+
+
+def serve(
+    model: ModelArgument,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="An adapter folder or run, which requests choose by its name; may be given several times."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all networks.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DANLU_API_KEY", help="What clients have to send; none: anyone may ask.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What requests call the model. Default: its folder's name.")] = None,
+    cache_gib: Annotated[float, typer.Option(help="Memory for keys and values, in GiB.")] = 2.0,
+    sequences: Annotated[int, typer.Option(min=1, help="Most answers that grow at a time.")] = 256,
+    seed: Annotated[
+        int | None, typer.Option(help="Of requests that bring none. Default: another one each time.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    chat_template: ChatTemplate = None,
+    base: Base = None,
+    quantization: Quantization = None,
+) -> None:
+    """Answer over HTTP as OpenAI's API does: completions and chat, streamed, by a model and its adapters.
+
+    Any OpenAI client works with base_url http://127.0.0.1:8000/v1. Ctrl-C ends.
+    """
+    precision = check_flags({}, seed or 0, dtype, device, [], quantization)
+    if not cache_gib > 0:
+        raise RecipeError(f"--cache-gib: {cache_gib:g} is out of range; it must be above 0")
+    try:
+        from danlu.rollout import server
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA:
+            raise
+        raise ResourceError(
+            f"danlu serve needs the package {package}, which is not installed: pip install 'danlu[serve]'"
+        ) from None
+    # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
+    from danlu.rollout.resolve_model import resolve_model
+
+    resolved = resolve_model(model, base, adapter or [])
+    listener = server.bind(host, port)
+    if api_key is None and not server.is_loopback(listener):
+        print_status(f"warning: anyone who can reach {host} can use this server: --api-key says who may")
+    print_status_early(f"reading {resolved.given_path}")
+    from danlu.rollout.embedded import EmbeddedEngine
+    from danlu.rollout.engine import EngineOptions
+    from danlu.rollout.load_model import load_chat_tokenizer, load_model
+    from danlu.rollout.served_models import served_models
+
+    chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
+    section = quantization_section(quantization, resolved)
+    loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
+    print_notes(loaded)
+    models = served_models(resolved, loaded, name, chat_template)
+    engine = EmbeddedEngine(
+        loaded.model,
+        EngineOptions(cache_gib=cache_gib, sequences=sequences),
+        dtype=loaded.dtype,
+        decode=chat_tokenizer.decode,
+        adapters=loaded.engine_adapters,
+    )
+    options = server.ServerOptions(secrets.randbits(62) if seed is None else seed, api_key, quiet)
+    server.Server(models, engine, listener, options).listen()

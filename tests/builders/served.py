@@ -1,0 +1,99 @@
+"""A server in a thread of its own, on a free port of this machine, and what tests ask it with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+
+from danlu.rollout.embedded import EmbeddedEngine
+from danlu.rollout.engine import EngineOptions
+from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
+from danlu.rollout.resolve_model import ResolvedModel, resolve_model
+from danlu.rollout.served_models import ServedModels, served_models
+from danlu.rollout.server import Server, ServerOptions, bind, url_of
+
+PATIENCE_S = 20
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Raises AssertionError after `PATIENCE_S` seconds."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model folder with its adapters, loaded once for several servers."""
+
+    resolved: ResolvedModel
+    model: LoadedModel
+    served: ServedModels
+
+    @classmethod
+    def of(cls, folder: Path, adapters: Sequence[Path] = (), **named: Any) -> Loaded:
+        resolved = resolve_model(str(folder), adapters=[str(path) for path in adapters])
+        model = load_model(resolved, load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder))
+        return cls(resolved, model, served_models(resolved, model, **named))
+
+    def engine(self, options: EngineOptions | None = None) -> EmbeddedEngine:
+        return EmbeddedEngine(
+            self.model.model,
+            options or EngineOptions(cache_gib=0.01),
+            dtype=self.model.dtype,
+            decode=self.model.chat_tokenizer.decode,
+            adapters=self.model.engine_adapters,
+        )
+
+
+@dataclass
+class Served:
+    """A server that answers. failure: what its thread ended with."""
+
+    server: Server
+    url: str
+    failure: BaseException | None = None
+
+    def client(self, **options: Any) -> OpenAI:
+        """OpenAI's own client, which asks once and gives up soon."""
+        return OpenAI(**{"base_url": self.url, "api_key": "none", "max_retries": 0, "timeout": PATIENCE_S, **options})
+
+    @property
+    def root(self) -> str:
+        return self.url.removesuffix("/v1")
+
+    @property
+    def blocks_used(self) -> int:
+        return self.server.engine.statistics.blocks_used
+
+
+@contextmanager
+def serving(models: ServedModels, engine: EmbeddedEngine, **options: Any) -> Iterator[Served]:
+    """Serves until the block ends."""
+    listener = bind("127.0.0.1", 0)
+    server = Server(models, engine, listener, ServerOptions(**{"seed": 0, "quiet": True, **options}))
+    served = Served(server, url_of(listener))
+
+    def listen() -> None:
+        try:
+            server.listen()
+        except BaseException as error:
+            served.failure = error
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        yield served
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "the server does not end"

@@ -1,0 +1,150 @@
+"""`danlu serve`: what it says before it serves, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from builders.adapter_folders import adapter_folder
+from builders.served import PATIENCE_S, wait_until
+from builders.tiny_world import World, start
+
+from danlu.cli.main import main
+from danlu.recipe import sections
+from danlu.rollout import load_model
+
+
+@contextmanager
+def serving(log: Path, *arguments: Any) -> Iterator[tuple[Any, str]]:
+    """A process that serves, and the address it says."""
+    log.touch()
+    process = start(["serve", *arguments, "--port", "0"], log)
+    try:
+        wait_until(lambda: "(Ctrl-C ends)" in log.read_text() or not process.is_alive())
+        address = re.search(r"^(http://127\.0\.0\.1:\d+/v1) answers with ", log.read_text(), re.MULTILINE)
+        assert address is not None, log.read_text()
+        yield process, address[1]
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow)],
+)
+def test_a_signal_ends_it_and_closes_streams(endless: Path, tmp_path: Path, number: int, code: int) -> None:
+    with serving(tmp_path / "log", endless, "--cache-gib", "0.1") as (process, url):
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+        reasons: list[Any] = []
+
+        def read() -> None:
+            for chunk in client.completions.create(model="endless", prompt="a", max_tokens=10_000, stream=True):
+                reasons.append(chunk.choices[0].finish_reason)
+
+        reading = threading.Thread(target=read, daemon=True)
+        reading.start()
+        wait_until(lambda: len(reasons) > 2)
+        os.kill(process.pid, number)
+        process.join(PATIENCE_S)
+        assert process.exitcode == code, (tmp_path / "log").read_text()
+        reading.join(PATIENCE_S)
+        assert reasons[-1] == "abort" and set(reasons[:-1]) == {None}
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading weights fails the test."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(load_model, "load_model", refuse)
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_a_port_that_is_taken(tiny_world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(tiny_world.base), "--port", str(port)]) == 6
+    assert capsys.readouterr().err == (
+        f"error: 127.0.0.1, port {port}: another program listens there. End it, or take another port with --port (0: "
+        "any that is free)\n"
+    )
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--host", "no.such.host.invalid"], 6, "error: --host no.such.host.invalid: no address of this machine"),
+        (["--host", "192.0.2.1", "--port", "0"], 6, "error: 192.0.2.1, port 0: no address of this machine. 127.0.0.1 "),
+        (["--port", "65536"], 2, "error: Invalid value for '--port'"),
+        (["--cache-gib", "0"], 2, "error: --cache-gib: 0 is out of range; it must be above 0"),
+        (["--seed", "-1"], 2, "error: --seed: -1 is out of range"),
+        (["--adapter", "nowhere"], 4, "error: nowhere: "),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_model_is_loaded(
+    tiny_world: World, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert main(["serve", str(tiny_world.base), *arguments]) == code
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_server_that_anyone_can_reach_without_a_key_is_warned_of(
+    tiny_world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from danlu.rollout import server
+
+    monkeypatch.setattr(server.Server, "listen", lambda self: None)
+    monkeypatch.delenv("DANLU_API_KEY", raising=False)
+
+    def said(*arguments: str) -> str:
+        assert main(["serve", str(tiny_world.base), "--port", "0", "--cache-gib", "0.01", *arguments]) == 0
+        return capsys.readouterr().err
+
+    warning = "warning: anyone who can reach 0.0.0.0 can use this server: --api-key says who may\n"
+    assert said("--host", "0.0.0.0") == warning
+    assert said("--host", "0.0.0.0", "--api-key", "x") == said() == said("--host", "localhost") == ""
+    monkeypatch.setenv("DANLU_API_KEY", "x")
+    assert said("--host", "0.0.0.0") == ""
+
+
+def test_an_adapter_as_the_model_comes_first(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from danlu.rollout import server
+
+    names: list[Any] = []
+    monkeypatch.setattr(server.Server, "listen", lambda self: names.append(self._models.names))
+    folders = [adapter_folder(tiny_world.base, tmp_path / name, sections.Lora()) for name in ("a", "base")]
+    arguments = ["serve", str(folders[0]), "--adapter", str(folders[1]), "--port", "0", "--cache-gib", "0.01"]
+    assert main(arguments) == 0
+    assert names == [("a", "base-base", "base")]
+    assert main([*arguments, "--name", "a"]) == 2
+    assert capsys.readouterr().err == "error: --name: a is the name of an adapter already\n"
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
+def test_without_the_extra_it_says_what_to_install(tiny_world: World, package: str) -> None:
+    program = f"import sys; sys.modules[{package!r}] = None; from danlu.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "serve", str(tiny_world.base)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 6
+    assert done.stderr == (
+        f"error: danlu serve needs the package {package}, which is not installed: pip install 'danlu[serve]'\n"
+    )
