@@ -85,7 +85,7 @@ class MemoryEstimate:
         free = available_bytes(torch.device(self.device_type))
         if free is None:
             return None
-        return resident_bytes + (free if self.device_type == "cuda" else free // _processes_here(self.processes))
+        return resident_bytes + (free if self.device_type == "cuda" else free // processes_here(self.processes))
 
     def lines(self, available: int | None) -> list[str]:
         """For the console: the parts, and what to set where they are more than there is.
@@ -146,7 +146,7 @@ def _most_paths(recipe: Recipe) -> int:
     return 2 if recipe.row_type == "preference" or recipe.needs_mismatched else 1
 
 
-def _processes_here(world: int) -> int:
+def processes_here(world: int) -> int:
     """Processes of this run on this machine, as torch's launchers say; else all of them."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(local_world_size) if local_world_size.isdigit() and int(local_world_size) else world

@@ -245,6 +245,10 @@ BROKEN = [
         SAMPLED | {"rollout": "{engine: vllm, url: 'http://a:1', server: {hand_over: group, exchange_folder: /tmp/x}}"},
         "rollout.server.exchange_folder: not read with hand_over: group",
     ),
+    (
+        SAMPLED | {"parallel": "zero2", "rollout": "{gather: layer}"},
+        "rollout.gather: only read with parallel.shard: zero3, which alone has layers whose weights are not whole",
+    ),
     (SAMPLED | {"rollout": "{swap_gib: 8}"}, "rollout.swap_gib: only read with preempt: swap"),
     (
         SAMPLED | {"rollout": "{sequences: 100000}"},
@@ -296,6 +300,7 @@ SOUND = [
     {"stage": "kto", "objective": "[kto, {kind: sft, weight: 0.1}, apo-zero-unpaired]"},
     {"stage": "dpo", "objective": "{kind: bco, ld_alpha: 0.5}"},
     {"rollout": "embedded"},
+    SAMPLED | {"parallel": "zero3", "rollout": "{gather: layer}"},
     SAMPLED
     | {"numerics": "exact", "rollout": "{block: 32, draft: {kind: ngram, tokens: 8}, preempt: swap, swap_gib: 0}"},
     SAMPLED | {"rollout": "{engine: sglang, url: 'https://gpu:30000', server: {hand_over: group, bucket_mib: 64}}"},

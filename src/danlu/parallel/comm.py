@@ -80,6 +80,18 @@ class Group:
         dist.all_gather_object(values, value, group=self.handle)
         return values
 
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every member's bytes, of any length, in the group's order."""
+        if self.alone:
+            return [payload]
+        sizes = self.all_gather(torch.tensor([len(payload)])).tolist()
+        if not max(sizes):
+            return [b""] * self.size
+        padded = torch.zeros(1, max(sizes), dtype=torch.uint8)  # gloo gathers equal sizes only
+        padded[0, : len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        rows = self.all_gather(padded).numpy()
+        return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
     def gather_objects(self, value: Any) -> list[Any]:
         """On the first member every member's value, in the group's order; an empty list on the others."""
         if self.alone:

@@ -142,6 +142,23 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+@contextmanager
+def gathered_once(model: nn.Module, section: Parallel) -> Iterator[None]:
+    """Within it what a forward pass without gradients gathers stays gathered, so that later ones send nothing.
+
+    Afterwards it is sharded again. The first pass gathers, so all data ranks make that one at the same time.
+    """
+    reshard(model)  # what is gathered now may be older than the shards
+    for unit in _units(model):
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in _units(model):
+            unit.set_reshard_after_forward(unit is not model and section.shard == "zero3", recurse=False)
+        reshard(model)
+
+
 def replicated(learner: L, trained: Iterable[object], section: Parallel) -> L:
     """A learner whose loss goes through DDP, where every data rank has all of the model; else the learner itself.
 

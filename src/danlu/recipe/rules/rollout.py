@@ -34,6 +34,9 @@ def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("rollout.server", message, reads=("rollout.engine",))
         if section.preempt != "swap" and section.swap_gib != Rollout().swap_gib:
             yield Problem("rollout.swap_gib", "only read with preempt: swap", reads=("rollout.preempt",))
+        if section.gather != "auto" and recipe.parallel.shard != "zero3":
+            message = "only read with parallel.shard: zero3, which alone has layers whose weights are not whole"
+            yield Problem("rollout.gather", message, reads=("parallel.shard",))
         return
     name = section.engine
     if section.url is None:

@@ -87,3 +87,6 @@ class Rollout(Section):
     """What becomes of an answer that has to make room for others: read again later, or copied to the host's memory."""
     swap_gib: NonNegative = 4.0
     """preempt: swap: host memory for what was swapped out, in GiB."""
+    gather: Literal["auto", "all", "layer"] = "auto"
+    """zero3: all gathers the weights of the whole model on each process for as long as it is sampled from; layer
+    gathers them layer by layer in each forward pass, in which all ranks take part. auto: all where they fit."""

@@ -1,0 +1,98 @@
+"""The rollout engine of a recipe, over the policy as it is placed on the processes."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor
+
+from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.memory_estimate import gathered_element_bytes, processes_here
+from danlu.placing import Placed
+from danlu.plan.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.recipe.sections import DraftModel, Ngram, Rollout
+from danlu.rollout.embedded import EmbeddedEngine
+from danlu.rollout.engine import DraftOptions, EngineAdapters, EngineOptions, RolloutEngine
+from danlu.rollout.engine_adapters import StackedAdapters
+from danlu.rollout.ranks import ParallelEngine
+from danlu.rollout.sharded_weights import ShardedWeights
+from danlu.rollout.stopping import Decode
+from danlu.terminal import print_status
+
+POLICY = "policy"
+"""The name of the trained adapter, with those stacked below it; active where a request names none."""
+
+
+def rollout_engine(recipe: Recipe, placed: Placed, *, decode: Decode | None = None) -> RolloutEngine:
+    """An engine that answers with the policy's own tensors, dealt among the processes; all of them make one.
+
+    decode: token ids to text without special tokens; without it answers have no text.
+    Raises what making the engine raises: ResourceError for a cache that holds not one block, for example.
+    """
+    model, parallel = placed.subject.model, placed.parallel
+    ranks, dtype = parallel.ranks, DTYPES[recipe.precision]
+    engine = EmbeddedEngine(model, engine_options(recipe), dtype=dtype, decode=decode, adapters=policy_adapters(placed))
+    if ranks.alone:
+        return engine
+    return ParallelEngine.embedded(engine, ranks, model, sharded_weights(recipe, placed))
+
+
+def engine_options(recipe: Recipe) -> EngineOptions:
+    """The settings of the embedded engine in a recipe."""
+    section = recipe.rollout
+    return EngineOptions(
+        block=section.block,
+        cache_gib=section.cache_gib,
+        batch_tokens=section.batch_tokens,
+        sequences=section.sequences,
+        prefix_sharing=section.prefix_sharing,
+        draft=draft_options(section),
+        preempt=section.preempt,
+        swap_gib=section.swap_gib,
+        exact=recipe.numerics == "exact",
+    )
+
+
+def draft_options(section: Rollout) -> DraftOptions | None:
+    """What proposes tokens in speculative decoding, if anything does."""
+    match section.draft:
+        case Ngram() as ngram:
+            return DraftOptions("ngram", ngram.tokens, longest=ngram.longest)
+        case DraftModel() as draft:
+            return DraftOptions("model", draft.tokens, model=draft.model)
+    return None
+
+
+def policy_adapters(placed: Placed) -> EngineAdapters | None:
+    """What requests may switch between: the adapters as they are trained, and the base without any."""
+    adapters = placed.subject.adapters
+    if adapters is None:
+        return None
+    stacks = AdapterStacks(adapters)
+    stacks.names.append(adapters.active)
+    return StackedAdapters(stacks, [POLICY])
+
+
+def sharded_weights(recipe: Recipe, placed: Placed) -> ShardedWeights | None:
+    """The policy's weights as a rollout reads them, where data ranks shard them."""
+    model, ranks = placed.subject.model, placed.parallel.ranks
+    if recipe.parallel.shard == "none" or ranks.data.alone:
+        return None
+    whole_bytes = sum(
+        parameter.numel() * gathered_element_bytes(recipe, parameter)
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor)
+    )
+    return ShardedWeights(
+        model,
+        recipe.parallel,
+        recipe.rollout,
+        ranks,
+        dtype=DTYPES[recipe.precision],
+        whole_bytes=whole_bytes,
+        processes_here=processes_here(ranks.world.size),
+        say=print_status if ranks.leads else _keep_to_oneself,
+    )
+
+
+def _keep_to_oneself(text: str) -> None:
+    """Another process tells it."""

@@ -1,0 +1,61 @@
+"""What the ranks of a rollout tell each other while they answer and when they have come to their end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from danlu import errors
+from danlu.errors import DanluError, TrainingError
+from danlu.parallel.comm import Group
+from danlu.rollout.completion_bytes import to_bytes
+from danlu.rollout.request import Completion
+
+
+class PeerFailedError(Exception):
+    """Another rank has an error, which is told when all have stopped."""
+
+
+class PeerStatus:
+    """What the ranks of a group tell each other while they work: whether any still does, and whether one has failed.
+
+    All of them take part in each exchange, with or without work.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.any_failed = False
+
+    def begin(self) -> None:
+        """Before work that all ranks begin together."""
+        self.any_failed = False
+
+    def exchange(self, *, works: bool, failed: bool = False) -> bool:
+        """Whether any rank still works. Raises PeerFailedError where one that works hears of a failure."""
+        sums = self.group.sum(torch.tensor([float(works), float(failed)])).tolist()
+        self.any_failed = sums[1] > 0
+        if self.any_failed and works:
+            raise PeerFailedError
+        return bool(sums[0])
+
+
+def payload_of(completions: Sequence[Completion], error: Exception | None) -> bytes:
+    """What a rank tells: its completions, or its error."""
+    if error is None:
+        return b"c" + to_bytes(completions)
+    is_known = isinstance(error, DanluError)
+    text = str(error) if is_known else f"{type(error).__name__}: {error}"
+    return b"e" + json.dumps([type(error).__name__ if is_known else TrainingError.__name__, text]).encode()
+
+
+def first_failure(payloads: Sequence[bytes], own: Exception | None) -> Exception | None:
+    """The error of the first rank that has one; on a rank with one that danlu does not raise on purpose, that one."""
+    failures = [(rank, json.loads(payload[1:])) for rank, payload in enumerate(payloads) if payload[:1] == b"e"]
+    if not failures:
+        return None
+    if own is not None and not isinstance(own, DanluError):
+        return own
+    rank, (kind, text) = failures[0]
+    return getattr(errors, kind)(f"rank {rank}: {text}")  # type: ignore[no-any-return]

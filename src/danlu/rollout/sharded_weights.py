@@ -1,0 +1,102 @@
+"""Weights that data ranks shard, as a rollout reads them: gathered once for all of it, or anew in each forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from danlu.memory.available_memory import available_bytes
+from danlu.models.attend import PackedAttention
+from danlu.models.decoder import Decoder
+from danlu.parallel import data
+from danlu.parallel.ranks import Ranks
+from danlu.recipe.sections import Parallel, Rollout
+
+
+class ShardedWeights:
+    """The weights of a decoder that FSDP2 shards among data ranks, between `open` and `close`.
+
+    Gathered as a whole they take the memory of a whole model on each process, and ranks then answer by themselves.
+    Where that does not fit, every forward pass gathers a layer at a time, and all data ranks make the same number of
+    passes: those that have nothing to compute make empty ones.
+
+    Args:
+        whole_bytes: of all weights, as they are gathered.
+        processes_here: of this run on this machine, which share its memory.
+        say: is told, once, where ranks have to step together.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        parallel: Parallel,
+        rollout: Rollout,
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype,
+        whole_bytes: int,
+        processes_here: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.model = model
+        self._parallel, self._rollout, self._ranks = parallel, rollout, ranks
+        self._dtype, self._whole_bytes, self._processes_here = dtype, whole_bytes, processes_here
+        self._say: Callable[[str], None] | None = say
+        self._opened = ExitStack()
+        self.is_open = False
+        self.is_empty_pass = False
+        """Whether the forward pass that is being made computes nothing that is wanted."""
+        self.in_step = False
+        """Whether each forward pass gathers, so that data ranks make the same number of them."""
+
+    def open(self) -> None:
+        """Prepares for forward passes; all processes call it at the same time."""
+        if self.is_open:
+            return
+        self.is_open = True
+        self.in_step = not self._is_gathered_once()
+        if self.in_step:
+            data.reshard(self.model)
+        else:
+            self._opened.enter_context(data.gathered_once(self.model, self._parallel))
+        # FSDP2 keeps the buffers of its first pass, which could not be trained with if that were one of inference mode.
+        self.empty_pass()
+
+    def close(self) -> None:
+        """Frees what is gathered."""
+        self._opened.close()
+        self.is_open = False
+
+    @torch.no_grad()
+    def empty_pass(self) -> None:
+        """A forward pass of one token, which is thrown away: for what it gathers."""
+        token = torch.zeros(1, dtype=torch.int64, device=next(self.model.parameters()).device)
+        self.is_empty_pass = True
+        try:
+            self.model(token, token, PackedAttention((0, 1)), self._dtype)
+        finally:
+            self.is_empty_pass = False
+
+    def _is_gathered_once(self) -> bool:
+        """Whether all weights are gathered at once; the same on all processes."""
+        if self._parallel.shard != "zero3" or self._rollout.gather == "all":
+            return True
+        fits = self._rollout.gather == "auto" and self._fits()
+        fits_everywhere = not self._ranks.world.max(torch.tensor([float(not fits)])).item()
+        if not fits_everywhere and self._say is not None and self._rollout.gather == "auto":
+            self._say(
+                f"rollout: all weights at once take {self._whole_bytes / 2**30:.2f} GiB on each process, which do not "
+                "fit, so layers are gathered in each pass and all ranks step together"
+            )
+            self._say = None
+        return fits_everywhere
+
+    def _fits(self) -> bool:
+        device = next(self.model.parameters()).device
+        available = available_bytes(device)
+        if available is None:
+            return True
+        share = available if device.type == "cuda" else available // self._processes_here
+        return self._whole_bytes + int(self._rollout.cache_gib * 2**30) <= share

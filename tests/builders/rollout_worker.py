@@ -1,0 +1,176 @@
+"""Answers of a recipe's policy in some layout, as each process of a group sees them, and in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from builders.parallel_steps import config_of
+from builders.tiny_run import SyntheticPacks
+from danlu.data.batch import collate, pad_to_bucket
+from danlu.errors import DanluError, ModelError
+from danlu.language.rollout import rollout_engine
+from danlu.models.attend import attend_for
+from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.ranks import Ranks, ranks_of
+from danlu.placing import Placed, place, subject_of
+from danlu.recipe import load
+from danlu.rollout.engine import RolloutEngine
+from danlu.rollout.ranks import ParallelEngine
+from danlu.rollout.request import Completion, Request, SamplingOptions
+from danlu.rollout.sharded_weights import ShardedWeights
+
+DRAWN = SamplingOptions(temperature=0.9, top_k=40, top_p=0.95, seed=3)
+GREEDY = SamplingOptions(temperature=0.0)
+
+REQUESTS = [
+    Request(3, (5, 6, 7, 8), GREEDY, max_new_tokens=4),
+    Request(0, (9, 8, 7, 6, 5, 4, 3), DRAWN, max_new_tokens=12, samples=3),
+    Request(8, (5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22), GREEDY, max_new_tokens=30),
+    Request(1, (50,), DRAWN, max_new_tokens=9, top_logprobs=2),
+    Request(2, (60, 61), SamplingOptions(temperature=1.0, seed=3), max_new_tokens=2, samples=2),
+]
+
+
+@dataclass
+class Policy:
+    """What is sampled from."""
+
+    placed: Placed
+    engine: RolloutEngine
+
+
+def policy_of(file: str, world: int | None = None) -> Policy:
+    """The policy of a recipe as it is placed on this group, or on one process, with an engine over it."""
+    torch.set_num_threads(1)
+    recipe = load(Path(file)).recipe
+    layout = Layout() if world == 1 else layout_of(recipe.parallel, dist.get_world_size())
+    ranks, device = _groups(layout), torch.device("cpu")
+    subject = subject_of(recipe, config_of(recipe), device, ranks=ranks)
+    placed = place(subject, recipe, ranks, device)
+    return Policy(placed, rollout_engine(recipe, placed))
+
+
+@functools.cache
+def _groups(layout: Layout) -> Ranks:
+    """Groups take longer to make than a tiny model to sample from; the recipes of one layout share them."""
+    return ranks_of(layout, "cpu")
+
+
+def answers(files: Sequence[str], world: int | None = None) -> dict[str, list[Completion]]:
+    """All answers to REQUESTS by the policy of each recipe."""
+    return {file: policy_of(file, world).engine.generate(REQUESTS) for file in files}
+
+
+def each_check(files: dict[str, str]) -> dict[str, Any]:
+    """The checks below, each on the recipe of its name; what they found."""
+    return {name: CHECKS[name.partition(":")[0]](file) for name, file in files.items()}
+
+
+def uneven(file: str) -> Any:
+    """One long answer beside many short ones, then a single request, then none at all."""
+    engine = policy_of(file).engine
+    long = [Request(7, (5, 6), GREEDY, max_new_tokens=40)]
+    short = [Request(number, (9, number), GREEDY, max_new_tokens=1) for number in range(4)]
+    return [engine.generate([*short, *long]), engine.generate(long), engine.generate([])]
+
+
+def failing(file: str) -> Any:
+    """A prompt that one rank cannot continue, a model that fails on one rank half way, and an answer afterwards."""
+    policy = policy_of(file)
+    engine, rank = policy.engine, dist.get_rank()
+    assert isinstance(engine, ParallelEngine)
+    said = [_said(lambda: engine.generate([*REQUESTS, Request(99, (10**6,), GREEDY)]))]
+    local: Any = engine.engine
+    step, left = local.step, [3]
+
+    def fails_on_the_last_rank() -> list[Completion]:
+        left[0] -= 1
+        if rank == dist.get_world_size() - 1 and left[0] == 0:
+            raise ModelError("not finite at position 9")
+        return step()  # type: ignore[no-any-return]
+
+    local.step = fails_on_the_last_rank
+    said.append(_said(lambda: engine.generate(REQUESTS)))
+    local.step = step
+    return said, engine.unfinished, engine.generate(REQUESTS)
+
+
+def _said(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except DanluError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def streamed(file: str) -> Any:
+    """Requests that are submitted one by one while others are answered, one of them taken back; state on the way."""
+    engine = policy_of(file).engine
+    found: list[Completion] = []
+    engine.submit(REQUESTS[0])
+    engine.submit(REQUESTS[1])
+    found += engine.step()
+    for request in REQUESTS[2:]:
+        engine.submit(request)
+    found += engine.step()
+    state = engine.state()
+    engine.abort(8)
+    while engine.unfinished:
+        found += engine.step()
+    other = policy_of(file).engine
+    other.restore(state)
+    resumed: list[Completion] = []
+    while other.unfinished:
+        resumed += other.step()
+    return found, resumed, sorted(entry["request"]["number"] for entry in state["requests"])
+
+
+def trains_afterwards(file: str) -> Any:
+    """Answers after a step whose forward and backward pass follow a rollout; the same step on every rank."""
+    policy = policy_of(file)
+    policy.engine.generate(REQUESTS)
+    model, parallel = policy.placed.subject.model, policy.placed.parallel
+    batch = pad_to_bucket(collate([SyntheticPacks().at(0)], torch.device("cpu")), 1)
+    with parallel.micro_batch(True):
+        hidden = model(batch.tokens, batch.positions, attend_for(batch))
+        model.logits(hidden).square().mean().backward()
+    parallel.reduce_gradients()
+    sharded = any(each.local is not each.parameter for each in parallel.local_parameters.values())
+    copies = parallel.ranks.data.size if sharded else 1  # FSDP2 has summed as many equal gradients
+    with torch.no_grad():
+        for parameter in parallel.local_parameters.values():
+            if parameter.local.grad is not None:
+                parameter.local.add_(parameter.local.grad, alpha=-5 / copies)
+    policy.engine.update(1)
+    return policy.engine.generate(REQUESTS)
+
+
+def leaves_early(file: str) -> Any:
+    """A rank that has come to its end makes no empty passes while others gather: the mistake that must show."""
+    policy = policy_of(file)
+    policy.engine.generate(REQUESTS)
+    ShardedWeights.empty_pass = lambda weights: None  # type: ignore[method-assign]
+    long, short = Request(1, (5, 6), GREEDY, max_new_tokens=40), Request(2, (9,), GREEDY, max_new_tokens=1)
+    return policy.engine.generate([long, short])
+
+
+CHECKS: dict[str, Callable[[str], Any]] = {
+    "uneven": uneven,
+    "failing": failing,
+    "streamed": streamed,
+    "trains afterwards": trains_afterwards,
+}
+
+
+def gathered_bytes() -> list[list[bytes]]:
+    """What all ranks have of bytes of different lengths."""
+    group = ranks_of(Layout(shard=2), "cpu").world
+    own = [(b"", b""), (b"", b"\x00\xff"), (b"a" * 1000, b"")]
+    return [group.all_gather_bytes(each[group.index]) for each in own]
