@@ -263,6 +263,10 @@ BROKEN = [
         "rollout.engine: vllm has kernels of its own, which do not round as the trainer's do. Use engine: embedded, or",
     ),
     (
+        {"numerics": "exact", "parallel": "{tensor: 2}"},
+        "parallel.tensor: tensor ranks add their sums in an order of their own. Use parallel.tensor: 1, or numerics: f",
+    ),
+    (
         SAMPLED | {"numerics": "exact", "rollout": "{block: 24}"},
         "rollout.block: 24 does not divide the 64 keys that numerics: exact looks at together. Use 1, 2, 4, 8, 16, 32 "
         "or 64",

@@ -72,6 +72,9 @@ def exact_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if recipe.compile:
         message = "compiled code rounds by the shapes it is made for, so numerics: exact cannot hold. Leave one out"
         yield Problem("compile", message, reads=("numerics",))
+    if recipe.parallel.tensor > 1:
+        message = "tensor ranks add their sums in an order of their own. Use parallel.tensor: 1, or numerics: fast"
+        yield Problem("parallel.tensor", message, reads=("numerics",))
     if section.engine != "embedded":
         message = (
             f"{section.engine} has kernels of its own, which do not round as the trainer's do. "
