@@ -90,6 +90,7 @@ def test_prompts(given: Any, prompts: Any) -> None:
         ({"stop": ["a", ""]}, "stop[1]", "stop[1]: string should have at least 1 character, found ''"),
         ({"logprobs": 21}, "logprobs", "logprobs: input should be less than or equal to 20, found 21"),
         ({"logprobs": True}, "logprobs", "logprobs: input should be a valid integer, found true"),
+        ({"prompt": ["a"] * 129, "n": 128}, "prompt", "prompt: 129 prompts x 128 answers are more than 16384"),
         ({"stream_options": {}}, "stream_options", "stream_options: has a meaning with stream: true only"),
         ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage", "stream_options.usage: no param"),
         ({"n": 0, "seed": "x"}, "n", "n: input should be greater than or equal to 1, found 0; seed: input should be"),

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -176,6 +177,17 @@ def test_what_ends_an_answer(client: OpenAI, loaded: Loaded) -> None:
     assert ask(max_tokens=2).finish_reason == "length"
 
 
+def test_a_real_model_tells_the_story_that_was_published_with_it(shared_data: Path) -> None:
+    page = (shared_data / "weights" / "stories260K-llama2c" / "reference_sample.md").read_text(encoding="utf-8")
+    story = page.split("-t 0.0\n", 1)[1].split("\n```", 1)[0]
+    stories = Loaded.of(shared_data / "weights" / "stories260K-hf")
+    with serving(stories.served, stories.engine()) as served:
+        ask: dict[str, Any] = {"model": "stories260K-hf", "prompt": "", "temperature": 0, "max_tokens": 256}
+        stream = served.client().completions.create(**ask, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == story
+        assert served.client().completions.create(**ask).choices[0].text == story
+
+
 def test_allowed_tokens_are_the_only_ones(client: OpenAI) -> None:
     allowed = [30, 31, 32]
     extra = {"allowed_token_ids": allowed, "return_token_ids": True}
@@ -237,6 +249,17 @@ def test_tools_that_the_template_does_not_show_are_refused(client: OpenAI) -> No
     plain = client.chat.completions.create(model="tiny", messages=HELLO, **GREEDY).choices[0].message.content
     answer = client.chat.completions.create(model="tiny", messages=HELLO, tools=tools, tool_choice="none", **GREEDY)
     assert answer.choices[0].message.content == plain
+
+
+def test_without_a_chat_template_texts_are_continued_and_chats_refused(tiny_world: World, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_world.base, tmp_path / "plain"))
+    (folder / "chat_template.jinja").unlink()
+    plain = Loaded.of(folder)
+    with serving(plain.served, plain.engine()) as served:
+        client = served.client()
+        assert client.completions.create(model="plain", prompt=PROMPT, **GREEDY).choices[0].text
+        with pytest.raises(openai.BadRequestError, match="plain: no chat template that says who speaks"):
+            client.chat.completions.create(model="plain", messages=HELLO, **GREEDY)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -388,8 +411,10 @@ def test_a_cache_that_is_too_small(loaded: Loaded) -> None:
 # -- clients that leave, engines that fail, servers that end -----------------------------------------------------------
 
 
-def test_a_client_that_leaves_a_stream_gives_its_blocks_back(endless: Loaded) -> None:
-    with serving(endless.served, endless.engine()) as served:
+def test_a_client_that_leaves_a_stream_gives_its_blocks_back(
+    endless: Loaded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(endless.served, endless.engine(), quiet=False) as served:
         client, name = served.client(), endless.served.names[0]
         stream = client.completions.create(model=name, prompt="a", max_tokens=5000, n=3, stream=True)
         next(iter(stream))
@@ -398,6 +423,8 @@ def test_a_client_that_leaves_a_stream_gives_its_blocks_back(endless: Loaded) ->
         wait_until(lambda: served.blocks_used == 0)
         assert served.server.engine.statistics.running == 0
         assert client.completions.create(model=name, prompt="a", max_tokens=2).choices[0].text == "bc"
+    lines = [line.split("  ")[:4] for line in capsys.readouterr().err.splitlines()[1:]]
+    assert lines == [["POST", "/v1/completions", said, name] for said in ("client left", "200")]
 
 
 def test_a_client_that_gives_up_waiting_gives_its_blocks_back(endless: Loaded) -> None:
@@ -407,6 +434,37 @@ def test_a_client_that_gives_up_waiting_gives_its_blocks_back(endless: Loaded) -
             served.client(timeout=0.3).chat.completions.create(model=name, messages=HELLO)
         wait_until(lambda: served.server.engine.statistics.generated_tokens > 0)
         wait_until(lambda: served.blocks_used == 0)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_long_step(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
+    engine, is_over = loaded.engine(), threading.Event()
+
+    def long_step() -> list[Completion]:
+        is_over.wait(60)
+        return []
+
+    engine.step = long_step  # type: ignore[method-assign]
+    try:
+        with serving(loaded.served, engine) as served:
+
+            def give_up() -> None:
+                with pytest.raises(openai.APIError):
+                    served.client().completions.create(model="tiny", prompt="a")
+
+            threading.Thread(target=give_up, daemon=True).start()
+            wait_until(lambda: engine.unfinished > 0)
+            served.server.should_exit = True
+            said = ""
+
+            def has_said() -> bool:
+                nonlocal said
+                said += capsys.readouterr().err
+                return "ending after this step of the engine; Ctrl-C again ends at once" in said
+
+            wait_until(has_said)
+            served.server.force_exit = True
+    finally:
+        is_over.set()
 
 
 def test_streams_are_closed_when_the_server_ends(endless: Loaded) -> None:

@@ -56,6 +56,8 @@ def serve(
     precision = check_flags({}, seed or 0, dtype, device, [], quantization)
     if not cache_gib > 0:
         raise RecipeError(f"--cache-gib: {cache_gib:g} is out of range; it must be above 0")
+    if api_key == "":
+        raise RecipeError("--api-key: an empty key would let everybody in; leave the option out, or give a key")
     try:
         from danlu.rollout import server
     except ModuleNotFoundError as error:

@@ -327,6 +327,7 @@ async def stream_events(call: Call, body: SamplingBody, writer: AnswerWriter) ->
         if body.include_usage:
             yield event_text(writer.usage_chunk())
     yield "data: [DONE]\n\n"
+    writer.is_complete = True
 
 
 def event_text(value: dict[str, Any]) -> str:

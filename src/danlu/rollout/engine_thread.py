@@ -143,7 +143,8 @@ class EngineThread:
         """Ends unfinished answers as they are, and waits for the step that is going on."""
         self._ended = True
         self._commands.put(Stop())
-        await asyncio.to_thread(self._thread.join)
+        while self._thread.is_alive():  # no thread waits for this one: a process that is to end at once does not
+            await asyncio.sleep(0.01)
 
     def _end(self) -> None:
         """Refuses what came too late, and what comes from now on."""

@@ -46,6 +46,8 @@ class AnswerWriter(ABC):
         self._shown: dict[int, int] = {}  # characters of each choice that the stream has
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.completion_tokens = 0
+        self.is_complete = False
+        """Whether all that there is to say has been written."""
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
@@ -53,6 +55,7 @@ class AnswerWriter(ABC):
         """All answers in one object."""
         choices = [self._choice(completion) for completion in sorted(completions, key=self._index)]
         self.completion_tokens = sum(len(completion.tokens) for completion in completions)
+        self.is_complete = True
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage}
 
     @property

@@ -18,7 +18,10 @@ from danlu.rollout.generation_config import SAMPLING_FIELDS
 from danlu.rollout.request import SamplingOptions
 from danlu.spelling import did_you_mean
 
-MAX_CHOICES = 128
+MAX_SAMPLES = 128
+"""Of one prompt, as with OpenAI."""
+MAX_CHOICES = 16384
+"""Of one request, as in vLLM."""
 MAX_TOP_LOGPROBS = 20
 
 IGNORED = frozenset(
@@ -141,7 +144,7 @@ class StreamOptions(Body):
 class SamplingBody(Body):
     """What completions and chat completions share."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     temperature: float | None = None
     top_p: float | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = []
@@ -205,6 +208,12 @@ class CompletionBody(SamplingBody):
     prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
     max_tokens: Positive = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> Self:
+        if len(self.prompt) * self.n > MAX_CHOICES:
+            raise ValueError(f"prompt: {len(self.prompt)} prompts x {self.n} answers are more than {MAX_CHOICES}")
+        return self
 
     @property
     def max_new_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hmac
 import ipaddress
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from danlu.errors import ResourceError
 from danlu.rollout.api_endpoints import CLIENT_GONE, Api, build_app
 from danlu.rollout.engine_thread import EngineThread, ServedEngine
+from danlu.rollout.openai_answers import AnswerWriter
 from danlu.rollout.openai_api import ApiError
 from danlu.rollout.served_models import ServedModels
 from danlu.terminal import print_status
@@ -140,8 +142,10 @@ def _is_local(host: str) -> bool:
 
 def _log_line(scope: Scope, status: int, duration_s: float) -> str:
     """`POST /v1/completions 200 tiny 12 + 34 tokens 0.52 s`"""
-    fields = [scope["method"], scope["path"], "client left" if status == CLIENT_GONE else str(status)]
-    if (writer := scope.get("state", {}).get("writer")) is not None:
+    writer: AnswerWriter | None = scope.get("state", {}).get("writer")
+    left_stream = status == 200 and writer is not None and not writer.is_complete
+    fields = [scope["method"], scope["path"], "client left" if left_stream or status == CLIENT_GONE else str(status)]
+    if writer is not None:
         fields += [writer.model, f"{writer.prompt_tokens} + {writer.completion_tokens} tokens"]
     return "  ".join([*fields, f"{duration_s:.2f} s"])
 
@@ -181,7 +185,12 @@ class Server(uvicorn.Server):
         print_status(f"{url_of(self._listener)} answers with {', '.join(self._models.names)}  (Ctrl-C ends)")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.engine.stop()
+        stopping = asyncio.ensure_future(self.engine.stop())
+        await asyncio.wait((stopping,), timeout=1)
+        if not stopping.done():
+            print_status("ending after this step of the engine; Ctrl-C again ends at once")
+        while not stopping.done() and not self.force_exit:
+            await asyncio.wait((stopping,), timeout=0.1)
         await super().shutdown(sockets)
 
     def _leave(self) -> None:
