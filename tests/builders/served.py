@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from openai import OpenAI
 
 from danlu.rollout.embedded import EmbeddedEngine
@@ -97,3 +103,23 @@ def serving(models: ServedModels, engine: EmbeddedEngine, **options: Any) -> Ite
         server.should_exit = True
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), "the server does not end"
+
+
+def ask(url: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
+    """Status and JSON of an answer, asked by hand."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(url, body, named)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            status, text = response.status, response.read()
+    except urllib.error.HTTPError as error:
+        status, text = error.code, error.read()
+    return status, json.loads(text) if text.startswith(b"{") else text.decode()
+
+
+def curl(*arguments: str) -> str:
+    """What curl prints."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not here")
+    command = ["curl", "--silent", "--show-error", "--noproxy", "*", "--max-time", "20", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

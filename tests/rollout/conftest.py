@@ -1,12 +1,21 @@
-"""Small random decoders for the tests of this room, one for each kind of attention."""
+"""Small random decoders for the tests of this room, one for each kind of attention, and models to serve."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+from builders.adapter_folders import adapter_folder
+from builders.bigram import bigram_folder
+from builders.tiny_world import World
 
 from danlu.models.config import ModelConfig, RopeScaling
 from danlu.models.decoder import Decoder
+from danlu.recipe import sections
+
+if TYPE_CHECKING:
+    from builders.served import Loaded
 
 KINDS = {
     "llama": {},
@@ -53,3 +62,25 @@ def build(
 def small_decoder():
     """A function: kind, vocab_size, context, seed, rope_scaling -> Decoder."""
     return build
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A random model with two adapters, one of which puts virtual tokens before each prompt."""
+    # Here: OpenAI's client takes a second to import, and the other tests of this room need none.
+    from builders.served import Loaded
+
+    root = tmp_path_factory.mktemp("adapters")
+    lora = adapter_folder(tiny_world.base, root / "lora", sections.Lora(), seed=1, size=0.3)
+    prompt = adapter_folder(tiny_world.base, root / "soft", sections.Prompt(tokens=3), seed=2, size=0.3)
+    return Loaded.of(tiny_world.base, [lora, prompt], name="tiny")
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model that never ends by itself."""
+    from builders.served import Loaded
+
+    return Loaded.of(
+        bigram_folder(tmp_path_factory.mktemp("bigram") / "endless", "abcé", ends=False, context=1_000_000)
+    )

@@ -1,0 +1,90 @@
+"""Clients that leave give their blocks back; engines that fail cost no more than they must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from builders.served import Loaded, ask, serving, wait_until
+
+from danlu.errors import ModelError
+from danlu.rollout.request import Completion
+
+PROMPT = "Once upon a time"
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+
+
+def test_a_client_that_leaves_a_stream_gives_its_blocks_back(
+    endless: Loaded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(endless.served, endless.engine(), quiet=False) as served:
+        client, name = served.client(), endless.served.names[0]
+        stream = client.completions.create(model=name, prompt="a", max_tokens=5000, n=3, stream=True)
+        next(iter(stream))
+        wait_until(lambda: served.blocks_used > 0)
+        stream.close()
+        wait_until(lambda: served.blocks_used == 0)
+        assert served.server.engine.statistics.running == 0
+        assert client.completions.create(model=name, prompt="a", max_tokens=2).choices[0].text == "bc"
+    lines = [line.split("  ")[:4] for line in capsys.readouterr().err.splitlines()[1:]]
+    assert lines == [["POST", "/v1/completions", said, name] for said in ("client left", "200")]
+
+
+def test_a_client_that_gives_up_waiting_gives_its_blocks_back(endless: Loaded) -> None:
+    with serving(endless.served, endless.engine()) as served:
+        name = endless.served.names[0]
+        with pytest.raises(openai.APITimeoutError):
+            served.client(timeout=0.3).chat.completions.create(model=name, messages=HELLO)
+        wait_until(lambda: served.server.engine.statistics.generated_tokens > 0)
+        wait_until(lambda: served.blocks_used == 0)
+
+
+class Broken:
+    """Makes the steps of an engine fail from now on, or only the next one."""
+
+    def __init__(self, engine: Any, error: Exception) -> None:
+        self.error: Exception | None = None
+        self.for_good = False
+        step = engine.step
+
+        def failing_step() -> list[Completion]:
+            if self.error is None:
+                return step()
+            error, self.error = self.error, self.error if self.for_good else None
+            raise error
+
+        engine.step = failing_step
+        self.kind = error
+
+    def break_down(self, *, for_good: bool) -> None:
+        self.for_good, self.error = for_good, self.kind
+
+
+def test_a_step_that_fails_costs_its_requests_and_no_more(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = loaded.engine()
+    broken = Broken(engine, ModelError("the model's output is not finite"))
+    with serving(loaded.served, engine) as served:
+        client = served.client()
+        broken.break_down(for_good=False)
+        with pytest.raises(openai.InternalServerError, match="the engine failed: the model's output is not finite"):
+            client.completions.create(model="tiny", prompt=PROMPT, **GREEDY)
+        broken.break_down(for_good=False)
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            list(client.completions.create(model="tiny", prompt=PROMPT, stream=True, **GREEDY))
+        assert client.completions.create(model="tiny", prompt=PROMPT, **GREEDY).choices[0].text
+        assert served.blocks_used == 0 and ask(f"{served.root}/health")[0] == 200
+    said = capsys.readouterr().err
+    assert "error: the engine failed, and 1 unfinished requests with it: the model's output is not finite" in said
+
+
+def test_an_engine_that_fails_for_good_ends_the_server(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = loaded.engine()
+    broken = Broken(engine, ModelError("broken"))
+    with serving(loaded.served, engine) as served:
+        broken.break_down(for_good=True)
+        with pytest.raises(openai.InternalServerError):
+            served.client().completions.create(model="tiny", prompt=PROMPT, **GREEDY)
+        wait_until(lambda: served.failure is not None)
+    assert isinstance(served.failure, ModelError)
