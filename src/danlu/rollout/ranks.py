@@ -6,15 +6,17 @@ answer different ones, in passes of their own; where each pass gathers sharded w
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from danlu.errors import DataError
+from danlu.parallel.process_group import untimed_barrier
 from danlu.parallel.ranks import Ranks
 from danlu.rollout.completion_bytes import from_bytes
 from danlu.rollout.engine import PauseMode, RolloutEngine
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 STEPS_PER_EXCHANGE = 16
 """Steps of an engine between two looks at the other ranks, where no pass needs them: often enough that the wait for one
 that is behind stays far below the time that a collective may take, and that an error elsewhere ends the work here."""
+
+_barriers = itertools.count()
 
 
 @dataclass
@@ -67,7 +71,7 @@ class ParallelEngine:
         share: int,
         speaks: bool,
     ) -> None:
-        self.engine, self._ranks, self._weights = engine, ranks, weights
+        self.engine, self._ranks, self._model, self._weights = engine, ranks, model, weights
         self._shares, self._share, self._speaks = shares, share, speaks
         self.version = 0 if engine is None else engine.version
         self._world_status = PeerStatus(ranks.world)
@@ -76,13 +80,6 @@ class ParallelEngine:
         self._kept: list[Completion] = []  # complete, and not returned yet
         self._steps = 0
         self._in_pass = False  # within a pass that has collectives
-        self._hooks: list[RemovableHandle] = []
-        if model is not None and (weights is not None or not ranks.tensor.alone):
-            self._hooks = [
-                # Before FSDP2's own hook, which gathers.
-                model.register_forward_pre_hook(lambda *_: self._begin_pass(), prepend=True),
-                model.register_forward_hook(lambda *_: self._end_pass()),
-            ]
 
     @classmethod
     def embedded(
@@ -94,7 +91,7 @@ class ParallelEngine:
 
     @classmethod
     def remote(cls, engine: RolloutEngine | None, ranks: Ranks) -> ParallelEngine:
-        """The first process, which alone has an engine, asks a server for all."""
+        """The first process, which alone has an engine, asks a server for all of them."""
         return cls(engine, ranks, shares=1, share=0, speaks=ranks.leads)
 
     @property
@@ -221,8 +218,6 @@ class ParallelEngine:
         """Gives all memory back. Unfinished requests are gone."""
         self._close_weights()
         self._dealt, self._kept = {}, []
-        for hook in self._hooks:
-            hook.remove()
         if self.engine is not None:
             self.engine.close()
 
@@ -286,23 +281,34 @@ class ParallelEngine:
 
     def _before_step(self) -> None:
         """Now and then, where passes are not made in step, a look at the other ranks."""
-        if self._is_in_step:
-            return  # each pass looks at them
+        if self._is_in_step or self._model is None:
+            return  # each pass looks at them, or no other process works
         self._steps += 1
         if self._steps % STEPS_PER_EXCHANGE == 0:
             self._world_status.exchange(works=True)
 
-    def _begin_pass(self) -> None:
-        """Before a pass that has collectives: whether all who take part in them still come to it."""
-        if self._weights is None or not self._weights.is_empty_pass:
-            if self._is_in_step:
-                self._world_status.exchange(works=True)
-            elif not self._ranks.tensor.alone:
-                self._tensor_status.exchange(works=True)
-        self._in_pass = self._is_in_step or not self._ranks.tensor.alone
+    @contextmanager
+    def _checked_passes(self) -> Iterator[None]:
+        """Within it each pass that has collectives begins with a look at whether all who take part still come to it."""
+        if self._model is None or not (self._is_in_step or self._ranks.tensor.size > 1):
+            yield
+            return
+        status = self._world_status if self._is_in_step else self._tensor_status
 
-    def _end_pass(self) -> None:
-        self._in_pass = False
+        def begin(*_: object) -> None:
+            status.exchange(works=True)
+            self._in_pass = True
+
+        def end(*_: object) -> None:
+            self._in_pass = False
+
+        # Before FSDP2's own hook, which gathers.
+        hooks = self._model.register_forward_pre_hook(begin, prepend=True), self._model.register_forward_hook(end)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _together(self, work: Callable[[], list[Completion]], *, passes: bool = True) -> list[Completion]:
         """Does this process's work while others do theirs; the completions of all. Raises on all what any raised.
@@ -316,20 +322,21 @@ class ParallelEngine:
             self._weights.open()
         self._world_status.begin()
         self._tensor_status.begin()
+        self._in_pass = False
         try:
-            own = work()
+            with self._checked_passes():
+                own = work()
         except PeerFailedError:
             pass
         except Exception as problem:
             if self._in_pass:
                 raise
             error = problem
-        if passes and not self._is_in_step and not self._tensor_status.any_failed:
-            self._tensor_status.exchange(works=False, failed=error is not None)
-        self._wait_for_others(failed=error is not None)
+        self._wait_for_others(failed=error is not None, passes=passes)
         payloads = self._ranks.world.all_gather_bytes(payload_of(own if self._speaks else [], error))
         if (failure := first_failure(payloads, error)) is not None:
-            if self.engine is not None:
+            self._close_weights()
+            if self._model is not None and self.engine is not None:
                 # Some were interrupted and some not: without caches they go on alike, as ranks of a tensor group must.
                 self.engine.update(self.version)
             raise failure from error
@@ -344,8 +351,13 @@ class ParallelEngine:
             self._close_weights()
         return completions
 
-    def _wait_for_others(self, *, failed: bool) -> None:
+    def _wait_for_others(self, *, failed: bool, passes: bool) -> None:
         """Until all have come here. Meanwhile those that gather in each pass need this process in it."""
+        if self._model is None:  # a server may take longer than a collective may
+            untimed_barrier(f"rollout-{next(_barriers)}")
+            return
+        if passes and not self._is_in_step and not self._tensor_status.any_failed:
+            self._tensor_status.exchange(works=False, failed=failed)
         while not self._world_status.any_failed and self._world_status.exchange(works=False, failed=failed):
             if not self._world_status.any_failed and self._weights is not None and self._is_in_step:
                 self._weights.empty_pass()

@@ -46,8 +46,6 @@ class ShardedWeights:
         self._say: Callable[[str], None] | None = say
         self._opened = ExitStack()
         self.is_open = False
-        self.is_empty_pass = False
-        """Whether the forward pass that is being made computes nothing that is wanted."""
         self.in_step = False
         """Whether each forward pass gathers, so that data ranks make the same number of them."""
 
@@ -73,11 +71,7 @@ class ShardedWeights:
     def empty_pass(self) -> None:
         """A forward pass of one token, which is thrown away: for what it gathers."""
         token = torch.zeros(1, dtype=torch.int64, device=next(self.model.parameters()).device)
-        self.is_empty_pass = True
-        try:
-            self.model(token, token, PackedAttention((0, 1)), self._dtype)
-        finally:
-            self.is_empty_pass = False
+        self.model(token, token, PackedAttention((0, 1)), self._dtype)
 
     def _is_gathered_once(self) -> bool:
         """Whether all weights are gathered at once; the same on all processes."""
