@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from builders.reference_attention import ReferenceAttention
+from builders.rollout_requests import GREEDY, SAMPLED, cache_of, check_same, requests, slowly
 
 from danlu.errors import DataError, ModelError, ResourceError
+from danlu.models.families import read_config_values
+from danlu.models.loading import build
+from danlu.models.saving import save
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions
-from danlu.rollout.pool import CachePool
 from danlu.rollout.request import Request, SamplingOptions
-from danlu.rollout.sampling import DrawRow, SeenTokens, draw
-
-GREEDY = SamplingOptions(temperature=0)
-SAMPLED = SamplingOptions(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=4)
-PROMPTS = [[3, 9, 4], [7], [3, 9, 4], [11, 12, 13, 14, 15, 16, 17]]
-
-
-def requests(options=GREEDY, count=24, prompts=PROMPTS, **settings):
-    return [Request(number, tuple(prompt), options, count, **settings) for number, prompt in enumerate(prompts)]
-
-
-def cache_of(model, blocks, block=16, **settings):
-    """Options with a cache of so many blocks."""
-    layers = [layer.attention.cache for layer in model.layers.values()]
-    size = CachePool.block_bytes(layers, block, torch.float32)
-    return EngineOptions(block=block, cache_gib=(blocks + 0.5) * size / 2**30, swap_gib=1000 * size / 2**30, **settings)
-
-
-def check_same(completions, expected):
-    """Equal but for the rounding of log-probabilities, which follows the size of a pass unless numerics are exact."""
-    for completion, reference in zip(completions, expected, strict=True):
-        numbers = [*reference.logprobs, *reference.drawn]
-        assert [*completion.logprobs, *completion.drawn] == pytest.approx(numbers, abs=1e-4)
-        assert dataclasses.replace(completion, logprobs=reference.logprobs, drawn=reference.drawn) == reference
-
-
-def slowly(model, request, sample=0, virtual_token_ids=()):
-    """Tokens and log-probabilities without a cache, one sequence at a time."""
-    tokens, logprobs, seen = [*virtual_token_ids, *request.prompt], [], SeenTokens(request.prompt)
-    start = len(tokens)
-    for _ in range(request.max_new_tokens):
-        ids = torch.tensor(tokens)
-        hidden = model(ids, torch.arange(len(ids)), ReferenceAttention((0, len(ids))))
-        row = DrawRow(request.sampling, request.number, sample, len(ids), seen.ids)
-        drawn = draw(model.logits(hidden[-1:]), [row])
-        tokens += drawn.tokens
-        logprobs += drawn.logprobs
-        seen.add(drawn.tokens[0])
-    return tokens[start:], logprobs
 
 
 @pytest.mark.parametrize("kind", ["llama", "window", "softcap", "qk-norm"])
@@ -70,6 +31,54 @@ def test_equals_a_loop_of_full_passes(small_decoder, kind, options):
             torch.testing.assert_close(completion.logprobs, logprobs, atol=1e-4, rtol=1e-4)
     # Negative control: other weights give other text.
     assert EmbeddedEngine(small_decoder(kind, seed=1)).generate(asked)[0].tokens != slowly(model, asked[0])[0]
+
+
+TWINS = {
+    "llama": {"model_type": "llama"},
+    "window": {"model_type": "mistral", "sliding_window": 7},
+    "softcap": {
+        "model_type": "gemma2",
+        "sliding_window": 6,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 12,
+    },
+    "qk-norm": {"model_type": "qwen3", "num_key_value_heads": 1},
+}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("kind", TWINS)
+def test_greedy_answers_are_those_of_transformers(kind, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = build(read_config_values({**SIZES, **TWINS[kind]})).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(0, 0.3, generator=generator).add_("norm" in name)
+    save(model, tmp_path / "model", dtype=torch.float32)
+    # Of its kernels only "eager" has the soft cap.
+    twin = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
+    asked = requests(count=20, prompts=[[3, 9, 4], [5 + number for number in range(21)]])
+    for request, completion in zip(asked, EmbeddedEngine(model, EngineOptions(block=4)).generate(asked), strict=True):
+        reference = twin.generate(
+            torch.tensor([request.prompt]), do_sample=False, max_new_tokens=20, eos_token_id=-1, pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        assert completion.tokens == reference.sequences[0, len(request.prompt) :].tolist()
+        logprobs = [row[0].log_softmax(-1).max().item() for row in reference.logits]
+        assert completion.logprobs == pytest.approx(logprobs, abs=1e-4)
+        # Negative control: log-probabilities do differ from token to token.
+        assert completion.logprobs != pytest.approx(logprobs[1:] + logprobs[:1], abs=1e-2)
 
 
 def test_prompts_the_model_cannot_read(small_decoder):

@@ -129,7 +129,8 @@ class EmbeddedEngine:
         After an error or an interruption all that was drawn is kept, and the rest is computed again by the next step.
         Raises ModelError when the model answers with NaN.
         """
-        return [answer.completion() for answer in self._step()]
+        self._advance()
+        return self._take_done()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """All answers to the requests, in their order and by sample. Raises what `submit` and `step` do; if a request
@@ -144,18 +145,11 @@ class EmbeddedEngine:
         for request in requests:
             self.submit(request)
         keys = [(request.number, sample) for request in requests for sample in range(request.samples)]
-        missing = set(keys)
-        answers: dict[tuple[int, int], Answer] = {}  # those of other requests among them
-        try:
-            while missing:
-                for answer in self._step():
-                    answers[answer.key] = answer
-                    missing.discard(answer.key)
-        except BaseException:
-            self._done = {**answers, **self._done}
-            raise
-        completions = [answers.pop(key).completion() for key in keys]
-        self._done = {**answers, **self._done}
+        expected = set(keys)
+        while not expected <= self._done.keys():
+            self._advance()
+        completions = [self._done[key].completion() for key in keys]
+        self._done = {key: answer for key, answer in self._done.items() if key not in expected}
         return completions
 
     def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
@@ -173,17 +167,16 @@ class EmbeddedEngine:
 
     def pause(self, mode: PauseMode) -> list[Completion]:
         """Stops answering until `resume`; returns the answers that `abort` and `wait` completed."""
-        answers: list[Answer] = []
         match mode:
             case "abort":
                 self._abort(list(self._answers()))
             case "wait":
                 while self._live:
-                    answers += self._step()
+                    self._advance()
             case "keep":
                 pass
         self._is_paused = True
-        return [answer.completion() for answer in (*answers, *self._take_done())]
+        return self._take_done()
 
     def resume(self) -> None:
         """Goes on after `pause`."""
@@ -229,8 +222,8 @@ class EmbeddedEngine:
         self._live, self._done = {}, {}
         self.sleep()
 
-    def _step(self) -> list[Answer]:
-        """As `step`, with answers in place of completions."""
+    def _advance(self) -> None:
+        """As `step`; complete answers are in `_done`."""
         assert not self._is_asleep, "the engine sleeps: wake it before it answers"
         try:
             self._report()  # where an earlier step was interrupted
@@ -242,11 +235,11 @@ class EmbeddedEngine:
                 answer.rewind()
             self._restart()
             raise
-        return self._take_done()
 
-    def _take_done(self) -> list[Answer]:
-        done, self._done = self._done, {}
-        return list(done.values())
+    def _take_done(self) -> list[Completion]:
+        completions = [answer.completion() for answer in self._done.values()]
+        self._done = {}  # Python runs no signal handler between here and the caller: what is taken is returned
+        return completions
 
     def _answers(self) -> Iterator[Answer]:
         """All that are unfinished, in the order of arrival."""
