@@ -330,8 +330,10 @@ class EmbeddedEngine:
         for answer in [answer for answer in answers if answer.finish is not None and answer.number in self._by_number]:
             number = answer.request.number
             self._done[answer.key] = answer
-            self._live[number].remove(answer)
-            if not self._live[number]:
+            unfinished = [other for other in self._live[number] if other is not answer]
+            if unfinished:
+                self._live[number] = unfinished
+            else:
                 del self._live[number]
             if answer.sequence is not None:
                 self._scheduler.remove(answer.sequence)
