@@ -1,0 +1,187 @@
+"""After each hand-over: does the engine answer with the trainer's weights? If not, the run stops.
+
+Weights that never arrive, arrive in part, or lie behind keys and values of old ones leave no trace but worse answers:
+an adapter that never reached the rollouts was found by its users in verl (#7495), unsloth (#8701) and ms-swift
+(#9855).
+
+Fixed prompts are continued by the way that rollouts go, cached prefixes included, and the trainer computes the
+log-probabilities of the same tokens. Tensors of one layer, another each time, are compared by value where the engine
+tells what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from danlu.errors import TrainingError
+from danlu.models.config import ModelConfig
+from danlu.models.hf_layout import HFTensor, hf_tensors
+from danlu.output_folder import shortened
+from danlu.rollout.engine import RolloutEngine
+from danlu.rollout.hand_over import folder_weights
+from danlu.rollout.request import Completion, Request, SamplingOptions
+from danlu.rollout.server_interface import RolloutServer
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Score = Callable[[Sequence[Sequence[int]], Sequence[int], str | None], list[list[float]]]
+"""(sequences of prompt and answer, tokens of each prompt, adapter or "none") -> the trainer's log-probabilities of the
+answers' tokens, at temperature 1."""
+
+Differing = Callable[[int | None], list[str]]
+"""For a version, the names of those tensors that are looked at then and whose values the engine does not have; for None
+all tensors are looked at."""
+
+FIRST_NUMBER = 1 << 61
+"""The canary's requests are numbered from here, above those of a run."""
+
+
+@dataclass(frozen=True)
+class CanaryReport:
+    """What was found in order."""
+
+    tokens: int
+    mean_gap: float
+    """Mean |engine's - trainer's log-probability|, in nats."""
+    largest_gap: float
+    adapter_gap: float | None
+    """Mean |with - without the adapter| by the trainer, of the same tokens; None without an adapter."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What is asked after each hand-over, and what of the answers is let pass."""
+
+    prompts: Sequence[tuple[int, ...]]
+    """Of several blocks of the cache each, so that what is left of an old prefix shows."""
+    score: Score
+    tolerance: float
+    """Of the mean gap, in nats; 0 for an engine that is exact."""
+    new_tokens: int = 16
+    adapter: str | None = None
+    """The adapter in training: what it says must not be what the base says."""
+    differing: Differing | None = None
+
+    def check(self, engine: RolloutEngine) -> CanaryReport:
+        """Raises TrainingError, naming tensors, where the engine does not answer with the trainer's weights."""
+        differing = [] if self.differing is None else self.differing(engine.version)
+        answers = self._answers(engine, self.adapter)
+        trainer = self._score(answers, self.adapter)
+        gaps = _gaps([answer.logprobs for answer in answers], trainer)
+        mean = sum(gaps) / len(gaps)
+        adapter_gap: float | None = None
+        if self.adapter is not None:
+            base = self._score(answers, "none")
+            adapter_gaps = _gaps(trainer, base)
+            adapter_gap = sum(adapter_gaps) / len(adapter_gaps)
+            if adapter_gap > 0 and self._is_base(engine, answers, mean, base):
+                raise TrainingError(
+                    f"canary: adapter {self.adapter} (version {engine.version}) does not reach the rollout engine: "
+                    f"its answers are those of the base, from which the trainer's differ by {adapter_gap:.2g} nats a "
+                    "token. All of the adapter's tensors are missing there: load it by the name that requests have"
+                )
+        if differing or not mean <= self.tolerance:
+            raise TrainingError(self._mismatch(engine.version, answers, trainer, mean, differing))
+        return CanaryReport(len(gaps), mean, max(gaps), adapter_gap)
+
+    def _is_base(
+        self, engine: RolloutEngine, answers: Sequence[Completion], mean: float, base: Sequence[Sequence[float]]
+    ) -> bool:
+        """Whether answers that should be the adapter's are the base's. base: the trainer's log-probabilities by that.
+
+        A change that is too small for the tolerance shows in the engine's own answers: with equal draws the base says
+        the same to the last bit only where the adapter does nothing.
+        """
+        base_gaps = _gaps([answer.logprobs for answer in answers], base)
+        if mean > self.tolerance:
+            return sum(base_gaps) / len(base_gaps) <= self.tolerance
+        unadapted = self._answers(engine, "none")
+        said, unadapted_said = ([(answer.tokens, answer.logprobs) for answer in both] for both in (answers, unadapted))
+        return said == unadapted_said
+
+    def _answers(self, engine: RolloutEngine, adapter: str | None) -> list[Completion]:
+        requests = [
+            Request(
+                number=FIRST_NUMBER + index,
+                prompt=tuple(prompt),
+                sampling=SamplingOptions(),
+                max_new_tokens=self.new_tokens,
+                adapter=adapter,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+        return engine.generate(requests)
+
+    def _score(self, answers: Sequence[Completion], adapter: str | None) -> list[list[float]]:
+        sequences = [(*prompt, *answer.tokens) for prompt, answer in zip(self.prompts, answers, strict=True)]
+        return self.score(sequences, [len(prompt) for prompt in self.prompts], adapter)
+
+    def _mismatch(
+        self,
+        version: int,
+        answers: Sequence[Completion],
+        trainer: Sequence[Sequence[float]],
+        mean: float,
+        differing: Sequence[str],
+    ) -> str:
+        """What is wrong, with the names of all tensors that differ."""
+        gaps = [_gaps([answer.logprobs], [row]) for answer, row in zip(answers, trainer, strict=True)]
+        worst = max(range(len(gaps)), key=lambda index: max(gaps[index]))
+        if self.differing is None:
+            tensors = "the engine does not tell what its tensors are"
+        elif names := list(dict.fromkeys([*differing, *self.differing(None)])):
+            tensors = f"{shortened(names, 5)} {'has' if len(names) == 1 else 'have'} other values there"
+        else:
+            tensors = (
+                "all tensors that can be compared are equal, so it may be keys and values of old weights that are used "
+                "again, or another precision"
+            )
+        return (
+            f"canary: the rollout engine does not answer with the trainer's weights of version {version}: {tensors}. "
+            f"Log-probabilities of {sum(map(len, gaps))} tokens differ by {mean:.3g} nats on average "
+            f"({self.tolerance:g} is let pass), most, by {max(gaps[worst]):.3g}, at token "
+            f"{gaps[worst].index(max(gaps[worst]))} of the answer to canary prompt {worst}"
+        )
+
+
+def compare_with_server(server: RolloutServer, config: ModelConfig, value: Callable[[str], Tensor]) -> Differing:
+    """Compares tensors with those of a server.
+
+    value: from a parameter's name in the decoder to the whole tensor.
+    """
+
+    def differing(version: int | None) -> list[str]:
+        sampled = {part: value(part) for tensor in _sampled(config, version) for part in tensor.parts}
+        return server.differing(dict(folder_weights(config, sampled.items(), complete=False)))
+
+    return differing
+
+
+def compare_with_model(model: nn.Module, config: ModelConfig, value: Callable[[str], Tensor]) -> Differing:
+    """Likewise with the parameters of an engine within the process, where it has tensors of its own."""
+
+    def differing(version: int | None) -> list[str]:
+        import torch
+
+        parts = [part for tensor in _sampled(config, version) for part in tensor.parts]
+        pairs = [(part, model.get_parameter(part), value(part)) for part in parts]
+        return [part for part, own, whole in pairs if own.shape != whole.shape or not torch.equal(own, whole.to(own))]
+
+    return differing
+
+
+def _sampled(config: ModelConfig, version: int | None) -> list[HFTensor]:
+    """The tensors of a model folder that are compared at a version: those of one layer, and those outside of layers."""
+    tensors = hf_tensors(config)
+    if version is None:
+        return tensors
+    layer = f"model.layers.{version % config.layers}."
+    return [tensor for tensor in tensors if tensor.name.startswith(layer) or ".layers." not in tensor.name]
+
+
+def _gaps(logprobs: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> list[float]:
+    pairs = (pair for rows in zip(logprobs, others, strict=True) for pair in zip(*rows, strict=True))
+    return [abs(value - other) for value, other in pairs]
