@@ -22,10 +22,13 @@ POLICY = "policy"
 """The name of the trained adapter, with those stacked below it; active where a request names none."""
 
 
-def rollout_engine(recipe: Recipe, placed: Placed, *, decode: Decode | None = None) -> RolloutEngine:
+def rollout_engine(
+    recipe: Recipe, placed: Placed, *, decode: Decode | None = None, cache_gib: float | None = None
+) -> RolloutEngine:
     """An engine that answers with the policy's own tensors, dealt among the processes; all of them make one.
 
-    decode: token ids to text without special tokens; without it answers have no text.
+    decode: token ids to text without special tokens; without it answers have no text. cache_gib: what the requests to
+    come need of the cache, where that is known: no more is taken.
     Raises what making the engine raises: ResourceError for a cache that holds not one block, for example.
     """
     model, parallel = placed.subject.model, placed.parallel
