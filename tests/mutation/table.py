@@ -519,6 +519,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "sequence.number not in self._proposals",
         "rollout/test_speculative.py",
     ),
+    Mutation(
+        "rollout/draft_model.py",
+        "    while cached and cached != text[: len(cached)]:\n        del cached[-1]\n",
+        "",
+        "rollout/test_draft_model.py",
+    ),
+    Mutation(
+        "rollout/draft_model.py",
+        "sequence.tokens[sequence.virtual_tokens :]",
+        "sequence.tokens",
+        "rollout/test_draft_model.py",
+    ),
     Mutation("rollout/blocked_softmax.py", "targets - below", "targets", "rollout/test_sampling.py"),
     Mutation(
         "rollout/cache.py",

@@ -28,7 +28,7 @@ class DrawnToken(NamedTuple):
 class Answer:
     """One sample of a request.
 
-    `drawn` is all there is to it, and grows by one append a token: whatever else is here follows from it, so that an
+    `drawn` is all there is to it, and grows by what a pass draws: whatever else is here follows from it, so that an
     answer can be interrupted anywhere and taken up again (`rewind`).
 
     virtual_token_ids: what the sequence begins with, before the prompt.

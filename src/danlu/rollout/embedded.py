@@ -19,12 +19,13 @@ from danlu.models.decoder import Decoder
 from danlu.models.rope import rotated_by_length
 from danlu.rollout.answer import Answer
 from danlu.rollout.blocks import BlockPool, root_digest
+from danlu.rollout.draft_model import speculation_of
 from danlu.rollout.engine import EngineAdapters, EngineOptions, EngineStatistics, PauseMode
 from danlu.rollout.engine_state import request_from_json, request_to_json
 from danlu.rollout.model_runner import ModelRunner, gib
 from danlu.rollout.prompts import prompt_problem
 from danlu.rollout.request import Completion, OnToken, Request
-from danlu.rollout.scheduler import Counters, Plan, Scheduler, SequenceState
+from danlu.rollout.scheduler import Counters, Scheduler, SequenceState
 from danlu.rollout.stopping import Decode
 
 
@@ -40,8 +41,10 @@ class EmbeddedEngine:
         adapters: what requests may switch between; without it the model is as it is.
         virtual_token_ids: tokens that every prompt begins with, where there are no `adapters`.
         version: of the weights.
+        draft_model: what proposes tokens where options.draft asks for a model.
 
-    Raises ResourceError where not one block fits into the cache.
+    Raises ModelError for a draft model with another vocabulary, and ResourceError where not one block fits into the
+    cache.
     """
 
     def __init__(
@@ -54,10 +57,12 @@ class EmbeddedEngine:
         adapters: EngineAdapters | None = None,
         virtual_token_ids: Sequence[int] = (),
         version: int = 0,
+        draft_model: Decoder | None = None,
     ) -> None:
         self.options, self.decode, self.version = options or EngineOptions(), decode, version
         self._config = model.config
-        self._runner = ModelRunner(model, self.options, dtype, adapters)
+        self._speculation, own_options = speculation_of(model, self.options, dtype, draft_model)
+        self._runner = ModelRunner(model, own_options, dtype, adapters, self._speculation)
         self._adapters = adapters
         self._virtual_token_ids = tuple(virtual_token_ids)
         self._counters = Counters()
@@ -228,7 +233,7 @@ class EmbeddedEngine:
         try:
             self._report()  # where an earlier step was interrupted
             if self._live and not self._is_paused:
-                self._run(self._scheduler.plan())
+                self._run()
                 self._report()
         except BaseException:
             for answer in self._answers():
@@ -307,6 +312,8 @@ class EmbeddedEngine:
     def _restart(self) -> None:
         """Begins with an empty cache. Everything but the answers themselves is made anew, so it does not matter what an
         interruption left half done."""
+        if self._speculation is not None:
+            self._speculation.reset()
         self._scheduler, self._by_number, self._undelivered = self._new_scheduler(), {}, []
         for answers in list(self._live.values()):
             self._enqueue(answers)
@@ -338,17 +345,27 @@ class EmbeddedEngine:
             if answer.sequence is not None:
                 self._scheduler.remove(answer.sequence)
             del self._by_number[answer.number]
+            if self._speculation is not None:
+                self._speculation.forget(answer.number)
 
-    def _run(self, plan: Plan) -> None:
-        """Computes the chunks of a plan, and takes the token that is drawn for each sequence that has caught up."""
+    def _run(self) -> None:
+        """One pass; takes the tokens that are drawn for each sequence that has caught up."""
+        self._runner.propose(self._by_number.values())
+        plan = self._scheduler.plan()
         drawn = self._runner.run(plan, self._by_number, self.version)
-        self._scheduler.commit(plan)
-        self._generated_tokens += len(drawn)
+        rejected = {}
+        for answer, tokens in drawn:
+            answer.drawn += tokens
+            self._generated_tokens += len(tokens)
+            if (sequence := answer.sequence) is not None:
+                sequence.tokens += [token.token for token in tokens]
+                self._drafts_proposed += len(sequence.drafts)
+                self._drafts_accepted += len(tokens) - 1
+                if len(tokens) <= len(sequence.drafts):
+                    rejected[sequence.number] = len(sequence.drafts) + 1 - len(tokens)
+                sequence.drafts = []
         self._undelivered = [answer for answer, _ in drawn]
-        for answer, token in drawn:
-            answer.drawn.append(token)
-            if answer.sequence is not None:
-                answer.sequence.tokens.append(token.token)
+        self._scheduler.commit(plan, rejected)
         for parent in [answer for answer in self._undelivered if answer.branches]:
             branches, parent.branches = parent.branches, []
             for answer in branches:

@@ -23,8 +23,9 @@ from danlu.rollout.answer import Answer, DrawnToken
 from danlu.rollout.engine import EngineAdapters, EngineOptions
 from danlu.rollout.exact_paged import ExactPagedAttention
 from danlu.rollout.pool import CachePool
-from danlu.rollout.sampling import DrawRow, draw
+from danlu.rollout.sampling import Drawn, DrawRow, draw
 from danlu.rollout.scheduler import Chunk, Plan
+from danlu.rollout.speculative import DraftSequence, Speculation
 from danlu.spelling import did_you_mean
 
 GIB = 2**30
@@ -33,16 +34,26 @@ GIB = 2**30
 class ModelRunner:
     """A decoder with the pool of its cache.
 
-    dtype: of activations and of the cache; by default that of the weights.
+    Args:
+        dtype: of activations and of the cache; by default that of the weights.
+        speculation: what proposes tokens to check; None: each pass draws one token of a sequence.
+
     Raises ResourceError where not one block fits into the cache.
     """
 
     def __init__(
-        self, model: Decoder, options: EngineOptions, dtype: torch.dtype | None, adapters: EngineAdapters | None
+        self,
+        model: Decoder,
+        options: EngineOptions,
+        dtype: torch.dtype | None,
+        adapters: EngineAdapters | None,
+        speculation: Speculation | None = None,
     ) -> None:
         parameter = next(model.parameters())
         self.model, self.device, self.dtype = model, parameter.device, dtype or parameter.dtype
         self._adapters, self.exact = adapters, options.exact
+        self.speculation = speculation
+        self._draft_tokens = 0 if options.draft is None else options.draft.tokens
         if self.exact:
             batch_invariant.enable()
         self._lengths_matter = isinstance(model.config.rope_scaling, DynamicScaling)
@@ -63,8 +74,9 @@ class ModelRunner:
 
     def run(
         self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int
-    ) -> list[tuple[Answer, DrawnToken]]:
-        """One pass; for each answer whose known tokens are all computed by it, the next token.
+    ) -> list[tuple[Answer, list[DrawnToken]]]:
+        """One pass; for each answer whose known tokens are all computed by it, the next token, or several where
+        proposals were right.
 
         Chunks of several adapters go through the decoder one adapter after the other.
         Raises ModelError where logits are not finite.
@@ -104,65 +116,104 @@ class ModelRunner:
                     )
                 parameter.copy_(value)
 
-    def _forward(
-        self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int
-    ) -> list[tuple[Answer, DrawnToken]]:
-        tokens: list[int] = []
-        positions: list[int] = []
-        lengths: list[int] = []
-        ends: list[int] = []  # indices of the tokens whose hidden states are drawn from
-        answers: list[Answer] = []
-        for number, start, stop, _, prompt_length in plan.chunks:
-            answer = answers_by_sequence[number]
-            assert answer.sequence is not None
-            known = answer.sequence.tokens
-            tokens += known[start:stop]
-            positions += range(start, stop)
-            if self._lengths_matter:
-                lengths += [max(prompt_length, position + 1) for position in range(start, stop)]
-            if stop == len(known):
-                drawing = (answer, *answer.branches)
-                answers += drawing
-                ends += [len(tokens) - 1] * len(drawing)
-        columns = [tokens, positions, lengths] if self._lengths_matter else [tokens, positions]
+    def propose(self, answers: Iterable[Answer]) -> None:
+        """Has tokens proposed that may follow those of growing answers, to be checked with their next pass."""
+        if self.speculation is None:
+            return
+        growing = [(answer, answer.sequence) for answer in answers if answer.drawn and answer.sequence is not None]
+        proposals = self.speculation.propose([self._draft_sequence(answer) for answer, _ in growing])
+        for (_, sequence), proposed in zip(growing, proposals, strict=True):
+            sequence.drafts = proposed
+
+    def hidden(self, plan: Plan, tokens: Sequence[int]) -> Tensor:
+        """[T, D] of the tokens of a plan's chunks, laid end to end. The plan has been carried out."""
+        columns = [list(tokens), [place for chunk in plan.chunks for place in range(chunk.start, chunk.stop)]]
+        if self._lengths_matter:
+            columns.append(
+                [max(chunk.length, place + 1) for chunk in plan.chunks for place in range(chunk.start, chunk.stop)]
+            )
         inputs = copy_to(torch.tensor(columns), self.device)  # [2 or 3, T]
         attend = ExactPagedAttention(plan, self.pool) if self.exact else self.pool.attend(plan)
-        hidden = self.model(inputs[0], inputs[1], attend, self.dtype, inputs[2] if self._lengths_matter else None)
-        if not ends:
-            return []
-        if ends != list(range(len(tokens))):
-            hidden = hidden.index_select(0, copy_to(torch.tensor(ends), self.device))  # [R, D]
-        return list(zip(answers, self._draw(self._logits(hidden), answers, version), strict=True))
+        return self.model(inputs[0], inputs[1], attend, self.dtype, inputs[2] if self._lengths_matter else None)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] float32; where numerics are exact by the products that training makes for its log-probabilities."""
         if not self.exact:
             return self.model.logits(hidden)
         cap = self.model.config.final_softcap
         return logits_in_slices(hidden, self.model.head_weight, softcap=cap, slice_rows=EXACT_SLICE_ROWS)
 
-    def _draw(self, logits: Tensor, answers: Sequence[Answer], version: int) -> list[DrawnToken]:
-        """The next token of each answer, from logits [R, V]. Raises ModelError where these are not finite."""
-        rows = [
-            DrawRow(
-                answer.request.sampling,
-                answer.request.random_number,
-                answer.sample,
-                len(answer.prompt) + len(answer.drawn),
-                answer.seen,
-                answer.request.top_logprobs,
-            )
-            for answer in answers
-        ]
-        drawn = draw(logits, rows, slice_rows=EXACT_SLICE_ROWS if self.exact else None)
-        if not all(map(math.isfinite, drawn.logprobs)):
-            row = next(row for row, logprob in zip(rows, drawn.logprobs, strict=True) if not math.isfinite(logprob))
-            raise ModelError(
-                f"the model's output is not finite at position {row.position}: a weight may be NaN, or the "
-                f"numbers leave the range of {str(self.dtype).removeprefix('torch.')} (try a wider dtype)"
-            )
-        versions = itertools.repeat(version, len(rows))
-        return list(map(DrawnToken, drawn.tokens, drawn.logprobs, drawn.drawn, drawn.supports, versions, drawn.top))
+    def _forward(
+        self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int
+    ) -> list[tuple[Answer, list[DrawnToken]]]:
+        tokens: list[int] = []
+        ends: list[int] = []  # indices of the tokens whose hidden states are drawn from
+        answers: list[Answer] = []
+        for number, start, stop, _, _ in plan.chunks:
+            answer = answers_by_sequence[number]
+            sequence = answer.sequence
+            assert sequence is not None
+            tokens += sequence.tokens[start:stop]
+            if stop >= len(sequence.tokens):
+                tokens += sequence.drafts
+                drawing = (answer, *answer.branches)
+                answers += drawing
+                if sequence.drafts:
+                    ends += range(len(tokens) - len(sequence.drafts) - 1, len(tokens))
+                else:
+                    ends += [len(tokens) - 1] * len(drawing)
+        hidden = self.hidden(plan, tokens)
+        if not ends:
+            return []
+        if ends != list(range(len(tokens))):
+            hidden = hidden.index_select(0, copy_to(torch.tensor(ends), self.device))  # [R, D]
+        return list(zip(answers, self._draw(self.logits(hidden), answers, version), strict=True))
+
+    def _draw(self, logits: Tensor, answers: Sequence[Answer], version: int) -> list[list[DrawnToken]]:
+        """The next tokens of each answer, from logits [R, V]. Raises ModelError where these are not finite."""
+        slice_rows = EXACT_SLICE_ROWS if self.exact else None
+        if self.speculation is None:
+            rows = [_next_row(answer) for answer in answers]
+            tokens = _drawn_tokens(draw(logits, rows, slice_rows=slice_rows), version)
+            drawn = [[token] for token in tokens]
+        else:
+            checks = [
+                (self._draft_sequence(answer), [] if answer.sequence is None else answer.sequence.drafts)
+                for answer in answers
+            ]
+            parts = self.speculation.draw(logits, checks, slice_rows=slice_rows)
+            drawn = [_drawn_tokens(part, version) for part in parts]
+        for answer, several in zip(answers, drawn, strict=True):
+            for place, token in enumerate(several):
+                if not math.isfinite(token.logprob):
+                    position = len(answer.prompt) + len(answer.drawn) + place
+                    raise ModelError(
+                        f"the model's output is not finite at position {position}: a weight may be NaN, or the numbers "
+                        f"leave the range of {str(self.dtype).removeprefix('torch.')} (try a wider dtype)"
+                    )
+        return drawn
+
+    def _draft_sequence(self, answer: Answer) -> DraftSequence:
+        return DraftSequence(
+            answer.number,
+            answer.prompt if answer.sequence is None else answer.sequence.tokens,
+            len(answer.prompt),
+            max(0, min(self._draft_tokens, answer.longest - len(answer.drawn) - 1)),
+            _next_row(answer),
+            answer.virtual_tokens,
+        )
+
+
+def _next_row(answer: Answer) -> DrawRow:
+    """What the next token of an answer depends on."""
+    request = answer.request
+    position = len(answer.prompt) + len(answer.drawn)
+    return DrawRow(request.sampling, request.random_number, answer.sample, position, answer.seen, request.top_logprobs)
+
+
+def _drawn_tokens(drawn: Drawn, version: int) -> list[DrawnToken]:
+    versions = itertools.repeat(version, len(drawn.tokens))
+    return list(map(DrawnToken, drawn.tokens, drawn.logprobs, drawn.drawn, drawn.supports, versions, drawn.top))
 
 
 def gib(size_bytes: int) -> str:

@@ -13,6 +13,7 @@ for every place, also the one behind the last proposal that is checked.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,6 +38,8 @@ class DraftSequence:
     """The most proposals to check. It follows from the sequence alone."""
     row: DrawRow
     """Of the next token."""
+    virtual_tokens: int = 0
+    """Tokens before the prompt, which only the model that is drawn from knows."""
 
     def rows(self, proposed: Sequence[int]) -> list[DrawRow]:
         """Of the next token and of those behind each proposal."""
@@ -53,7 +56,7 @@ class Proposer(Protocol):
     @property
     def draws(self) -> bool: ...  # whether proposals at temperatures above 0 are drawn from a distribution
 
-    # At most `limit` proposals for each sequence; where they are drawn, one more.
+    # At most `limit` proposals for each sequence; where they are drawn, one more. How many follows from it alone.
     def propose(self, sequences: Sequence[DraftSequence]) -> list[list[ProposedToken]]: ...
 
     def forget(self, number: int) -> None: ...  # of a sequence that is over
@@ -126,14 +129,11 @@ class Speculation:
         self._proposals: dict[int, tuple[int, list[ProposedToken]]] = {}  # by sequence: tokens before, proposals
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[list[int]]:
-        """Tokens to check for each sequence. Whoever asked may check fewer of them, from the first on."""
-        proposals = self._proposer.propose(sequences)
-        if self._proposer.draws:
-            self._keep(sequences, proposals)
-        return [
-            [proposed.token for proposed in proposed_tokens[: sequence.limit]]
-            for sequence, proposed_tokens in zip(sequences, proposals, strict=True)
-        ]
+        """Tokens to check for each sequence, the same until it has grown. Whoever asked may check fewer of them, from
+        the first on."""
+        self._complete(sequences)
+        proposals = (self._proposals[sequence.number][1][: sequence.limit] for sequence in sequences)
+        return [[proposed.token for proposed in of_sequence] for of_sequence in proposals]
 
     def draw(
         self,
@@ -150,7 +150,7 @@ class Speculation:
                 have just been read.
             slice_rows: as in `sampling.draw`.
         """
-        self._complete([sequence for sequence, _ in checks])
+        self._complete([dataclasses.replace(check, limit=0) for check, _ in checks if self._is_coupled(check)])
         rows: list[DrawRow] = []
         for sequence, proposed in checks:
             rows += self._rows(sequence, proposed)
@@ -174,19 +174,14 @@ class Speculation:
         self._proposals = {}
         self._proposer.reset()
 
-    def _keep(self, sequences: Sequence[DraftSequence], proposals: Sequence[list[ProposedToken]]) -> None:
-        for sequence, proposed in zip(sequences, proposals, strict=True):
-            self._proposals[sequence.number] = (len(sequence.tokens), proposed)
-
     def _complete(self, sequences: Sequence[DraftSequence]) -> None:
-        """Asks for proposals at the next place of sequences that lack them: they have been read again."""
+        """Asks for proposals for sequences that have none at their length."""
         lacking = [
-            dataclasses.replace(sequence, limit=0)
-            for sequence in sequences
-            if self._is_coupled(sequence) and self._proposals.get(sequence.number, (-1,))[0] != len(sequence.tokens)
+            sequence for sequence in sequences if self._proposals.get(sequence.number, (-1,))[0] != len(sequence.tokens)
         ]
         if lacking:
-            self._keep(lacking, self._proposer.propose(lacking))
+            for sequence, proposed in zip(lacking, self._proposer.propose(lacking), strict=True):
+                self._proposals[sequence.number] = (len(sequence.tokens), proposed)
 
     def _is_coupled(self, sequence: DraftSequence) -> bool:
         """Whether the next token is drawn with the draft model's. The first of an answer never is: several answers draw
@@ -200,7 +195,8 @@ class Speculation:
             return rows
         _, proposals = self._proposals[sequence.number]
         assert [token.token for token in proposals[: len(proposed)]] == list(proposed), "other tokens were proposed"
+        # A draft model with a shorter context proposes nothing past it.
         return [
-            dataclasses.replace(row, proposed=proposal)
-            for row, proposal in zip(rows, proposals[: len(rows)], strict=True)
+            row if token is None else dataclasses.replace(row, proposed=token)
+            for row, token in itertools.zip_longest(rows, proposals[: len(rows)])
         ]
