@@ -27,8 +27,8 @@ import torch
 
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.models.loading import load
-from danlu.rollout.generate import generate
-from danlu.rollout.request import SamplingOptions
+from danlu.rollout.embedded import EmbeddedEngine
+from danlu.rollout.request import Request, SamplingOptions
 
 PROMPT_TOKENS = 64
 SIZES = {
@@ -140,7 +140,11 @@ def run_folder(name: str, folder: Path, dtype: torch.dtype, new_tokens: int, rou
     prompts = torch.randint(3, model.config.vocab_size, (16, PROMPT_TOKENS), generator=generator).tolist()
 
     def ours(prompts: list[list[int]], stops: list[int]) -> list[list[int]]:
-        return [answer.tokens for answer in generate(model, prompts, options, new_tokens, stops)]
+        requests = [
+            Request(number, tuple(prompt), options, new_tokens, stop_ids=frozenset(stops))
+            for number, prompt in enumerate(prompts)
+        ]
+        return [answer.tokens for answer in EmbeddedEngine(model).generate(requests)]
 
     def theirs(prompts: list[list[int]], stops: list[int]) -> list[list[int]]:
         ids = torch.tensor(prompts, device=device)

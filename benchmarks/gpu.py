@@ -523,21 +523,23 @@ def decoding(write: Write, device: Any, tiny: bool) -> None:
     """Greedy tokens per second of a random model, one prompt and sixteen."""
     import torch
 
-    from danlu.rollout.generate import generate
-    from danlu.rollout.request import SamplingOptions
+    from danlu.rollout.embedded import EmbeddedEngine
+    from danlu.rollout.request import Request, SamplingOptions
 
     config = config_of("tiny" if tiny else "8B", 2 if tiny else 8, 1024)
     model = random_model(config, device)
-    new = 8 if tiny else 64
+    new, greedy = 8 if tiny else 64, SamplingOptions(temperature=0.0)
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)
         for count in (1, 16):
-            prompts = [[(7 * place + row) % 200 + 3 for place in range(64 if not tiny else 8)] for row in range(count)]
+            length = 8 if tiny else 64
+            requests = [
+                Request(row, tuple((7 * place + row) % 200 + 3 for place in range(length)), greedy, new)
+                for row in range(count)
+            ]
             with peak(device) as most:
                 taken = seconds(
-                    lambda prompts=prompts, dtype=dtype: generate(
-                        model, prompts, SamplingOptions(temperature=0.0), new, [], dtype=dtype
-                    ),
+                    lambda requests=requests, dtype=dtype: EmbeddedEngine(model, dtype=dtype).generate(requests),
                     device,
                     rounds=1 if tiny else 3,
                 )

@@ -22,9 +22,9 @@ from danlu.data.demo_data import Question, conversations, every_question, pretra
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import ResourceError
 from danlu.output_folder import refuse_foreign_files
-from danlu.rollout.generate import generate
+from danlu.rollout.load_engine import engine_of
 from danlu.rollout.load_model import load_chat_tokenizer, load_model
-from danlu.rollout.request import SamplingOptions
+from danlu.rollout.request import Request, SamplingOptions
 from danlu.rollout.resolve_model import resolve_model
 
 MARK = "demo.json"
@@ -304,10 +304,13 @@ def _answers(run_folder: Path, asked: list[Question]) -> list[str]:
     resolved = resolve_model(str(run_folder))
     tokenizer = load_chat_tokenizer(resolved.tokenizer_folder)
     loaded = load_model(resolved, tokenizer)
-    prompts = [tokenizer.encode_chat(question.messages) for question in asked]
-    greedy, stop_ids = SamplingOptions(temperature=0.0), sorted(loaded.stop_ids)
-    completions = generate(loaded.model, prompts, greedy, LONGEST_ANSWER, stop_ids, decode=tokenizer.decode)
-    return [completion.text.strip() for completion in completions]
+    greedy = SamplingOptions(temperature=0.0)
+    prompts = [tuple(tokenizer.encode_chat(question.messages)) for question in asked]
+    requests = [
+        Request(number, prompt, greedy, LONGEST_ANSWER, stop_ids=loaded.stop_ids)
+        for number, prompt in enumerate(prompts)
+    ]
+    return [completion.text.strip() for completion in engine_of(loaded).generate(requests)]
 
 
 def _tally(answered: list[Answered]) -> Tally:

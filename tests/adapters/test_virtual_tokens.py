@@ -10,6 +10,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from builders.generation import generate
 from builders.tiny_adapters import DOCUMENTS, adapter_set, logits, perturb
 from builders.tiny_run import VOCABULARY, tiny_model
 from torch import Tensor
@@ -21,8 +22,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.saving import save
 from danlu.recipe import sections
-from danlu.rollout.cache import KVCache
-from danlu.rollout.generate import generate, prefill
+from danlu.rollout.engine import EngineOptions
 from danlu.rollout.request import SamplingOptions
 from danlu.types import Pack, Sample
 
@@ -71,20 +71,28 @@ def test_what_was_in_one_pass_is_nothing_to_the_next(section: Any) -> None:
 
 
 @pytest.mark.parametrize("section", KINDS, ids=name_of)
-@pytest.mark.parametrize("budget", [2, 1000])
-def test_cached_is_uncached(section: Any, budget: int) -> None:
-    """Prompts read in pieces that cut the virtual tokens apart too, then a token at a time."""
+@pytest.mark.parametrize("batch_tokens", [2, 1000])
+def test_cached_is_uncached(section: Any, batch_tokens: int) -> None:
+    """Prompts read in pieces that cut the virtual tokens apart too, and prompts that go on from cached ones."""
     model, adapters = adapted(section)
     virtual_token_ids = adapters.virtual_token_ids
     pieces = [TOKENS[start:end].tolist() for start, end in pairwise(DOCUMENTS)]
     whole = logits(model, TOKENS, virtual_token_ids=virtual_token_ids)
-    cache = KVCache(len(pieces))
-    with torch.inference_mode():
-        prefill(model, cache, [[*virtual_token_ids, *piece[:-2]] for piece in pieces], budget=budget)
-        steps = [prefill(model, cache, [[piece[place]] for piece in pieces]) for place in (-2, -1)]
-    for place, got in zip((-2, -1), steps, strict=True):
-        expected = torch.stack([whole[end + place] for end in DOCUMENTS[1:]])
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    ends = [(end + place, piece[: len(piece) + place + 1]) for end, piece in zip(DOCUMENTS[1:], pieces, strict=True)
+            for place in (-2, -1)]  # fmt: skip
+    answers = generate(
+        model,
+        [prompt for _, prompt in ends],
+        SamplingOptions(temperature=0),
+        1,
+        options=EngineOptions(batch_tokens=batch_tokens, block=2),
+        top_logprobs=VOCABULARY,
+        virtual_token_ids=virtual_token_ids,
+    )
+    for (end, _), answer in zip(ends, answers, strict=True):
+        assert answer.top is not None
+        got = torch.tensor([logprob for _, logprob in sorted(answer.top[0])])
+        torch.testing.assert_close(got, whole[end].log_softmax(-1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("section", KINDS, ids=name_of)

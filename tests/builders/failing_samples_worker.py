@@ -13,7 +13,7 @@ from danlu.errors import DanluError, ModelError
 from danlu.language.placed import PlacedDecoder
 from danlu.parallel.comm import world_size
 from danlu.recipe import load
-from danlu.train.state import Generate
+from danlu.train.state import Generate, Samples
 
 
 def ended(file: str, failing: int, rank_only: bool) -> tuple[str, str]:
@@ -25,10 +25,10 @@ def ended(file: str, failing: int, rank_only: bool) -> tuple[str, str]:
     rank = torch.distributed.get_rank()
 
     def generate(placed: PlacedDecoder) -> Generate:
-        def write(prompts: Sequence[str]) -> list[str]:
+        def write(prompts: Sequence[str]) -> Samples:
             if rank == failing or not rank_only:
                 raise ModelError("not finite at position 9")
-            return [""] * len(prompts)
+            return Samples([""] * len(prompts))
 
         return write
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from builders.generation import generate
 from builders.recompute import kept_bytes
 from builders.tiny_adapters import adapter_set, perturb
 from danlu.adapters.adapter_set import AdapterSet
@@ -34,7 +35,6 @@ from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import ranks_of
 from danlu.parallel.tensor import Cuts, cut
 from danlu.recipe import sections
-from danlu.rollout.generate import generate
 from danlu.rollout.request import SamplingOptions
 from danlu.types import TargetLosses
 

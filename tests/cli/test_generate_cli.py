@@ -57,7 +57,7 @@ def test_json_agrees_with_text_and_transformers(stories, capsys):
     plain = capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
-    assert list(row) == ["prompt", "text", "tokens", "finish", "logprobs"]
+    assert list(row) == ["prompt", "sample", "text", "tokens", "logprobs", "finish"]
     assert row["text"] + "\n" == plain and row["finish"] == "length" and len(row["logprobs"]) == 40
     tokenizer, oracle = AutoTokenizer.from_pretrained(stories), AutoModelForCausalLM.from_pretrained(stories)
     inputs = tokenizer("Lily and Tom", return_tensors="pt")

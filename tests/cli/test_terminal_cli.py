@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builders.tiny_world import InThisProcess, World, danlu, write_rows
 
-from danlu.rollout.generate import Answer
+from danlu.rollout.answer import Answer
+from danlu.rollout.stopping import TextStream
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\rgone\u202e"
 SAFE = r"\x1b]0;title\x07\x1b[2J\u009b31m\x0dgone\u202e"
@@ -77,13 +77,8 @@ def test_the_check_finds_what_it_looks_for() -> None:
 @pytest.fixture
 def talking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the model says, it reads as hostile text."""
-    add, completion = Answer.add, Answer.completion
-
-    def say(self: Answer, *rest: Any) -> str:
-        add(self, *rest)
-        return HOSTILE
-
-    monkeypatch.setattr(Answer, "add", say)
+    completion = Answer.completion
+    monkeypatch.setattr(TextStream, "push", lambda self, token: HOSTILE)
     monkeypatch.setattr(Answer, "completion", lambda self: replace(completion(self), text=HOSTILE))
 
 

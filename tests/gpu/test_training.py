@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.generation import generate
 from builders.reference_attention import ReferenceAttention
 from builders.tiny_run import SyntheticPacks, tiny_model, tiny_run
 
 from danlu.models.attend import PackedAttention
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
-from danlu.rollout.generate import generate
 from danlu.rollout.request import SamplingOptions
 from danlu.train.loop import fit, save, take_step
 from danlu.train.metrics import read_metrics

@@ -1,19 +1,22 @@
-"""Conversations: the cache between turns changes the cost of an answer and nothing else."""
+"""Conversations: what is cached between turns changes the cost of an answer and nothing else."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from builders.generation import generate
 
 from danlu.errors import DataError
 from danlu.models.config import DynamicScaling
 from danlu.rollout.chat import ChatFormat, Conversation
-from danlu.rollout.generate import Stopping, generate
+from danlu.rollout.embedded import EmbeddedEngine
+from danlu.rollout.engine import EngineOptions
 from danlu.rollout.request import SamplingOptions
 
 GREEDY = SamplingOptions(temperature=0)
 USER, ASSISTANT, SYSTEM = 58, 59, 60
+STOPS = frozenset([USER, ASSISTANT, SYSTEM])
 
 
 def render(messages):
@@ -27,21 +30,44 @@ def decode(tokens):
     return "".join(chr(token + 64) for token in tokens if token < USER)
 
 
+class Talk(Conversation):
+    """A conversation that tells how many tokens of its last prompt were computed; blocks have one token each."""
+
+    def __init__(
+        self, model, options=GREEDY, *, max_new_tokens=9, block=1, virtual_token_ids=(), adapters=None, system=None
+    ):
+        self.model = model
+        self.engine = EmbeddedEngine(
+            model,
+            EngineOptions(block=block),
+            adapters=adapters,
+            virtual_token_ids=() if adapters else virtual_token_ids,
+        )
+        context = model.config.context_length
+        chat_format = ChatFormat(render, decode, max_new_tokens, context, STOPS, virtual_tokens=len(virtual_token_ids))
+        super().__init__(self.engine, chat_format, options, system=system)
+        self.computed = 0
+
+    def ask(self, text, on_text=None):
+        before = self.engine.statistics.prompt_tokens_computed
+        try:
+            return super().ask(text, on_text)
+        finally:
+            self.computed = self.engine.statistics.prompt_tokens_computed - before
+
+
 @pytest.fixture
 def talk(small_decoder):
-    def build(options=GREEDY, context=512, max_new_tokens=9, virtual_token_ids=(), **more):
-        model = small_decoder("window", context=context)
-        stopping = Stopping(max_new_tokens, context, frozenset([USER, ASSISTANT, SYSTEM]))
-        chat_format = ChatFormat(render, decode, stopping, virtual_token_ids=virtual_token_ids)
-        return Conversation(model, chat_format, options, **more)
+    def build(options=GREEDY, context=512, **more):
+        return Talk(small_decoder("window", context=context), options, **more)
 
     return build
 
 
 def fresh(small_decoder, messages, max_new_tokens=9):
-    """The same turn by a model that has no cache of earlier ones."""
+    """The same turn by an engine that has seen none of the earlier ones."""
     model = small_decoder("window")
-    return generate(model, [render(messages)], GREEDY, max_new_tokens, [USER, ASSISTANT, SYSTEM], decode=decode)[0]
+    return generate(model, [render(messages)], GREEDY, max_new_tokens, STOPS, decode=decode)[0]
 
 
 def test_every_turn_equals_one_without_history_in_the_cache(talk, small_decoder):
@@ -58,10 +84,8 @@ def test_every_turn_equals_one_without_history_in_the_cache(talk, small_decoder)
 
 
 def test_frequencies_that_go_by_the_length_are_those_of_the_conversation_so_far(small_decoder):
-    scaling = DynamicScaling(8.0)
-    model = small_decoder(context=16, rope_scaling=scaling)
-    stopping = Stopping(5, 128, frozenset([USER, ASSISTANT, SYSTEM]))
-    chat, messages = Conversation(model, ChatFormat(render, decode, stopping), GREEDY), []
+    model = small_decoder(context=16, rope_scaling=DynamicScaling(8.0))
+    chat, messages = Talk(model, max_new_tokens=5), []
     for text in ("HELLO", "AND", "UNDO", "WHYNOT", "SO"):  # the first fits into 16 tokens, the others do not
         if text == "UNDO":  # back to a conversation that fits, after one that does not
             chat.undo()
@@ -69,51 +93,62 @@ def test_frequencies_that_go_by_the_length_are_those_of_the_conversation_so_far(
             continue
         messages.append({"role": "user", "content": text})
         got = chat.ask(text)
-        expected = generate(model, [render(messages)], GREEDY, 5, [USER, ASSISTANT, SYSTEM], decode=decode)[0]
+        (expected,) = generate(model, [render(messages)], GREEDY, 5, STOPS, decode=decode)
         assert got.tokens == expected.tokens
         assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         messages.append({"role": "assistant", "content": got.text})
-    assert chat.prefilled == len(render(messages[:-1])), "nothing of a shorter conversation is kept"
+    assert chat.computed == len(render(messages[:-1])), "nothing of a shorter conversation is kept"
 
 
-def test_tokens_before_a_conversation_are_read_once_and_may_change_with_the_model(talk, small_decoder):
+class SoftPrompts:
+    """An `EngineAdapters` whose adapters differ in their virtual tokens alone."""
+
+    names = ("soft",)
+
+    def use(self, name):
+        pass
+
+    def virtual_token_ids(self, name):
+        return () if name == "none" else (56, 57)
+
+
+def test_tokens_before_a_conversation_are_read_once_and_may_change_with_the_adapter(talk, small_decoder):
     def expected(messages, virtual_token_ids):
-        stops = [USER, ASSISTANT, SYSTEM]
-        return generate(
-            small_decoder("window"),
-            [render(messages)],
-            GREEDY,
-            9,
-            stops,
-            decode=decode,
-            virtual_token_ids=virtual_token_ids,
-        )[0]
+        model = small_decoder("window")
+        return generate(model, [render(messages)], GREEDY, 9, STOPS, virtual_token_ids=virtual_token_ids)[0]
 
-    chat = talk(virtual_token_ids=(56, 57))
+    chat = talk(virtual_token_ids=(56, 57), adapters=SoftPrompts())
     first, second = ({"role": "user", "content": text} for text in ("HELLO", "AND"))
     got = chat.ask("HELLO")
     assert got.tokens == expected([first], (56, 57)).tokens != expected([first], ()).tokens
-    assert chat.prefilled == 2 + len("HELLO") + 2
+    assert chat.computed == 2 + len("HELLO") + 2
     history = [*chat.messages, second]
     assert chat.ask("AND").tokens == expected(history, (56, 57)).tokens
-    assert chat.prefilled == 1 + 1 + len("AND") + 1  # as without them
+    assert chat.computed == 1 + 1 + len("AND") + 1  # as without them
     chat.undo()
-    chat.adapters_changed(replace(chat._format, virtual_token_ids=()))
+    soft = chat._format
+    chat.adapter_changed(replace(soft, adapter="none", virtual_tokens=0))
     assert chat.ask("AND").tokens == expected(history, ()).tokens
-    assert chat.prefilled == len(render(history))
+    assert chat.computed == len(render(history)), "nothing of another adapter's is used"
+    chat.undo()
+    chat.adapter_changed(soft)
+    assert chat.ask("AND").tokens == expected(history, (56, 57)).tokens
+    assert chat.computed == 1, "what it had cached itself is still there"
 
 
-def test_only_new_tokens_are_read(talk):
-    chat = talk()
+@pytest.mark.parametrize("block", [1, 4])
+def test_only_new_tokens_are_read(talk, block):
+    chat = talk(block=block)
     first = chat.ask("HELLO")
-    assert chat.prefilled == len("HELLO") + 2
+    assert chat.computed == len("HELLO") + 2
     assert first.finish == "length"
+    known = len("HELLO") + 2 + len(first.tokens) - 1  # the answer's last token was never run through the model
     chat.ask("AND")
-    # the answer's last token was never run through the model; then user mark, question, assistant mark
-    assert chat.prefilled == 1 + 1 + len("AND") + 1
+    whole = known // block * block  # blocks that are not full are read again
+    assert chat.computed == known - whole + 1 + 1 + len("AND") + 1  # then user mark, question, assistant mark
     chat.reset()
     chat.ask("HELP")
-    assert chat.prefilled == len("P") + 1  # the first four tokens (mark, H, E, L) are still right
+    assert chat.computed == len("P") + 1  # the first four tokens (mark, H, E, L) are still right
 
 
 def test_changed_history_is_read_again_from_where_it_differs(talk, small_decoder):
@@ -121,7 +156,7 @@ def test_changed_history_is_read_again_from_where_it_differs(talk, small_decoder
     chat.ask("HELLO")
     chat.messages[0]["content"] = "HALLO"
     got = chat.ask("AND")
-    assert chat.prefilled == len(render([*chat.messages[:2], {"role": "user", "content": "AND"}])) - 2
+    assert chat.computed == len(render([*chat.messages[:2], {"role": "user", "content": "AND"}])) - 2
     assert got.tokens == fresh(small_decoder, [*chat.messages[:2], {"role": "user", "content": "AND"}]).tokens
 
 
@@ -160,7 +195,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_was_said(talk, small_decoder, 
 def test_interrupted_before_the_first_word_leaves_no_turn(talk, small_decoder, monkeypatch):
     chat = talk()
     first = chat.ask("HELLO")
-    model, forward = chat._model, chat._model.layers["2"].forward
+    model, forward = chat.model, chat.model.layers["2"].forward
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -190,3 +225,7 @@ def test_full_context(talk):
     assert len(chat.messages) == 2  # nothing lost
     chat.reset()
     assert chat.ask("ABCDEFGHIJKLM").finish == "context"
+    soft = talk(context=20, virtual_token_ids=(56, 57))
+    with pytest.raises(DataError, match=r"the conversation now takes 20 tokens, and the model sees 20 at most"):
+        soft.ask("A" * 16)
+    assert soft.ask("A" * 15).finish == "context"

@@ -15,9 +15,10 @@ from danlu.errors import DataError
 from danlu.recipe import sections
 from danlu.rollout.chat import Conversation
 from danlu.rollout.chat_adapters import ActiveAdapter, ChatAdapters
-from danlu.rollout.generate import Completion
+from danlu.rollout.engine_adapters import StackedAdapters
+from danlu.rollout.load_engine import engine_of
 from danlu.rollout.load_model import load_chat_tokenizer, load_model
-from danlu.rollout.request import SamplingOptions
+from danlu.rollout.request import Completion, SamplingOptions
 from danlu.rollout.resolve_model import resolve_model
 
 GREEDY = SamplingOptions(temperature=0)
@@ -48,11 +49,11 @@ class Talk:
         self.opened = load_model(resolved, load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder))
         self.chat_adapters = ChatAdapters(resolved, self.opened)
         active = self.chat_adapters.switch(self.chat_adapters.active_name)
-        self.conversation = Conversation(self.opened.model, active.chat_format([], 8, 128), GREEDY)
+        self.conversation = Conversation(engine_of(self.opened), active.chat_format([], 8, 128), GREEDY)
 
     def switch(self, name: str) -> ActiveAdapter:
         active = self.chat_adapters.switch(name)
-        self.conversation.adapters_changed(active.chat_format([], 8, 128))
+        self.conversation.adapter_changed(active.chat_format([], 8, 128))
         return active
 
     def answer(self, history: Sequence[dict[str, str]], turn: str) -> Completion:
@@ -82,12 +83,16 @@ def test_each_answers_as_in_a_fresh_chat_of_its_own(tiny_world: World, folders: 
         seen.append(expected)
 
 
-def test_the_cache_of_another_adapter_would_be_wrong(tiny_world: World, folders: dict[str, Path]) -> None:
-    """The negative control: switched without a word to the conversation, it goes on from keys that are not its own."""
+def test_the_cache_of_another_adapter_would_be_wrong(
+    tiny_world: World, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: where the engine is not told of the switch, it goes on from keys that are not its own."""
     talk = Talk(tiny_world.base, *folders.values())
     talk.conversation.ask(TURNS[0])
     history = [dict(one) for one in talk.conversation.messages]
-    talk.chat_adapters.switch("dora")
+    assert talk.opened.stacks is not None
+    monkeypatch.setattr(StackedAdapters, "use", lambda self, name: None)
+    talk.opened.stacks.use(talk.chat_adapters.adapters.index("dora"))
     assert not same(talk.conversation.ask(TURNS[1]), Talk(folders["dora"]).answer(history, TURNS[1]))
 
 
@@ -139,8 +144,7 @@ def test_a_base_that_cannot_chat_borrows_the_words_of_its_adapters(
     ).startswith("user: Hi")
     with pytest.raises(DataError, match="base: no chat template"):
         talk.switch("mute")
-    assert talk.chat_adapters.active_name == "none" and talk.opened.stacks is not None
-    assert talk.opened.stacks.adapters.active == ()
+    assert talk.chat_adapters.active_name == "none"
 
 
 def test_a_name_that_is_not_there(tiny_world: World, folders: dict[str, Path]) -> None:
@@ -162,6 +166,8 @@ def test_what_cannot_chat_can_be_given_texts_to_continue(
     with pytest.raises(DataError, match="mute: no chat template"):
         talk.chat_adapters.tokenizer_of("mute")
     assert talk.chat_adapters.tokenizer_of("mute", chat=False).chat_tokenizer.encode_prompt("Hi")
-    assert len(talk.chat_adapters.tokenizer_of("prompt").virtual_token_ids) == 5
-    assert talk.chat_adapters.tokenizer_of("none").virtual_token_ids == ()
+    assert talk.chat_adapters.tokenizer_of("prompt").virtual_tokens == 5
+    assert talk.chat_adapters.tokenizer_of("none").virtual_tokens == 0
+    assert [talk.chat_adapters.tokenizer_of(name, chat=False).adapter for name in ("none", "mute")] == ["none", "mute"]
+    assert Talk(tiny_world.base).chat_adapters.tokenizer_of("none").adapter is None
     assert talk.chat_adapters.active_name == "prompt", "asking switches nothing"

@@ -14,7 +14,8 @@ from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.load_model import load_chat_tokenizer
-from danlu.rollout.prompt_rows import MAX_SHOWN_PROBLEMS, encode_rows, has_rows, read_prompt_rows
+from danlu.rollout.prompt_rows import MAX_SHOWN_PROBLEMS, encode_rows, read_prompt_rows
+from danlu.rollout.prompts import has_rows
 
 HELLO = {"role": "user", "content": "Hello"}
 BRIEF = {"role": "system", "content": "Be brief."}
@@ -63,7 +64,7 @@ def test_a_json_file_may_be_an_array(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([{"prompt": "a"}, {"prompt": "b"}], indent=1), encoding="utf-8")
     assert [row.text for row in read_prompt_rows(file)] == ["a", "b"]
-    names = ("x.json", "x.jsonl", "x.JSONL", "x.jsonl.gz", "x.txt", "x.md", "x")
+    names = ("x.json", "x.jsonl", "x.JSONL", "x.jsonl.gz", "x.json.txt", "x.txt", "x")
     assert [name for name in names if has_rows(Path(name))] == ["x.json", "x.jsonl", "x.JSONL", "x.jsonl.gz"]
 
 

@@ -11,6 +11,7 @@ import typer
 
 from danlu.cli.generate import (
     Base,
+    CacheGib,
     ChatTemplate,
     Device,
     Dtype,
@@ -69,6 +70,7 @@ def chat(
         typer.Option(help="An adapter folder or run to switch to with /adapter; may be given several times."),
     ] = None,
     quantization: Quantization = None,
+    cache_gib: CacheGib = None,
 ) -> None:
     """Talk with a model. Ctrl-C interrupts an answer, Ctrl-D or /exit leaves, /help lists the commands.
 
@@ -88,6 +90,8 @@ def chat(
     options = sampling_options(resolved, sampling, seed)
     from danlu.rollout.chat import Conversation
     from danlu.rollout.chat_adapters import ChatAdapters
+    from danlu.rollout.engine import EngineOptions
+    from danlu.rollout.load_engine import engine_of
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
 
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
@@ -98,7 +102,8 @@ def chat(
     chat_adapters = ChatAdapters(resolved, loaded, chat_template)
     active = chat_adapters.switch(chat_adapters.active_name)
     chat_format = active.chat_format(stop or [], max_new_tokens, context)
-    conversation = Conversation(loaded.model, chat_format, options, system=system, dtype=loaded.dtype)
+    engine_options = EngineOptions() if cache_gib is None else EngineOptions(cache_gib=cache_gib)
+    conversation = Conversation(engine_of(loaded, engine_options), chat_format, options, system=system)
     session = Session(conversation, chat_adapters, stop or [], max_new_tokens, context)
     escape_unencodable()
     if sys.stdin.isatty():
@@ -124,7 +129,7 @@ class Session:
         if name == self.chat_adapters.active_name:
             return
         active = self.chat_adapters.switch(name)
-        self.conversation.adapters_changed(active.chat_format(self.stops, self.max_new_tokens, self.context))
+        self.conversation.adapter_changed(active.chat_format(self.stops, self.max_new_tokens, self.context))
 
 
 def chat_over_pipe(session: Session) -> None:

@@ -1,11 +1,12 @@
-"""`danlu generate`: one prompt in, its continuation on stdout."""
+"""`danlu generate`: a prompt in, its continuation on stdout; or rows of prompts, and a line of JSON for each answer."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -17,9 +18,11 @@ from danlu.terminal import echo, print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
+    from danlu.rollout.engine import RolloutEngine
     from danlu.rollout.generation_config import Precision
     from danlu.rollout.load_model import LoadedModel
-    from danlu.rollout.request import SamplingOptions
+    from danlu.rollout.prompt_rows import PromptRow
+    from danlu.rollout.request import Request, SamplingOptions
     from danlu.rollout.resolve_model import ResolvedModel
 
 Temperature = Annotated[
@@ -48,13 +51,27 @@ Quantization = Annotated[
     ),
 ]
 
+CacheGib = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001, help="The most memory for keys and values, in GiB. Default: 2, or what the longest answer takes."
+    ),
+]
+
 FALLBACK = {"temperature": 0.8, "top_p": 0.95}
 
 
 def generate(
     model: ModelArgument,
     prompt: Annotated[str | None, typer.Option(help="The text to continue; '' starts from nothing.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Take the whole file as the prompt; - reads stdin.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take the whole file as the prompt; - reads stdin. Of a .jsonl or .json file each row is one: `prompt`"
+            " (a text) or `messages` (a conversation to answer)."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt; more than one need --json.")] = 1,
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask the prompt as a user's turn, by the chat template.")
     ] = False,
@@ -67,8 +84,14 @@ def generate(
     stop: Stop = None,
     seed: Seed = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object: prompt, text, tokens, finish, logprobs.")
+        bool,
+        typer.Option(
+            "--json",
+            help="A line of JSON for each answer as soon as it is complete, so not in the order of rows: row (from 0), "
+            "prompt or messages, sample, text, tokens, logprobs, finish.",
+        ),
     ] = False,
+    cache_gib: CacheGib = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     chat_template: ChatTemplate = None,
@@ -83,54 +106,99 @@ def generate(
     """
     sampling = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
     precision = check_flags(sampling, seed, dtype, device, stop or [], quantization)
-    text = read_prompt(prompt, file)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.rollout.resolve_model import resolve_model
 
+    given = read_prompts(prompt, file)
+    of_file = not isinstance(given, str)
+    if (of_file or samples > 1) and not as_json:
+        raise RecipeError("several answers are lines of JSON: add --json")
     resolved = resolve_model(model, base)
     print_status_early(f"reading {resolved.given_path}")
     options = sampling_options(resolved, sampling, seed)
-    from danlu.models.hf_folder import read_config
-    from danlu.rollout.generate import generate as complete
+    from danlu.rollout.engine import EngineOptions
+    from danlu.rollout.load_engine import engine_of, with_room_for
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
-    from danlu.rollout.prompts import check_prompts
+    from danlu.rollout.prompt_rows import PromptRow, encode_rows
+    from danlu.rollout.request import Request
 
+    where = "--prompt" if file is None else str(file)
+    rows = [PromptRow.of_text(given, where)] if isinstance(given, str) else given
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
-    if chat:
+    if chat or any(row.turns for row in rows):
         chat_tokenizer.require_chat_template()
-    tokens = chat_tokenizer.encode_chat_prompt(text) if chat else chat_tokenizer.encode_prompt(text)
-    check_prompts(read_config(resolved.folder), [tokens], resolved.virtual_tokens_per_prompt)
+    prompts = encode_rows(
+        rows, chat_tokenizer, resolved.config, as_turn=chat, virtual_tokens=resolved.virtual_tokens_per_prompt
+    )
     section = quantization_section(quantization, resolved)
     loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section, merged=True)
     print_notes(loaded)
     silent_stops, stop_strings = chat_tokenizer.split_stops(stop or [])
-    escape_unencodable()
-
-    def show(sample: int, token: int, text: str) -> None:
-        echo(text, end="")
-
-    try:
-        (answer,) = complete(
-            loaded.model,
-            [tokens],
+    requests = [
+        Request(
+            row.index,
+            tokens,
             options,
             max_new_tokens,
-            sorted(loaded.stop_ids | silent_stops),
-            stop_strings,
-            None if as_json else show,
-            decode=chat_tokenizer.decode,
-            dtype=loaded.dtype,
-            virtual_token_ids=loaded.virtual_token_ids,
+            samples,
+            stop_ids=loaded.stop_ids | silent_stops,
+            stop_strings=tuple(stop_strings),
         )
-    except KeyboardInterrupt:
-        if not as_json:  # ends the line of the text so far
-            echo("")
-        raise
+        for row, tokens in zip(rows, prompts, strict=True)
+    ]
+    engine_options = EngineOptions() if cache_gib is None else EngineOptions(cache_gib=cache_gib)
+    if cache_gib is None:
+        engine_options = with_room_for(loaded, requests, engine_options)
+    engine = engine_of(loaded, engine_options)
+    escape_unencodable()
     if as_json:
-        keys = ("text", "tokens", "finish", "logprobs")
-        echo(json.dumps({"prompt": text} | {key: getattr(answer, key) for key in keys}, ensure_ascii=False))
+        write_answers(engine, requests, rows, numbered=of_file)
     else:
+        stream_answer(engine, requests[0])
+
+
+def stream_answer(engine: RolloutEngine, request: Request) -> None:
+    """Prints the text of one answer as it is generated."""
+    engine.submit(request, lambda new: echo(new.text, end=""))
+    try:
+        while engine.unfinished:
+            engine.step()
+    finally:  # an interruption too ends the line of the text so far
         echo("")
+
+
+def write_answers(
+    engine: RolloutEngine, requests: Sequence[Request], rows: Sequence[PromptRow], *, numbered: bool
+) -> None:
+    """Prints a line of JSON for each answer as soon as it is complete. numbered: with the number of its row."""
+    from danlu.train.progress import RowProgress
+
+    for request in requests:  # those that do not fit are told before any is answered
+        engine.submit(request)
+    row_of = {row.index: row for row in rows}
+    done, total = 0, engine.unfinished
+    # One rewritten line at a terminal that shows no answers, and now and then a line in a file.
+    shown = numbered and not (sys.stderr.isatty() and sys.stdout.isatty())
+    with closing(RowProgress(sys.stderr, doing="answering", units="answers")) as progress:
+        while engine.unfinished:
+            for answer in engine.step():
+                number = {"row": answer.number} if numbered else {}
+                said = {key: getattr(answer, key) for key in ("sample", "text", "tokens", "logprobs", "finish")}
+                echo(json.dumps({**number, **row_of[answer.number].given, **said}, ensure_ascii=False))
+                done += 1
+            if shown:
+                progress(done, total)
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> str | list[PromptRow]:
+    """The rows of a file of prompts, or the one prompt of another file or flag. Raises RecipeError or DataError."""
+    from danlu.rollout.prompts import has_rows
+
+    if file is None or prompt is not None or not has_rows(file):
+        return read_prompt(prompt, file)
+    from danlu.rollout.prompt_rows import read_prompt_rows
+
+    return read_prompt_rows(file)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

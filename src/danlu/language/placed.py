@@ -182,7 +182,7 @@ class PlacedDecoder:
 
     def generate(self) -> Generate | None:
         """Writes texts with the policy, where the recipe asks for samples."""
-        return sampler(self.recipe, self.placed.subject, self.dtype)
+        return sampler(self.recipe, self.placed)
 
     def peak(self) -> Peak:
         """The matrix-product speed of all devices, which utilisation is measured against."""

@@ -10,7 +10,6 @@ from danlu.errors import DataError
 from danlu.rollout.chat import ChatFormat
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.engine_adapters import BASE
-from danlu.rollout.generate import Stopping
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, stop_ids_of
 from danlu.rollout.resolve_model import ResolvedModel, adapter_names, adapter_tokenizer_folder
 
@@ -21,15 +20,25 @@ class ActiveAdapter:
 
     chat_tokenizer: ChatTokenizer
     stop_ids: frozenset[int]
-    virtual_token_ids: tuple[int, ...]
-    """What its prompts begin with."""
+    adapter: str | None
+    """What requests to an engine call it; None where there is nothing to switch between."""
+    virtual_tokens: int
+    """How many its prompts begin with."""
 
     def chat_format(self, stops: Sequence[str], max_new_tokens: int, context: int) -> ChatFormat:
         """The format of its conversations. stops: texts that end an answer; one without text is a token."""
         tokenizer = self.chat_tokenizer
         silent, texts = tokenizer.split_stops(stops)
-        stopping = Stopping(max_new_tokens, context, self.stop_ids | silent)
-        return ChatFormat(tokenizer.encode_chat, tokenizer.decode, stopping, texts, self.virtual_token_ids)
+        return ChatFormat(
+            tokenizer.encode_chat,
+            tokenizer.decode,
+            max_new_tokens,
+            context,
+            self.stop_ids | silent,
+            tuple(texts),
+            self.adapter,
+            self.virtual_tokens,
+        )
 
 
 class ChatAdapters:
@@ -45,13 +54,11 @@ class ChatAdapters:
         self.active_name = self.adapters[0] if self.adapters else BASE
 
     def switch(self, name: str) -> ActiveAdapter:
-        """Makes an adapter active, or with `none` the base alone.
+        """Makes an adapter the one that speaks, or with `none` the base alone.
 
         Raises DataError for a name that is not there, and for one without a chat template; nothing has changed then.
         """
         active = self.tokenizer_of(name)
-        if self._loaded.stacks is not None:
-            self._loaded.stacks.use(self._number(name))
         self.active_name = name
         return active
 
@@ -63,14 +70,12 @@ class ChatAdapters:
         if name not in (BASE, *self.adapters):
             known = f"{', '.join(self.adapters)} and {BASE}" if self.adapters else "none. Start with --adapter PATH"
             raise DataError(f"{name}: no such adapter; there are {known}")
-        folder, chat_tokenizer = self._find_chat_tokenizer(self._number(name), chat)
+        number = None if name == BASE else self.adapters.index(name)
+        folder, chat_tokenizer = self._find_chat_tokenizer(number, chat)
         stop_ids = stop_ids_of(self._loaded.model, chat_tokenizer, self._resolved.folder, folder)
-        adapters = self._loaded.engine_adapters
-        return ActiveAdapter(chat_tokenizer, stop_ids, () if adapters is None else adapters.virtual_token_ids(name))
-
-    def _number(self, name: str) -> int | None:
-        """The number of a stack; None of the base."""
-        return None if name == BASE else self.adapters.index(name)
+        if (adapters := self._loaded.engine_adapters) is None:
+            return ActiveAdapter(chat_tokenizer, stop_ids, None, 0)
+        return ActiveAdapter(chat_tokenizer, stop_ids, name, len(adapters.virtual_token_ids(name)))
 
     def _find_chat_tokenizer(self, number: int | None, chat: bool) -> tuple[Path, ChatTokenizer]:
         """The first of `_tokenizer_folders` with a tokenizer, and it. number: of a stack; None: base.

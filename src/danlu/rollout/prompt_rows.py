@@ -6,18 +6,19 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from danlu.data.column_values import type_name
-from danlu.data.file_formats import format_of
 from danlu.data.messages import MESSAGE_KEYS, parse_turns, turn_of
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.sources import read_file_rows
 from danlu.errors import DataError
 from danlu.models.config import ModelConfig
-from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.prompts import prompt_problem
 from danlu.spelling import did_you_mean
+
+if TYPE_CHECKING:  # a tenth of a second, before which rows can be read
+    from danlu.rollout.chat_tokenizer import ChatTokenizer
 
 Row = TypeVar("Row")
 Value = TypeVar("Value")
@@ -42,16 +43,16 @@ class PromptRow:
     """The conversation, as chat templates see it."""
     tools: Sequence[Mapping[str, Any]] | None = None
 
+    @classmethod
+    def of_text(cls, text: str, where: str) -> PromptRow:
+        """A prompt that is no row of a file."""
+        return cls(0, where, {"prompt": text}, text)
+
     def encode(self, chat_tokenizer: ChatTokenizer, *, as_turn: bool = False) -> list[int]:
         """The prompt's tokens. as_turn: a text is a user's turn, rendered by the chat template. Raises DataError."""
         if self.text is None:
             return chat_tokenizer.encode_chat(self.turns, self.tools)
         return chat_tokenizer.encode_chat_prompt(self.text) if as_turn else chat_tokenizer.encode_prompt(self.text)
-
-
-def has_rows(file: Path) -> bool:
-    """Whether a file is one of rows by the ending of its name; any other is one prompt."""
-    return format_of(file) in (".json", ".jsonl")
 
 
 def read_prompt_rows(file: Path) -> list[PromptRow]:

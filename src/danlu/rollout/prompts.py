@@ -1,4 +1,4 @@
-"""Which prompts a model can continue. No torch here.
+"""Which prompts a model can continue, and which files are rows of them. No torch here, nor numpy.
 
 torch takes a second to import. A prompt that is too long is reported without it.
 """
@@ -6,9 +6,22 @@ torch takes a second to import. A prompt that is too long is reported without it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from danlu.errors import DataError
 from danlu.models.config import ModelConfig
+
+_ROWS = (".json", ".jsonl")
+
+
+def has_rows(file: Path) -> bool:
+    """Whether a file is one of rows by the ending of its name, compressed or not; any other is one prompt."""
+    if file.suffix.lower() in _ROWS or Path(file.stem).suffix.lower() not in _ROWS:
+        return file.suffix.lower() in _ROWS
+    # Here: 10 ms that other files need not wait for.
+    from danlu.data.compressed_files import DECOMPRESSORS
+
+    return file.suffix.lower() in DECOMPRESSORS
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], virtual_tokens: int = 0) -> None:

@@ -86,7 +86,7 @@ def served_models(
                 adapter=adapter if adapters else None,
                 chat_tokenizer=active.chat_tokenizer,
                 stop_ids=active.stop_ids,
-                virtual_tokens=len(active.virtual_token_ids),
+                virtual_tokens=active.virtual_tokens,
                 advised=sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder),
             )
         )

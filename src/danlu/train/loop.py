@@ -13,7 +13,7 @@ from danlu.train.diagnosis import explain_gradient, explain_weights
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.metrics import Value, peak_memory_bytes
 from danlu.train.out_of_memory import OutOfMemory, is_out_of_memory, out_of_memory_message
-from danlu.train.state import Run, restore, shard_boxes, snapshot
+from danlu.train.state import Run, Samples, restore, shard_boxes, snapshot
 from danlu.train.step import StepGradients, StepObserver, accumulate
 from danlu.train.units import first_few
 from danlu.types import Item, StepMetrics, Totals
@@ -186,14 +186,15 @@ def assess(run: Run) -> Scores | None:
     started = time.perf_counter()
     PHASE.begin("evaluation", run.state.step)
     scores: Scores | None = None
-    texts: list[str] = []
+    samples = Samples(())
     problem: DanluError | None = None
     with run.averaged():
         try:
             scores = evaluate(run.learner, run.held_out, stop=run.stopping) if run.held_out else None
             if run.stopping():
                 return None
-            texts = run.generate(run.sample_prompts) if run.generate is not None and run.sample_prompts else []
+            if run.generate is not None and run.sample_prompts:
+                samples = run.generate(run.sample_prompts)
         except DanluError as error:
             problem = error
         run.learner.parallel.reshard()
@@ -202,8 +203,10 @@ def assess(run: Run) -> Scores | None:
         save_before(run, failure)
         raise failure from problem
     run.state.assessed_step = run.state.step
-    for prompt, text in zip(run.sample_prompts, texts, strict=False):
+    for prompt, text in zip(run.sample_prompts, samples.texts, strict=False):
         run.record("sample", prompt=prompt, text=text)
+    if samples.values:
+        run.record("samples", **samples.values)
     if scores is None:
         return None
     values: Mapping[str, Value] = {**scores.values(), "s": time.perf_counter() - started}

@@ -40,7 +40,8 @@ _NOT_FINITE = {"nan", "inf", "-inf"}
 class Recorder(Protocol):
     """Records what happens in a run: the metrics file, the console, TensorBoard, W&B.
 
-    A generated sample is the event "sample" with `prompt` and `text`.
+    A generated sample is the event "sample" with `prompt` and `text`; what is known of all samples of an evaluation
+    together is the event "samples".
     """
 
     def step(self, metrics: StepMetrics) -> None:

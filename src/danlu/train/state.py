@@ -47,10 +47,18 @@ class RunState:
     rewind_wanted: bool = False
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Texts that the model wrote, one for each prompt, and what else is recorded of them, by name."""
+
+    texts: Sequence[str]
+    values: Mapping[str, Value] = field(default_factory=dict)
+
+
 class Generate(Protocol):
     """Texts that the model writes after each prompt; handed in by whoever builds the run."""
 
-    def __call__(self, prompts: Sequence[str]) -> list[str]: ...
+    def __call__(self, prompts: Sequence[str]) -> Samples: ...
 
 
 @dataclass(frozen=True)
