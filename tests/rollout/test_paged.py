@@ -11,12 +11,18 @@ import torch
 from builders.reference_attention import ReferenceAttention
 
 from danlu.layer_types import LayerCache
+from danlu.rollout import paged
 from danlu.rollout.pool import CachePool
 from danlu.rollout.scheduler import Chunk, Plan
 
 KINDS = ["llama", "window", "softcap", "qk-norm"]
 BLOCK, BLOCKS = 4, 96
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, params=[paged.GATHERED_BYTES, 0], ids=["gathered", "by_block"])
+def gathered_bytes(request, monkeypatch):
+    monkeypatch.setattr(paged, "GATHERED_BYTES", request.param)
 
 
 class Sequences:
@@ -190,14 +196,13 @@ def test_bfloat16_rounds_as_one_pass_does(small_decoder, kind):
 
 
 def test_nan_in_recycled_blocks_that_were_not_cleared_is_seen(small_decoder):
-    model, texts_of = small_decoder(), texts(10, 10)
+    model, (first, second) = small_decoder(), texts(10, 11)
     sequences = Sequences(caches(model))
-    plan = sequences.plan({0: 9, 1: 9})
+    plan = sequences.plan({0: 9, 1: 10})
     sequences.pool.carry_out(dataclasses.replace(plan, fresh=()))
-    tokens = torch.tensor(texts_of[0][:9] + texts_of[1][:9])
-    model(tokens, torch.arange(9).repeat(2), sequences.pool.attend(plan))
-    logits = feed(model, sequences, {0: texts_of[0][9:], 1: texts_of[1][9:]})
-    assert logits[0].isnan().any()
+    positions = torch.cat([torch.arange(9), torch.arange(10)])
+    model(torch.tensor(first[:9] + second[:10]), positions, sequences.pool.attend(plan))
+    assert feed(model, sequences, {0: first[9:], 1: second[10:]})[0].isnan().any()
 
 
 @pytest.mark.parametrize("window", [None, 20])
