@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 FEW_TOKENS = 8
 # Keys and values of up to so many bytes are copied together for torch's kernel: its one call costs less than those of
 # products by block, until what is copied leaves the processor's caches. Measured on CPU with blocks of 16 tokens, 8
-# heads on 4, one layer, ms gathered against by block: 1 x 256 tokens of width 32 0.03 against 0.10, 8 x 160 0.20 against
-# 0.36, 32 x 160 0.47 against 0.62, 16 x 640 3.4 against 1.3; of width 64 8 x 160 0.24 against 0.38, 32 x 160 1.9
-# against 1.0.
+# heads on 4, one layer, in ms, gathered against by block: 1 x 256 tokens of width 32 0.03 against 0.10, 8 x 160 0.20
+# against 0.36, 32 x 160 0.47 against 0.62, 16 x 640 3.4 against 1.3; of width 64 8 x 160 0.24 against 0.38, 32 x 160
+# 1.9 against 1.0.
 GATHERED_BYTES = 4 << 20
 # But not where this many times as much would be copied as is seen, because one query sees more than the others.
 MOST_PADDING = 1.25
