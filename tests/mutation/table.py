@@ -487,6 +487,43 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- rollout
     Mutation(
+        "rollout/blocks.py", "references = self._references[block] - 1", "references = 0", "rollout/test_blocks.py"
+    ),
+    Mutation(
+        "rollout/blocks.py",
+        "return block if known == tuple(tokens) else None",
+        "return block",
+        "rollout/test_blocks.py",
+    ),
+    Mutation("rollout/blocks.py", "if self._empty:", "if self._empty and not self._cached:", "rollout/test_blocks.py"),
+    Mutation(
+        "rollout/sequence_state.py",
+        "(len(self.tokens) - 1) // block):",
+        "len(self.tokens) // block):",
+        "rollout/test_scheduler.py",
+    ),
+    Mutation("rollout/scheduler.py", "if self._writes_to_shared(sequence):", "if False:", "rollout/test_scheduler.py"),
+    Mutation("rollout/scheduler.py", "sequence.computed = 0", "pass", "rollout/test_scheduler.py"),
+    Mutation(
+        "rollout/scheduler.py",
+        "latest = next(other for other in reversed(self.running)",
+        "latest = next(other for other in self.running",
+        "rollout/test_scheduler.py",
+    ),
+    Mutation(
+        "rollout/scheduler.py", "sequence.computed -= rejected[chunk.sequence]", "pass", "rollout/test_scheduler.py"
+    ),
+    Mutation(
+        "rollout/embedded.py",
+        "root_digest(answer.request.adapter, self.version)",
+        "root_digest(None, self.version)",
+        "rollout/test_embedded_requests.py",
+    ),
+    Mutation(
+        "rollout/embedded.py", "not rotated_by_length(self._config, longest)", "True", "rollout/test_embedded_cache.py"
+    ),
+    Mutation("rollout/model_runner.py", "self._adapters.use(None)", "pass", "rollout/test_embedded_requests.py"),
+    Mutation(
         "rollout/sampling.py",
         "torch.where(values < 0, values * penalty, values / penalty)",
         "values / penalty",

@@ -9,10 +9,12 @@ import pytest
 import torch
 from builders.rollout_requests import GREEDY, SAMPLED, cache_of, check_same, requests, slowly
 
+from danlu.errors import DataError, ModelError
 from danlu.models.config import DynamicScaling
 from danlu.rollout.blocks import BlockPool
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions
+from danlu.rollout.pool import CachePool
 from danlu.rollout.request import SamplingOptions
 
 DRAWN = SamplingOptions(seed=3)
@@ -68,15 +70,28 @@ def test_a_full_host_falls_back_to_recompute(small_decoder):
     assert engine.statistics.swap_fallbacks > 0 and engine.statistics.recomputed_tokens > 0
 
 
-def test_recycled_blocks_with_nan_are_noticed_by_nobody(small_decoder):
-    model, asked = small_decoder(), requests(DRAWN, 10)
-    expected = EmbeddedEngine(model).generate(asked)
+def answers_over_nan(model, asked):
+    """Twice, in a pool whose blocks hold NaN before."""
     engine = EmbeddedEngine(model, cache_of(model, 12, block=4, prefix_sharing=False))
     for _ in range(2):
         for layer in range(model.config.layers):
             for tensor in engine._runner.pool.tensors(layer):
                 tensor.fill_(float("nan"))
-        check_same(engine.generate(asked), expected)
+        yield engine.generate(asked)
+
+
+def test_nan_in_recycled_blocks_is_noticed_by_nobody(small_decoder):
+    model, asked = small_decoder(), requests(DRAWN, 10)
+    expected = EmbeddedEngine(model).generate(asked)
+    for completions in answers_over_nan(model, asked):
+        check_same(completions, expected)
+
+
+def test_control_blocks_that_are_not_cleared_are_noticed(small_decoder, monkeypatch):
+    carry_out = CachePool.carry_out
+    monkeypatch.setattr(CachePool, "carry_out", lambda pool, plan: carry_out(pool, dataclasses.replace(plan, fresh=())))
+    with pytest.raises(ModelError, match="not finite"):
+        list(answers_over_nan(small_decoder(), requests(DRAWN, 10)))
 
 
 def test_waste_is_less_than_a_block_a_sequence(small_decoder):
@@ -152,6 +167,16 @@ def test_keys_that_were_rotated_for_another_length_are_not_shared(small_decoder)
         before = engine.statistics.prompt_tokens_reused
         engine.generate(requests(count=2, prompts=[prompt]))
         assert engine.statistics.prompt_tokens_reused - before == reused
+
+
+def test_exact_numerics_refuse_texts_that_training_rotates_in_another_way(small_decoder, monkeypatch):
+    monkeypatch.setattr("danlu.numerics.batch_invariant.enable", lambda: None)
+    model = small_decoder(context=16, rope_scaling=DynamicScaling(4.0))
+    engine = EmbeddedEngine(model, EngineOptions(exact=True))
+    with pytest.raises(DataError, match="prompt 3: 7 tokens with an answer of up to 10: past 16 tokens dynamic rotary"):
+        engine.generate(requests(count=10))
+    engine.submit(requests(count=9)[3])  # 16 tokens in all
+    EmbeddedEngine(model).submit(requests(count=10)[3])
 
 
 def test_draws_follow_seed_number_sample_and_position(small_decoder):

@@ -12,6 +12,7 @@ from builders.tiny_adapters import adapter_set, perturb
 
 from danlu.errors import DataError, ModelError
 from danlu.recipe import sections
+from danlu.rollout.blocks import BlockPool
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions
 from danlu.rollout.request import Request, SamplingOptions
@@ -222,11 +223,12 @@ def adapted(model, *kinds):
 LONG = [5 + number for number in range(20)]
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [(sections.Lora(rank=2), sections.Lora(rank=3)), (sections.Prompt(tokens=3), sections.Prefix(tokens=5))],
-    ids=["lora", "virtual-tokens"],
-)
+LORAS = sections.Lora(rank=2), sections.Lora(rank=3)
+SOFT_PROMPTS = sections.Prompt(tokens=4), sections.Prompt(tokens=4)
+MIXED = sections.Prompt(tokens=3), sections.Prefix(tokens=5)
+
+
+@pytest.mark.parametrize("kinds", [LORAS, MIXED], ids=["lora", "virtual-tokens"])
 def test_several_adapters_at_once_are_each_alone(small_decoder, kinds):
     model = small_decoder()
     switched = adapted(model, *kinds)
@@ -248,7 +250,7 @@ def test_several_adapters_at_once_are_each_alone(small_decoder, kinds):
 
 def test_the_active_adapter_is_back_after_an_error(small_decoder):
     model = small_decoder()
-    switched = adapted(model, sections.Lora(rank=2), sections.Lora(rank=3))
+    switched = adapted(model, *LORAS)
     engine = EmbeddedEngine(model, adapters=switched)
     model.norm.weight[0] = float("nan")
     with pytest.raises(ModelError, match="not finite"):
@@ -263,3 +265,39 @@ def test_virtual_tokens_are_part_of_what_is_cached(small_decoder):
         for _ in range(2):
             assert engine.generate(asked)[0].tokens == slowly(model, asked[0], virtual_token_ids=virtual)[0]
         assert engine.statistics.prompt_tokens_reused == (len(virtual) + 19) // 4 * 4
+
+
+def answers_after_another_adapter(model, kinds):
+    """Of the second adapter, to a prompt that the first one has answered."""
+    switched = adapted(model, *kinds)
+    engine = EmbeddedEngine(model, EngineOptions(block=4), adapters=switched)
+    engine.generate([Request(0, tuple(LONG), DRAWN, 8, adapter="first")])
+    request = Request(1, tuple(LONG), DRAWN, 8, adapter="second")
+    completion = engine.generate([request])[0]
+    switched.use("second")
+    return completion, slowly(model, request, virtual_token_ids=switched.virtual_token_ids("second"))
+
+
+def test_nothing_of_another_adapter_is_reused(small_decoder):
+    completion, (tokens, logprobs) = answers_after_another_adapter(small_decoder(), LORAS)
+    assert completion.tokens == tokens and completion.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_control_a_prefix_cache_that_adapters_share_is_noticed(small_decoder, monkeypatch):
+    monkeypatch.setattr("danlu.rollout.embedded.root_digest", lambda adapter, version: b"root")
+    completion, (tokens, logprobs) = answers_after_another_adapter(small_decoder(), LORAS)
+    assert completion.tokens != tokens or completion.logprobs != pytest.approx(logprobs, abs=1e-4)
+
+
+def test_nothing_of_other_virtual_tokens_is_reused_even_where_the_root_is_the_same(small_decoder, monkeypatch):
+    monkeypatch.setattr("danlu.rollout.embedded.root_digest", lambda adapter, version: b"root")
+    completion, (tokens, logprobs) = answers_after_another_adapter(small_decoder(), SOFT_PROMPTS)
+    assert completion.tokens == tokens and completion.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_control_virtual_tokens_that_are_not_in_the_key_are_noticed(small_decoder, monkeypatch):
+    monkeypatch.setattr("danlu.rollout.embedded.root_digest", lambda adapter, version: b"root")
+    monkeypatch.setattr("danlu.rollout.sequence_state.chain_hash", lambda parent, tokens: parent + b"x")
+    monkeypatch.setattr(BlockPool, "find", lambda pool, digest, tokens: pool._by_digest.get(digest, (None,))[0])
+    completion, (tokens, logprobs) = answers_after_another_adapter(small_decoder(), SOFT_PROMPTS)
+    assert completion.tokens != tokens or completion.logprobs != pytest.approx(logprobs, abs=1e-4)

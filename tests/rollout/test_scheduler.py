@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from danlu.rollout.blocks import BlockPool, root_digest
-from danlu.rollout.scheduler import Chunk, Scheduler, SequenceState
+from danlu.rollout.scheduler import Chunk, Scheduler
+from danlu.rollout.sequence_state import SequenceState
 
 NOTHING = ("nothing",)
 

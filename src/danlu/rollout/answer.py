@@ -9,7 +9,7 @@ import numpy as np
 
 from danlu.rollout.request import Completion, Finish, NewToken, OnToken, Request
 from danlu.rollout.sampling import SeenTokens
-from danlu.rollout.scheduler import SequenceState
+from danlu.rollout.sequence_state import SequenceState
 from danlu.rollout.stopping import Decode, TextStream
 from danlu.rollout.support import Support
 

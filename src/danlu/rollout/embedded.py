@@ -25,7 +25,8 @@ from danlu.rollout.engine_state import request_from_json, request_to_json
 from danlu.rollout.model_runner import ModelRunner, gib
 from danlu.rollout.prompts import prompt_problem
 from danlu.rollout.request import Completion, OnToken, Request
-from danlu.rollout.scheduler import Counters, Scheduler, SequenceState
+from danlu.rollout.scheduler import Counters, Scheduler
+from danlu.rollout.sequence_state import SequenceState
 from danlu.rollout.stopping import Decode
 
 
@@ -264,6 +265,13 @@ class EmbeddedEngine:
             raise DataError(f"{where}: a request with this number is unfinished. Give each its own")
         # The last token is not cached: nothing comes after it.
         total = min(virtual_tokens + len(request.prompt) + request.max_new_tokens, self._config.context_length)
+        if self.exact and rotated_by_length(self._config, total):
+            raise DataError(
+                f"{where}: {len(request.prompt)} tokens with an answer of up to {request.max_new_tokens}: past "
+                f"{self._config.max_position_embeddings} tokens dynamic rotary scaling turns keys by the length that "
+                "the text has, which training sees whole: numerics: exact cannot hold. Ask for fewer tokens, or use "
+                "numerics: fast"
+            )
         blocks = -(-(total - 1) // self.options.block)
         if blocks > self._runner.pool.blocks:
             needed, available = blocks * self._runner.block_bytes, self._runner.pool.blocks * self._runner.block_bytes

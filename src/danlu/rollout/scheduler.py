@@ -7,11 +7,12 @@ read in chunks, decoding, and reading again after a preemption are the same case
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from danlu.rollout.blocks import BlockPool, Digest, chain_hash
+from danlu.rollout.blocks import BlockPool
+from danlu.rollout.sequence_state import SequenceState
 
 
 class Chunk(NamedTuple):
@@ -44,36 +45,6 @@ class Plan:
     """Those of one token first."""
     preempted: tuple[int, ...] = ()
     """Sequences that lost their place; they come back by themselves."""
-
-
-@dataclass(eq=False, slots=True)
-class SequenceState:
-    """What the scheduler knows of a sequence."""
-
-    number: int
-    """Rises with arrival: the latest of those that run has to make room first."""
-    tokens: list[int]
-    """All that are known: virtual ones, the prompt's and those drawn so far. The engine appends to it."""
-    prompt_length: int
-    forks: int = 0
-    """Sequences that branch off as soon as the prompt is computed."""
-    digests: list[Digest] | None = None
-    """Of each full block the hash, behind that of the root; None: shares nothing with other requests."""
-    drafts: list[int] = field(default_factory=list)
-    """Tokens proposed to follow the known ones. They are checked by the pass that computes the last known token, all of
-    them: what is drawn must not hang on how full a pass is."""
-    computed: int = 0
-    """Tokens whose keys and values are in the blocks."""
-    blocks: list[int] = field(default_factory=list)
-    host_blocks: list[int] = field(default_factory=list)
-    """While it is swapped out: blocks of the host's pool."""
-    remembered: int = 0
-    """Full blocks that were offered to the prefix cache, or come from it."""
-
-    @property
-    def uncomputed(self) -> int:
-        """Known tokens that no pass has computed, at least 1."""
-        return len(self.tokens) - self.computed
 
 
 @dataclass
@@ -223,7 +194,7 @@ class Scheduler:
                     self.pool.release(block)
                 del sequence.blocks[self._blocks_of(len(sequence.tokens)) :]
             if sequence.computed // self.block > sequence.remembered:
-                self._remember(sequence)
+                sequence.remember(self.pool, self.block)
             if chunk.start < chunk.length:
                 counters.prompt_tokens_computed += min(chunk.stop, chunk.length) - chunk.start
         counters.peak_blocks = max(counters.peak_blocks, self.pool.used)
@@ -253,7 +224,7 @@ class Scheduler:
             # Nothing else would go on. This is the first of those that run, and others have the missing blocks.
             self._preempt(self.running[-1], builder)
         wanted = len(sequence.tokens) + len(sequence.drafts) - sequence.computed
-        stop = _without_a_part_of_the_drafts(sequence, sequence.computed + min(wanted, room, builder.budget))
+        stop = sequence.without_a_part_of_the_drafts(sequence.computed + min(wanted, room, builder.budget))
         if stop > sequence.computed:
             self._take_blocks(sequence, stop, builder)
             builder.add(sequence, stop)
@@ -266,15 +237,15 @@ class Scheduler:
         """
         if not self.waiting:
             return
-        being_read = {digest for sequence in self.running for digest in self._digests_to_come(sequence)}
+        being_read = {digest for sequence in self.running for digest in sequence.digests_to_come(self.block)}
         promised = sum(map(self._promised, self.running))
         skipped = 0
         while skipped < min(len(self.waiting), self.running_limit):
             if builder.budget == 0 or len(self.running) >= self.running_limit:
                 return
             sequence = self.waiting[skipped]
-            cached = [] if sequence.host_blocks else self._find_cached(sequence)
-            if self._next_digest(sequence, len(cached)) in being_read:
+            cached = [] if sequence.host_blocks else sequence.find_cached(self.pool, self.block)
+            if not sequence.host_blocks and sequence.next_digest(len(cached), self.block) in being_read:
                 skipped += 1
                 continue
             wanted = len(sequence.tokens) + len(sequence.drafts)
@@ -282,7 +253,7 @@ class Scheduler:
             if self.running and lacking + sequence.forks + promised > self.pool.free:
                 return
             computed = sequence.computed if sequence.host_blocks else len(cached) * self.block
-            stop = _without_a_part_of_the_drafts(sequence, min(wanted, computed + builder.budget))
+            stop = sequence.without_a_part_of_the_drafts(min(wanted, computed + builder.budget))
             if stop == computed:
                 return
             del self.waiting[skipped]
@@ -290,7 +261,7 @@ class Scheduler:
             self._bring_in(sequence, cached, builder)
             self._take_blocks(sequence, stop, builder)
             builder.add(sequence, stop)
-            being_read.update(self._digests_to_come(sequence))
+            being_read.update(sequence.digests_to_come(self.block))
             promised += self._promised(sequence)
 
     def _bring_in(self, sequence: SequenceState, cached: list[int], builder: _PlanBuilder) -> None:
@@ -366,58 +337,6 @@ class Scheduler:
             block = self.pool.allocate()
             builder.fresh.append(block)
             sequence.blocks.append(block)
-
-    def _digest(self, sequence: SequenceState, place: int) -> Digest:
-        """The hash of a sequence's full block, of one that shares."""
-        digests = sequence.digests
-        assert digests is not None
-        while len(digests) <= place + 1:
-            first = (len(digests) - 1) * self.block
-            digests.append(chain_hash(digests[-1], sequence.tokens[first : first + self.block]))
-        return digests[place + 1]
-
-    def _tokens_of(self, sequence: SequenceState, place: int) -> list[int]:
-        return sequence.tokens[place * self.block : (place + 1) * self.block]
-
-    def _find_cached(self, sequence: SequenceState) -> list[int]:
-        """Blocks of the prefix cache that hold the beginning of a sequence; never that of its last token, whose hidden
-        state is needed."""
-        cached: list[int] = []
-        if sequence.digests is None:
-            return cached
-        for place in range((len(sequence.tokens) - 1) // self.block):
-            block = self.pool.find(self._digest(sequence, place), self._tokens_of(sequence, place))
-            if block is None:
-                break
-            cached.append(block)
-        return cached
-
-    def _next_digest(self, sequence: SequenceState, place: int) -> Digest | None:
-        """The hash of the first block that the prefix cache lacks, if it could be of use."""
-        if sequence.digests is None or sequence.host_blocks or place >= (len(sequence.tokens) - 1) // self.block:
-            return None
-        return self._digest(sequence, place)
-
-    def _digests_to_come(self, sequence: SequenceState) -> Iterator[Digest]:
-        """Hashes of the blocks that a sequence is about to fill with tokens known already."""
-        if sequence.digests is not None:
-            for place in range(sequence.computed // self.block, len(sequence.tokens) // self.block):
-                yield self._digest(sequence, place)
-
-    def _remember(self, sequence: SequenceState) -> None:
-        """Enters the blocks of a sequence that are full by now into the prefix cache."""
-        full = sequence.computed // self.block
-        if sequence.digests is not None:
-            for place in range(sequence.remembered, full):
-                tokens = self._tokens_of(sequence, place)
-                self.pool.remember(sequence.blocks[place], self._digest(sequence, place), tokens)
-        sequence.remembered = full
-
-
-def _without_a_part_of_the_drafts(sequence: SequenceState, stop: int) -> int:
-    """`stop`, or before the last known token where only some of the drafts would be checked."""
-    known = len(sequence.tokens)
-    return known - 1 if known <= stop < known + len(sequence.drafts) else stop
 
 
 def _number(sequence: SequenceState) -> int:
