@@ -11,10 +11,12 @@ from typing import Any
 
 import openai
 import pytest
+from builders.adapter_folders import adapter_folder
 from builders.served import Loaded, Served, ask, serving
 from builders.tiny_world import World
 from openai import OpenAI
 
+from danlu.recipe import sections
 from danlu.rollout.engine import EngineOptions
 from danlu.rollout.request import Completion, Request, SamplingOptions
 
@@ -219,6 +221,50 @@ def test_tools_that_the_template_does_not_show_are_refused(client: OpenAI) -> No
     plain = client.chat.completions.create(model="tiny", messages=HELLO, **GREEDY).choices[0].message.content
     answer = client.chat.completions.create(model="tiny", messages=HELLO, tools=tools, tool_choice="none", **GREEDY)
     assert answer.choices[0].message.content == plain
+
+
+SHOWING_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.at }}){% endfor %};"
+    "{% endfor %}assistant:"
+)
+
+
+def test_tools_and_calls_are_shown_where_the_template_shows_them(tiny_world: World, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_world.base, tmp_path / "calling"))
+    (folder / "chat_template.jinja").write_text(SHOWING_TOOLS)
+    calling = Loaded.of(folder)
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 7}'}}
+    messages: Any = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "a fox", "tool_call_id": "1"},
+    ]
+    with serving(calling.served, calling.engine()) as served:
+        answer = served.client().chat.completions.create(
+            model="calling", messages=messages, tools=tools, extra_body={"return_token_ids": True}, **GREEDY
+        )
+    assert answer.model_extra is not None
+    prompt = calling.model.chat_tokenizer.decode(answer.model_extra["prompt_token_ids"])
+    assert prompt == "look;user: Hello;assistant: look(7);tool: a fox;assistant:"
+
+
+def test_an_adapter_speaks_with_the_tokenizer_and_template_of_its_own(tiny_world: World, tmp_path: Path) -> None:
+    own = adapter_folder(tiny_world.base, tmp_path / "own", sections.Lora(), size=0.3)
+    shutil.copytree(tiny_world.tokenizer, own, dirs_exist_ok=True)
+    (own / "chat_template.jinja").write_text(SHOWING_TOOLS)
+    both = Loaded.of(tiny_world.base, [own])
+    ask: dict[str, Any] = {"messages": HELLO, "extra_body": {"return_token_ids": True}, **GREEDY}
+    prompts = {}
+    with serving(both.served, both.engine()) as served:
+        for name in served.client().models.list():
+            extra = served.client().chat.completions.create(model=name.id, **ask).model_extra
+            assert extra is not None
+            prompts[name.id] = both.model.chat_tokenizer.tokenizer.decode(extra["prompt_token_ids"])
+    assert prompts["own"] == "user: Hello;assistant:"
+    assert prompts["base"].startswith("<|im_start|>user\nHello<|im_end|>")
 
 
 def test_without_a_chat_template_texts_are_continued_and_chats_refused(tiny_world: World, tmp_path: Path) -> None:

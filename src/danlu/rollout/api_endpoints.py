@@ -58,6 +58,10 @@ class Api:
         # One thread: templates and tokenizers are not for several at a time, and the event loop must not wait for them.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
 
+    def close(self) -> None:
+        """Ends the thread that tokenizes."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
     @property
     def routes(self) -> list[Route]:
         return [
@@ -222,6 +226,7 @@ def build_app(api: Api, engine: EngineThread) -> Starlette:
         engine.start()
         yield
         await engine.stop()
+        api.close()
 
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
         ApiError: _refuse,

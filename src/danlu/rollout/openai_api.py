@@ -43,6 +43,7 @@ WITHOUT_EFFECT: dict[str, Sequence[Any]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
     "frequency_penalty": (0,),
