@@ -20,6 +20,7 @@ from openai import OpenAI
 
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions
+from danlu.rollout.load_engine import engine_of
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
 from danlu.rollout.resolve_model import ResolvedModel, resolve_model
 from danlu.rollout.served_models import ServedModels, served_models
@@ -51,13 +52,7 @@ class Loaded:
         return cls(resolved, model, served_models(resolved, model, **named))
 
     def engine(self, options: EngineOptions | None = None) -> EmbeddedEngine:
-        return EmbeddedEngine(
-            self.model.model,
-            options or EngineOptions(cache_gib=0.01),
-            dtype=self.model.dtype,
-            decode=self.model.chat_tokenizer.decode,
-            adapters=self.model.engine_adapters,
-        )
+        return engine_of(self.model, options or EngineOptions(cache_gib=0.01))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from builders.tiny_world import World
 from openai import OpenAI
 
 from danlu.recipe import sections
-from danlu.rollout.engine import EngineOptions
+from danlu.rollout.engine import DraftOptions, EngineOptions
 from danlu.rollout.request import Completion, Request, SamplingOptions
 
 PROMPT = "Once upon a time"
@@ -131,6 +131,20 @@ def test_many_clients_at_once_are_answered_as_one_by_one(client: OpenAI) -> None
         together = list(pool.map(ask, range(12)))
     assert together == alone
     assert together != [ask(number + 1) for number in range(12)]
+
+
+def test_answers_are_the_same_with_drafts(client: OpenAI, loaded: Loaded) -> None:
+    ask: dict[str, Any] = {"model": "tiny", "prompt": "ababababab", "n": 2, "seed": 4, "max_tokens": 20, "logprobs": 0}
+    ask["extra_body"] = {"allowed_token_ids": loaded.served.find("tiny").chat_tokenizer.tokenizer.encode("ab")}
+    plain = client.completions.create(**ask).choices
+    with serving(loaded.served, loaded.engine(EngineOptions(cache_gib=0.01, draft=DraftOptions(tokens=3)))) as served:
+        whole = served.client().completions.create(**ask).choices
+        assert [choice.text for choice in whole] == [choice.text for choice in plain]
+        assert served.server.engine.statistics.drafts_accepted > 0
+        texts = ["", ""]
+        for chunk in served.client().completions.create(**ask, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in plain]
 
 
 def test_what_ends_an_answer(client: OpenAI, loaded: Loaded) -> None:

@@ -37,8 +37,12 @@ def serve(
         str | None, typer.Option(envvar="DANLU_API_KEY", help="What clients have to send; none: anyone may ask.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="What requests call the model. Default: its folder's name.")] = None,
-    cache_gib: Annotated[float, typer.Option(help="Memory for keys and values, in GiB.")] = 2.0,
+    cache_gib: Annotated[float, typer.Option(min=0.001, help="Memory for keys and values, in GiB.")] = 2.0,
     sequences: Annotated[int, typer.Option(min=1, help="Most answers that grow at a time.")] = 256,
+    draft_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens that are guessed from the text so far and checked in one pass; 0: none."),
+    ] = 0,
     seed: Annotated[
         int | None, typer.Option(help="Of requests that bring none. Default: another one each time.")
     ] = None,
@@ -54,8 +58,6 @@ def serve(
     Any OpenAI client works with base_url http://127.0.0.1:8000/v1. Ctrl-C ends.
     """
     precision = check_flags({}, seed or 0, dtype, device, [], quantization)
-    if not cache_gib > 0:
-        raise RecipeError(f"--cache-gib: {cache_gib:g} is out of range; it must be above 0")
     if api_key == "":
         raise RecipeError("--api-key: an empty key would let everybody in; leave the option out, or give a key")
     try:
@@ -75,8 +77,8 @@ def serve(
     if api_key is None and not server.is_loopback(listener):
         print_status(f"warning: anyone who can reach {host} can use this server: --api-key says who may")
     print_status_early(f"reading {resolved.given_path}")
-    from danlu.rollout.embedded import EmbeddedEngine
-    from danlu.rollout.engine import EngineOptions
+    from danlu.rollout.engine import DraftOptions, EngineOptions
+    from danlu.rollout.load_engine import engine_of
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
     from danlu.rollout.served_models import served_models
 
@@ -85,12 +87,7 @@ def serve(
     loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
     print_notes(loaded)
     models = served_models(resolved, loaded, name, chat_template)
-    engine = EmbeddedEngine(
-        loaded.model,
-        EngineOptions(cache_gib=cache_gib, sequences=sequences),
-        dtype=loaded.dtype,
-        decode=chat_tokenizer.decode,
-        adapters=loaded.engine_adapters,
-    )
+    draft = DraftOptions(tokens=draft_tokens) if draft_tokens else None
+    engine = engine_of(loaded, EngineOptions(cache_gib=cache_gib, sequences=sequences, draft=draft))
     options = server.ServerOptions(secrets.randbits(62) if seed is None else seed, api_key, quiet)
     server.Server(models, engine, listener, options).listen()
