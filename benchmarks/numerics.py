@@ -4,8 +4,8 @@
 
 A step is forward and backward over 2048 tokens in documents of 256, without the optimizer; decoding continues prompts
 of 64 tokens by 64, for 1, 8 and 32 sequences. Both take turns in one process; a figure is the median over rounds. The
-gap is that between the log-probabilities of a trainer and those recorded with sampled answers (temperature 0.7), in nats.
-Prints a JSON object a case.
+gap is that between the log-probabilities of a trainer and those recorded with sampled answers (temperature 0.7), in
+nats. Prints a JSON object a case.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from danlu.objectives import vocab_slices
 from danlu.recipe import sections
 from danlu.rollout import model_runner
 from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.engine import EngineOptions
+from danlu.rollout.engine import DraftOptions, EngineOptions
 from danlu.rollout.logprob_gap import RolloutGap, rollout_gap
 from danlu.rollout.pool import CachePool
 from danlu.rollout.request import Completion, Request, SamplingOptions
@@ -207,6 +207,28 @@ def test_nothing_hangs_on_what_the_engine_does_meanwhile(small_decoder: Any, pre
     assert alone == want
     fast = engine(model, dataclasses.replace(cramped, exact=False)).generate(asked)
     assert [completion.logprobs for completion in fast] != [completion.logprobs for completion in want]  # the control
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gap_is_nothing_where_drafts_are_checked(
+    small_decoder: Any, dtype: torch.dtype, temperature: float
+) -> None:
+    """Several tokens of a sequence are computed in one pass, and some of them are taken back."""
+    model = small_decoder("window", vocab_size=VOCABULARY)
+    asked = requests(SamplingOptions(temperature=temperature, seed=3), samples=1)
+    proposing, generator = small_decoder("window", vocab_size=VOCABULARY), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in proposing.parameters():
+            parameter += 0.03 * torch.randn(parameter.shape, generator=generator)
+    options = dataclasses.replace(EXACT, draft=DraftOptions("model"))
+    drafting = engine(model, options, dtype, draft_model=proposing)
+    completions = drafting.generate(asked)
+    assert 0 < drafting.statistics.drafts_accepted < drafting.statistics.drafts_proposed
+    values = trained(model, as_documents(asked, completions), completions, temperature or 1.0, dtype)
+    assert gap(completions, values).largest == 0
+    if temperature == 0:
+        assert engine(model, dtype=dtype).generate(asked) == completions
 
 
 @contextmanager
