@@ -85,6 +85,18 @@ def test_a_cache_that_holds_nothing_is_told_when_the_engine_is_made(tiny_world: 
     assert blocks[0] == blocks[2] > blocks[1]
 
 
+def test_a_draft_model_proposes_and_changes_no_greedy_answer(tiny_world: World, tmp_path: Path) -> None:
+    greedy = [request for request in REQUESTS if request.sampling.temperature == 0]
+    plain = recipe_of(tiny_world, tmp_path)
+    wanted = rollout_engine(plain, placed_policy(plain)).generate(greedy)
+    drafts: list[Any] = [{"kind": "ngram", "longest": 1}, {"kind": "model", "model": str(tiny_world.base)}]
+    for draft in drafts:
+        recipe = recipe_of(tiny_world, tmp_path, rollout={"draft": draft})
+        engine = rollout_engine(recipe, placed_policy(recipe))
+        assert [each.tokens for each in engine.generate(greedy)] == [each.tokens for each in wanted]
+        assert isinstance(engine, EmbeddedEngine) and engine.statistics.drafts_accepted > 0
+
+
 @pytest.mark.parametrize(
     ("free_gib", "gather", "in_step"),
     [(12.0, "auto", False), (11.9, "auto", True), (12.0, "layer", True), (0.1, "all", False), (None, "auto", False)],

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch.distributed.tensor import DTensor
 
 from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.errors import RecipeError
 from danlu.memory_estimate import gathered_element_bytes, processes_here
+from danlu.models.decoder import Decoder
+from danlu.models.hf_folder import resolve_folder
+from danlu.models.loading import load
 from danlu.placing import Placed
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
@@ -29,11 +36,26 @@ def rollout_engine(
 
     decode: token ids to text without special tokens; without it answers have no text. cache_gib: what the requests to
     come need of the cache, where that is known: no more is taken.
-    Raises what making the engine raises: ResourceError for a cache that holds not one block, for example.
+    Raises what making the engine raises: ResourceError for a cache that holds not one block, ModelError for a draft
+    model that is not there or has another vocabulary.
     """
     model, parallel = placed.subject.model, placed.parallel
     ranks, dtype = parallel.ranks, DTYPES[recipe.precision]
-    engine = EmbeddedEngine(model, engine_options(recipe), dtype=dtype, decode=decode, adapters=policy_adapters(placed))
+    if recipe.rollout.engine != "embedded":
+        raise RecipeError(
+            f"rollout.engine: {recipe.rollout.engine} is not yet sampled from while training. Use engine: embedded"
+        )
+    options = engine_options(recipe)
+    if cache_gib is not None:
+        options = replace(options, cache_gib=min(options.cache_gib, cache_gib))
+    engine = EmbeddedEngine(
+        model,
+        options,
+        dtype=dtype,
+        decode=decode,
+        adapters=policy_adapters(placed),
+        draft_model=draft_model(recipe.rollout, next(model.parameters()).device, dtype),
+    )
     if ranks.alone:
         return engine
     return ParallelEngine.embedded(engine, ranks, model, sharded_weights(recipe, placed))
@@ -63,6 +85,13 @@ def draft_options(section: Rollout) -> DraftOptions | None:
         case DraftModel() as draft:
             return DraftOptions("model", draft.tokens, model=draft.model)
     return None
+
+
+def draft_model(section: Rollout, device: torch.device, dtype: torch.dtype) -> Decoder | None:
+    """The model that proposes tokens, whole on each process, where one does."""
+    if not isinstance(section.draft, DraftModel):
+        return None
+    return load(resolve_folder(section.draft.model), dtype=dtype, device=device)
 
 
 def policy_adapters(placed: Placed) -> EngineAdapters | None:
