@@ -71,6 +71,20 @@ def test_there_are_short_forms() -> None:
     assert len(short_forms()) >= 13
 
 
+def test_settings_of_rollouts_are_ones_that_load(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text("")
+    page = (TOP / "docs" / "rollout.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^    ((?:rollout|numerics|evaluation): .*)$", page, re.MULTILINE)
+    assert len(lines) >= 6
+    for line in lines:
+        needed = {"stage": "sft", "model": "owner/folder", "data": "a.json", "output": "run"}
+        needed["evaluation"] = "{every: 10, samples: hi}"
+        needed.pop(line.partition(":")[0], None)
+        Path("recipe.yaml").write_text("\n".join([*(f"{key}: {value}" for key, value in needed.items()), line]))
+        assert load("recipe.yaml").recipe.evaluation.samples is not None
+
+
 def commands(text: str) -> Iterator[list[str]]:
     """Words of every `danlu ...` that stands in a block or between back quotes, without its comment."""
     lines = re.findall(r"^    (?:\S+=\S+ )?danlu (.*)$", text, re.MULTILINE) + re.findall(r"`danlu ([^`]+)`", text)
