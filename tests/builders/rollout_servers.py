@@ -46,6 +46,7 @@ class StandIn:
         self.answer_gate = threading.Event()  # answers are given while it is set
         self.answer_gate.set()
         self.group: Any = None
+        self.asleep: set[str] = set()  # what vLLM has let go of
         handler = type("Handler", (_Handler,), {"stand_in": self})
         ThreadingHTTPServer.request_queue_size = 64
         self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -155,8 +156,8 @@ class VLLM(StandIn):
             "/server_info": lambda body, query: {"vllm_config": {"model_config": {"logprobs_mode": mode}}},
             "/pause": lambda body, query: served.pause(query.get("mode", "abort")),
             "/resume": lambda body, query: served.resume(),
-            "/sleep": lambda body, query: served.pause(query["mode"]) or served.drop_cache(),
-            "/wake_up": lambda body, query: served.resume(),
+            "/sleep": lambda body, query: self._sleep(query["mode"]),
+            "/wake_up": lambda body, query: self._wake(query.get("tags")),
             "/abort_requests": lambda body, query: served.abort(body["request_ids"]),
             "/reset_prefix_cache": lambda body, query: served.drop_cache() or {"success": True},
             "/weight_info": lambda body, query: {"weight_version": served.label},
@@ -177,8 +178,18 @@ class VLLM(StandIn):
     def _label(self, label: str) -> None:
         self.served.label = label
 
+    def _sleep(self, mode: str) -> None:
+        self.served.pause(mode)
+        self.served.drop_cache()
+        self.asleep = {"weights", "kv_cache"}
+
+    def _wake(self, tag: str | None) -> None:
+        self.asleep -= self.asleep if tag is None else {tag}
+        if not self.asleep:
+            self.served.resume()
+
     def _rpc(self, body: Any) -> None:
-        assert body["method"] == "reload_weights"
+        assert body["method"] == "reload_weights" and "weights" not in self.asleep
         self.served.load_folder(Path(body["kwargs"]["weights_path"]))
 
     def _completions(self, body: Any) -> Any:
@@ -224,6 +235,7 @@ class VLLM(StandIn):
         self.group = dist.ProcessGroupGloo(store, 1, info["world_size"], timedelta(seconds=TIMEOUT_S))
 
     def _receive(self, info: Any) -> None:
+        assert "weights" not in self.asleep
         dtypes = [getattr(torch, name) for name in info["dtype_names"]]
         sizes = [
             torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(info["shapes"], dtypes, strict=True)

@@ -45,7 +45,7 @@ def test_weights_that_arrived_are_let_pass(small_decoder, tmp_path, kind, route)
                     parameter.add_(0.02 * torch.randn_like(parameter))
             engine.update(version, parameters(trainer))
             report = canary_of(engine, trainer).check(engine)
-            assert report.tokens == 32 and report.largest_gap < 1e-4 and report.adapter_gap is None
+            assert report.gap.tokens == 32 and report.gap.largest < 1e-4 and report.adapter_gap is None
         trainer.norm.weight.data.mul_(1.1)
         with pytest.raises(TrainingError):  # which were not handed over
             canary_of(engine, trainer).check(engine)
@@ -93,7 +93,7 @@ def test_a_stale_tensor_shows_in_its_layer_s_turn_even_where_log_probabilities_h
         for version in (3, 4, 5):
             engine.update(version, parameters(trainer))
             if version < 5:
-                assert canary_of(engine, trainer).check(engine).mean_gap < TOLERANCE
+                assert canary_of(engine, trainer).check(engine).gap.mean < TOLERANCE
             else:
                 with pytest.raises(TrainingError, match=f"{name} has other values there"):
                     canary_of(engine, trainer).check(engine)
@@ -180,7 +180,7 @@ def test_an_engine_with_the_trainer_s_tensors_is_let_pass(small_decoder):
     model = small_decoder()
     engine = EmbeddedEngine(model, EngineOptions(block=4))
     canary = Canary(PROMPTS, scores(model), 1e-4)
-    assert canary.check(engine).largest_gap < 1e-4
+    assert canary.check(engine).gap.largest < 1e-4
     model.norm.weight.data.mul_(1.5)
     model.layers["0"].attention.k_proj.weight.data.mul_(1.5)
     engine.update(1)

@@ -173,6 +173,31 @@ def test_answers_that_are_under_way_go_on_with_the_new_weights(small_decoder, tm
 
 
 @both
+@routes
+def test_a_server_that_sleeps_is_handed_weights_and_sleeps_on(small_decoder, tmp_path, kind, route):
+    old, new = small_decoder(seed=0), small_decoder(seed=1)
+    with serving(kind, old, hand_over=hand_over_of(route, old, tmp_path)) as (engine, stand_in):
+        (before,) = engine.generate([REQUEST])
+        engine.sleep()
+        engine.sleep()  # it does already
+        engine.update(1, parameters(new))
+        assert stand_in.served.paused
+        engine.wake()
+        engine.wake()
+        (after,) = engine.generate([REQUEST])
+    assert after.versions == [1] * 8 and after.logprobs != before.logprobs
+
+
+@both
+def test_a_server_does_not_have_the_trainer_s_tensors(small_decoder, tmp_path, kind):
+    model = small_decoder()
+    with serving(kind, model, hand_over=hand_over_of("folder", model, tmp_path)) as (engine, _):
+        with pytest.raises(ModelError, match="no weights were given"):
+            engine.update(1)
+        assert engine.version == 0
+
+
+@both
 def test_a_folder_is_replaced_when_the_server_has_the_next(small_decoder, tmp_path, kind):
     model = small_decoder()
     with serving(kind, model, hand_over=hand_over_of("folder", model, tmp_path)) as (engine, _):

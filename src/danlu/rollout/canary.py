@@ -21,6 +21,7 @@ from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.output_folder import shortened
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.hand_over import folder_weights
+from danlu.rollout.logprob_gap import RolloutGap, rollout_gap
 from danlu.rollout.request import Completion, Request, SamplingOptions
 from danlu.rollout.server_interface import RolloutServer
 
@@ -43,10 +44,8 @@ FIRST_NUMBER = 1 << 61
 class CanaryReport:
     """What was found in order."""
 
-    tokens: int
-    mean_gap: float
-    """Mean |engine's - trainer's log-probability|, in nats."""
-    largest_gap: float
+    gap: RolloutGap
+    """Between the engine's log-probabilities and the trainer's."""
     adapter_gap: float | None
     """Mean |with - without the adapter| by the trainer, of the same tokens; None without an adapter."""
 
@@ -70,22 +69,20 @@ class Canary:
         differing = [] if self.differing is None else self.differing(engine.version)
         answers = self._answers(engine, self.adapter)
         trainer = self._score(answers, self.adapter)
-        gaps = _gaps([answer.logprobs for answer in answers], trainer)
-        mean = sum(gaps) / len(gaps)
+        gap = rollout_gap(answers, trainer)
         adapter_gap: float | None = None
         if self.adapter is not None:
             base = self._score(answers, "none")
-            adapter_gaps = _gaps(trainer, base)
-            adapter_gap = sum(adapter_gaps) / len(adapter_gaps)
-            if adapter_gap > 0 and self._is_base(engine, answers, mean, base):
+            adapter_gap = _mean_difference(trainer, base)
+            if adapter_gap > 0 and self._is_base(engine, answers, gap.mean, base):
                 raise TrainingError(
                     f"canary: adapter {self.adapter} (version {engine.version}) does not reach the rollout engine: "
                     f"its answers are those of the base, from which the trainer's differ by {adapter_gap:.2g} nats a "
                     "token. All of the adapter's tensors are missing there: load it by the name that requests have"
                 )
-        if differing or not mean <= self.tolerance:
-            raise TrainingError(self._mismatch(engine.version, answers, trainer, mean, differing))
-        return CanaryReport(len(gaps), mean, max(gaps), adapter_gap)
+        if differing or not gap.mean <= self.tolerance:
+            raise TrainingError(self._mismatch(engine.version, answers, trainer, gap, differing))
+        return CanaryReport(gap, adapter_gap)
 
     def _is_base(
         self, engine: RolloutEngine, answers: Sequence[Completion], mean: float, base: Sequence[Sequence[float]]
@@ -95,9 +92,8 @@ class Canary:
         A change that is too small for the tolerance shows in the engine's own answers: with equal draws the base says
         the same to the last bit only where the adapter does nothing.
         """
-        base_gaps = _gaps([answer.logprobs for answer in answers], base)
         if mean > self.tolerance:
-            return sum(base_gaps) / len(base_gaps) <= self.tolerance
+            return rollout_gap(answers, base).mean <= self.tolerance
         unadapted = self._answers(engine, "none")
         said, unadapted_said = ([(answer.tokens, answer.logprobs) for answer in both] for both in (answers, unadapted))
         return said == unadapted_said
@@ -124,12 +120,11 @@ class Canary:
         version: int,
         answers: Sequence[Completion],
         trainer: Sequence[Sequence[float]],
-        mean: float,
+        gap: RolloutGap,
         differing: Sequence[str],
     ) -> str:
         """What is wrong, with the names of all tensors that differ."""
-        gaps = [_gaps([answer.logprobs], [row]) for answer, row in zip(answers, trainer, strict=True)]
-        worst = max(range(len(gaps)), key=lambda index: max(gaps[index]))
+        largest = [rollout_gap([answer], [row]).largest for answer, row in zip(answers, trainer, strict=True)]
         if self.differing is None:
             tensors = "the engine does not tell what its tensors are"
         elif names := list(dict.fromkeys([*differing, *self.differing(None)])):
@@ -141,9 +136,9 @@ class Canary:
             )
         return (
             f"canary: the rollout engine does not answer with the trainer's weights of version {version}: {tensors}. "
-            f"Log-probabilities of {sum(map(len, gaps))} tokens differ by {mean:.3g} nats on average "
-            f"({self.tolerance:g} is let pass), most, by {max(gaps[worst]):.3g}, at token "
-            f"{gaps[worst].index(max(gaps[worst]))} of the answer to canary prompt {worst}"
+            f"Log-probabilities of {gap.tokens} tokens differ by {gap.mean:.3g} nats on average "
+            f"({self.tolerance:g} is let pass), by {gap.largest:.3g} at most, "
+            f"in the answer to canary prompt {largest.index(max(largest))}"
         )
 
 
@@ -182,6 +177,6 @@ def _sampled(config: ModelConfig, version: int | None) -> list[HFTensor]:
     return [tensor for tensor in tensors if tensor.name.startswith(layer) or ".layers." not in tensor.name]
 
 
-def _gaps(logprobs: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> list[float]:
-    pairs = (pair for rows in zip(logprobs, others, strict=True) for pair in zip(*rows, strict=True))
-    return [abs(value - other) for value, other in pairs]
+def _mean_difference(rows: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+    pairs = [pair for both in zip(rows, others, strict=True) for pair in zip(*both, strict=True)]
+    return sum(abs(value - other) for value, other in pairs) / len(pairs)

@@ -244,7 +244,9 @@ def _counted(tensors: Weights, report: HandOverReport) -> Iterator[tuple[str, Te
 
 
 def _required(weights: Weights | None) -> Weights:
-    assert weights is not None, "a server has tensors of its own: it is handed the weights"
+    """The weights. Raises ModelError where there are none."""
+    if weights is None:
+        raise ModelError("hand-over: no weights were given; a server has tensors of its own, and not the trainer's")
     return weights
 
 

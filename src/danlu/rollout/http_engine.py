@@ -83,7 +83,7 @@ class HTTPEngine:
         self._aborted: set[tuple[int, int]] = set()
         self._fruitless: dict[tuple[int, int], int] = {}
         self._lost: Exception | None = None
-        self._is_paused = False
+        self._is_paused = self._is_asleep = False
 
     @property
     def unfinished(self) -> int:
@@ -149,18 +149,21 @@ class HTTPEngine:
         """Hands the server new weights, and drops its prefix cache and what unfinished answers have cached.
 
         weights: names of the decoder's parameters with their values; None where an adapter alone is handed over.
-        Where this fails the server stays paused: what weights it has is not known.
+        Where this fails the server stays paused: what weights it has is not known. A server that sleeps sleeps on.
         """
         assert self.hand_over is not None, "no way was given by which weights reach the server"
-        if not self._is_paused:
+        if self._is_asleep:
+            self.server.wake_weights()
+        elif not self._is_paused:
             # Servers replace an adapter only when no answer needs it.
             interrupts = self.hand_over.route == "adapter"
             self.server.pause("abort" if interrupts else "keep")
             if interrupts:
                 self._interrupted()
         self.hand_over_report = report = self.hand_over(self.server, str(version), weights)
-        with report.timed("drop_prefix_cache"):
-            self.server.drop_prefix_cache()
+        if not self._is_asleep:  # when it has no cache
+            with report.timed("drop_prefix_cache"):
+                self.server.drop_prefix_cache()
         self.version = version
         if not self._is_paused:
             self.server.resume()
@@ -194,14 +197,17 @@ class HTTPEngine:
 
     def sleep(self) -> None:
         """Has the server give its cache's memory back until `wake`. Unfinished answers go on from their tokens then."""
+        if self._is_asleep:
+            return
         self.server.sleep()
         self._interrupted()
-        self._is_paused = True
+        self._is_paused = self._is_asleep = True
 
     def wake(self) -> None:
         """Takes the memory again, and goes on."""
-        self.server.wake()
-        self._is_paused = False
+        if self._is_asleep:
+            self.server.wake()
+            self._is_paused = self._is_asleep = False
 
     def state(self) -> dict[str, Any]:
         """Unfinished requests with the tokens of their answers that have arrived, as JSON has it."""

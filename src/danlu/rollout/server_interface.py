@@ -121,6 +121,8 @@ class RolloutServer(Protocol):
 
     def sleep(self) -> None: ...  # aborts what is under way
 
+    def wake_weights(self) -> None: ...  # so that they can be replaced; the rest sleeps on
+
     def wake(self) -> None: ...
 
     def drop_prefix_cache(self) -> None: ...  # while paused; running answers are read again

@@ -161,6 +161,9 @@ class SGLangServer:
         # Weights that are released are lost; keys and values are read again.
         self.client.post("/release_memory_occupation", {"tags": ["kv_cache"]})
 
+    def wake_weights(self) -> None:
+        """They never slept."""
+
     def wake(self) -> None:
         self.client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
         self.resume()

@@ -171,6 +171,9 @@ class VLLMServer:
         # Level 1: weights move to the host's memory, keys and values are dropped.
         self.client.post("/sleep", query={"level": 1, "mode": "abort"})
 
+    def wake_weights(self) -> None:
+        self.client.post("/wake_up", query={"tags": "weights"})
+
     def wake(self) -> None:
         self.client.post("/wake_up")
 
