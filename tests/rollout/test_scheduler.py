@@ -233,6 +233,15 @@ def test_the_latest_makes_room_and_comes_back_first():
     assert simulation.scheduler.counters.recomputed_tokens > 0
 
 
+def test_the_latest_makes_room_for_an_earlier_one():
+    simulation = Simulation(blocks=5, block=4, batch_tokens=32)
+    first, second = simulation.add(0, [1] * 6, 16), simulation.add(1, [2] * 7, 16)
+    plans = [simulation.step() for _ in range(4)]
+    assert [plan.preempted for plan in plans] == [(), (), (), (1,)]  # the second had taken the last block
+    assert simulation.scheduler.running == [first] and simulation.scheduler.waiting == [second]
+    assert len(simulation.run()) == 2
+
+
 def test_a_prompt_is_read_once_for_all_samples_and_once_for_equal_beginnings():
     simulation = Simulation(blocks=40, block=4, batch_tokens=64, running_limit=16)
     simulation.add(0, [1] * 10, 14, samples=4)
