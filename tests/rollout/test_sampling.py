@@ -350,3 +350,19 @@ def test_sliced_logprobs_of_greedy_and_penalised_rows():
     torch.testing.assert_close(torch.tensor(sliced.logprobs), torch.tensor(blocked.logprobs))
     torch.testing.assert_close(torch.tensor(sliced.drawn), torch.tensor(blocked.drawn))
     assert sliced.drawn[0] == 0.0 and sliced.drawn[1] != sliced.logprobs[1]
+
+
+def test_rows_that_keep_few_and_many_tokens_do_not_disturb_each_other():
+    """Nuclei of a few tokens, of hundreds and of thousands, and thresholds of min-p, in one batch and alone."""
+    logits = logits_of(8, 8192) * torch.tensor([[0.01], [0.3], [1.0], [2.0], [4.0], [0.5], [3.0], [0.0]])
+    kinds = [SamplingOptions(top_p=0.9), SamplingOptions(min_p=0.3), SamplingOptions(top_p=0.9, min_p=0.1)]
+    rows = [DrawRow(kinds[i % 3], i, 0, 2) for i in range(8)]
+    together = draw(logits, rows)
+    check = [draw(logits[i : i + 1], rows[i : i + 1]) for i in range(8)]
+    assert together.tokens == [one.tokens[0] for one in check]
+    assert together.drawn == [one.drawn[0] for one in check]
+    for i, row in enumerate(rows):
+        check_against_transformers(logits[i : i + 1], row.options, [[0]], check[i])
+    sizes = [8192 if support is None else len(support.ids) for support in together.supports]
+    assert [size for one, size in zip(check, sizes, strict=True) if one.supports[0] is None] in ([], [8192])
+    assert min(sizes) < 20 and max(sizes) > 4000

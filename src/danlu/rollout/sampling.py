@@ -20,7 +20,7 @@ from torch import Tensor
 from danlu.errors import DataError
 from danlu.objectives.token_logprobs import logprobs_of_logits
 from danlu.rollout.blocked_softmax import BlockedSoftmax, BlockSums, column, cumsum, likeliest, search
-from danlu.rollout.filters import FIRST_WIDTH, Kept, keep
+from danlu.rollout.filters import Kept, keep
 from danlu.rollout.random_numbers import ACCEPT, DRAW, PROPOSE, RESIDUAL, uniform
 from danlu.rollout.rejection_sampling import rejection_sample
 from danlu.rollout.request import SamplingOptions
@@ -308,9 +308,7 @@ def _draw_kept(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow])
 
 
 def _kept(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> Kept:
-    options = [row.options for row in rows]
-    width = min(max(option.top_k + 1 if option.top_k else FIRST_WIDTH for option in options), scaled.shape[1])
-    return keep(scaled, softmax.exp.total, options, width)
+    return keep(scaled, softmax.highest, softmax.exp.total, [row.options for row in rows])
 
 
 def _keep_or_draw(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
