@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -9,6 +10,7 @@ import pytest
 from builders.served import Loaded, ask, serving, wait_until
 
 from danlu.errors import ModelError
+from danlu.rollout.engine import EngineOptions
 from danlu.rollout.request import Completion
 
 PROMPT = "Once upon a time"
@@ -30,6 +32,39 @@ def test_a_client_that_leaves_a_stream_gives_its_blocks_back(
         assert client.completions.create(model=name, prompt="a", max_tokens=2).choices[0].text == "bc"
     lines = [line.split("  ")[:4] for line in capsys.readouterr().err.splitlines()[1:]]
     assert lines == [["POST", "/v1/completions", said, name] for said in ("client left", "200")]
+
+
+def test_those_who_stay_are_not_disturbed_by_those_who_leave(loaded: Loaded) -> None:
+    """In a cache with room for a few answers, so that some wait and others make room."""
+    block_bytes = 8 * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, width, bytes
+    engine = loaded.engine(EngineOptions(cache_gib=20 * block_bytes / 2**30, block=8))
+
+    def read(number: int, *, leave: bool) -> str:
+        values: dict[str, Any] = {
+            "temperature": 1,
+            "seed": number,
+            "max_tokens": 60,
+            "extra_body": {"ignore_eos": True},
+        }
+        name = ("tiny", "lora", "soft")[number % 3]
+        stream = client.completions.create(model=name, prompt=PROMPT, stream=True, **values)
+        text = ""
+        for count, chunk in enumerate(stream):
+            text += chunk.choices[0].text
+            if leave and count == number:
+                stream.close()
+                break
+        return text
+
+    with serving(loaded.served, engine) as served:
+        client = served.client()
+        alone = [read(number, leave=False) for number in range(0, 12, 2)]
+        with ThreadPoolExecutor(12) as pool:
+            together = list(pool.map(lambda number: read(number, leave=number % 2 == 1), range(12)))
+        wait_until(lambda: served.blocks_used == 0)
+        assert served.server.engine.statistics.preemptions > 0
+    assert together[::2] == alone
+    assert together[1::2] != alone
 
 
 def test_a_client_that_gives_up_waiting_gives_its_blocks_back(endless: Loaded) -> None:
