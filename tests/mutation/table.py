@@ -613,8 +613,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/answer.py",
-        'self.finish = "length" if self.reported + 1 >= request.max_new_tokens else "context"',
-        'self.finish = "length"',
+        'finish = "length" if self.reported + 1 >= request.max_new_tokens else "context"',
+        'finish = "length"',
         "rollout/test_engine_answers.py",
     ),
     Mutation(
