@@ -23,7 +23,7 @@ from danlu.rollout.sglang import SGLangServer
 from danlu.rollout.vllm import VLLMServer
 
 KINDS = {"vllm": VLLM, "sglang": SGLang}
-BUCKET_BYTES = 6000  # several buckets for the small decoders of the tests
+BUCKET_BYTES = 20_000  # several buckets for the small decoders of the tests
 
 
 def server_of(kind: str, options: ServerOptions) -> RolloutServer:

@@ -28,7 +28,7 @@ def parameters(model):
 
 def canary_of(engine, trainer, **settings):
     differing = compare_with_server(engine.server, trainer.config, trainer.get_parameter)
-    return Canary(PROMPTS, scores(trainer), TOLERANCE, differing=differing, **settings)
+    return Canary(PROMPTS, scores(trainer), TOLERANCE, new_tokens=8, differing=differing, **settings)
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def test_weights_that_arrived_are_let_pass(small_decoder, tmp_path, kind, route)
                     parameter.add_(0.02 * torch.randn_like(parameter))
             engine.update(version, parameters(trainer))
             report = canary_of(engine, trainer).check(engine)
-            assert report.gap.tokens == 32 and report.gap.largest < 1e-4 and report.adapter_gap is None
+            assert report.gap.tokens == 16 and report.gap.largest < 1e-4 and report.adapter_gap is None
         trainer.norm.weight.data.mul_(1.1)
         with pytest.raises(TrainingError):  # which were not handed over
             canary_of(engine, trainer).check(engine)
