@@ -202,3 +202,16 @@ def test_an_engine_with_tensors_of_its_own_that_are_stale_is_found(small_decoder
     engine.update(2)
     with pytest.raises(TrainingError, match=r"layers\.1\.mlp\.up_proj\.weight has other values there"):
         canary.check(engine)
+
+
+def test_processes_without_the_server_help_with_the_values_and_hear_what_differs(small_decoder):
+    model = small_decoder()
+    asked = []
+
+    def value(name):
+        asked.append(name)
+
+    differing = compare_with_server(None, model.config, value, lambda make: ["a.weight"])
+    assert differing(4) == ["a.weight"]
+    layers = {name.split(".")[1] for name in asked if name.startswith("layers.")}
+    assert layers == {"1"} and {"embed_tokens.weight", "norm.weight"} <= set(asked)

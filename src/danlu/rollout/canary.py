@@ -142,15 +142,30 @@ class Canary:
         )
 
 
-def compare_with_server(server: RolloutServer, config: ModelConfig, value: Callable[[str], Tensor]) -> Differing:
+def compare_with_server(
+    server: RolloutServer | None,
+    config: ModelConfig,
+    value: Callable[[str], Tensor | None],
+    from_first: Callable[[Callable[[], list[str]]], list[str]] = lambda make: make(),
+) -> Differing:
     """Compares tensors with those of a server.
 
-    value: from a parameter's name in the decoder to the whole tensor.
+    Args:
+        server: None on processes that only help with `value`.
+        value: from a parameter's name in the decoder to the whole tensor, on the first process at least; a collective
+            call where parameters are sharded.
+        from_first: what a function returns on the first process, on all of them; see `parallel.comm.Group`.
     """
 
     def differing(version: int | None) -> list[str]:
         sampled = {part: value(part) for tensor in _sampled(config, version) for part in tensor.parts}
-        return server.differing(dict(folder_weights(config, sampled.items(), complete=False)))
+
+        def ask() -> list[str]:
+            assert server is not None, "the first process speaks to the server"
+            weights = ((name, tensor) for name, tensor in sampled.items() if tensor is not None)
+            return server.differing(dict(folder_weights(config, weights, complete=False)))
+
+        return from_first(ask)
 
     return differing
 
