@@ -20,7 +20,7 @@ from danlu.models.attend import attend_for
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.placing import Placed, place, subject_of
-from danlu.recipe import load
+from danlu.recipe import Recipe, load
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.ranks import ParallelEngine
 from danlu.rollout.request import Completion, Request, SamplingOptions
@@ -50,11 +50,19 @@ def policy_of(file: str, world: int | None = None) -> Policy:
     """The policy of a recipe as it is placed on this group, or on one process, with an engine over it."""
     torch.set_num_threads(1)
     recipe = load(Path(file)).recipe
-    layout = Layout() if world == 1 else layout_of(recipe.parallel, dist.get_world_size())
-    ranks, device = _groups(layout), torch.device("cpu")
-    subject = subject_of(recipe, config_of(recipe), device, ranks=ranks)
-    placed = place(subject, recipe, ranks, device)
+    placed = placed_policy(recipe, Ranks() if world == 1 else groups_of(recipe))
     return Policy(placed, rollout_engine(recipe, placed))
+
+
+def placed_policy(recipe: Recipe, ranks: Ranks) -> Placed:
+    """The policy of a recipe on these ranks."""
+    device = torch.device("cpu")
+    return place(subject_of(recipe, config_of(recipe), device, ranks=ranks), recipe, ranks, device)
+
+
+def groups_of(recipe: Recipe) -> Ranks:
+    """This process in the layout of a recipe."""
+    return _groups(layout_of(recipe.parallel, dist.get_world_size()))
 
 
 @functools.cache

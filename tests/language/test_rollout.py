@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.parallel_steps import config_of
+from builders import rollout_worker
 from builders.rollout_worker import REQUESTS
 from builders.tiny_run import tiny_model
 from builders.tiny_world import World
@@ -16,7 +16,7 @@ from builders.tiny_world import World
 from danlu.errors import DataError, ResourceError
 from danlu.language.rollout import engine_options, rollout_engine
 from danlu.parallel.ranks import Ranks
-from danlu.placing import Placed, place, subject_of
+from danlu.placing import Placed
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import DraftModel, Ngram, Parallel, Rollout
 from danlu.rollout import sharded_weights
@@ -33,8 +33,7 @@ def recipe_of(world: World, folder: Path, **changes: Any) -> Recipe:
 
 def placed_policy(recipe: Recipe) -> Placed:
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    return place(subject_of(recipe, config_of(recipe), device), recipe, Ranks(), device)
+    return rollout_worker.placed_policy(recipe, Ranks())
 
 
 def test_settings_of_the_engine_are_the_recipes(tiny_world: World, tmp_path: Path) -> None:

@@ -238,8 +238,12 @@ BROKEN = [
         "rollout.server.hand_over: adapter: the whole model is trained here, and there is no adapter to hand over. Use",
     ),
     (
-        SAMPLED | {"rollout": "{engine: vllm, url: 'http://localhost:8000', server: {bucket_mib: 64}}"},
-        "rollout.server.bucket_mib: not read with hand_over: folder",
+        SAMPLED | {"adapter": "lora", "rollout": "{engine: vllm, url: 'http://a:1', server: {hand_over: folder}}"},
+        "rollout.server.hand_over: folder: an adapter is trained here, and the server has the base already. Use adapt",
+    ),
+    (
+        SAMPLED | {"rollout": "{engine: vllm, url: 'http://localhost:8000', server: {group_address: gpu}}"},
+        "rollout.server.group_address: not read with hand_over: folder",
     ),
     (
         SAMPLED | {"rollout": "{engine: vllm, url: 'http://a:1', server: {hand_over: group, exchange_folder: /tmp/x}}"},

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from danlu.assembly.adapter_stacks import AdapterStacks
-from danlu.errors import RecipeError
+from danlu.language.served_policy import ServedPolicy
 from danlu.memory_estimate import gathered_element_bytes, processes_here
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import resolve_folder
@@ -32,7 +32,7 @@ POLICY = "policy"
 def rollout_engine(
     recipe: Recipe, placed: Placed, *, decode: Decode | None = None, cache_gib: float | None = None
 ) -> RolloutEngine:
-    """An engine that answers with the policy's own tensors, dealt among the processes; all of them make one.
+    """An engine that answers with the policy, dealt among the processes or on a server; all processes make one.
 
     decode: token ids to text without special tokens; without it answers have no text. cache_gib: what the requests to
     come need of the cache, where that is known: no more is taken.
@@ -42,9 +42,7 @@ def rollout_engine(
     model, parallel = placed.subject.model, placed.parallel
     ranks, dtype = parallel.ranks, DTYPES[recipe.precision]
     if recipe.rollout.engine != "embedded":
-        raise RecipeError(
-            f"rollout.engine: {recipe.rollout.engine} is not yet sampled from while training. Use engine: embedded"
-        )
+        return ServedPolicy(recipe, placed).engine(decode)
     options = engine_options(recipe)
     if cache_gib is not None:
         options = replace(options, cache_gib=min(options.cache_gib, cache_gib))

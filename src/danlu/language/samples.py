@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from danlu.data.batch import collate, pad_to_bucket
 from danlu.errors import DataError
+from danlu.language.policy_logprobs import policy_logprobs
 from danlu.language.reader import tokenizer_of
-from danlu.language.roles import FrozenDecoder, forward_of
 from danlu.language.rollout import engine_options, rollout_engine
-from danlu.models.attend import attend_for
 from danlu.models.config import ModelConfig
-from danlu.parallel.dealing import deal_by_tokens
-from danlu.placing import Placed, token_shares
+from danlu.placing import Placed
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.rollout.cache_size import cache_gib
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.logprob_gap import rollout_gap
 from danlu.rollout.prompts import prompt_problem
-from danlu.rollout.request import Completion, Request, SamplingOptions
+from danlu.rollout.request import Request, SamplingOptions
 from danlu.train.state import Generate, Samples
-from danlu.types import Pack, Sample
 
 
 def sampler(recipe: Recipe, placed: Placed) -> Generate | None:
@@ -51,48 +45,20 @@ def sampler(recipe: Recipe, placed: Placed) -> Generate | None:
             )
             for number, prompt in enumerate(prompts)
         ]
-        engine.update(engine.version + 1)
         engine.wake()
+        engine.update(engine.version + 1)
         try:
             completions = engine.generate(requests)
         finally:
             engine.sleep()
-        gap = rollout_gap(completions, trainer_logprobs(recipe, placed, requests, completions))
+        rows = [(*request.prompt, *answer.tokens) for request, answer in zip(requests, completions, strict=True)]
+        prompt_lengths = [len(request.prompt) for request in requests]
+        trainer = policy_logprobs(recipe, placed, rows, prompt_lengths, temperature=section.temperature or 1.0)
+        gap = rollout_gap(completions, trainer)
         texts = [completion.text for completion in completions]
         return Samples(texts, {"rollout_gap_max": gap.largest, "rollout_gap_mean": gap.mean})
 
     return write
-
-
-def trainer_logprobs(
-    recipe: Recipe, placed: Placed, requests: Sequence[Request], completions: Sequence[Completion]
-) -> list[list[float]]:
-    """The log-probability of each token of the completions as training computes it, from packed sequences.
-
-    requests: of each completion, the request that it answers; of these one temperature.
-    """
-    model, adapters = placed.subject.model, placed.subject.adapters
-    exact, device = recipe.numerics == "exact", next(model.parameters()).device
-    outputs = FrozenDecoder(model, forward_of(model, compiled=recipe.compile), DTYPES[recipe.precision], exact)
-    virtual_token_ids = () if adapters is None else adapters.virtual_token_ids
-    temperature = requests[0].sampling.temperature or 1.0
-    rows = [
-        np.array([*request.prompt, *answer.tokens], dtype=np.int32)
-        for request, answer in zip(requests, completions, strict=True)
-    ]
-    logprobs: list[list[float]] = [[] for _ in completions]
-    for numbers in deal_by_tokens([len(row) for row in rows], 0, 1, recipe.data.max_length):
-        samples = []
-        for number in numbers:
-            answered = np.arange(len(rows[number])) >= len(requests[number].prompt)
-            samples.append(Sample(rows[number], answered.astype(np.float32), f"sample {number}"))
-        batch = collate([Pack(tuple(samples))], device, virtual_token_ids=virtual_token_ids)
-        filled = pad_to_bucket(batch, token_shares(recipe, placed.parallel.ranks))
-        values = outputs(batch, filled, attend_for(filled, exact=exact)).logprobs(temperature=temperature)
-        counts = [len(completions[number].tokens) for number in numbers]
-        for number, own in zip(numbers, values.logprobs.split(counts), strict=True):
-            logprobs[number] = own.tolist()
-    return logprobs
 
 
 def sample_prompts(

@@ -90,12 +90,16 @@ class HTTPEngine:
         """Answers that were asked for and that `step` has not returned."""
         return len(self._live) + len(self._done)
 
-    def submit(self, request: Request, on_token: OnToken | None = None) -> None:
+    def submit(self, request: Request, on_token: OnToken | None = None, *, decode: Decode | None = None) -> None:
         """Takes a request; its answers come with later steps. Raises DataError where the model or the server cannot
-        answer it."""
-        self._check(request)
+        answer it.
+
+        decode: in place of the engine's, for an adapter with a tokenizer of its own.
+        """
+        decode = decode or self._decode
+        self._check(request, decode)
         for sample in range(request.samples):
-            self._add(Answer(request, sample, (), self._context, self._decode, on_token))
+            self._add(Answer(request, sample, (), self._context, decode, on_token))
 
     def abort(self, number: int) -> None:
         """Ends the answers to a request as they are."""
@@ -130,7 +134,7 @@ class HTTPEngine:
         """All answers to the requests, in their order and by sample. If one is refused at once, none has been taken."""
         assert not self._is_paused, "the engine is paused: resume it before it answers"
         for request in requests:
-            self._check(request)
+            self._check(request, self._decode)
         for request in requests:
             self.submit(request)
         wanted = [(request.number, sample) for request in requests for sample in range(request.samples)]
@@ -221,7 +225,7 @@ class HTTPEngine:
         """Takes up the requests of another engine's `state`."""
         for entry in state["requests"]:
             request = request_from_json(entry["request"])
-            self._check(request)
+            self._check(request, self._decode)
             for answer_state in entry["answers"]:
                 answer = Answer(request, answer_state["sample"], (), self._context, self._decode, on_token)
                 answer.restore(answer_state, self.config.vocab_size)
@@ -239,13 +243,13 @@ class HTTPEngine:
         if self.hand_over is not None:
             self.hand_over.close()
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, decode: Decode | None) -> None:
         """Raises DataError as `submit` does."""
         where = f"prompt {request.number}"
         problem = prompt_problem(self.config, request.prompt)
         if problem is None and len(request.prompt) >= self._context:
             problem = f"has {len(request.prompt)} tokens, and the server was started for {self._context} at most"
-        if problem is None and request.stop_strings and self._decode is None:
+        if problem is None and request.stop_strings and decode is None:
             problem = "is to end at stop strings, and the engine was given no tokenizer to find them with"
         if problem is not None:
             raise DataError(f"{where} {problem}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from danlu.errors import DataError
+from danlu.errors import DanluError, DataError
 from danlu.parallel.process_group import untimed_barrier
 from danlu.parallel.ranks import Ranks
 from danlu.rollout.completion_bytes import from_bytes
@@ -33,6 +33,9 @@ STEPS_PER_EXCHANGE = 16
 that is behind stays far below the time that a collective may take, and that an error elsewhere ends the work here."""
 
 _barriers = itertools.count()
+
+Offer = Callable[[], "Iterable[tuple[str, Tensor]] | None"]
+Check = Callable[[RolloutEngine], None]
 
 
 @dataclass
@@ -80,6 +83,9 @@ class ParallelEngine:
         self._kept: list[Completion] = []  # complete, and not returned yet
         self._steps = 0
         self._in_pass = False  # within a pass that has collectives
+        self._offer: Offer | None = None
+        self._check: Check | None = None
+        self._is_unchecked = False  # since an update
 
     @classmethod
     def embedded(
@@ -90,9 +96,17 @@ class ParallelEngine:
         return cls(engine, ranks, model=model, weights=weights, shares=data.size, share=data.index, speaks=speaks)
 
     @classmethod
-    def remote(cls, engine: RolloutEngine | None, ranks: Ranks) -> ParallelEngine:
-        """The first process, which alone has an engine, asks a server for all of them."""
-        return cls(engine, ranks, shares=1, share=0, speaks=ranks.leads)
+    def remote(
+        cls, engine: RolloutEngine | None, ranks: Ranks, *, offer: Offer | None = None, check: Check | None = None
+    ) -> ParallelEngine:
+        """The first process, which alone has an engine, asks a server for all of them.
+
+        offer: called on all processes by an `update` without weights; those that the server is to have.
+        check: called on all processes before the first answer after an update; raises where the server has others.
+        """
+        remote = cls(engine, ranks, shares=1, share=0, speaks=ranks.leads)
+        remote._offer, remote._check = offer, check
+        return remote
 
     @property
     def exact(self) -> bool:
@@ -109,6 +123,7 @@ class ParallelEngine:
 
         Raises on all processes what the engine raises on one.
         """
+        self._check_weights()
         dealt = self._deal([request])[0]
 
         def take() -> list[Completion]:
@@ -138,6 +153,7 @@ class ParallelEngine:
         Requests are dealt by the tokens they may take, longest first. Raises on all processes what was raised on any,
         after which the requests are gone.
         """
+        self._check_weights()
         numbers = [request.number for request in requests]
         places = {number: place for place, number in enumerate(numbers)}
         taken = [number for place, number in enumerate(numbers) if number in self._dealt or places[number] != place]
@@ -160,6 +176,8 @@ class ParallelEngine:
     def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Goes on with other weights; `weights` is gone through on every process, for making it may take them all."""
         self._close_weights()
+        if weights is None and self._offer is not None:
+            weights = self._offer()
 
         def take() -> list[Completion]:
             left = iter(weights) if weights is not None else None
@@ -173,6 +191,7 @@ class ParallelEngine:
 
         self._together(take, passes=False)
         self.version = version
+        self._is_unchecked = True
 
     def pause(self, mode: PauseMode) -> list[Completion]:
         """Stops answering until `resume`; returns the answers that `abort` and `wait` completed."""
@@ -286,6 +305,19 @@ class ParallelEngine:
         self._steps += 1
         if self._steps % STEPS_PER_EXCHANGE == 0:
             self._world_status.exchange(works=True)
+
+    def _check_weights(self) -> None:
+        """Looks once after each update whether answers are by its weights; what is wrong is raised on all processes."""
+        if self._check is None or not self._is_unchecked:
+            return
+        self._is_unchecked = False  # the check asks for answers
+        error: DanluError | None = None
+        try:
+            self._check(self)
+        except DanluError as problem:
+            error = problem
+        if (failure := first_failure(self._ranks.world.all_gather_bytes(payload_of([], error)), error)) is not None:
+            raise failure from error
 
     @contextmanager
     def _checked_passes(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from danlu.recipe.sections import Recipe, Rollout, Server
 from danlu.recipe.yaml_tree import Problem
@@ -52,16 +53,31 @@ def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
     yield from _hand_over_is_possible(recipe)
 
 
+def resolved_hand_over(recipe: Recipe) -> Literal["group", "folder", "adapter"]:
+    """How weights get to the server of a recipe, where it leaves that open."""
+    chosen = recipe.rollout.server.hand_over
+    if chosen == "auto":
+        return "folder" if recipe.adapter is None else "adapter"
+    return chosen
+
+
 def _hand_over_is_possible(recipe: Recipe) -> Iterator[Problem]:
     """What is handed to a server is trained, and keys of other ways to hand it over keep their defaults."""
-    server = recipe.rollout.server
-    if server.hand_over == "adapter" and recipe.adapter is None:
+    server, route = recipe.rollout.server, resolved_hand_over(recipe)
+    if route == "adapter" and recipe.adapter is None:
         message = "adapter: the whole model is trained here, and there is no adapter to hand over. Use folder or group"
         yield Problem("rollout.server.hand_over", message, reads=("adapter",))
-    for key in ("exchange_folder",) if server.hand_over == "group" else ("bucket_mib", "group_address"):
+    if route != "adapter" and recipe.adapter is not None:
+        message = f"{route}: an adapter is trained here, and the server has the base already. Use adapter"
+        yield Problem("rollout.server.hand_over", message, reads=("adapter",))
+    unread = {"group": ("exchange_folder",), "folder": ("group_address",), "adapter": ("bucket_mib", "group_address")}
+    for key in unread[route]:
         if getattr(server, key) != getattr(Server(), key):
-            message = f"not read with hand_over: {server.hand_over}"
-            yield Problem(f"rollout.server.{key}", message, reads=("rollout.server.hand_over",))
+            yield Problem(
+                f"rollout.server.{key}",
+                f"not read with hand_over: {route}",
+                reads=("rollout.server.hand_over",),
+            )
 
 
 def exact_is_possible(recipe: Recipe) -> Iterator[Problem]:

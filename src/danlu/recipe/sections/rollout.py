@@ -43,14 +43,14 @@ class Server(Section):
     """The longest wait for one answer."""
     reconnect_s: NonNegative = 120.0
     """How long a server that is gone is waited for before the run ends."""
-    hand_over: Literal["group", "folder", "adapter"] = "folder"
+    hand_over: Literal["auto", "group", "folder", "adapter"] = "auto"
     """How weights get there: over a process group that the server joins (in buckets of one broadcast each), as a model
-    folder, or the trained adapter alone as a folder."""
+    folder, or the trained adapter alone as a folder. auto: adapter where one is trained, else folder."""
     exchange_folder: str | None = None
     """hand_over: folder, adapter: a folder on a disk that trainer and server both see; by default `hand-over` in the
     run folder."""
     bucket_mib: PositiveInt = 512
-    """hand_over: group: tensors of one broadcast, in MiB."""
+    """hand_over: group, folder: tensors of one broadcast, or of one file, in MiB."""
     group_address: str = "127.0.0.1"
     """hand_over: group: where the server reaches this machine."""
     canary_tolerance: NonNegative = 0.05

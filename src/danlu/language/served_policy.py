@@ -1,0 +1,152 @@
+"""The policy on a rollout server: all processes give it the weights, the first one asks it, a canary looks at it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from danlu.language.export import write
+from danlu.language.policy_logprobs import policy_logprobs
+from danlu.models.config import ModelConfig
+from danlu.placing import Placed
+from danlu.plan.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.recipe.rules.rollout import resolved_hand_over
+from danlu.rollout.canary import Canary
+from danlu.rollout.engine import RolloutEngine
+from danlu.rollout.engine_adapters import BASE
+from danlu.rollout.hand_over import AdapterHandOver, FolderHandOver, GroupHandOver, HandOver
+from danlu.rollout.http_engine import HTTPEngine
+from danlu.rollout.ranks import ParallelEngine
+from danlu.rollout.server_interface import RolloutServer, ServerOptions
+from danlu.rollout.sglang import SGLangServer
+from danlu.rollout.stopping import Decode
+from danlu.rollout.vllm import VLLMServer
+from danlu.train.checkpoints.gathering import Gathering
+
+ADAPTER = "policy"
+"""The trained adapter's name on the server."""
+HAND_OVER_FOLDER = "hand-over"
+CANARY_PROMPTS, CANARY_TOKENS = 2, 40
+
+
+class ServedPolicy:
+    """What a server needs of the policy of a recipe."""
+
+    def __init__(self, recipe: Recipe, placed: Placed) -> None:
+        self.recipe, self.placed = recipe, placed
+        self.route = resolved_hand_over(recipe)
+        self._adapter_folder: Path | None = None  # where all processes have written the adapter, on the first
+
+    def engine(self, decode: Decode | None) -> ParallelEngine:
+        """An engine on all processes, of which the first speaks to the server.
+
+        Raises on all what connecting raises: ResourceError where there is no server, ModelError where its answers could
+        not be trusted.
+        """
+        ranks = self.placed.parallel.ranks
+        connected: list[HTTPEngine] = []
+
+        def connect() -> None:
+            options = self._server_options()
+            config = self.placed.subject.model.config
+            engine = HTTPEngine(
+                self._server(options), options, config, hand_over=self._hand_over(options, config), decode=decode
+            )
+            connected.append(engine)
+
+        ranks.world.from_first(connect)
+        engine = connected[0] if connected else None
+        return ParallelEngine.remote(engine, ranks, offer=self.offer, check=self.check)
+
+    def offer(self) -> Iterator[tuple[str, Tensor]] | None:
+        """The weights that the server is handed, on the first process; all processes go through them together.
+
+        Of an adapter none: it is written as a folder, now.
+        """
+        if self.route != "adapter":
+            return self._whole_weights()
+        parallel = self.placed.parallel
+        local = parallel.local_parameters
+        with Gathering(parallel.ranks.world) as gathering:
+
+            def whole(name: str) -> Tensor | None:
+                return gathering.whole(name, local[name].local, local[name].box)
+
+            if gathering.first:
+                self._adapter_folder = Path(tempfile.mkdtemp(prefix="danlu-adapter-")) / "adapter"
+            target = self._adapter_folder or Path(ADAPTER)  # nothing is written on other processes
+            write(self.placed.subject, self.recipe, target, whole if local else None, writes=gathering.first)
+        return None
+
+    def check(self, engine: RolloutEngine) -> None:
+        """Raises TrainingError where the server does not answer with the policy's weights."""
+        config = self.placed.subject.model.config
+        random = np.random.default_rng(0)
+        length = max(1, min(CANARY_TOKENS, config.context_length // 2))
+        prompts = [tuple(random.integers(0, config.vocab_size, length).tolist()) for _ in range(CANARY_PROMPTS)]
+        new_tokens = max(1, min(16, config.context_length - length - 1))
+        tolerance = self.recipe.rollout.server.canary_tolerance
+        adapter = ADAPTER if self.route == "adapter" else None
+        Canary(prompts, self._score, tolerance, new_tokens, adapter).check(engine)
+
+    def _score(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], adapter: str | None
+    ) -> list[list[float]]:
+        adapters = self.placed.subject.adapters
+        with adapters.disabled() if adapters is not None and adapter == BASE else nullcontext():
+            return policy_logprobs(self.recipe, self.placed, sequences, prompt_lengths)
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        model, parallel = self.placed.subject.model, self.placed.parallel
+        local = parallel.local_parameters
+        if not local:
+            yield from model.named_parameters()
+            return
+        with Gathering(parallel.ranks.world) as gathering:
+            for name, parameter in local.items():
+                if (whole := gathering.whole(name, parameter.local, parameter.box)) is not None:
+                    yield name, whole
+
+    def _server_options(self) -> ServerOptions:
+        section, server = self.recipe.rollout, self.recipe.rollout.server
+        assert section.url is not None, "the recipe's rules ask for it"
+        folder = Path(self.recipe.output) / HAND_OVER_FOLDER
+        return ServerOptions(
+            section.url,
+            api_key_variable=server.api_key_variable,
+            connections=server.connections,
+            timeout_s=server.timeout_s,
+            reconnect_s=server.reconnect_s,
+            hand_over=self.route,
+            exchange_folder=Path(server.exchange_folder).expanduser() if server.exchange_folder else folder.absolute(),
+            bucket_mib=server.bucket_mib,
+            group_address=server.group_address,
+            canary_tolerance=server.canary_tolerance,
+        )
+
+    def _server(self, options: ServerOptions) -> RolloutServer:
+        if self.recipe.rollout.engine == "sglang":
+            return SGLangServer(options.client)
+        return VLLMServer(options.client, bucket_bytes=options.bucket_mib << 20)
+
+    def _hand_over(self, options: ServerOptions, config: ModelConfig) -> HandOver:
+        dtype = DTYPES[self.recipe.precision]  # training multiplies by weights of this type
+        assert options.exchange_folder is not None
+        if self.route == "adapter":
+            return AdapterHandOver(ADAPTER, options.exchange_folder, self._copy_adapter)
+        if self.route == "group":
+            return GroupHandOver(config, options.group_address, options.bucket_mib, dtype)
+        return FolderHandOver(config, options.exchange_folder, options.bucket_mib, dtype)
+
+    def _copy_adapter(self, folder: Path) -> None:
+        assert self._adapter_folder is not None, "the adapter is written before it is handed over"
+        shutil.copytree(self._adapter_folder, folder, dirs_exist_ok=True)
+        shutil.rmtree(self._adapter_folder.parent)
+        self._adapter_folder = None
