@@ -69,7 +69,6 @@ def test_weights_that_do_not_arrive_stop_the_run(
 
 def test_a_server_that_is_not_there_is_told(tiny_world: World, tmp_path: Path) -> None:
 
-
     recipe = load(Path(recipe_file(tiny_world, tmp_path, "vllm"))).recipe
     with pytest.raises(ResourceError, match=f"{NOWHERE}: no rollout server answers"):
         rollout_engine(recipe, placed_policy(recipe, Ranks()))
