@@ -215,3 +215,33 @@ def test_steps_without_targets_are_left_out_alike_by_one_process_and_two(
     assert all(found == [(3, 130)] for found in run_group(interrupted, 2, [again], 3, 1))
     assert train([again]) == [(STEPS, 0)]  # goes on from within such steps
     assert [line for line in lines(tmp_path / "again") if "event" in line] == passed_over["one"]
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Mapping[str, Any]]]:
+    """metrics.jsonl of runs that sample as they train, by layout."""
+    folder = tmp_path_factory.mktemp("sampled")
+    prompts = ["Who?", "What is a fox?", "And then it rained for three days"]
+    evaluation = {"every": 2, "samples": {"prompts": prompts, "max_new_tokens": 24}}
+
+    def file(name: str, layout: str, **rollout: Any) -> str:
+        return recipe(tiny_world, folder, name, "full", layout, evaluation=evaluation, steps=4, rollout=rollout)
+
+    run_group(train, 2, [file("zero3", "zero3"), file("in step", "zero3", gather="layer"), file("tensor", "tensor")])
+    run_group(train, 4, [file("ddp", "ddp"), file("zero3+tensor", "zero3+tensor")])
+    train([file("one", "one")])
+    return {path.name: lines(path) for path in folder.iterdir() if path.is_dir()}
+
+
+@pytest.mark.parametrize("layout", ["zero3", "in step", "tensor", "ddp", "zero3+tensor"])
+def test_every_layout_samples_the_same_texts_while_it_trains(
+    sampled: dict[str, list[Mapping[str, Any]]], layout: str
+) -> None:
+    texts = {
+        name: [(line["step"], line["prompt"], line["text"]) for line in seen if line.get("event") == "sample"]
+        for name, seen in sampled.items()
+    }
+    assert texts[layout] == texts["one"] and len(texts["one"]) == 6
+    assert texts["one"][0][2] != texts["one"][3][2], "two steps change what the model says"
+    gaps = [line["rollout_gap_max"] for line in sampled[layout] if "rollout_gap_max" in line]
+    assert len(gaps) == 2 and max(gaps) < 1e-4
