@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 from builders.adapter_folders import adapter_folder
-from builders.tiny_world import World, start
+from builders.tiny_world import World, start, write_rows
 from safetensors.torch import load_file, save_file
 
 from danlu.cli.main import main
 from danlu.recipe import sections
+from danlu.rollout.embedded import EmbeddedEngine
 
 GREEDY = ["--temperature", "0"]
 
@@ -473,3 +474,123 @@ def test_adapters_that_cannot_be_used(tiny_world, adapter, chanting, tmp_path, c
         out = capsys.readouterr()
         assert out.out == "" and message in out.err and "Traceback" not in out.err
     assert greedy(capsys, copy, "--base", tiny_world.base) == greedy(capsys, adapter)
+
+
+# -- files of prompts -------------------------------------------------------------------------------------------------
+
+
+def answers(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+    assert main(["generate", *map(str, arguments), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def by_place(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: (row["row"], row["sample"]))
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    rows = [{"prompt": "Lily and Tom", "id": 5}, {"messages": [{"role": "user", "content": "Hi"}]}, {"prompt": "The"}]
+    return write_rows(tmp_path / "questions.jsonl", rows)
+
+
+def test_each_row_has_a_line_for_each_of_its_samples(stories, questions, capsys):
+    sampled = ["--temperature", "1", "--seed", "3", "--max-new-tokens", "12", "--samples", "3"]
+    found = by_place(answers(capsys, stories, "--file", questions, *sampled))
+    assert [(row["row"], row["sample"]) for row in found] == [(row, sample) for row in range(3) for sample in range(3)]
+    assert list(found[0]) == ["row", "prompt", "sample", "text", "tokens", "logprobs", "finish"]
+    assert found[0]["prompt"] == "Lily and Tom" and found[3]["messages"] == [{"role": "user", "content": "Hi"}]
+    assert len({tuple(row["tokens"]) for row in found}) == 9
+    assert all(len(row["tokens"]) == len(row["logprobs"]) for row in found)
+    # Row 0 alone, as a prompt on the command line, draws the same.
+    alone = answers(capsys, stories, "--prompt", "Lily and Tom", *sampled)
+    assert [row["tokens"] for row in alone] == [row["tokens"] for row in found[:3]] and "row" not in alone[0]
+    other = answers(capsys, stories, "--prompt", "Lily and Tom", *sampled, "--seed", "4")
+    assert [row["tokens"] for row in other] != [row["tokens"] for row in alone]
+
+
+def test_rows_are_answered_as_prompts_are(stories, questions, capsys):
+    greedy_flags = [*GREEDY, "--max-new-tokens", "10"]
+    found = by_place(answers(capsys, stories, "--file", questions, *greedy_flags))
+    for row, more in ((0, ["--prompt", "Lily and Tom"]), (1, ["--prompt", "Hi", "--chat"]), (2, ["--prompt", "The"])):
+        (alone,) = answers(capsys, stories, *more, *greedy_flags)
+        assert found[row]["tokens"] == alone["tokens"]
+        assert found[row]["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-4)
+    assert found[0]["tokens"] != found[2]["tokens"]  # control
+
+
+def test_answers_are_written_as_soon_as_they_are_complete(stories, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "Lily" + " and Tom" * 10}, {"prompt": "."}])
+    flags = [*GREEDY, "--max-new-tokens", "30"]
+    whole = by_place(answers(capsys, stories, "--file", rows, *flags))
+    stop = whole[1]["text"][:8]
+    assert stop not in whole[0]["text"]
+    assert [row["row"] for row in answers(capsys, stories, "--file", rows, *flags, "--stop", stop)] == [1, 0]
+
+
+def test_interrupted_answers_that_are_complete_stay(stories, tmp_path, capsys, monkeypatch):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "Lily and Tom"}, {"prompt": "The"}])
+    flags = [*GREEDY, "--max-new-tokens", "30"]
+    whole = by_place(answers(capsys, stories, "--file", rows, *flags))
+    stop, step, completed = whole[1]["text"][:8], EmbeddedEngine.step, []
+
+    def interrupted(engine: EmbeddedEngine) -> Any:
+        if completed:
+            raise KeyboardInterrupt
+        completed.extend(done := step(engine))
+        return done
+
+    monkeypatch.setattr(EmbeddedEngine, "step", interrupted)
+    assert main(["generate", str(stories), "--file", str(rows), *flags, "--stop", stop, "--json"]) == 130
+    out = capsys.readouterr()
+    assert [json.loads(line)["row"] for line in out.out.splitlines()] == [1] and out.err == "interrupted\n"
+
+
+def test_other_files_are_one_prompt(stories, tmp_path, capsys):
+    text = tmp_path / "rows.txt"
+    text.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    (row,) = answers(capsys, stories, "--file", text, *GREEDY, "--max-new-tokens", "2")
+    assert row["prompt"] == '{"prompt": "a"}\n' and "row" not in row
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "code", "message"),
+    [
+        ([{"prompt": "a"}], ["--text"], 2, "error: several answers are lines of JSON: add --json\n"),
+        ([{"prompt": "a"}, {"promt": "b"}], [], 3, "rows.jsonl:2:2: no 'prompt' and no 'messages', one of which a row"),
+        ([{"prompt": "a"}, '{"prompt": "b"'], [], 3, "error: rows.jsonl:2:15: broken JSON: "),
+        ([{"prompt": "a"}, {"prompt": ""}], [], 3, "error: rows.jsonl:2: "),
+        ([{"messages": [{"role": "usr", "content": "b"}]}], [], 3, "rows.jsonl:1 message 1: unknown role 'usr'. Known"),
+        ([{"prompt": "very long " * 600}], [], 3, "error: rows.jsonl:1: the prompt has "),
+        ([{"prompt": "a"}], ["--draft", "no-such"], 4, "error: no-such: no such folder"),
+        ([{"prompt": "a"}], ["--cache-gib", "0"], 2, "error: --cache-gib: 0 is out of range; it must be above 0\n"),
+        (
+            [{"prompt": "a"}],
+            ["--cache-gib", "0.0005"],
+            6,
+            "error: prompt 0: 1 tokens with an answer of up to 600 need ",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_answered(chanting, tmp_path, capsys, monkeypatch, rows, more, code, message):
+    """All of them are told before the model's weights are read, but for what the cache cannot hold."""
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    arguments = ["generate", str(chanting), "--file", str(file), "--max-new-tokens", "600"]
+    if code != 6:
+        monkeypatch.setattr("danlu.rollout.load_model.load", lambda *args, **options: pytest.fail("weights were read"))
+    assert (
+        main([*arguments, *(flag for flag in more if flag != "--text"), *([] if "--text" in more else ["--json"])])
+        == code
+    )
+    out = capsys.readouterr()
+    assert message in out.err and "Traceback" not in out.err and out.out == ""
+
+
+def test_a_draft_changes_no_greedy_answer(stories, chanting, capsys):
+    flags = ["--prompt", "Lily and Tom", *GREEDY, "--max-new-tokens", "40"]
+    (plain,) = answers(capsys, stories, *flags)
+    for draft in ("ngram", stories):
+        (row,) = answers(capsys, stories, *flags, "--draft", draft)
+        assert row["tokens"] == plain["tokens"] and row["logprobs"] == pytest.approx(plain["logprobs"], abs=1e-4)
+    assert main(["generate", str(stories), *flags, "--draft", str(chanting)]) == 4
+    assert f"--draft: {chanting} has a vocabulary of 259 tokens, and {stories} one of 512" in capsys.readouterr().err

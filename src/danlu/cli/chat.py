@@ -14,6 +14,7 @@ from danlu.cli.generate import (
     CacheGib,
     ChatTemplate,
     Device,
+    Draft,
     Dtype,
     MaxNewTokens,
     MinP,
@@ -27,6 +28,7 @@ from danlu.cli.generate import (
     TopP,
     check_flags,
     check_utf8,
+    engine_flags,
     escape_unencodable,
     print_notes,
     quantization_section,
@@ -71,6 +73,7 @@ def chat(
     ] = None,
     quantization: Quantization = None,
     cache_gib: CacheGib = None,
+    draft: Draft = None,
 ) -> None:
     """Talk with a model. Ctrl-C interrupts an answer, Ctrl-D or /exit leaves, /help lists the commands.
 
@@ -88,9 +91,9 @@ def chat(
     print_status_early(f"reading {resolved.given_path}")
     context = read_config(resolved.folder).context_length
     options = sampling_options(resolved, sampling, seed)
+    engine_options = engine_flags(resolved, cache_gib, draft)
     from danlu.rollout.chat import Conversation
     from danlu.rollout.chat_adapters import ChatAdapters
-    from danlu.rollout.engine import EngineOptions
     from danlu.rollout.load_engine import engine_of
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
 
@@ -102,7 +105,6 @@ def chat(
     chat_adapters = ChatAdapters(resolved, loaded, chat_template)
     active = chat_adapters.switch(chat_adapters.active_name)
     chat_format = active.chat_format(stop or [], max_new_tokens, context)
-    engine_options = EngineOptions() if cache_gib is None else EngineOptions(cache_gib=cache_gib)
     conversation = Conversation(engine_of(loaded, engine_options), chat_format, options, system=system)
     session = Session(conversation, chat_adapters, stop or [], max_new_tokens, context)
     escape_unencodable()

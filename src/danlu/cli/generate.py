@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -18,7 +19,7 @@ from danlu.terminal import echo, print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.recipe.sections import QuantizationSection
-    from danlu.rollout.engine import RolloutEngine
+    from danlu.rollout.engine import EngineOptions, RolloutEngine
     from danlu.rollout.generation_config import Precision
     from danlu.rollout.load_model import LoadedModel
     from danlu.rollout.prompt_rows import PromptRow
@@ -53,8 +54,12 @@ Quantization = Annotated[
 
 CacheGib = Annotated[
     float | None,
+    typer.Option(help="The most memory for keys and values, in GiB. Default: 2, or what the longest answer takes."),
+]
+Draft = Annotated[
+    str | None,
     typer.Option(
-        min=0.001, help="The most memory for keys and values, in GiB. Default: 2, or what the longest answer takes."
+        help="Speculative decoding, with the same answers: ngram, or a smaller model with this one's vocabulary."
     ),
 ]
 
@@ -92,6 +97,7 @@ def generate(
         ),
     ] = False,
     cache_gib: CacheGib = None,
+    draft: Draft = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     chat_template: ChatTemplate = None,
@@ -116,7 +122,7 @@ def generate(
     resolved = resolve_model(model, base)
     print_status_early(f"reading {resolved.given_path}")
     options = sampling_options(resolved, sampling, seed)
-    from danlu.rollout.engine import EngineOptions
+    engine_options = engine_flags(resolved, cache_gib, draft)
     from danlu.rollout.load_engine import engine_of, with_room_for
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
     from danlu.rollout.prompt_rows import PromptRow, encode_rows
@@ -146,7 +152,6 @@ def generate(
         )
         for row, tokens in zip(rows, prompts, strict=True)
     ]
-    engine_options = EngineOptions() if cache_gib is None else EngineOptions(cache_gib=cache_gib)
     if cache_gib is None:
         engine_options = with_room_for(loaded, requests, engine_options)
     engine = engine_of(loaded, engine_options)
@@ -269,6 +274,27 @@ def check_flags(
             [f"--{problem.replace('_', '-', problem.partition(':')[0].count('_'))}" for problem in problems]
         )
     return cast("Precision", dtype)
+
+
+def engine_flags(resolved: ResolvedModel, cache_gib: float | None, draft: str | None) -> EngineOptions:
+    """The engine's options by --cache-gib and --draft. Raises ModelError for a draft model that cannot be used."""
+    from danlu.rollout.engine import DraftOptions, EngineOptions
+    from danlu.rollout.resolve_model import resolve_model
+
+    if cache_gib is not None and not cache_gib > 0:
+        raise RecipeError(f"--cache-gib: {cache_gib:g} is out of range; it must be above 0")
+    options = EngineOptions() if cache_gib is None else EngineOptions(cache_gib=cache_gib)
+    if draft is None:
+        return options
+    if draft == "ngram":
+        return replace(options, draft=DraftOptions("ngram"))
+    drafts, own = resolve_model(draft).config.vocab_size, resolved.config.vocab_size
+    if drafts != own:
+        raise ModelError(
+            f"--draft: {draft} has a vocabulary of {drafts} tokens, and {resolved.given_path} one of {own}: it has to "
+            "be a smaller model of the same family, or ngram"
+        )
+    return replace(options, draft=DraftOptions("model", model=draft))
 
 
 def quantization_section(kind: str | None, resolved: ResolvedModel | None = None) -> QuantizationSection | None:

@@ -8,21 +8,29 @@ from dataclasses import replace
 from danlu.rollout.cache_size import cache_gib
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions
-from danlu.rollout.load_model import LoadedModel
+from danlu.rollout.load_model import LoadedModel, load_model
 from danlu.rollout.request import Request
+from danlu.rollout.resolve_model import resolve_model
 
 
 def engine_of(loaded: LoadedModel, options: EngineOptions | None = None) -> EmbeddedEngine:
     """An engine that answers with the model, switches between its adapters, and decodes with its tokenizer.
 
-    Raises ResourceError where the options leave no room for a cache.
+    A draft model that the options name is loaded beside it.
+    Raises ResourceError where the options leave no room for a cache, ModelError for a draft model that is none.
     """
+    options, draft = options or EngineOptions(), None
+    if options.draft is not None and options.draft.model is not None:
+        resolved = resolve_model(options.draft.model)
+        device = loaded.model.embed_tokens.weight.device.type
+        draft = load_model(resolved, loaded.chat_tokenizer, device=device, merged=True).model
     return EmbeddedEngine(
         loaded.model,
         options,
         dtype=loaded.dtype,
         decode=loaded.chat_tokenizer.decode,
         adapters=loaded.engine_adapters,
+        draft_model=draft,
     )
 
 
