@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,17 @@ import typer
 
 from danlu.cli.generate import (
     Base,
+    CacheGib,
     ChatTemplate,
     Device,
+    Draft,
     Dtype,
+    MaxNewTokens,
     ModelArgument,
     Quantization,
+    Seed,
     check_flags,
+    engine_flags,
     print_notes,
     quantization_section,
 )
@@ -33,6 +39,8 @@ if TYPE_CHECKING:
     from danlu.data.samples import Selection
     from danlu.recipe import Recipe
     from danlu.recipe.sections import QuantizationSection
+    from danlu.rollout.chat_tokenizer import ChatTokenizer
+    from danlu.rollout.engine import EngineOptions
     from danlu.rollout.generation_config import Precision
     from danlu.rollout.load_model import LoadedModel
     from danlu.rollout.resolve_model import ResolvedModel
@@ -60,6 +68,22 @@ def eval(
         Path | None,
         typer.Option(help="With a reward model: a new file for the scores of each row, a line of JSON each."),
     ] = None,
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Have the rows answered, and compare with the rows' own answers.")
+    ] = False,
+    pattern: Annotated[
+        str | None,
+        typer.Option(help="--generate: compare only what this regular expression finds last, such as '####\\s*(.+)'."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="--generate: answers to each row.")] = 1,
+    temperature: Annotated[float, typer.Option(help="--generate: 0 takes the likeliest token each time.")] = 0.0,
+    max_new_tokens: MaxNewTokens = 256,
+    seed: Seed = 0,
+    answers: Annotated[
+        Path | None, typer.Option(help="--generate: a new file for the answers, a line of JSON each.")
+    ] = None,
+    cache_gib: CacheGib = None,
+    draft: Draft = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -73,20 +97,32 @@ def eval(
 
     Of a reward model: how often the chosen answer of a pair has the higher score, or a judged step is told right.
 
+    With --generate: the share of answers that are exactly the rows' own, white space aside.
+
     Of text every token is scored, of conversations the assistant's, of prompts with completions the completions.
 
     Rows longer than the model's context (or 2048 tokens) are cut into pieces, so that nothing is left out.
 
     Unlike in training, the end-of-text token after a document or completion counts only with data.append_eos=true.
     """
-    precision = check_flags({}, 0, dtype, device, [], quantization)
+    precision = check_flags({"temperature": temperature}, seed, dtype, device, [], quantization)
+    settings: dict[str, Any] = {
+        "samples": samples,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    settings |= {"pattern": pattern, "target": answers}
+    if not generate and (pattern is not None or samples != 1 or temperature != 0.0 or answers is not None):
+        raise RecipeError("--pattern, --samples, --temperature and --answers are of answers: add --generate")
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.models.hf_folder import LENET, model_type
 
     if model_type(model) == LENET:
         from danlu.cli.eval_images import evaluate_images
 
-        flags = {"--chat-template": chat_template, "--base": base, "--quantization": quantization, "--scores": scores}
+        flags: dict[str, object] = {"--chat-template": chat_template, "--base": base, "--quantization": quantization}
+        flags |= {"--scores": scores, "--generate": generate}
         evaluate_images(
             model,
             data,
@@ -107,11 +143,16 @@ def eval(
     section = quantization_section(quantization, resolved)
     request = Request(resolved, data, overrides or [], chat_template, section, precision, device, context, as_json)
     if config.task != "causal-lm":
+        if generate:
+            raise RecipeError(f"--generate: {resolved.given_path} is a reward model, which scores answers")
         _evaluate_rewards(request, target=scores)
         return
     if scores is not None:
         raise RecipeError(f"--scores: {resolved.given_path} is a language model; scores are of reward models")
-    _evaluate_text(request)
+    if generate:
+        _evaluate_answers(request, settings, engine_flags(resolved, cache_gib, draft))
+    else:
+        _evaluate_text(request)
 
 
 @dataclass(frozen=True)
@@ -128,14 +169,24 @@ class Request:
     context: int  # tokens of a row that the model sees
     as_json: bool
 
-    def load(self) -> LoadedModel:
-        """The model with its tokenizer, having told what is worth knowing of it."""
-        from danlu.rollout.load_model import load_chat_tokenizer, load_model
+    def tokenizer(self) -> ChatTokenizer:
+        """The model's tokenizer, with the chat template that was asked for."""
+        from danlu.rollout.load_model import load_chat_tokenizer
 
         resolved = self.resolved
-        tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, model=resolved.folder)
+        return load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, model=resolved.folder)
+
+    def load(self, tokenizer: ChatTokenizer | None = None, *, merged: bool = False) -> LoadedModel:
+        """The model with its tokenizer, having told what is worth knowing of it. merged: as in `load_model`."""
+        from danlu.rollout.load_model import load_model
+
         loaded = load_model(
-            resolved, tokenizer, precision=self.precision, device=self.device, quantization=self.quantization
+            self.resolved,
+            tokenizer or self.tokenizer(),
+            precision=self.precision,
+            device=self.device,
+            quantization=self.quantization,
+            merged=merged,
         )
         print_notes(loaded)
         return loaded
@@ -156,6 +207,27 @@ def _evaluate_rewards(request: Request, *, target: Path | None) -> None:
         data=request.data,
         as_json=request.as_json,
         target=target,
+    )
+
+
+def _evaluate_answers(request: Request, settings: Mapping[str, Any], options: EngineOptions) -> None:
+    """How many of a language model's answers are the rows' own."""
+    from danlu.cli.eval_answers import AnswerSettings, Questions, evaluate_answers
+
+    if request.overrides:
+        raise RecipeError(f"{request.overrides[0]}: --generate asks the rows as they are, and reads no data.KEY")
+    answer_settings = AnswerSettings(**settings)
+    match, tokenizer = answer_settings.match(), request.tokenizer()
+    questions = Questions.read(request.data, match, request.resolved, tokenizer)
+    evaluate_answers(
+        request.load(tokenizer, merged=True),
+        questions,
+        answer_settings,
+        match,
+        options,
+        model=request.resolved.given_path,
+        data=request.data,
+        as_json=request.as_json,
     )
 
 

@@ -79,7 +79,7 @@ def evaluate_rewards(
     steps = loaded.model.config.task == "token-classification"
     summary = ScoreSummary(steps)
     with ExitStack() as closing_:
-        file = None if target is None else closing_.enter_context(_opened(target))
+        file = None if target is None else closing_.enter_context(opened_new(target, "--scores"))
         progress = closing_.enter_context(closing(RowProgress(sys.stderr, doing="scoring", units="rows")))
         shown = progress if sys.stderr.isatty() else lambda done, count: None
         for row in scored_rows(scoring_learner(loaded), packs, shown):
@@ -119,10 +119,11 @@ def _show(values: dict[str, float]) -> None:
         echo(f"rows      {int(values['rows']):,}, none of whose steps is judged")
 
 
-def _opened(target: Path) -> Any:
+def opened_new(target: Path, flag: str) -> Any:
+    """A new file for lines of text. Raises RecipeError, or ResourceError, with the flag that names it."""
     try:
         return target.expanduser().open("x", encoding="utf-8")
     except FileExistsError:
-        raise RecipeError(f"--scores: {target} is there already. Name a new file, or remove it") from None
+        raise RecipeError(f"{flag}: {target} is there already. Name a new file, or remove it") from None
     except OSError as error:
-        raise ResourceError(f"--scores: {target}: {error.strerror}") from None
+        raise ResourceError(f"{flag}: {target}: {error.strerror}") from None

@@ -34,7 +34,8 @@ def policy_logprobs(
     virtual_token_ids = () if adapters is None else adapters.virtual_token_ids
     rows = [np.array(sequence, dtype=np.int32) for sequence in sequences]
     logprobs: list[list[float]] = [[] for _ in rows]
-    for numbers in deal_by_tokens([len(row) for row in rows], 0, 1, recipe.data.max_length):
+    # One that is longer than a packed sequence has one of its own, and leaves another empty.
+    for numbers in filter(None, deal_by_tokens([len(row) for row in rows], 0, 1, recipe.data.max_length)):
         samples = []
         for number in numbers:
             answered = np.arange(len(rows[number])) >= prompt_lengths[number]

@@ -277,7 +277,7 @@ class EmbeddedEngine:
             needed, available = blocks * self._runner.block_bytes, self._runner.pool.blocks * self._runner.block_bytes
             raise ResourceError(
                 f"{where}: {len(request.prompt)} tokens with an answer of up to {request.max_new_tokens} need "
-                f"{gib(needed)} GiB of cache, and there are {gib(available)}. Set rollout.cache_gib to "
+                f"{gib(needed)} GiB of cache, and there are {gib(available)}. Set rollout.cache_gib (--cache-gib) to "
                 f"{gib(needed)} or more, or ask for fewer tokens"
             )
 
