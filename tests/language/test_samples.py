@@ -119,4 +119,4 @@ def test_the_cache_is_no_larger_than_the_samples_and_goes_while_training(
     (engine,) = engines
     assert asleep == [True] and engine._is_asleep and engine.version == 2
     assert 3 <= engine.statistics.blocks <= 3 * 128 // 16
-    assert load(tmp_path / "run" / "recipe.yaml").rollout.cache_gib == 2.0
+    assert load(tmp_path / "run" / "recipe.yaml").recipe.rollout.cache_gib == 2.0
