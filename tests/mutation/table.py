@@ -641,6 +641,24 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if not conversation.messages:",
         "rollout/test_prompt_rows.py",
     ),
+    Mutation(
+        "rollout/answer_matching.py",
+        "_single_spaced(matches[-1]",
+        "_single_spaced(matches[0]",
+        "rollout/test_answer_matching.py",
+    ),
+    Mutation(
+        "rollout/chat_adapters.py",
+        "return ActiveAdapter(chat_tokenizer, stop_ids, name, len(adapters.virtual_token_ids(name)))",
+        "return ActiveAdapter(chat_tokenizer, stop_ids, None, len(adapters.virtual_token_ids(name)))",
+        "rollout/test_chat_adapters.py",
+    ),
+    Mutation(
+        "language/samples.py",
+        "engine.update(engine.version + 1)",
+        "engine.update(engine.version)",
+        "language/test_samples.py",
+    ),
     # -- plan
     Mutation("plan/flops.py", "_TRAINING = 3", "_TRAINING = 2", "plan/test_flops.py"),
     Mutation(

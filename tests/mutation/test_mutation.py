@@ -10,7 +10,7 @@ from mutation.run import ROOT, main
 from mutation.table import MUTATIONS, Mutation
 
 ROOMS = """
-adapters assembly cli data memory models numerics objectives optim parallel plan recipe report rollout study train
+adapters assembly cli data language memory models numerics objectives optim parallel plan recipe report rollout study train
 verify
 """
 
