@@ -76,11 +76,11 @@ class AnswerMatch:
         """What is compared of each reference. Raises DataError with the rows in which the pattern is not found."""
 
         def extract(row: AnsweredRow) -> str:
-            found = self.extract(row.reference)
-            if found is None:
+            reference = self.extract(row.reference)
+            if reference is None:
                 assert self.pattern is not None, "without a pattern all is compared"
                 raise DataError(f"{row.prompt.where}: the answer has nothing like --pattern {self.pattern.pattern!r}")
-            return found
+            return reference
 
         return collect(rows, extract)
 
