@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +75,18 @@ def test_log_probabilities_come_back_in_the_order_of_the_samples(
 ) -> None:
     """However many packed sequences they take: here one for the longest, and one for the others."""
     seen: list[tuple[list[list[float]], list[list[float]]]] = []
-    trainer_logprobs = samples_module.trainer_logprobs
+    policy_logprobs = samples_module.policy_logprobs
 
-    def both(recipe: Any, placed: Any, requests: Any, completions: Any) -> list[list[float]]:
-        packed = trainer_logprobs(recipe, placed, requests, completions)
+    def both(recipe: Any, placed: Any, rows: Any, prompt_lengths: Any, **options: Any) -> list[list[float]]:
+        packed = policy_logprobs(recipe, placed, rows, prompt_lengths, **options)
         short = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 40})})
-        seen.append((packed, trainer_logprobs(short, placed, requests, completions)))
-        assert [len(own) for own in packed] == [len(completion.tokens) for completion in completions]
-        swapped = [replace(completions[1], sample=0), completions[0], *completions[2:]]
-        assert trainer_logprobs(recipe, placed, requests, swapped)[0] != packed[0]  # control
+        seen.append((packed, policy_logprobs(short, placed, rows, prompt_lengths, **options)))
+        assert [len(own) for own in packed] == [len(row) - n for row, n in zip(rows, prompt_lengths, strict=True)]
+        changed = [(*rows[0][:-1], rows[0][-1] ^ 1), *rows[1:]]
+        assert policy_logprobs(recipe, placed, changed, prompt_lengths, **options)[0] != packed[0]  # control
         return packed
 
-    monkeypatch.setattr(samples_module, "trainer_logprobs", both)
+    monkeypatch.setattr(samples_module, "policy_logprobs", both)
     recorded(tiny_world, tmp_path / "run")
     assert len(seen) == 2
     for packed, short in seen:
