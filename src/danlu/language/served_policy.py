@@ -18,7 +18,7 @@ from danlu.placing import Placed
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.rules.rollout import resolved_hand_over
-from danlu.rollout.canary import Canary
+from danlu.rollout.canary import Canary, compare_with_server
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.engine_adapters import BASE
 from danlu.rollout.hand_over import AdapterHandOver, FolderHandOver, GroupHandOver, HandOver
@@ -42,6 +42,7 @@ class ServedPolicy:
     def __init__(self, recipe: Recipe, placed: Placed) -> None:
         self.recipe, self.placed = recipe, placed
         self.route = resolved_hand_over(recipe)
+        self._spoken_to: RolloutServer | None = None  # on the first process
         self._adapter_folder: Path | None = None  # where all processes have written the adapter, on the first
 
     def engine(self, decode: Decode | None) -> ParallelEngine:
@@ -63,6 +64,7 @@ class ServedPolicy:
 
         ranks.world.from_first(connect)
         engine = connected[0] if connected else None
+        self._spoken_to = None if engine is None else engine.server
         return ParallelEngine.remote(engine, ranks, offer=self.offer, check=self.check)
 
     def offer(self) -> Iterator[tuple[str, Tensor]] | None:
@@ -94,7 +96,11 @@ class ServedPolicy:
         new_tokens = max(1, min(16, config.context_length - length - 1))
         tolerance = self.recipe.rollout.server.canary_tolerance
         adapter = ADAPTER if self.route == "adapter" else None
-        Canary(prompts, self._score, tolerance, new_tokens, adapter).check(engine)
+        differing = None
+        if adapter is None:  # else the base is the server's own
+            from_first = self.placed.parallel.ranks.world.from_first
+            differing = compare_with_server(self._spoken_to, config, self._whole, from_first)
+        Canary(prompts, self._score, tolerance, new_tokens, adapter, differing).check(engine)
 
     def _score(
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], adapter: str | None
@@ -102,6 +108,16 @@ class ServedPolicy:
         adapters = self.placed.subject.adapters
         with adapters.disabled() if adapters is not None and adapter == BASE else nullcontext():
             return policy_logprobs(self.recipe, self.placed, sequences, prompt_lengths)
+
+    def _whole(self, name: str) -> Tensor | None:
+        """A parameter, whole, on the first process; all processes call it."""
+        parallel = self.placed.parallel
+        if not parallel.local_parameters:
+            return self.placed.subject.model.get_parameter(name)
+        parallel.reshard()
+        local = parallel.local_parameters[name]
+        with Gathering(parallel.ranks.world) as gathering:
+            return gathering.whole(name, local.local, local.box)
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         model, parallel = self.placed.subject.model, self.placed.parallel
