@@ -227,7 +227,7 @@ class ParallelEngine:
         """Takes up the requests of another engine's `state`, which may have been one of more or fewer processes."""
         for entry in state["requests"]:
             fields = entry["request"]
-            share = self._lightest()
+            share = (loads := self._loads()).index(min(loads))
             tokens = len(fields["prompt"]) + len(entry["answers"]) * fields["max_new_tokens"]
             dealt = self._dealt[fields["number"]] = _Dealt(share, tokens, len(entry["answers"]))
             if self._is_own(dealt):
@@ -235,8 +235,8 @@ class ParallelEngine:
 
     def close(self) -> None:
         """Gives all memory back. Unfinished requests are gone."""
-        self._close_weights()
         self._dealt, self._kept = {}, []
+        self._close_weights()
         if self.engine is not None:
             self.engine.close()
 
@@ -255,14 +255,10 @@ class ParallelEngine:
         loads = self._loads()
         dealt = []
         for request in requests:
-            share = min(range(self._shares), key=lambda index: (loads[index], index))
+            share = loads.index(min(loads))
             dealt.append(_Dealt(share, expected_tokens(request), request.samples))
             loads[share] += dealt[-1].tokens
         return dealt
-
-    def _lightest(self) -> int:
-        loads = self._loads()
-        return min(range(self._shares), key=lambda index: (loads[index], index))
 
     def _loads(self) -> list[int]:
         loads = [0] * self._shares
