@@ -567,8 +567,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/sampling.py",
-        "uniform(row.options.seed, row.number, row.sample, row.position)",
-        "uniform(row.options.seed, 0, row.sample, row.position)",
+        "uniform(row.options.seed, row.number, row.sample, row.position, purpose)",
+        "uniform(row.options.seed, 0, row.sample, row.position, purpose)",
         "rollout/test_sampling.py",
     ),
     Mutation(
@@ -577,7 +577,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "inside = cumulative < top_p * total",
         "rollout/test_sampling.py",
     ),
-    Mutation("rollout/filters.py", "math.log(option.min_p)", "option.min_p", "rollout/test_sampling.py"),
+    Mutation("rollout/filters.py", "[math.log(option.min_p) for", "[option.min_p for", "rollout/test_sampling.py"),
+    Mutation(
+        "rollout/filters.py",
+        "math.log(option.min_p) if option.min_p > 0",
+        "option.min_p if option.min_p > 0",
+        "rollout/test_sampling.py",
+    ),
     Mutation("rollout/filters.py", "if count == width < vocab_size", "if count > width", "rollout/test_sampling.py"),
     Mutation("rollout/rejection_sampling.py", "(p - q).clamp_(min=0)", "p", "rollout/test_rejection_sampling.py"),
     Mutation(
@@ -594,8 +600,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/draft_model.py",
-        "    while cached and cached != text[: len(cached)]:\n        del cached[-1]\n",
-        "",
+        "while cached and cached != text[: len(cached)]:",
+        "while False:",
         "rollout/test_draft_model.py",
     ),
     Mutation(
