@@ -176,10 +176,11 @@ def draft_sequence(number, tokens, limit=3, options=GREEDY, virtual=0):
 
 
 @pytest.mark.parametrize("options", [GREEDY, SamplingOptions(seed=2)], ids=["greedy", "sampled"])
-def test_a_draft_models_cache_changes_no_proposal(small_decoder, options):
-    """Texts that grow by what was proposed and by other tokens, in a pool with room for two of five at a time."""
+@pytest.mark.parametrize("blocks", [12, 100])
+def test_a_draft_models_cache_changes_no_proposal(small_decoder, options, blocks):
+    """Texts that grow by what was proposed and by other tokens, in a pool with room for two of five and for all."""
     draft_model = small_decoder()
-    settings = blocks_of(draft_model, 12, batch_tokens=11)
+    settings = blocks_of(draft_model, blocks, batch_tokens=11)
     cached = DraftModelProposer(draft_model, settings, vocab_size=61)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, 61, (4 + 3 * i,), generator=generator).tolist() for i in range(5)]
@@ -195,7 +196,7 @@ def test_a_draft_models_cache_changes_no_proposal(small_decoder, options):
                 if options.temperature > 0:
                     torch.testing.assert_close(token.probabilities, other.probabilities, atol=1e-5, rtol=1e-4)
             accepted = (step + sequence.number) % 4
-            text += [token.token for token in proposed[:accepted]] + [(text[-1] + step) % 61]
+            text += [token.token for token in proposed[:accepted]] + [(text[-1] + step) % 61, 5][: 1 + step % 2]
         cached.forget(step)
     other = DraftModelProposer(small_decoder(seed=1), EngineOptions(), vocab_size=61)
     tokens = [[[token.token for token in proposed] for proposed in of.propose(sequences)] for of in (fresh, other)]
