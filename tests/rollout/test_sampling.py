@@ -287,7 +287,8 @@ def test_random_numbers_are_uniform_and_a_function_of_every_argument():
 def test_logits_that_are_not_finite_are_seen_by_their_logprobs():
     logits = logits_of(3, 300)
     logits[1, 7] = float("nan")
-    for options in (SamplingOptions(temperature=0), SamplingOptions(), SamplingOptions(top_p=0.9, top_k=4)):
+    filters = ({"top_p": 0.9, "top_k": 4}, {"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}, {"top_p": 0.9, "min_p": 0.1})
+    for options in (SamplingOptions(temperature=0), SamplingOptions(), *(SamplingOptions(**each) for each in filters)):
         drawn = draw(logits, rows_of(options, 3))
         assert [np.isfinite(p) for p in drawn.logprobs] == [True, False, True]
         assert all(0 <= token < 300 for token in drawn.tokens)

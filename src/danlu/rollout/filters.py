@@ -67,7 +67,7 @@ def keep(scaled: Tensor, highest: Tensor, total: Tensor, options: Sequence[Sampl
         part = _keep_among(scaled[index], highest[index], total[index], members, width)
         parts.append((rows, part))
         # Where the last of them is kept, the next may have to be, too.
-        if cut := [i for i, count in zip(rows, part.counts, strict=True) if count == width < vocab_size]:
+        if cut := [i for i, count in zip(rows, part.counts, strict=True) if 0 < width == count < vocab_size]:
             by_width.setdefault(_wider(width, vocab_size), []).extend(cut)
     return parts[0][1] if len(parts) == 1 else _combined(parts, len(options))
 
