@@ -16,10 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.models.config import Activation
+from danlu.models.few_rows import active_products
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I] times weight [O, I], plus bias [O] -> [T, O] in x's dtype; gradients of weight and bias in theirs."""
+    if (few_rows := active_products()) is not None:
+        return few_rows.product(x, weight, bias)
     if weight.dtype == x.dtype:
         narrow_bias = bias is None or bias.dtype == x.dtype
         if x.dtype == torch.bfloat16 and x.shape[:-1] == (1,) and x.device.type == "cpu" and narrow_bias:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from danlu.errors import ModelError, ResourceError
 from danlu.models.attention_kernels import copy_to
 from danlu.models.config import DynamicScaling
 from danlu.models.decoder import Decoder, Layer
+from danlu.models.few_rows import FewRowProducts
 from danlu.numerics import batch_invariant
 from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
 from danlu.rollout.answer import Answer, DrawnToken
@@ -54,6 +56,7 @@ class ModelRunner:
         self._adapters, self.exact = adapters, options.exact
         self.speculation = speculation
         self._draft_tokens = 0 if options.draft is None else options.draft.tokens
+        self._few_rows = FewRowProducts()
         if self.exact:
             batch_invariant.enable()
         self._lengths_matter = isinstance(model.config.rope_scaling, DynamicScaling)
@@ -81,7 +84,7 @@ class ModelRunner:
         Chunks of several adapters go through the decoder one adapter after the other.
         Raises ModelError where logits are not finite.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), nullcontext() if self.exact else self._few_rows.active():
             self.pool.carry_out(plan)
             if self._adapters is None:
                 return self._forward(plan, answers_by_sequence, version)

@@ -130,6 +130,9 @@ class _ByQuery:
     def __init__(self, chunks: Sequence[Chunk], pool: CachePool) -> None:
         self.pool = pool
         self._queries = [(chunk.blocks, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
+        single = all(chunk.stop - chunk.start == 1 for chunk in chunks)
+        self._rows = pool.decode_buffers.rows_of(chunks, pool.token_bytes) if single else None
+        self._longest = max(chunk.stop for chunk in chunks)
         self._tables: dict[tuple[int | None, int], _Table | None] = {}  # by window and key/value heads
         self._readings: dict[int | None, _Reading] = {}  # by window
 
@@ -137,6 +140,8 @@ class _ByQuery:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         keys, values = self.pool.tensors(layer)  # [N, K, B, C]
+        if self._rows is not None and softcap is None and (window is None or window >= self._longest):
+            return self._rows.attend(layer, q, (k, v), (keys, values), scale)
         if softcap is None and (table := self._table(window, keys)) is not None:
             q = q.view(len(q), keys.shape[1], -1, q.shape[-1])  # [Q, K, G, C]
             k, v = table.gather(keys), table.gather(values)  # [Q, K, S, C]

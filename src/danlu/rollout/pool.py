@@ -16,6 +16,7 @@ from torch import Tensor
 
 from danlu.layer_types import LayerCache
 from danlu.models.attention_kernels import copy_to
+from danlu.rollout.decode_buffers import DecodeBuffers
 from danlu.rollout.paged import PagedAttention
 from danlu.rollout.scheduler import Plan
 
@@ -46,6 +47,8 @@ class CachePool:
         self.layers = tuple(layers)
         self.blocks, self.block, self.host_blocks = blocks, block, host_blocks
         self.dtype, self.device = dtype, device
+        self.token_bytes = self.block_bytes(layers, 1, dtype)
+        self.decode_buffers = DecodeBuffers(block, device)
         self._storage: dict[tuple[int, ...], Tensor] = {}  # by shape of a token: [layers and kinds, N, *lead, B, C]
         self._host: dict[tuple[int, ...], Tensor] = {}
         self._views: list[tuple[Tensor, ...]] = []
@@ -73,6 +76,7 @@ class CachePool:
     def release(self) -> None:
         """Gives the memory back, with all that was cached, until `allocate`."""
         self._storage, self._host, self._views = {}, {}, []
+        self.decode_buffers.clear()
 
     def tensors(self, layer: int) -> tuple[Tensor, ...]:
         """The blocks of a layer, [N, *lead, B, C] for each of its shapes."""
