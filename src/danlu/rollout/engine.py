@@ -86,7 +86,11 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Settings of the embedded engine. None of them changes an answer."""
+    """Settings of the embedded engine.
+
+    None of them changes an answer but two: a draft model where tokens are drawn, which leaves their distribution as it
+    is, and `exact`, which is about rounding.
+    """
 
     block: int = 16
     """Tokens whose keys and values are kept together."""
