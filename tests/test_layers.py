@@ -34,6 +34,7 @@ LAYERS: dict[str, int] = {
     "numerics": 1,
     "objectives": 1,
     "optim": 1,
+    "rewards": 1,
     "assembly": 2,
     "memory": 2,
     "parallel": 2,
