@@ -1,0 +1,141 @@
+"""A reward for programs: the code of an answer is run against tests, in a process without network and with limits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+from danlu.errors import ResourceError
+from danlu.rewards.protocol import JudgedAnswer, column_of
+
+CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+MIB = 2**20
+MOST_FILE_MIB = 16
+MOST_PROCESSES = 64
+NO_NAMESPACE = 127
+"""The exit code of a process that could not leave the network."""
+
+# What the new process does before anything of an answer: it goes into a user namespace, in which it may make a network
+# namespace without interfaces (unshare(2)), sets limits that it cannot raise again, and reads the program. It is a
+# program of its own because a fork of this process would have torch's locks without the threads that hold them.
+LAUNCHER = """
+import ctypes, os, resource, sys
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+if ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET):
+    os._exit({no_namespace})
+for kind, most in {limits}.items():
+    resource.setrlimit(getattr(resource, kind), (most, most))
+program = sys.stdin.read()
+exec(compile(program, "<answer>", "exec"), {{"__name__": "__main__"}})
+"""
+
+
+@dataclass(frozen=True)
+class Code:
+    """The share of tests that the last code block of an answer passes; 0 for an answer without code.
+
+    A test is a piece of Python in the column, a list of them or one, run behind the code: it passes where the process
+    exits with 0. Each runs in a process of its own, in an empty folder, without network, and is ended at the limits.
+    Files of the machine can still be read, so code of strangers belongs into a container.
+
+    Raises ResourceError where the system cannot take the network away.
+    """
+
+    column: str
+    timeout_s: float = 5.0
+    memory_mib: int = 512
+    processes: int = 2
+
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+        require_isolation()
+        with ThreadPoolExecutor(self.processes) as pool:
+            return list(pool.map(self._judge, answers))
+
+    def _judge(self, answer: JudgedAnswer) -> float | None:
+        tests = column_of(answer, self.column)
+        tests = [tests] if isinstance(tests, str) else list(tests)
+        if not tests:
+            return None
+        code = code_of(answer.text)
+        if code is None:
+            return 0.0
+        passed = sum(passes(f"{code}\n\n{test}\n", self.timeout_s, self.memory_mib) for test in tests)
+        return passed / len(tests)
+
+
+def code_of(text: str) -> str | None:
+    """The last fenced block of Python in a text; the text itself where it has no fence and is Python; else None."""
+    blocks = CODE_BLOCK.findall(text)
+    if blocks:
+        return str(blocks[-1])
+    if "```" in text:
+        return None
+    try:
+        compile(text, "<answer>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return text if text.strip() else None
+
+
+def passes(program: str, timeout_s: float, memory_mib: int) -> bool:
+    """Whether a Python program ends with exit code 0 within the limits."""
+    return _run(program, timeout_s, memory_mib) == 0
+
+
+@cache
+def require_isolation() -> None:
+    """Raises ResourceError where a process cannot be kept from the network."""
+    if not sys.platform.startswith("linux"):
+        raise ResourceError("rewards of kind code: programs are kept from the network by Linux namespaces only")
+    if _run("", timeout_s=30.0, memory_mib=512) == NO_NAMESPACE:
+        raise ResourceError(
+            "rewards of kind code: this system does not let a process make a network namespace of its own, so answers' "
+            "programs would have the network. Allow user namespaces (sysctl kernel.unprivileged_userns_clone=1), or "
+            "give a function of your own that runs them elsewhere"
+        )
+
+
+def _run(program: str, timeout_s: float, memory_mib: int) -> int | None:
+    """The exit code of a program; None where it did not end in time."""
+    seconds = int(timeout_s) + 1
+    limits = {
+        "RLIMIT_CPU": seconds,
+        "RLIMIT_AS": memory_mib * MIB,
+        "RLIMIT_FSIZE": MOST_FILE_MIB * MIB,
+        "RLIMIT_NPROC": MOST_PROCESSES,
+        "RLIMIT_CORE": 0,
+    }
+    launcher = LAUNCHER.format(no_namespace=NO_NAMESPACE, limits=limits)
+    with tempfile.TemporaryDirectory(prefix="danlu-code-") as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", launcher],
+            cwd=folder,
+            env={"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.communicate(program.encode(), timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+        return process.returncode
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and everything that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

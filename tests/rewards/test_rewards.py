@@ -1,0 +1,159 @@
+"""Rewards of texts, of programs and of a user's functions."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from danlu.errors import RecipeError
+from danlu.rewards.code import Code, code_of, passes
+from danlu.rewards.function import load_function
+from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
+
+
+def judged(text, **row):
+    return JudgedAnswer(text, row, prompt="?", tokens=len(text.split()))
+
+
+def test_texts():
+    answers = [judged(" Paris ", answer="Paris"), judged("paris", answer="Paris")]
+    assert Exact("answer")(answers) == [1, 0]
+    assert Exact("answer", ignore_case=True)(answers) == [1, 1]
+    assert Pattern("####")([judged("so #### 3"), judged("3")]) == [1, 0]
+    assert Pattern(r"\d+", whole=True)([judged("12"), judged("12 apples")]) == [1, 0]
+
+
+def test_numbers_and_mathematics():
+    solved = "9 + 9 = 18\n#### 18"
+    answers = [judged("It is 18.", answer=solved), judged("17", answer=solved), judged("", answer=solved)]
+    assert Numeric("answer")(answers) == [1, 0, 0]
+    assert Numeric("answer")([judged("3", answer="three")]) == [None]
+    assert Mathematical("answer")(answers) == [1, 0, 0]
+    assert Mathematical("answer")([judged(r"\boxed{\frac{1}{2}}", answer="0.5")]) == [1]
+    assert Mathematical("answer")([judged("1", answer="")]) == [None]
+
+
+def test_lengths():
+    rewards = Length(fewest=2, most=4, slack=4)(
+        [judged("a"), judged("a b c"), judged("a b c d e f"), judged("a " * 20)]
+    )
+    assert rewards == [-0.25, 0, -0.5, -1]
+
+
+def test_a_column_that_is_not_there_is_named():
+    with pytest.raises(KeyError, match="no column 'answr' in this row; it has 'answer'"):
+        Exact("answr")([judged("1", answer="1")])
+
+
+def test_the_code_of_an_answer():
+    assert code_of("Here:\n```python\nx = 1\n```\nor\n```py\nx = 2\n```") == "x = 2\n"
+    assert code_of("def f(): return 1") == "def f(): return 1"
+    assert code_of("I cannot say.") is None
+    assert code_of("```\nunclosed") is None
+
+
+def test_programs_are_judged_by_their_tests():
+    tests = ["assert double(2) == 4", "assert double(0) == 0", "assert double('a') == 'b'"]
+    answer = judged("```python\ndef double(x):\n    return 2 * x\n```", tests=tests)
+    wrong = judged("no code at all!", tests=tests)
+    assert Code("tests")([answer, wrong, judged("x = 1", tests=[])]) == [pytest.approx(2 / 3), 0, None]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "x = bytearray(10**9)",
+        "import socket; socket.create_connection(('127.0.0.1', PORT), timeout=1)",
+        "open('big', 'wb').write(bytes(64 * 2**20))",
+        "raise SystemExit(3)",
+    ],
+    ids=["endless", "memory", "network", "disk", "exit"],
+)
+def test_programs_meet_their_limits(program):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = program.replace("PORT", str(server.getsockname()[1]))
+        assert not passes(program, timeout_s=1.0, memory_mib=256)
+    assert passes("print('fine')", timeout_s=5.0, memory_mib=256)
+
+
+def test_what_a_program_started_ends_with_it(tmp_path):
+    marker = tmp_path / "still-running"
+    program = f"""
+        import os, time
+        if os.fork() == 0:
+            time.sleep(1.5)
+            open({str(marker)!r}, "w")
+        """
+    passes(textwrap.dedent(program), timeout_s=5.0, memory_mib=256)
+    import time
+
+    time.sleep(2)
+    assert not marker.exists()
+
+
+FUNCTIONS = """
+import math
+
+def short(completion, **row):
+    return -len(completion) / row["scale"]
+
+def of_columns(completion, answer):
+    return completion == answer
+
+def batched(prompts, completions, answer, **rest):
+    return [float(a == b) for a, b in zip(completions, answer)]
+
+def undecided(completion):
+    return None if "?" in completion else math.nan if "!" in completion else 1
+
+def text(completion):
+    return "good"
+
+def too_few(completions):
+    return [1.0]
+
+unrelated = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def test_functions_by_answer_and_by_batch(file):
+    answers = [judged("abc", answer="abc", scale=2), judged("ab?", answer="abc", scale=2)]
+    assert load_function(f"{file}:short")(answers) == [-1.5, -1.5]
+    assert load_function(f"{file}:of_columns")(answers) == [1, 0]
+    assert load_function(f"{file}:batched")(answers) == [1, 0]
+    assert load_function(f"{file}:undecided")([*answers, judged("!")]) == [1, None, None]
+
+
+def test_functions_that_do_not_say_a_number(file):
+    with pytest.raises(TypeError, match="a number or None, and the function gave str: 'good'"):
+        load_function(f"{file}:text")([judged("a")])
+    with pytest.raises(ValueError, match="1 rewards for 2 answers"):
+        load_function(f"{file}:too_few")([judged("a"), judged("b")])
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("short", "FILE.py:NAME"),
+        ("nowhere.py:short", "no file nowhere.py"),
+        ("{file}:unrelated", "no function 'unrelated'; it has short, of_columns, batched"),
+        ("{broken}:f", "raises NameError: name 'x' is not defined"),
+    ],
+)
+def test_functions_that_cannot_be_loaded(file, reference, message):
+    broken = file.with_name("broken.py")
+    broken.write_text("x")
+    with pytest.raises(RecipeError, match=message):
+        load_function(reference.format(file=file, broken=broken))
