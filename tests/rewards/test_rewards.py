@@ -69,8 +69,10 @@ def test_programs_are_judged_by_their_tests():
         "import socket; socket.create_connection(('127.0.0.1', PORT), timeout=1)",
         "open('big', 'wb').write(bytes(64 * 2**20))",
         "raise SystemExit(3)",
+        "raise SystemExit(0)",
+        "import os; print('fine'); os._exit(0)",
     ],
-    ids=["endless", "memory", "network", "disk", "exit"],
+    ids=["endless", "memory", "network", "disk", "exit", "exit-0", "exit-at-once"],
 )
 def test_programs_meet_their_limits(program):
     import socket

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -34,8 +35,10 @@ if ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET):
     os._exit({no_namespace})
 for kind, most in {limits}.items():
     resource.setrlimit(getattr(resource, kind), (most, most))
-program = sys.stdin.read()
-exec(compile(program, "<answer>", "exec"), {{"__name__": "__main__"}})
+receipt, report = sys.stdin.readline(), os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+exec(compile(sys.stdin.read(), "<answer>", "exec"), {{"__name__": "__main__"}})
+os.write(report, receipt.encode())
 """
 
 
@@ -43,8 +46,8 @@ exec(compile(program, "<answer>", "exec"), {{"__name__": "__main__"}})
 class Code:
     """The share of tests that the last code block of an answer passes; 0 for an answer without code.
 
-    A test is a piece of Python in the column, a list of them or one, run behind the code: it passes where the process
-    exits with 0. Each runs in a process of its own, in an empty folder, without network, and is ended at the limits.
+    A test is a piece of Python in the column, a list of them or one, run behind the code: it passes where all of it has
+    run without an error; code that exits before the test does not. Each runs in a process of its own, in an empty folder, without network, and is ended at the limits.
     Files of the machine can still be read, so code of strangers belongs into a container.
 
     Raises ResourceError where the system cannot take the network away.
@@ -87,8 +90,9 @@ def code_of(text: str) -> str | None:
 
 
 def passes(program: str, timeout_s: float, memory_mib: int) -> bool:
-    """Whether a Python program ends with exit code 0 within the limits."""
-    return _run(program, timeout_s, memory_mib) == 0
+    """Whether a Python program runs to its last line within the limits. One that exits before that does not."""
+    receipt = secrets.token_hex(16)  # which the program, were it to print it, would have to know
+    return _run(f"{receipt}\n{program}", timeout_s, memory_mib)[1] == f"{receipt}\n"
 
 
 @cache
@@ -96,7 +100,7 @@ def require_isolation() -> None:
     """Raises ResourceError where a process cannot be kept from the network."""
     if not sys.platform.startswith("linux"):
         raise ResourceError("rewards of kind code: programs are kept from the network by Linux namespaces only")
-    if _run("", timeout_s=30.0, memory_mib=512) == NO_NAMESPACE:
+    if _run("", timeout_s=30.0, memory_mib=512)[0] == NO_NAMESPACE:
         raise ResourceError(
             "rewards of kind code: this system does not let a process make a network namespace of its own, so answers' "
             "programs would have the network. Allow user namespaces (sysctl kernel.unprivileged_userns_clone=1), or "
@@ -104,8 +108,8 @@ def require_isolation() -> None:
         )
 
 
-def _run(program: str, timeout_s: float, memory_mib: int) -> int | None:
-    """The exit code of a program; None where it did not end in time."""
+def _run(program: str, timeout_s: float, memory_mib: int) -> tuple[int | None, str]:
+    """The exit code of a program, None where it did not end in time, and what the launcher printed."""
     seconds = int(timeout_s) + 1
     limits = {
         "RLIMIT_CPU": seconds,
@@ -121,17 +125,17 @@ def _run(program: str, timeout_s: float, memory_mib: int) -> int | None:
             cwd=folder,
             env={"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8"},
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            process.communicate(program.encode(), timeout=timeout_s)
+            printed, _ = process.communicate(program.encode(), timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            return None
+            return None, ""
         finally:
             _end(process)
-        return process.returncode
+        return process.returncode, printed.decode(errors="replace")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
