@@ -35,9 +35,10 @@ if ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET):
     os._exit({no_namespace})
 for kind, most in {limits}.items():
     resource.setrlimit(getattr(resource, kind), (most, most))
-receipt, report = sys.stdin.readline(), os.dup(1)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-exec(compile(sys.stdin.read(), "<answer>", "exec"), {{"__name__": "__main__"}})
+receipt, program, report = sys.stdin.readline(), sys.stdin.read(), os.dup(1)
+nothing = os.open(os.devnull, os.O_RDWR)
+os.dup2(nothing, 0), os.dup2(nothing, 1)
+exec(compile(program, "<answer>", "exec"), {{"__name__": "__main__"}})
 os.write(report, receipt.encode())
 """
 
@@ -47,7 +48,8 @@ class Code:
     """The share of tests that the last code block of an answer passes; 0 for an answer without code.
 
     A test is a piece of Python in the column, a list of them or one, run behind the code: it passes where all of it has
-    run without an error; code that exits before the test does not. Each runs in a process of its own, in an empty folder, without network, and is ended at the limits.
+    run without an error, which code that exits before it does not reach. Each runs in a process of its own, in an empty
+    folder, without network, and is ended at the limits.
     Files of the machine can still be read, so code of strangers belongs into a container.
 
     Raises ResourceError where the system cannot take the network away.
@@ -119,23 +121,30 @@ def _run(program: str, timeout_s: float, memory_mib: int) -> tuple[int | None, s
         "RLIMIT_CORE": 0,
     }
     launcher = LAUNCHER.format(no_namespace=NO_NAMESPACE, limits=limits)
-    with tempfile.TemporaryDirectory(prefix="danlu-code-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="danlu-code-") as folder,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as printed,  # files: a pipe would be open as long as anything that the program started
+    ):
+        given.write(program.encode())
+        given.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", launcher],
             cwd=folder,
             env={"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=given,
+            stdout=printed,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            printed, _ = process.communicate(program.encode(), timeout=timeout_s)
+            process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None, ""
         finally:
             _end(process)
-        return process.returncode, printed.decode(errors="replace")
+        printed.seek(0)
+        return process.returncode, printed.read().decode(errors="replace")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
