@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 import textwrap
+import time
 
 import pytest
 
-from danlu.errors import RecipeError
-from danlu.rewards.code import Code, code_of, passes
+from danlu.errors import RecipeError, ResourceError
+from danlu.rewards.code import Code, code_of, passes, require_isolation
 from danlu.rewards.function import load_function
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
+
+
+@pytest.fixture
+def isolation():
+    """Skips a test that runs programs where the system cannot keep them from the network."""
+    try:
+        require_isolation()
+    except ResourceError as error:
+        pytest.skip(str(error))
 
 
 def judged(text, **row):
@@ -54,7 +65,7 @@ def test_the_code_of_an_answer():
     assert code_of("```\nunclosed") is None
 
 
-def test_programs_are_judged_by_their_tests():
+def test_programs_are_judged_by_their_tests(isolation):
     tests = ["assert double(2) == 4", "assert double(0) == 0", "assert double('a') == 'b'"]
     answer = judged("```python\ndef double(x):\n    return 2 * x\n```", tests=tests)
     wrong = judged("no code at all!", tests=tests)
@@ -74,16 +85,14 @@ def test_programs_are_judged_by_their_tests():
     ],
     ids=["endless", "memory", "network", "disk", "exit", "exit-0", "exit-at-once"],
 )
-def test_programs_meet_their_limits(program):
-    import socket
-
+def test_programs_meet_their_limits(isolation, program):
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = program.replace("PORT", str(server.getsockname()[1]))
         assert not passes(program, timeout_s=1.0, memory_mib=256)
     assert passes("print('fine')", timeout_s=5.0, memory_mib=256)
 
 
-def test_what_a_program_started_ends_with_it(tmp_path):
+def test_what_a_program_started_ends_with_it(isolation, tmp_path):
     marker = tmp_path / "still-running"
     program = f"""
         import os, time
@@ -92,8 +101,6 @@ def test_what_a_program_started_ends_with_it(tmp_path):
             open({str(marker)!r}, "w")
         """
     passes(textwrap.dedent(program), timeout_s=5.0, memory_mib=256)
-    import time
-
     time.sleep(2)
     assert not marker.exists()
 
