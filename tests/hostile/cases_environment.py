@@ -138,7 +138,7 @@ CASES = [
         "prompt longer than the context",
         ("generate", "@base", "--prompt", "word " * 1000),
         3,
-        ("error: prompt 0 has 3001 tokens, but the model sees 128 tokens at most (max_position_embeddings),",),
+        ("error: --prompt: the prompt has 3001 tokens, but the model sees 128 tokens at most",),
     ),
     Case(
         "wandb that is not installed",
