@@ -42,7 +42,7 @@ def by_group(formula):
         ({"baseline": "batch", "scale": "batch"}, lambda: (REWARDS - REWARDS.mean()) / (REWARDS.std() + 1e-4)),
         ({"baseline": "none", "scale": "none"}, lambda: REWARDS),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_the_formulas(options, expected):
     advantages = answer_advantages(REWARDS, GROUPS, **options)
