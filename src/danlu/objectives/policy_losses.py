@@ -18,7 +18,6 @@ from torch import Tensor
 
 RatioLevel = Literal["token", "sequence"]
 """Of each token by itself (PPO, GRPO), or the geometric mean over its answer (GSPO, arXiv:2507.18071)."""
-Surrogate = Literal["clip", "cispo", "sapo", "vespo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 MOST_LOG_RATIO = 20.0

@@ -169,6 +169,7 @@ class EmbeddedEngine:
                 self._runner.copy_weights(weights)
             self.version = version
         finally:
+            self._runner.weights_changed()
             self._restart()
 
     def pause(self, mode: PauseMode) -> list[Completion]:
@@ -191,6 +192,7 @@ class EmbeddedEngine:
     def sleep(self) -> None:
         """Gives the cache's memory back until `wake`; unfinished answers are read again then."""
         self._restart()
+        self._runner.weights_changed()
         self._runner.pool.release()
         self._is_asleep = True
 

@@ -119,6 +119,11 @@ class ModelRunner:
                     )
                 parameter.copy_(value)
 
+    def weights_changed(self) -> None:
+        """Drops copies of weights in the type of activations. Their version alone does not tell: FSDP gathers weights,
+        and `.data` is written to, without counting."""
+        self._few_rows.clear()
+
     def propose(self, answers: Iterable[Answer]) -> None:
         """Has tokens proposed that may follow those of growing answers, to be checked with their next pass."""
         if self.speculation is None:

@@ -7,6 +7,7 @@ something that it is not. Those that only describe the request are ignored.
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self, TypeVar
 
@@ -173,14 +174,14 @@ class SamplingBody(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    @abstractmethod
     def max_new_tokens(self) -> int | None:
         """The most tokens of an answer; None: what the context has room for."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def top_logprobs_count(self) -> int | None:
         """How many of the likeliest tokens are wanted with each token; None where no log-probabilities are."""
-        raise NotImplementedError
 
     def sampling_options(self, advised: Mapping[str, Any], seed: int, vocab_size: int) -> SamplingOptions:
         """How the answers are drawn. Raises ApiError.
