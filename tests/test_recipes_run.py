@@ -14,7 +14,7 @@ import torch
 from builders.digits import digits_folder
 from builders.tiny_world import CONFIG, World, danlu, write_rows
 
-from danlu.data.demo_data import conversations, pretraining_documents
+from danlu.data.demo_data import conversations, every_question, pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
 from danlu.models.attend import PackedAttention
 from danlu.models.initialize import initialize
@@ -29,6 +29,7 @@ from danlu.study.plan import PlannedRun
 
 PROMPT = "The fox lives in"
 ANSWERS = ("chosen", "rejected")
+SHORT_ANSWERS = ["rollout.samples=2", "rollout.max_new_tokens=8"]
 SIZE = ["steps=4", "data.max_length=64", "data.cache=cache", "checkpoint.every=2"]
 
 
@@ -43,6 +44,8 @@ def here(tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok
     (tmp_path / "instructions.json").write_text(json.dumps(list(conversations(0, 120))), encoding="utf-8")
     write_rows(tmp_path / "preferences.jsonl", list(pairs(60)))
     write_rows(tmp_path / "judged-answers.jsonl", list(judged_answers(60)))
+    sums = [{"question": f"{n} and {n}", "answer": f"They are #### {2 * n}"} for n in range(20)]
+    write_rows(tmp_path / "gsm8k_train.jsonl", sums)
     tokenizer = load_tokenizer("tokenizer")
     for seed, (name, width) in enumerate({"base-model": 32, "teacher-model": 64}.items()):
         config = {**CONFIG, "hidden_size": width}
@@ -97,6 +100,7 @@ def logits(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]
         ("kto", ["batch.pairs=4", "evaluation.every=2"]),
         ("orpo", ["batch.pairs=4", "evaluation.every=2"]),
         ("distill", ["batch.sequences=2", "evaluation.every=2"]),
+        ("grpo", ["batch.prompts=4", "evaluation.every=2", "data.eval=4", *SHORT_ANSWERS]),
     ],
 )
 def test_a_shipped_recipe_trains(
@@ -211,6 +215,36 @@ def test_the_rank_study_compares_ranks(
         assert told["evaluation"] is not None
 
 
+@pytest.mark.slow
+def test_the_recipe_of_a_chain_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [question for question in every_question(held_out=False) if len(question.messages) == 1]
+    write_rows(
+        here / "prompts.jsonl",
+        [{"question": each.messages[0]["content"], "answer": each.answer} for each in asked[:40]],
+    )
+    stages = ("pretrain", "sft", "reward", "ppo", "grpo")
+    small = ["pretrain.model.config.hidden_size=32", "pretrain.model.config.intermediate_size=64"]
+    small += ["pretrain.batch.tokens=256", "data.max_length=128", "data.cache=cache", "data.workers=1"]
+    small += [
+        "steps=2",
+        "sft.steps=1",
+        "precision=fp32",
+        "ppo.rollout.max_new_tokens=8",
+        "grpo.rollout.max_new_tokens=8",
+        "threads=1",
+    ]
+    recipe = library.folder() / "chain.yaml"
+    assert danlu("train", recipe, *small) == 0
+    for name, steps in zip(stages, (2, 1, 2, 2, 2), strict=True):
+        assert json.loads((here / "runs/chain" / name / "summary.json").read_text())["steps"] == steps
+    said = capsys.readouterr().err
+    assert [line.split()[0] for line in said[said.rindex("\nstage ") :].split("\n")[2:7]] == list(stages)
+    lines = [json.loads(line) for line in (here / "runs/chain/ppo/metrics.jsonl").read_text().splitlines()]
+    assert any("reward/model" in line for line in lines)
+    assert danlu("train", recipe, *small) == 0
+    assert capsys.readouterr().err.count("was finished already, after step") == len(stages)
+
+
 def test_every_shipped_recipe_is_tried() -> None:
     tried = {case[0] for mark in test_a_shipped_recipe_trains.pytestmark for case in mark.args[1]}
-    assert tried | {"lenet_mnist", "lora", "rank_study", "reward"} == set(library.shipped())
+    assert tried | {"chain", "lenet_mnist", "lora", "rank_study", "reward"} == set(library.shipped())

@@ -36,6 +36,10 @@ VERBS: dict[str, Verb] = {
     ),
     "quantize": Verb("danlu.cli.quantize:quantize", "Use", "write a model in 4 bits, a quarter of its size"),
     "recipes": Verb("danlu.cli.recipes:app", "Begin", "list and copy the recipes that come with danlu; the schema"),
+    "replay": Verb("danlu.cli.replay:replay", "Look", "make a rollout of a run again, and compare its tokens"),
+    "report": Verb(
+        "danlu.cli.report:report", "Look", "a run as a page: curves, best and worst samples, failed rewards"
+    ),
     "runs": Verb("danlu.cli.runs:app", "Look", "list runs: running, finished or stopped, steps, losses and time"),
     "serve": Verb(
         "danlu.cli.serve:serve", "Use", "answer over HTTP as OpenAI's API does, with a model and its adapters"

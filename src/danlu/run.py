@@ -99,6 +99,7 @@ def train(
     stream: TextIO | None = None,
     dry_run: bool = False,
     stage: Stage | None = None,
+    rehearse: Callable[[Run], None] = lambda run: None,
 ) -> Outcome:
     """Trains the recipe in its output folder, going on where an earlier run of it stopped.
 
@@ -108,6 +109,7 @@ def train(
     dry_run: do all up to the first step (rows, weights, optimizer, a checkpoint taken up), and then stop. The output
     folder is only looked at; tokens stay in their cache.
     stage: what is trained, by default the row of `STAGES` that the recipe names.
+    rehearse: what a dry run does with the run that is ready; what it writes goes away with it.
     Raises DanluError of the kind that fits, and Stopped for a signal when there is nothing to be saved (or a second
     one); whatever was saved before stays.
     """
@@ -134,7 +136,7 @@ def train(
         stop_request = closing.enter_context(StopRequest(together_s=0.0 if ranks.alone else TOGETHER_S))
         stop_request.at_once = True
         try:
-            return _train(loaded, stage, folder, into, resume, stop_request, say, stream, device, ranks)
+            return _train(loaded, stage, folder, into, resume, rehearse, stop_request, say, stream, device, ranks)
         except Stopped as stop:
             if dry_run:
                 raise
@@ -153,6 +155,7 @@ def _train(
     folder: Path,
     into: Path,
     resume: str,
+    rehearse: Callable[[Run], None],
     stop_request: StopRequest,
     say: Say,
     stream: TextIO,
@@ -195,6 +198,7 @@ def _train(
             say(line)
         run = _build(recipe, stage, reader, material, placed, device, into, start, say)
         closing.callback(run.store.close)
+        closing.callback(run.feed.close)
         memory_report.began(run, placed)
         for line in memory_report.expected():
             say(line)
@@ -202,6 +206,7 @@ def _train(
         if into != folder:
             if run.metrics is not None:
                 closing.callback(run.metrics.close)
+            rehearse(run)
             return Outcome(folder, run.state.step, 0, (), rehearsed=True)
         if run.metrics is not None:
             run.recorders = (run.metrics, *_shows(recipe, reader, folder, run, stream))
@@ -219,7 +224,9 @@ def _train(
     if run.learner.activations is not None and run.learner.activations.peak_bytes:
         memory = placed.memory(run)
         say(memory.line(program, peak_memory_bytes(device)))
-    if run.metrics is not None and (flat := flat_loss(read_metrics(run.metrics.path))) is not None:
+    # The loss of items that the model makes itself falls and rises with them, whatever is learnt.
+    logged = None if run.metrics is None or run.feed.generated is not None else read_metrics(run.metrics.path)
+    if logged is not None and (flat := flat_loss(logged)) is not None:
         say(flat)
     exported = export_result(run, placed, recipe, folder, say)
     if ranks.leads:
@@ -285,12 +292,14 @@ def _build(
         group=ALONE if ranks.alone else new_group("checkpoint", ranks.world.ranks, backend="gloo"),
     )
     metrics = MetricsLog(folder / METRICS) if ranks.leads else None
+    learner = placed.learner(micro, material.sources)
+    source, held_out = placed.items(material, learner, folder)
     run = Run(
-        learner=placed.learner(micro, material.sources),
+        learner=learner,
         optimizer=optimizer,
         schedule=recipe.schedule,
         clip=recipe.gradient_clipping,
-        feed=Feed(material.source, per_step=per_step, total=total_packs),
+        feed=Feed(source, per_step=per_step, total=total_packs),
         cadence=_cadence(recipe, total_steps),
         watch=Watch(recipe.watch),
         store=store,
@@ -299,7 +308,7 @@ def _build(
         stop_request=StopRequest(),
         scaler=_scaler(reader.targets(per_step)) if recipe.precision == "fp16" else None,
         ema=None if recipe.ema is None else Ema(placed.parameters(), recipe.ema.decay),
-        held_out=material.held_out,
+        held_out=held_out,
         early_stop=recipe.evaluation.early_stop,
         criterion=stage.criterion(recipe),
         sample_prompts=() if recipe.evaluation.samples is None else tuple(recipe.evaluation.samples.prompts),
@@ -317,6 +326,7 @@ def _build(
             say(f"deleted {', '.join(path.name for path in later)}: checkpoints after {start.path.name}")
         if metrics is not None and metrics.lines < lines:
             say(f"{metrics.path}: {metrics.lines} lines, but {lines} when {start.path.name} was saved: some are lost")
+    placed.check_weights()
     if metrics is not None:
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))

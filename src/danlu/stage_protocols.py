@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from danlu.data.column_store import ColumnType
+from danlu.data.prompts import Prompt, PromptOrder
 from danlu.data.samples import Samples
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import RecipeError
@@ -27,7 +28,7 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, QuantizationSection
 from danlu.train.criterion import Criterion
 from danlu.train.memory_parts import MemoryParts
-from danlu.train.position import PackSource
+from danlu.train.position import ItemSource
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
 from danlu.train.step import AnyLearner
@@ -38,6 +39,10 @@ Better = Literal["lower", "higher"]
 
 LeastSeconds = Callable[[Sequence[int], int], float]
 """(document lengths, targets) of a step -> the seconds it would take at the matrix-product speed of all its devices."""
+
+
+HeldOut = Callable[[], Sequence[Item]]
+"""The items of an evaluation, asked for each time."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,19 @@ class StoredRows:
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """What a policy is asked while it is trained."""
+
+    order: PromptOrder  # over those of an epoch
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+
+
+@dataclass(frozen=True)
 class Material:
     """What is trained on."""
 
-    source: PackSource
+    source: ItemSource | None  # None where models make the items of `prompts`
     per_epoch: int | None  # items; None for a stream
     held_out: Sequence[Item] | None
     lines: Sequence[str]  # what became of the rows, for the console
@@ -65,6 +79,13 @@ class Material:
     sources: tuple[str, ...] = ()  # names of the files or mixture parts whose losses are told apart
     empty: Item | None = None  # without targets, like the others, for a process that has none; None: the usual one
     stored: StoredRows | None = None  # None for what columns cannot be added to: a stream, images
+    prompts: Prompts | None = None  # that the policy answers itself
+
+    def items(self) -> tuple[ItemSource, HeldOut | None]:
+        """What steps take and evaluations judge, where that is read and not made by a model."""
+        held_out = self.held_out
+        assert self.source is not None, "rows were read"
+        return self.source, (None if not held_out else lambda: held_out)
 
 
 class Reader(Protocol):
@@ -109,6 +130,15 @@ class PlacedModel(Protocol):
     def micro(self, optimizer: Optimizers, most: int) -> int: ...  # items in a micro-batch, at most so many
 
     def learner(self, micro: int, sources: tuple[str, ...] = ()) -> AnyLearner: ...
+
+    def check_weights(self) -> None:
+        """Raises a DanluError for what cannot be trained on with the weights of the first step, which are there now."""
+
+    def items(self, material: Material, learner: AnyLearner, folder: Path) -> tuple[ItemSource, HeldOut | None]:
+        """What steps take, and what evaluations judge: those of `material`, or what the placed models make of it.
+
+        folder: of the run, for what is written of items that are made.
+        """
 
     def generate(self) -> Generate | None: ...  # texts, where the recipe asks for samples
 

@@ -14,13 +14,18 @@ from danlu.language.distillation import (
     teacher_models,
 )
 from danlu.language.initial_score_head import first_score_head
+from danlu.language.prompt_reader import PromptReader, RolloutBuilder
 from danlu.language.reader import PackReader
 from danlu.language.reference import REFERENCE, reference_columns, reference_models
+from danlu.language.reinforcement import has_one_update, objective_section
 from danlu.language.tree_reader import TreeReader
 from danlu.objectives.cross_entropy import CrossEntropy
+from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGradientSettings
+from danlu.objectives.policy_losses import ImportanceBounds
 from danlu.objectives.preference import Preference, preference_objective
 from danlu.objectives.reward import BradleyTerry, Stepwise
 from danlu.objectives.step_preference import StepPreference
+from danlu.objectives.value import PpoObjective
 from danlu.recipe import Recipe, sections
 from danlu.recipe.sections import HiddenStates, LossOptions, terms_of
 from danlu.stage_protocols import Better, Stage, policy_alone
@@ -83,6 +88,8 @@ def reward_metrics(recipe: Recipe) -> dict[str, Better]:
 
 def objective_rate(recipe: Recipe) -> float:
     """What the learning rate of a score head, or of maps of hidden states, is multiplied by."""
+    if recipe.value is not None:
+        return recipe.value.rate_ratio
     trained = (sections.BradleyTerry, sections.Stepwise, HiddenStates)
     return next((term.rate_ratio for term in recipe.objective or () if isinstance(term, trained)), 1.0)
 
@@ -92,6 +99,47 @@ def _reward_section(recipe: Recipe) -> sections.BradleyTerry | sections.Stepwise
     section, *more = recipe.objective or [sections.BradleyTerry()]
     assert not more and isinstance(section, sections.BradleyTerry | sections.Stepwise), "the rules refuse others"
     return section
+
+
+def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
+    """The policy gradient of the recipe's objective, over what its rollouts drew; with a critic's loss in PPO."""
+    section = objective_section(recipe)
+    kl = section.kl if section.kl is not None and not section.kl.in_reward else None
+    low, high = section.clip_bounds
+    settings = PolicyGradientSettings(
+        loss=section.loss,
+        ratio=section.ratio,
+        clip_low=low,
+        clip_high=high,
+        dual_clip=section.dual_clip,
+        normalise=section.normalise,
+        constant_tokens=recipe.rollout.max_new_tokens,
+        kl=0.0 if kl is None else kl.coefficient,
+        kl_estimator="k3" if kl is None else kl.estimator,
+        kl_with_ratio=kl is not None and kl.ratio,
+        entropy=section.entropy,
+        importance=None if section.importance is None else ImportanceBounds(**section.importance.model_dump()),
+        off_policy=section.off_policy,
+        temperature=recipe.rollout.temperature,
+        single_update=has_one_update(recipe),
+    )
+    # A KL in the reward is known when the rollout is made; the reference is not asked again in each update.
+    policy = PolicyGradient(settings, kl is not None and REFERENCE in reference_models(recipe))
+    if not isinstance(section, sections.Ppo):
+        return policy
+    head = first_score_head(recipe, 1, bias=False)
+    return PpoObjective(head, policy, value_clip=section.value_clip, value_weight=section.value_weight)
+
+
+def held_out_rewards(recipe: Recipe, objective: Objective) -> PolicyEvaluation:
+    """Held-out prompts are judged by the rewards of the policy's greedy answers."""
+    return PolicyEvaluation()
+
+
+def policy_metrics(recipe: Recipe) -> dict[str, Better]:
+    """What evaluations of a policy report that has a better side."""
+    parts: dict[str, Better] = {f"reward/{reward.label}": "higher" for reward in recipe.rewards or ()}
+    return {"loss": "lower", "reward": "higher", **parts}
 
 
 STAGES: dict[str, Stage] = {
@@ -127,6 +175,15 @@ STAGES: dict[str, Stage] = {
         task=reward_task,
         objective_rate=objective_rate,
         metrics=reward_metrics,
+    ),
+    "rl": Stage(
+        PromptReader,
+        RolloutBuilder,
+        policy_gradient,
+        reference_models,
+        held_out_rewards,
+        objective_rate=objective_rate,
+        metrics=policy_metrics,
     ),
     "sft": Stage(PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics),
 }

@@ -88,6 +88,10 @@ class Pack:
         return tuple(sample.row for sample in self.samples)
 
 
+SECONDS_OF_ITEMS = frozenset({"rollout_s", "reward_s", "scoring_s"})
+"""Metrics of items that models make: how long answering, judging and scoring took."""
+
+
 class Item(Protocol):
     """What a step's batch is counted in, as the loop sees it: a pack of documents, or an image."""
 
@@ -237,7 +241,8 @@ class Outputs(Protocol):
         self,
         *,
         temperature: float = 1.0,
-        support: Tensor | None = None,  # [N, K] int64: ids that the distribution is confined to, -1 for none
+        support: Tensor
+        | None = None,  # [N, K] int64: ids that the distribution is confined to; -1 is no id, and no ids are all
         entropy: bool = False,
         collision: bool = False,
     ) -> TokenLogprobs: ...
@@ -306,6 +311,14 @@ class HeadObjective(Protocol):
 
     @property
     def score_head(self) -> nn.Linear: ...  # [labels, D]: what the policy's `scores` and `values` apply
+
+
+@runtime_checkable
+class RoleObjective(Protocol):
+    """An objective that says which models beside the policy it asks: others of the stage are not run for it."""
+
+    @property
+    def roles(self) -> frozenset[Role]: ...
 
 
 @runtime_checkable

@@ -78,6 +78,14 @@ def test_what_is_no_chain(transitions, message):
         MarkovChain(transitions)
 
 
+def test_an_end_is_one_however_its_probabilities_add_up():
+    process = MarkovDecisionProcess(np.stack([np.tile([0.0, 1.0], (6, 1))] * 2), np.zeros((2, 6)), 1.0)
+    chain = process.under(np.full((2, 6), 1 / 6)).chain
+    assert chain.transitions[1, 1] != 1  # six times a sixth
+    assert chain.absorbing.tolist() == [False, True]
+    assert chain.steps_until_absorbed().tolist() == [1, 0]
+
+
 def test_questions_without_an_answer():
     with pytest.raises(ValueError, match="several stationary"):
         MarkovChain(np.eye(2)).stationary_distribution()

@@ -21,6 +21,7 @@ from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.placing import Placed, place, subject_of
 from danlu.recipe import Recipe, load
+from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.ranks import ParallelEngine
 from danlu.rollout.request import Completion, Request, SamplingOptions
@@ -160,6 +161,17 @@ def trains_afterwards(file: str) -> Any:
     return policy.engine.generate(REQUESTS)
 
 
+def weight_copies(file: str) -> Any:
+    """Copies of weights that the engine has after a rollout, and after it was put to sleep."""
+    engine = policy_of(file).engine
+    assert isinstance(engine, ParallelEngine) and isinstance(engine.engine, EmbeddedEngine)
+    packed_weights = engine.engine._runner.packed_weights
+    engine.generate(REQUESTS)
+    copies = packed_weights.copies
+    engine.sleep()
+    return copies, packed_weights.copies
+
+
 def leaves_early(file: str) -> Any:
     """A rank that has come to its end makes no empty passes while others gather: the mistake that must show."""
     policy = policy_of(file)
@@ -174,6 +186,7 @@ CHECKS: dict[str, Callable[[str], Any]] = {
     "failing": failing,
     "streamed": streamed,
     "trains afterwards": trains_afterwards,
+    "weight copies": weight_copies,
 }
 
 

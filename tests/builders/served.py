@@ -23,8 +23,8 @@ from danlu.rollout.engine import EngineOptions
 from danlu.rollout.load_engine import engine_of
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
 from danlu.rollout.resolve_model import ResolvedModel, resolve_model
-from danlu.rollout.served_models import ServedModels, served_models
-from danlu.rollout.server import Server, ServerOptions, bind, url_of
+from danlu.rollout.serving.served_models import ServedModels, served_models
+from danlu.rollout.serving.server import Server, ServerOptions, bind, url_of
 
 PATIENCE_S = 20
 

@@ -109,6 +109,6 @@ def tiny_run(
         stop_request=stop_request or StopRequest(),
         scaler=scaler,
         ema=Ema(decoder.named_parameters(), 0.9) if ema else None,
-        held_out=[SyntheticPacks(seed=7).at(n) for n in range(4)] if evaluation else None,
+        held_out=(lambda: [SyntheticPacks(seed=7).at(n) for n in range(4)]) if evaluation else None,
         early_stop=early_stop,
     )

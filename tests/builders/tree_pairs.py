@@ -41,7 +41,7 @@ def tree_pair(number: int, *, label: float = 1.0) -> Pack:
 
 
 class TreePairs:
-    """Pairs by number; satisfies `train.position.PackSource`."""
+    """Pairs by number; satisfies `train.position.ItemSource`."""
 
     def at(self, n: int) -> Pack:
         return tree_pair(n)

@@ -72,9 +72,8 @@ def test_every_key_of_a_recipe_is_reached() -> None:
         for one in offered(f"danlu train r.yaml {above}"):
             waiting += [one] if one.endswith(".") else []
             reached |= {one.removesuffix("=")} if one.endswith("=") else set()
-    assert reached == {
-        key for key in keys() if not key.startswith(("data.train.", "data.eval.", "objective.", "teacher."))
-    }
+    lists = ("data.train.", "data.eval.", "objective.", "rewards.", "teacher.")
+    assert reached == {key for key in keys() if not key.startswith(lists)}
 
 
 def test_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders.adapter_folders import adapter_folder
+from builders.adapter_folders import adapter_folder, of_another_tool
+from builders.served import Loaded, serving
 from builders.tiny_world import World, start, write_rows
 from safetensors.torch import load_file, save_file
 
@@ -416,6 +417,34 @@ def test_an_adapter_answers_as_the_model_it_makes(tiny_world, adapter, tmp_path,
         row = greedy(capsys, named)
         assert row["tokens"] == expected["tokens"] != plain["tokens"]
         assert row["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("section", [sections.Lora(), sections.Prompt(tokens=4)], ids=["lora", "prompt"])
+def test_an_adapter_on_a_base_answers_as_when_it_is_served(tiny_world, tmp_path, capsys, section):
+    folder = of_another_tool(adapter_folder(tiny_world.base, tmp_path / "poet", section, size=0.5))
+    generated = greedy(capsys, tiny_world.base, "--adapter", folder)
+    assert generated == greedy(capsys, folder, "--base", tiny_world.base)
+    loaded = Loaded.of(tiny_world.base, [folder])
+    with serving(loaded.served, loaded.engine()) as served:
+        answers = {
+            name: served.client().completions.create(
+                model=name, prompt="Tom", temperature=0, max_tokens=8, logprobs=0, extra_body={"return_token_ids": True}
+            )
+            for name in loaded.served.names
+        }
+    (by_adapter,), (by_base,) = answers["poet"].choices, answers[loaded.served.names[0]].choices
+    assert generated["tokens"] == by_adapter.token_ids
+    assert generated["logprobs"] == pytest.approx(by_adapter.logprobs.token_logprobs, abs=1e-4)
+    assert generated["logprobs"] != pytest.approx(by_base.logprobs.token_logprobs, abs=1e-3)
+
+
+def test_an_answer_is_by_one_adapter(tiny_world, adapter, tmp_path, capsys):
+    other = adapter_folder(tiny_world.base, tmp_path / "other", sections.Lora())
+    for arguments in ([adapter, "--adapter", other], [tiny_world.base, "--adapter", adapter, "--adapter", other]):
+        assert main(["generate", *map(str, arguments), "--prompt", "a"]) == 2
+        said = capsys.readouterr().err
+        assert "error: --adapter: generate answers with one adapter, and there are 2, MODEL counted where it is" in said
+        assert "one: adapter, other. danlu chat" in said
 
 
 def test_few_bits_on_disk_and_while_loading_are_the_same(tiny_world, adapter, tmp_path, capsys):

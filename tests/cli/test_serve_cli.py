@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +66,47 @@ def test_a_signal_ends_it_and_closes_streams(endless: Path, tmp_path: Path, numb
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@contextmanager
+def unread_stream(url: str) -> Iterator[None]:
+    """A client that does not read its stream, once the server can send no more of it."""
+    body = json.dumps({"prompt": "a", "max_tokens": 10_000, "n": 128, "logprobs": 20, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1")))) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+        def generated_tokens() -> int:
+            with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=PATIENCE_S) as response:
+                return int(re.search(rb"^danlu_tokens_generated_total (\d+)", response.read(), re.MULTILINE)[1])
+
+        wait_until(lambda: generated_tokens() > 8000)  # of 1.7 kB each, and a socket holds 4 MiB at the most
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signals", "why"),
+    [
+        ([signal.SIGINT, signal.SIGINT], "Ctrl-C came again"),
+        ([signal.SIGTERM, signal.SIGINT], "Ctrl-C came again"),
+        ([signal.SIGINT], "their answers were not read within 5 s"),
+    ],
+)
+def test_a_client_that_does_not_read_is_cut_off_in_the_end(
+    endless: Path, tmp_path: Path, signals: list[int], why: str
+) -> None:
+    log = tmp_path / "log"
+    with serving(log, endless, "--cache-gib", "0.3") as (process, url), unread_stream(url):
+        for number in signals:
+            os.kill(process.pid, number)
+            process.join(1)  # the end of what is read
+        process.join(PATIENCE_S)
+        assert process.exitcode == 130
+    lines = log.read_text().splitlines()
+    assert lines[1] == f"requests cut off: 1 ({why})"
+    assert lines[2].startswith("POST  /v1/completions  cut off  endless  1 + ") and lines[3:] == ["interrupted"]
+
+
 @pytest.fixture
 def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading weights fails the test."""
@@ -108,7 +151,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
 def test_a_server_that_anyone_can_reach_without_a_key_is_warned_of(
     tiny_world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from danlu.rollout import server
+    from danlu.rollout.serving import server
 
     monkeypatch.setattr(server.Server, "listen", lambda self: None)
     monkeypatch.delenv("DANLU_API_KEY", raising=False)
@@ -127,7 +170,7 @@ def test_a_server_that_anyone_can_reach_without_a_key_is_warned_of(
 def test_an_adapter_as_the_model_comes_first(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from danlu.rollout import server
+    from danlu.rollout.serving import server
 
     names: list[Any] = []
     monkeypatch.setattr(server.Server, "listen", lambda self: names.append(self._models.names))

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from danlu.data.batch import EMPTY_PACK, _padding_to_bucket, _to_device, collate, pad_to_bucket
+from danlu.data.batch import (
+    EMPTY_PACK,
+    _in_one_buffer,
+    _of_one_buffer,
+    _padding_to_bucket,
+    _to_device,
+    collate,
+    pad_to_bucket,
+)
 from danlu.types import Batch, Pack, Sample
 
 
@@ -106,10 +114,14 @@ def test_negative_weights_and_empty_batches_are_refused() -> None:
 
 def test_one_copy_keeps_every_array() -> None:
     """The path for other devices, on the meta device for dtypes and shapes."""
-    arrays = [np.arange(5), np.arange(3, dtype=np.float32), np.arange(0), np.arange(2)]
+    ids = np.arange(6, dtype=np.int32).reshape(3, 2)  # of each token several, as a support or a teacher's top tokens
+    arrays = [np.arange(5), np.arange(3, dtype=np.float32), np.arange(0), ids, ids[:0], ids.T, np.arange(2.0)]
     moved = _to_device(arrays, torch.device("meta"))
-    assert [tuple(t.shape) for t in moved] == [(5,), (3,), (0,), (2,)]
-    assert [t.dtype for t in moved] == [torch.int64, torch.float32, torch.int64, torch.int64]
+    assert [tuple(t.shape) for t in moved] == [array.shape for array in arrays]
+    int64, float32, int32 = torch.int64, torch.float32, torch.int32
+    assert [t.dtype for t in moved] == [int64, float32, int64, int32, int32, int32, torch.float64]
+    there = _of_one_buffer(_in_one_buffer(arrays, pinned=False), arrays)
+    assert all(np.array_equal(tensor.numpy(), array) for tensor, array in zip(there, arrays, strict=True))
 
 
 @pytest.mark.gpu

@@ -58,7 +58,7 @@ def turns_shown(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[dict[st
     """The messages and tools as the template is given them: where it takes no system message, merged into the first."""
     parsed = parse_row(row, "auto", "row")
     assert isinstance(parsed, Conversation)
-    shown = render_module._Renderer(tokenizer, ASSISTANT)._messages(parsed, tokenizer.template(bool(parsed.tools)))
+    shown = render_module.shown_messages(parsed, tokenizer.template(bool(parsed.tools)), ASSISTANT.system)
     return [turn_of(message) for message in shown], parsed.tools
 
 

@@ -34,7 +34,7 @@ CASES = [
         "variable of 5,000 brackets",
         TRAIN,
         2,
-        ("error: r.yaml:1:8 stage: expected one of pretrain, sft, classify, preference, reward, distill, not '[[[[",),
+        ("error: r.yaml:1:8 stage: expected one of pretrain, sft, classify,", "reward, distill, rl, not '[[[["),
         text("stage: ${BRACKETS}\n"),
         environ={"BRACKETS": "[" * 5000},
     ),

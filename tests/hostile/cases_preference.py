@@ -227,7 +227,7 @@ CASES = [
         "reference in a reward model",
         TRAIN,
         2,
-        ("error: r.yaml:", "reference: only stage preference has a reference; this is reward. Leave it out"),
+        ("error: r.yaml:", "reference: only stages preference and rl have a reference; this is reward. Leave"),
         stage("reward", GOOD, reference="frozen"),
     ),
     Case(

@@ -228,7 +228,7 @@ CASES = [
         "key with escapes",
         TRAIN,
         2,
-        ("error: r.yaml:5:1 ev\\x1b[2Jil: unknown key. Known: stage, model, data, objective, reference, teacher,",),
+        ("error: r.yaml:5:1 ev\\x1b[2Jil: unknown key. Known: stage, model, data, objective, rewards, reward_limits,",),
         text(CELLS + '"ev\\x1b[2Jil": 1\n'),
     ),
     Case(
@@ -250,7 +250,7 @@ CASES = [
         TRAIN,
         2,
         (
-            "error: r.yaml:31:8 stage: expected one of pretrain, sft, classify, preference, reward, distill, not ",
+            "error: r.yaml:31:8 stage: expected one of pretrain, sft, classify, preference, reward, distill, rl, not ",
             "'ppoo'.",
         ),
         recipe(stage="ppoo"),
@@ -730,7 +730,7 @@ CASES = [
         "recipes copy unknown",
         ("recipes", "copy", "stf"),
         2,
-        ("error: no recipe called 'stf'. Did you mean 'sft'? There are: continue, distill, dpo, kto, lenet_mnist,",),
+        ("error: no recipe called 'stf'. Did you mean 'sft'? There are: chain, continue, distill, dpo, grpo, kto,",),
     ),
     Case(
         "recipes copy over a file",

@@ -22,9 +22,10 @@ from hostile.cases_environment import CASES as ENVIRONMENT
 from hostile.cases_folders import CASES as FOLDERS
 from hostile.cases_preference import CASES as PREFERENCE
 from hostile.cases_recipe import CASES as RECIPE
+from hostile.cases_rl import CASES as RL
 from hostile.cases_rollout import CASES as ROLLOUT
 
-CASES = [*RECIPE, *DATA, *FOLDERS, *ENVIRONMENT, *PREFERENCE, *ROLLOUT]
+CASES = [*RECIPE, *DATA, *FOLDERS, *ENVIRONMENT, *PREFERENCE, *RL, *ROLLOUT]
 
 # Not a bound that a case is judged by: without it, one that waits for ever would end the whole suite without a name.
 HANGS_S = 60

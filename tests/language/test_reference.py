@@ -212,7 +212,7 @@ def test_the_default_follows_the_adapter(tiny_world: World, tmp_path: Path, adap
         ({"reference": {"kind": "frozen", "mix": 0.5}}, "only read with reference.every"),
         ({"reference": {"kind": "frozen", "every": 2, "quantization": NF4}}, "cannot be quantized"),
         ({"reference": {"kind": "cached"}, "data": {"streaming": True, "eval": None}, "evaluation": {}}, "only once"),
-        ({"reference": {"kind": "cached"}, "stage": "sft", "objective": None}, "only stage preference"),
+        ({"reference": {"kind": "cached"}, "stage": "sft", "objective": None}, "only stages preference and rl"),
     ],
 )
 def test_references_that_cannot_be_are_refused(

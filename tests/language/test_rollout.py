@@ -38,12 +38,10 @@ def placed_policy(recipe: Recipe) -> Placed:
 
 def test_settings_of_the_engine_are_the_recipes(tiny_world: World, tmp_path: Path) -> None:
     assert engine_options(recipe_of(tiny_world, tmp_path)) == EngineOptions(), "the defaults are the same"
-    changed = Rollout(
-        block=8, cache_gib=0.5, batch_tokens=64, sequences=3, prefix_sharing=False, preempt="swap", swap_gib=1.5
-    )
-    recipe = recipe_of(tiny_world, tmp_path, numerics="exact").model_copy(update={"rollout": changed})
-    wanted = EngineOptions(8, 0.5, 64, 3, False, None, "swap", 1.5, exact=True)
-    assert engine_options(recipe) == wanted
+    values: dict[str, Any] = {"block": 8, "cache_gib": 0.5, "packed_gib": 0.25, "batch_tokens": 64, "sequences": 3}
+    values |= {"prefix_sharing": False, "preempt": "swap", "swap_gib": 1.5}
+    recipe = recipe_of(tiny_world, tmp_path, numerics="exact").model_copy(update={"rollout": Rollout(**values)})
+    assert engine_options(recipe) == EngineOptions(**values, exact=True)
     for draft, options in (
         (Ngram(tokens=6, longest=2), DraftOptions("ngram", 6, 2)),
         (DraftModel(model="small", tokens=2), DraftOptions("model", 2, model="small")),

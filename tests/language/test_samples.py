@@ -12,6 +12,7 @@ from builders.tiny_world import World, danlu, metrics
 
 import danlu.language.samples as samples_module
 from danlu.language.placed import PlacedDecoder
+from danlu.models.packed_weights import PackedWeights
 from danlu.recipe import load
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.request import Completion, Request
@@ -67,6 +68,21 @@ def test_control_weights_that_changed_in_between_are_seen(
     monkeypatch.setattr(EmbeddedEngine, "generate", changed_afterwards)
     gaps = recorded(tiny_world, tmp_path / "run")[1]
     assert all(line["rollout_gap_max"] > 1e-3 for line in gaps)
+
+
+@pytest.mark.usefixtures("tokenising_here")
+@pytest.mark.parametrize("drops_copies", [True, False], ids=["", "control"])
+def test_samples_in_bf16_follow_the_weights_as_they_are_trained(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops_copies: bool
+) -> None:
+    """Decoding multiplies with bfloat16 copies of the float32 weights, which must not outlive an update of these."""
+    if not drops_copies:
+        monkeypatch.setattr(PackedWeights, "clear", lambda packed_weights: None)
+    gaps = [line["rollout_gap_mean"] for line in recorded(tiny_world, tmp_path / "run", precision="bf16", steps=6)[1]]
+    if drops_copies:
+        assert max(gaps) < 0.02
+    else:
+        assert gaps[0] < 0.02 and gaps[1] > 0.1 and gaps[2] > 1.5 * gaps[1]
 
 
 @pytest.mark.usefixtures("tokenising_here")

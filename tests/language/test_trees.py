@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,13 +32,13 @@ class Learner(DecoderLearner):
     seen: dict[Role, Outputs]
     restarts = False
 
-    def outputs(self, batch: Batch, gradient_scale: float) -> dict[Role, Outputs]:
+    def outputs(self, batch: Batch, gradient_scale: float, roles: Any = None) -> dict[Role, Outputs]:
         if self.restarts:
             starts = torch.zeros_like(batch.positions)
             for branch in batch.trees:
                 starts[branch.start : branch.stop] = branch.start
             batch = replace(batch, positions=torch.arange(len(starts)) - starts)
-        outputs = super().outputs(batch, gradient_scale)
+        outputs = super().outputs(batch, gradient_scale, roles)
         object.__setattr__(self, "seen", outputs)
         return outputs
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders.thread_group import ThreadGroup
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.objectives.token_logprobs import token_logprobs
@@ -73,18 +74,19 @@ def test_values_and_gradients_equal_the_formula(slice_rows: int, temperature: fl
 
 
 def confined(hidden: Tensor, head: Tensor, targets: Tensor, support: Tensor, temperature: float) -> Tensor:
-    """log softmax [N, V] over the support and the target of each row; -inf elsewhere."""
-    outside = torch.ones(len(targets), V + 1, dtype=torch.bool)
+    """log softmax [N, V] over the support and the target of each row, -inf elsewhere; over all without a support."""
+    outside = (support >= 0).any(1, keepdim=True).repeat(1, V + 1)
     outside.scatter_(1, torch.where(support < 0, V, support), False).scatter_(1, targets[:, None], False)
     return (hidden @ head.t() / temperature).masked_fill(outside[:, :V], float("-inf")).log_softmax(-1)
 
 
 def supports() -> Tensor:
-    """Up to 6 ids a row: the first row has none, the second the whole of one slice."""
+    """Up to 6 ids a row: the first row has none, the second all of one slice, the third one that may be the target."""
     generator = torch.Generator().manual_seed(2)
     support = torch.randint(0, V, (N, 6), generator=generator)
     support = support.masked_fill(torch.rand(N, 6, generator=generator) < 0.3, -1)
     support[0], support[1] = -1, torch.tensor([96, 97, 98, 99, 100, -1])
+    support[2], support[2, 3] = -1, problem()[2][2]
     return support
 
 
@@ -99,7 +101,7 @@ def test_within_a_support_it_is_normalised_over_it(slice_rows: int) -> None:
     torch.testing.assert_close(got.logprobs, of_targets, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got.entropy, entropy, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got.collision, (2 * want.detach()).logsumexp(1), rtol=1e-12, atol=1e-12)
-    assert got.logprobs[0] == 0  # nothing but the target
+    assert got.logprobs[2] == 0  # nothing but the target
     a, b = coefficients()
     wanted = torch.autograd.grad((a * of_targets + b * entropy).sum(), (hidden, head), retain_graph=True)
     gradients = torch.autograd.grad((a * got.logprobs + b * got.entropy).sum(), (hidden, head))
@@ -107,10 +109,64 @@ def test_within_a_support_it_is_normalised_over_it(slice_rows: int) -> None:
     # Negative control: over the whole vocabulary both differ.
     whole = token_logprobs(hidden, head, targets, temperature=0.7)
     assert not torch.allclose(whole.logprobs, of_targets, rtol=1e-3) and whole.entropy is None
+    torch.testing.assert_close(whole.logprobs[0], got.logprobs[0])  # what no filter has looked at
     assert torch.autograd.gradcheck(
-        lambda hidden: token_logprobs(hidden, head, targets[1:4], support=support[1:4], slice_rows=9).logprobs,
-        hidden[1:4].detach().requires_grad_(),
+        lambda hidden: token_logprobs(hidden, head, targets[:4], support=support[:4], slice_rows=9).logprobs,
+        hidden[:4].detach().requires_grad_(),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_a_support_have_the_bits_that_all_have_without_one(dtype: torch.dtype) -> None:
+    hidden, head, targets = problem(dtype)
+    support = supports().masked_fill_(torch.arange(N).unsqueeze(1) % 2 == 0, -1)
+    free = (support < 0).all(1)
+    assert free[::2].all() and not free[1::2].any()
+    want, got = everything(hidden, head, targets), everything(hidden, head, targets, support=support)
+    for name in ("logprobs", "entropy", "collision"):
+        assert torch.equal(getattr(got, name)[free], getattr(want, name)[free])
+        assert not torch.isclose(getattr(got, name)[~free], getattr(want, name)[~free], rtol=1e-3).any()  # control
+    gradients = [torch.autograd.grad((each.logprobs + each.entropy).sum(), hidden)[0] for each in (want, got)]
+    assert torch.equal(gradients[0][free], gradients[1][free])
+    assert not torch.allclose(gradients[0][~free], gradients[1][~free], rtol=1e-2)
+    # Nor do they change what the others have, whose bits are those of a batch where every row has ids.
+    full = torch.where(free.unsqueeze(1), torch.arange(6), support)
+    beside = everything(hidden, head, targets, support=full)
+    assert torch.equal(beside.logprobs[~free], got.logprobs[~free])
+    assert not torch.isclose(beside.logprobs[free], got.logprobs[free]).any()
+    # A support without any room is that of rows without ids.
+    nothing = everything(hidden, head, targets, support=supports()[:, :0])
+    assert torch.equal(nothing.logprobs, want.logprobs)
+
+
+class OperationCount(TorchDispatchMode):
+    """How many operations are carried out within it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_entropy_that_is_only_shown_costs_the_backward_pass_nothing() -> None:
+    hidden, head, targets = problem(torch.float32)
+
+    def operations(entropy: bool, share: float = 0.0) -> int:
+        got = token_logprobs(hidden, head, targets, entropy=entropy, slice_rows=8)
+        total = got.logprobs.sum()
+        total = total + share * got.entropy.sum() if share and got.entropy is not None else total
+        with OperationCount() as counted:
+            total.backward()
+        return counted.count
+
+    operations(False)  # makes the tensors of gradients
+    slices = -(-V // 8)
+    assert operations(True) - operations(False) < slices < operations(True, share=0.1) - operations(False)
+    want = torch.autograd.grad(written_out(hidden, head, targets, 1.0, None)[1].sum(), hidden)[0]
+    entropy = token_logprobs(hidden, head, targets, entropy=True).entropy
+    assert entropy is not None
+    torch.testing.assert_close(torch.autograd.grad(entropy.sum(), hidden)[0], want, rtol=1e-3, atol=1e-4)  # alone
 
 
 @pytest.mark.parametrize("slice_rows", [1, 8, 1000])

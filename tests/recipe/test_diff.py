@@ -74,4 +74,7 @@ def test_when_to_save_and_judge_matters_where_the_run_hangs_on_it() -> None:
     ):
         assert not matters(key, OLD)
         assert matters(key, changed)
+    for key in ("rollout.samples", "rollout.temperature", "rollout.staleness"):
+        assert matters(key, OLD)
+    assert not matters("rollout.cache_gib", OLD) and not matters("reward_limits.timeout_s", OLD)
     assert not matters("checkpoint.keep", OLD.model_copy(update={"watch": Watch(policy="rewind")}))

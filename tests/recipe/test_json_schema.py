@@ -19,6 +19,8 @@ def admits(rule: dict[str, Any], value: Any) -> bool:
     """JSON Schema, as far as the recipe's schema uses it."""
     if "$ref" in rule:
         return admits(SCHEMA["$defs"][rule["$ref"].rpartition("/")[2]], value)
+    if "if" in rule:
+        return admits(rule["then" if admits(rule["if"], value) else "else"], value)
     if "anyOf" in rule:
         return any(admits(option, value) for option in rule["anyOf"])
     if "enum" in rule:
@@ -92,6 +94,9 @@ def test_the_recipes_that_come_with_danlu(name: str) -> None:
         "data: a.json",
         "data: {train: a.json, packing: false, eval: b.json}",
         "data: {train: [a], eval: 5}",
+        "{stage: grpo, rewards: 'my.py:short'}",
+        "{stage: rl, rewards: ['my.py:short', {kind: math, column: a}], objective: {kl: 0.1, clip: [0.1, 0.2]}}",
+        "{stage: ppo, rewards: [{kind: length, most: 9}], objective: {kl: {in: reward}, clip: 0.1}, value: policy}",
     ],
 )
 def test_short_forms(change: str) -> None:
@@ -112,10 +117,27 @@ def test_short_forms(change: str) -> None:
         "rollout: paged",
         "rollout: {draft: {kind: ngram, model: small}}",
         "rollout: {cache_gib: 0}",
+        "rewards: {kind: math}",
+        "objective: {kind: grpo, kl: {in: advantage}}",
+        "objective: {kind: grpo, gae: 0.9}",
     ],
 )
 def test_what_an_editor_underlines(change: str) -> None:
     assert not admits(SCHEMA, {**plain(SHORT), **yaml.safe_load(change)})
+
+
+CHAIN: dict[str, Any] = {
+    "output": "x",
+    "data": {"max_length": 64},
+    "stages": [{"name": "a", "stage": "sft", "model": "m", "data": "a.json"}, {"stage": "dpo", "from": "a"}],
+}
+
+
+def test_a_chain() -> None:
+    assert admits(SCHEMA, CHAIN)
+    for change in ({"output": None}, {"stages": []}, {"stages": "sft"}, {"seedd": 1}, {"stages": [{"form": "a"}]}):
+        assert not admits(SCHEMA, {**CHAIN, **change}), change
+    assert not admits(SCHEMA, {**plain(SHORT), "data": {"max_length": 64}})  # only a chain may leave rows to its stages
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -125,6 +147,6 @@ def test_full_forms(recipe: Recipe) -> None:
 
 
 def test_descriptions() -> None:
-    assert SCHEMA["properties"]["output"]["description"] == "The run folder."
+    assert SCHEMA["else"]["properties"]["output"]["description"] == "The run folder."
     source = SCHEMA["$defs"]["Source"]["anyOf"][0]["properties"]["rows"]
     assert source["description"].startswith("Take only this many rows")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from danlu.errors import RecipeError, ResourceError
-from danlu.recipe import library, load
+from danlu.recipe import library, load, load_chain
 
 
 def test_names_and_first_lines() -> None:
@@ -16,7 +16,7 @@ def test_names_and_first_lines() -> None:
     assert shipped["pretrain"] == "Pretrain a small model from scratch on your own text."
 
 
-@pytest.mark.parametrize("name", library.shipped())
+@pytest.mark.parametrize("name", [name for name in library.shipped() if name != "chain"])
 def test_copies_load(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     copy = library.copy(name, Path("."))
@@ -29,6 +29,22 @@ def test_copies_load(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for path in missing:
         Path(path).write_text("")
     assert load(copy).recipe.output == f"runs/{name}"
+
+
+def test_the_copy_of_a_chain_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = library.copy("chain", Path("."))
+    with pytest.raises(RecipeError) as caught:
+        load_chain(copy)
+    for line in caught.value.problems:
+        Path(line.partition("no file or folder '")[2].partition("'")[0]).write_text("")
+    chain = load_chain(copy)
+    assert chain is not None
+    assert [stage.loaded.recipe.output for stage in chain.stages] == [
+        f"runs/chain/{each.name}" for each in chain.stages
+    ]
+    with pytest.raises(RecipeError, match=r"chain.yaml:\d+:1 stages: this is a chain of recipes"):
+        load(copy)
 
 
 def test_what_cannot_be_copied(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
         )
     )
     assert problems(path, "ema=3", "checkpoint.kep=1", "seed") == [
-        "recipe.yaml:1:8 stage: expected one of pretrain, sft, classify, preference, reward, distill, not 'sftt'. "
+        "recipe.yaml:1:8 stage: expected one of pretrain, sft, classify, preference, reward, distill, rl, not 'sftt'. "
         "Did you mean 'sft'?",
         "recipe.yaml:4:29 data.train.0.formt: unknown key in Source. Did you mean 'format'?",
         "recipe.yaml:5:10 data.eval.0.path: missing: add 'path: ...' under 'data.eval.0' (a text): "
@@ -107,10 +107,10 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
         "not 'lots'",
         "recipe.yaml:10:8 steps: expected a whole number, 1 or more, or null, not 10000.0. Write 10000",
         "recipe.yaml:11:16 batch.micro: expected a whole number, 1 or more, or auto, not 'x'.",
-        "recipe.yaml:12:1 agents: unknown key. Known: stage, model, data, objective, reference, teacher, adapter, "
-        "quantization, optimizer, schedule, batch, epochs, steps, precision, numerics, parallel, memory, loss, "
-        "gradient_clipping, watch, ema, evaluation, rollout, checkpoint, log, compile, deterministic, device, threads, "
-        "seed, output",
+        "recipe.yaml:12:1 agents: unknown key. Known: stage, model, data, objective, rewards, reward_limits, "
+        "reference, value, teacher, adapter, quantization, optimizer, schedule, batch, epochs, steps, precision, "
+        "numerics, parallel, memory, loss, gradient_clipping, watch, ema, evaluation, rollout, checkpoint, log, "
+        "compile, deterministic, device, threads, seed, output",
         "recipe.yaml:13:1 lr: unknown key. danlu's key for it is optimizer.learning_rate",
         "recipe.yaml:14:10 compile: expected true or false, not 'yes'. Write true",
         "recipe.yaml:15:9 output: expected a text, not 5",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from danlu.rewards.math_answer import final_answer, final_number, same_answer, to_number
@@ -124,3 +126,54 @@ def test_what_is_no_formula(text, message):
 @pytest.mark.parametrize("text", ["9^9^9^9", "(10^300)^10", "171!", "1/0", "0^{-1}", "()", "\\frac{}{}", "x" * 500])
 def test_nothing_hangs_or_raises(text):
     assert same_answer(text, "7") is False
+
+
+HOSTILE = {
+    "newlines": "answer is" + "\n" * 200_000,
+    "boxes": r"\boxed{" * 30_000,
+    "groups": "{" * 50_000 + "}" * 50_000,
+    "thousands": "1" + ",111" * 100_000,
+    "thousands-of-a-formula": "1" + ",111" * 480 + "x",
+    "sums": "1" + "+1" * 990,
+    "factorials": "3" + "!" * 1900,
+    "signs": "-" * 1900 + "1",
+    "roots": r"\sqrt" * 390 + "2",
+    "fractions": r"\frac" * 390 + "2",
+    "powers": "2^" * 990 + "2",
+    "subscripts": "x_{" * 600 + "1",
+    "unions": r"1\cup" * 390 + "1",
+    "units": "1m " * 600 + "\nx",
+    "huge": "1" + "0" * 300 + "(1+i)(179+i)",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_answers_are_judged_wrong_and_soon(text):
+    for answer in (text, rf"\boxed{{{text}}}", f"#### {text}"):
+        given = final_answer(answer)
+        assert given is None or not same_answer(given, "7")
+        assert final_number(answer) != "7"
+        if given is not None:
+            to_number(given)
+
+
+def test_any_soup_of_signs_is_judged():
+    """What comes out of a model early in training: never an exception, which would leave it unjudged."""
+    random = Random(0)
+    signs = [
+        *"0123456789xye+-*/^!%|(){}[],.=_ ",
+        "\\frac",
+        "\\sqrt",
+        "\\sin",
+        "\\pi",
+        "\\infty",
+        "\\left",
+        "\\cup",
+        "10^300",
+    ]
+    right = 0
+    for _ in range(1000):
+        text = "".join(random.choices(signs, k=random.randrange(1, 14)))
+        right += same_answer(text, "7") + same_answer(text, "(1, x)") + same_answer(text, "x^{99}e^{700}")
+        to_number(text)
+    assert 0 < right < 50, "the soup never is an answer, or always"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import textwrap
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from danlu.errors import RecipeError, ResourceError
 from danlu.rewards.code import Code, code_of, passes, require_isolation
-from danlu.rewards.function import load_function
+from danlu.rewards.function import UserFunction, load_function
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 
@@ -142,7 +143,32 @@ def test_functions_by_answer_and_by_batch(file):
     assert load_function(f"{file}:short")(answers) == [-1.5, -1.5]
     assert load_function(f"{file}:of_columns")(answers) == [1, 0]
     assert load_function(f"{file}:batched")(answers) == [1, 0]
-    assert load_function(f"{file}:undecided")([*answers, judged("!")]) == [1, None, None]
+    *others, undefined = load_function(f"{file}:undecided")([*answers, judged("!")])
+    assert others == [1, None] and math.isnan(undefined)
+
+
+def test_functions_are_called_as_trl_calls_them(tmp_path):
+    """Conversations are lists of messages on both sides, and functions may be asynchronous."""
+    path = tmp_path / "trl_style.py"
+    path.write_text(
+        "async def contents(prompts, completions, **columns):\n"
+        "    return [len(c[0]['content']) + 10 * len(p) if c[0]['role'] == 'assistant' else None\n"
+        "            for p, c in zip(prompts, completions)]\n"
+    )
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1"}]
+    reward = load_function(f"{path}:contents")
+    assert reward.takes_batch
+    assert reward([JudgedAnswer("two", {}, messages), JudgedAnswer("2", {}, messages[1:])]) == [23, 11]
+
+
+def test_a_file_is_run_once_and_stays_as_it_was_read(file):
+    file.write_text(
+        "calls = []\ndef count(completion):\n    calls.append(0)\n    return len(calls)\ncount_too = count\n"
+    )
+    first, second = UserFunction.read(f"{file}:count"), UserFunction.read(f"{file}:count_too")
+    file.write_text("def count(completion):\n    return -1\n")
+    assert first([judged("a")]) == [1] and second([judged("a")]) == [2] and first([judged("a")]) == [3]
+    assert load_function(f"{file}:count")([judged("a")]) == [-1]
 
 
 def test_functions_that_do_not_say_a_number(file):
@@ -158,11 +184,16 @@ def test_functions_that_do_not_say_a_number(file):
         ("short", "FILE.py:NAME"),
         ("nowhere.py:short", "no file nowhere.py"),
         ("{file}:unrelated", "no function 'unrelated'; it has short, of_columns, batched"),
-        ("{broken}:f", "raises NameError: name 'x' is not defined"),
+        ("{broken}:f", r"raises NameError: name 'x' is not defined \(broken.py:2\)"),
+        ("{syntax}:f", r"raises SyntaxError: .*\(syntax.py, line 1\)"),
+        ("{ends}:f", r"raises SystemExit: 3 \(ends.py:1\)"),
+        ("{latin}:f", "cannot be read: 'utf-8' codec can't decode byte"),
     ],
 )
 def test_functions_that_cannot_be_loaded(file, reference, message):
-    broken = file.with_name("broken.py")
-    broken.write_text("x")
+    contents = {"broken": b"\nx", "syntax": b"def f(:", "ends": b"raise SystemExit(3)", "latin": b"# \xe9"}
+    paths = {name: file.with_name(f"{name}.py") for name in contents}
+    for name, content in contents.items():
+        paths[name].write_bytes(content)
     with pytest.raises(RecipeError, match=message):
-        load_function(reference.format(file=file, broken=broken))
+        load_function(reference.format(file=file, **paths))

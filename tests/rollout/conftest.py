@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 KINDS = {
     "llama": {},
     "window": {"windows": (5, None, 5)},
+    "sliding": {"windows": (5, 9, 7)},
     "softcap": {"windows": (6, None, 6), "attention_softcap": 3.0, "final_softcap": 5.0, "sandwich_norms": True},
     "qk-norm": {"qk_norm": True, "kv_heads": 1},
 }

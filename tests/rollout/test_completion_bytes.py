@@ -35,6 +35,8 @@ def completions(draw: st.DrawFn) -> Completion:
         text=draw(st.text(max_size=9)),
         finish=draw(st.sampled_from(["stop", "length"])),
         top=draw(st.none() | st.just([((each, -0.5), (1, -1.0)) for each in column(st.integers(0, 9))])),
+        prompt_logprobs=draw(st.none() | st.lists(FLOATS, max_size=3)),
+        prompt_top=draw(st.none() | st.just([((5, -0.5), (1, -1.0)), ()])),
         routes=draw(st.none() | st.just(np.arange(count * 6, dtype=np.int16).reshape(count, 3, 2))),
     )
 

@@ -13,8 +13,9 @@ from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, Ya
 from danlu.models.saving import save
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions
+from danlu.rollout.penalties import SeenTokens
 from danlu.rollout.request import NewToken, Request, SamplingOptions
-from danlu.rollout.sampling import DrawRow, SeenTokens, draw
+from danlu.rollout.sampling import DrawRow, draw
 
 GREEDY = SamplingOptions(temperature=0)
 SCALINGS = [LinearScaling(4.0), DynamicScaling(4.0), Llama3Scaling(4.0, 1.0, 4.0, 16), YarnScaling(4.0, 16)]

@@ -139,6 +139,8 @@ def checks(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mappi
         for check, extra in {"uneven": {}, "failing": {}, "streamed": TIGHT, "trains afterwards": {}}.items()
         for layout in ("ddp", "zero2", "zero3", "zero3 in step", "tensor")
     }
+    for layout in ("ddp", "zero3", "zero3 in step"):
+        changes[f"weight copies: {layout}"] = {**changes[f"uneven: {layout}"], "precision": "bf16"}
     files = files_of(tiny_world, tmp_path_factory.mktemp("checks"), changes)
     by_rank = run_group(rollout_worker.each_check, 2, files)
     return {name: [seen[name] for seen in by_rank] for name in files}
@@ -191,6 +193,15 @@ def test_weights_can_be_trained_after_a_rollout(checks: Mapping[str, list[Any]],
     assert difference(first, checks["trains afterwards: ddp"][0]) < 1e-5
     assert difference(first, found.one["full"]) > 1e-2, "the weights have changed"
     assert {version for each in first for version in each.versions} == {1}
+
+
+@pytest.mark.parametrize(("layout", "kept"), [("ddp", True), ("zero3", True), ("zero3 in step", False)])
+def test_weights_that_each_pass_gathers_are_not_copied(
+    checks: Mapping[str, list[Any]], layout: str, kept: bool
+) -> None:
+    """Copies in bfloat16 would be of the whole model, on a process that has no room for it."""
+    for copies, asleep in checks[f"weight copies: {layout}"]:
+        assert (copies > 0) == kept and asleep == 0
 
 
 @pytest.mark.slow

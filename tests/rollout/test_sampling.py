@@ -10,7 +10,7 @@ from builders.chi_square import chi_square_p
 from danlu.errors import DataError, RecipeError
 from danlu.objectives.token_logprobs import token_logprobs
 from danlu.rollout.request import SamplingOptions
-from danlu.rollout.sampling import DrawRow, SeenTokens, check_allowed_ids, draw, uniform
+from danlu.rollout.sampling import DrawRow, check_allowed_ids, draw, uniform
 from danlu.rollout.support import Support, support_matrix
 
 V = 50
@@ -122,16 +122,6 @@ def test_a_penalty_decides_between_tokens_of_negative_logits():
     penalised = SamplingOptions(temperature=0, repetition_penalty=2.0)
     assert draw(logits, [DrawRow(penalised, 0, 0, 0, seen)]).tokens == [1]
     assert logits.tolist() == [[-1.0, -1.5]], "the caller's logits are left alone"
-
-
-def test_seen_tokens_are_distinct_and_grow():
-    seen = SeenTokens([4, 4, 2])
-    for token in (7, 2, 7):
-        seen.add(token)
-    assert sorted(seen.ids.tolist()) == [2, 4, 7] and seen.ids.dtype == np.int64
-    before = seen.ids
-    seen.add(9)
-    assert len(before) == 3 and len(seen.ids) == 4
 
 
 @pytest.mark.parametrize("width", [5000, 8192])  # one that is not a multiple of the blocks, and one that is

@@ -18,8 +18,8 @@ NOTHING = ("nothing",)
 class TextPool:
     """Each slot holds the text up to its token and the adapter, which is what keys and values follow from."""
 
-    def __init__(self, blocks, host_blocks, block):
-        self.block = block
+    def __init__(self, blocks, host_blocks, block, window=None):
+        self.block, self.window = block, window
         self.slots = [[NOTHING] * block for _ in range(blocks)]
         self.host = [[NOTHING] * block for _ in range(host_blocks)]
 
@@ -36,7 +36,7 @@ class TextPool:
 
     def compute(self, chunk, adapter, tokens):
         """Reads what the chunk needs, then writes its tokens."""
-        for position in range(chunk.start):
+        for position in range(0 if self.window is None else max(0, chunk.start - self.window + 1), chunk.start):
             assert self._slot(chunk, position) == (adapter, *tokens[: position + 1]), f"{position} of {chunk}"
         for position in range(chunk.start, chunk.stop):
             self._set(chunk, position, (adapter, *tokens[: position + 1]))
@@ -51,7 +51,9 @@ class TextPool:
 class Simulation:
     """Sequences that end at a length of their own, through a scheduler and a pool of texts."""
 
-    def __init__(self, *, blocks, block, batch_tokens=8, running_limit=4, preempt="recompute", host_blocks=0):
+    def __init__(
+        self, *, blocks, block, batch_tokens=8, running_limit=4, preempt="recompute", host_blocks=0, window=None
+    ):
         self.pool, self.host = BlockPool(blocks), BlockPool(host_blocks)
         self.scheduler = Scheduler(
             self.pool,
@@ -60,9 +62,10 @@ class Simulation:
             running_limit=running_limit,
             preempt=preempt,
             host=self.host,
+            window=window,
         )
-        self.texts = TextPool(blocks, host_blocks, block)
-        self.block = block
+        self.texts = TextPool(blocks, host_blocks, block, window)
+        self.block, self.window = block, window
         self.growth = {}  # by number: adapter, length at the end, sequences to branch off
         self.finished = {}
         self.steps = 0
@@ -133,12 +136,16 @@ class Simulation:
     def check(self):
         running = self.scheduler.running
         assert [one.number for one in running] == sorted(one.number for one in running)
-        assert {block for one in running for block in one.blocks} == {
+        assert {block for one in running for block in one.own_blocks} == {
             block for block in range(self.pool.blocks) if not self.pool.is_free(block)
         }
         assert not any(one.blocks for one in self.scheduler.waiting)
         for one in running:  # at most block - 1 empty slots of a live sequence
             assert len(one.blocks) * self.block - len(one.tokens) < self.block
+            assert set(one.blocks[: one.passed]) <= {one.own_blocks[0]}
+            if self.window is not None:  # what the window sees of what is computed, and parts of blocks at both ends
+                behind = len(one.own_blocks) - -(-(len(one.blocks) * self.block - one.computed) // self.block)
+                assert behind * self.block <= self.window - 1 + self.block
         assert self.host.used == sum(len(one.host_blocks) for one in self.scheduler.waiting)
 
     def run(self, drafts=0):
@@ -167,9 +174,10 @@ def arrivals(draw):
     running_limit=st.integers(1, 6),
     host_blocks=st.sampled_from([None, 0, 3, 30]),
     drafts=st.integers(0, 3),
+    window=st.none() | st.integers(1, 9),
 )
 def test_every_sequence_finishes_and_reads_its_own_text(
-    arrivals, block, spare, batch_tokens, running_limit, host_blocks, drafts
+    arrivals, block, spare, batch_tokens, running_limit, host_blocks, drafts, window
 ):
     longest = max(len(prompt) + growth for prompt, growth, *_ in arrivals)
     simulation = Simulation(
@@ -179,6 +187,7 @@ def test_every_sequence_finishes_and_reads_its_own_text(
         running_limit=running_limit,
         preempt="recompute" if host_blocks is None else "swap",
         host_blocks=host_blocks or 0,
+        window=window,
     )
     expected = {}
     pending = sorted(enumerate(arrivals), key=lambda item: item[1][4])
@@ -206,6 +215,45 @@ def test_control_a_pool_that_is_not_cleared_or_copied_is_noticed():
         simulation.add(0, [1] * 6, 24, samples=3)
         with pytest.raises(AssertionError, match="of Chunk"):
             simulation.run()
+
+
+def test_blocks_behind_the_window_are_given_back_and_stay_in_the_prefix_cache():
+    simulation = Simulation(blocks=20, block=4, batch_tokens=32, window=6)
+    simulation.add(0, [1] * 9 + [2] * 4, 30)
+    used = []
+    while simulation.scheduler.sequences:
+        simulation.step()
+        used.append(simulation.pool.used)
+    assert max(used) == 2 and simulation.scheduler.counters.peak_blocks == 4  # the whole prompt is there for one pass
+    simulation.add(1, [1] * 9 + [2] * 4, 30)
+    assert [chunk.start for chunk in simulation.step().chunks] == [12]  # three blocks of it were still known
+    simulation.run()
+    everything = Simulation(blocks=20, block=4, batch_tokens=32)  # control
+    everything.add(0, [1] * 9 + [2] * 4, 30)
+    everything.run()
+    assert everything.scheduler.counters.peak_blocks == 8 and everything.pool.cached == 7
+
+
+def test_a_sequence_that_comes_back_does_not_enter_what_it_gave_back():
+    """Its first own block stands in the places of others, whose texts are no longer there."""
+    pool, tokens = BlockPool(4), [1, 2, 3, 4, 5, 6, 7]
+    blocks = [pool.allocate() for _ in range(3)]
+    sequence = SequenceState(0, tokens, 3, digests=[root_digest("none", 0)], computed=6, blocks=blocks)
+    for block in sequence.pass_blocks(2):
+        pool.release(block)
+    assert sequence.blocks == [blocks[2]] * 3 and sequence.own_blocks == [blocks[2]] and pool.used == 1
+    sequence.remember(pool, 2)
+    same = SequenceState(1, tokens, 3, digests=[root_digest("none", 0)])
+    assert same.find_cached(pool, 2) == [] and sequence.remembered == 3
+    assert pool.find(sequence.digests[3], [5, 6]) == blocks[2]  # control: its own is there
+
+
+def test_control_a_window_that_is_larger_than_the_schedulers_is_noticed():
+    simulation = Simulation(blocks=9, block=2, batch_tokens=32, window=5)
+    simulation.texts.window = 8
+    simulation.add(0, [1] * 6, 18)
+    with pytest.raises(AssertionError, match="of Chunk"):
+        simulation.run()
 
 
 def test_decoding_goes_first_and_prompts_take_the_rest_of_the_pass():

@@ -7,8 +7,9 @@ import pytest
 import torch
 from builders.chi_square import chi_square_p
 
+from danlu.rollout.penalties import SeenTokens, TokenCounts
 from danlu.rollout.request import SamplingOptions
-from danlu.rollout.sampling import DrawRow, SeenTokens, draw, propose
+from danlu.rollout.sampling import DrawRow, draw, propose
 from danlu.rollout.speculative import DraftSequence, NgramProposer, Speculation
 
 V = 9
@@ -248,8 +249,11 @@ def test_ngrams_are_indexed_as_the_text_grows_and_forgotten():
 
 
 def test_rows_behind_proposals_have_seen_them():
-    row = DrawRow(SamplingOptions(repetition_penalty=2.0), 4, 1, 10, np.array([3, 5]))
-    rows = DraftSequence(0, [3, 5], 0, 2, row).rows([7, 8])
+    generated = TokenCounts(np.array([5]), np.array([2]))
+    row = DrawRow(SamplingOptions(repetition_penalty=2.0), 4, 1, 10, np.array([3, 5]), generated=generated)
+    rows = DraftSequence(0, [3, 5], 0, 2, row).rows([7, 5])
     assert [row.position for row in rows] == [10, 11, 12]
-    assert [list(row.seen) for row in rows] == [[3, 5], [3, 5, 7], [3, 5, 7, 8]]
+    assert [list(row.seen) for row in rows] == [[3, 5], [3, 5, 7], [3, 5, 7, 5]]
+    counts = [dict(zip(*map(np.ndarray.tolist, row.generated), strict=True)) for row in rows]
+    assert counts == [{5: 2}, {5: 2, 7: 1}, {5: 3, 7: 1}]
     assert all(row.number == 4 and row.sample == 1 for row in rows)

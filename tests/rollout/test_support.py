@@ -60,6 +60,12 @@ def test_answers_with_what_a_trainer_needs_pass():
             SamplingOptions(repetition_penalty=1.2),
             "prompt 5, sample 2: drawn with a repetition penalty of 1.2",
         ),
+        (
+            answer(),
+            SamplingOptions(presence_penalty=-0.5),
+            "presence penalty of -0.5, which a trainer's .* Set presence_penalty to 0 where they are trained on",
+        ),
+        (answer(), SamplingOptions(frequency_penalty=0.5), "sample 2: drawn with a frequency penalty of 0.5"),
         (answer(support=None), SamplingOptions(temperature=0), "temperature 0, where the likeliest token is certain"),
         (answer(support=None), FILTERED, "filters left tokens out .top_k 0, top_p 0.9, min_p 0, allowed_ids., and the"),
         (

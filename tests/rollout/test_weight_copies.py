@@ -25,4 +25,4 @@ def test_an_engine_takes_up_weights_that_changed_without_counting(small_decoder)
     fresh = EmbeddedEngine(model, dtype=torch.bfloat16).generate(requests)[0].logprobs
     assert logprobs() == fresh != before
     engine.sleep()
-    assert not engine._runner._few_rows._casts
+    assert engine._runner.packed_weights.copies == 0

@@ -43,8 +43,9 @@ class MarkovChain:
 
     @property
     def absorbing(self) -> np.ndarray:
-        """[S] bool: the states that are never left."""
-        return np.diag(self.transitions) == 1
+        """[S] bool: the states that are never left, but for how a sum of probabilities rounds."""
+        stays: np.ndarray = np.diag(self.transitions) > 1 - ROUNDING
+        return stays
 
     def distribution_after(self, steps: int, start: np.ndarray) -> np.ndarray:
         """[S]: where the chain is after so many steps from the distribution `start` [S] (Chapman and Kolmogorov)."""

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from danlu.recipe import Explanation, Recipe, load
+from danlu.errors import RecipeError
+from danlu.recipe import Chain, Explanation, Loaded, Recipe, load, load_chain
 from danlu.recipe import explain as look_up
+from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.messages import first_sentence
 from danlu.terminal import printable
 
@@ -26,15 +28,33 @@ def explain(
     """Explain a KEY of the recipe: type, default, allowed values, and where its value came from."""
     if overrides and recipe is None:
         raise typer.BadParameter("overrides need --recipe")
-    loaded = None if recipe is None else load(recipe, overrides or ())
+    loaded = None
+    if recipe is not None and (chain := load_chain(recipe, overrides or ())) is not None:
+        key, loaded = _in_stage(chain, key)
+    elif recipe is not None:
+        loaded = load(recipe, overrides or ())
     console = Console(highlight=False, soft_wrap=False)
     if key is None:
-        console.print(
-            _table([(name, first_sentence(field.description)) for name, field in Recipe.model_fields.items()])
-        )
+        rows = [(name, first_sentence(field.description)) for name, field in Recipe.model_fields.items()]
+        console.print(_table([*rows, (STAGES, first_sentence(CHAIN_KEYS[STAGES]))]))
         console.print("\n[dim]danlu explain KEY says more.[/dim]")
     else:
         _show(console, look_up(key, loaded))
+
+
+def _in_stage(chain: Chain, key: str | None) -> tuple[str | None, Loaded | None]:
+    """The key without the stage's name, and that stage's recipe; a key of the chain itself has none.
+
+    Raises RecipeError where it is not said which stage is meant.
+    """
+    if key is None or key in CHAIN_KEYS:
+        return key, None
+    name, _, rest = key.partition(".")
+    for stage in chain.stages:
+        if stage.name == name and rest:
+            return rest, stage.loaded
+    names = ", ".join(stage.name for stage in chain.stages)
+    raise RecipeError(f"{key!r}: in a chain say of which stage, as in {chain.stages[0].name}.{key}. Stages: {names}")
 
 
 def _show(console: Console, explanation: Explanation) -> None:

@@ -41,9 +41,8 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer
 Dtype = Annotated[str, typer.Option(help="auto (as stored), fp32, bf16 or fp16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 ChatTemplate = Annotated[Path | None, typer.Option(help="A Jinja file instead of the tokenizer's own chat template.")]
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model or adapter folder, a finished run, or a hub id.")
-]
+MODEL_HELP = "A model or adapter folder, a finished run, or a hub id."
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Base = Annotated[str | None, typer.Option(help="Of an adapter: the model it sits on, if not where it was trained.")]
 Quantization = Annotated[
     str | None,
@@ -102,6 +101,9 @@ def generate(
     device: Device = "auto",
     chat_template: ChatTemplate = None,
     base: Base = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="An adapter folder or run on top of MODEL, which answers with it.")
+    ] = None,
     quantization: Quantization = None,
 ) -> None:
     """Continue a prompt. The text alone goes to stdout, as it is written.
@@ -119,7 +121,8 @@ def generate(
     of_file = not isinstance(given, str)
     if (of_file or samples > 1) and not as_json:
         raise RecipeError("several answers are lines of JSON: add --json")
-    resolved = resolve_model(model, base)
+    resolved = resolve_model(model, base, adapter or [])
+    check_one_adapter(resolved)
     print_status_early(f"reading {resolved.given_path}")
     options = sampling_options(resolved, sampling, seed)
     engine_options = engine_flags(resolved, cache_gib, draft)
@@ -160,6 +163,17 @@ def generate(
         write_answers(engine, requests, rows, numbered=of_file)
     else:
         stream_answer(engine, requests[0])
+
+
+def check_one_adapter(resolved: ResolvedModel) -> None:
+    """Raises RecipeError for several adapters to switch between: an answer is by one of them."""
+    from danlu.rollout.resolve_model import adapter_names
+
+    if len(resolved.stacks) > 1:
+        raise RecipeError(
+            f"--adapter: generate answers with one adapter, and there are {len(resolved.stacks)}, MODEL counted where "
+            f"it is one: {', '.join(adapter_names(resolved.stacks))}. danlu chat and danlu serve switch between several"
+        )
 
 
 def stream_answer(engine: RolloutEngine, request: Request) -> None:

@@ -61,7 +61,7 @@ def serve(
     if api_key == "":
         raise RecipeError("--api-key: an empty key would let everybody in; leave the option out, or give a key")
     try:
-        from danlu.rollout import server
+        from danlu.rollout.serving import server
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:
@@ -80,7 +80,7 @@ def serve(
     from danlu.rollout.engine import DraftOptions, EngineOptions
     from danlu.rollout.load_engine import engine_of
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
-    from danlu.rollout.served_models import served_models
+    from danlu.rollout.serving.served_models import served_models
 
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
     section = quantization_section(quantization, resolved)

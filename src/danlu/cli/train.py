@@ -6,11 +6,11 @@ import io
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,9 @@ from danlu.parallel.layout import layout_of
 from danlu.parallel.world import World, world_from_environment
 from danlu.recipe import Loaded, Recipe
 from danlu.terminal import print_status, print_status_early
+
+if TYPE_CHECKING:
+    from danlu.run import Outcome
 
 MIN_PROCESS_BYTES = 128 << 20
 """Less than what a process that has loaded danlu's training holds for itself alone: 202 MiB of 283, as Linux counts."""
@@ -54,7 +57,8 @@ def train(
         bool, typer.Option("--quiet", "-q", help="Print errors only; metrics.jsonl has the rest.")
     ] = False,
 ) -> None:
-    """Train a recipe. The output folder holds everything; the same command goes on after an interruption.
+    """Train a recipe, or a chain of them. The output folder holds everything; the same command goes on after an
+    interruption.
 
     Under torchrun, or SLURM's srun with several tasks, danlu joins the processes that they have started.
     """
@@ -66,6 +70,18 @@ def train(
         )
     if world is not None:
         run_worker(world, lambda: _run_rank(world, recipe, overrides or [], resume, dry_run, quiet))
+    chain = recipes.load_chain(recipe, overrides or [])
+    if chain is not None:
+        from danlu.cli.chain import launch_chain, train_chain  # here: see `_train`
+
+        if processes is None or processes == 1:
+            code = train_chain(chain, resume, dry_run, quiet)
+        else:
+            check_processes(processes)
+            code = launch_chain(chain, [str(recipe), *(overrides or [])], resume, processes, dry_run, quiet)
+        if code:
+            raise typer.Exit(code)
+        return
     loaded = recipes.load(recipe, overrides or [])
     if processes is None or processes == 1:
         code = _train(loaded, resume, dry_run, quiet)
@@ -87,16 +103,21 @@ def train(
 
 def _run_rank(world: World, recipe: Path, overrides: list[str], resume: str, dry_run: bool, quiet: bool) -> int:
     """Runs one process of several, and returns its exit code."""
-    loaded = recipes.load(recipe, overrides)
-    print_to_terminal = redirect_output(
-        world, _dry_run_folder() if dry_run else Path(loaded.recipe.output).expanduser()
-    )
+    chain = recipes.load_chain(recipe, overrides)
+    loaded = recipes.load(recipe, overrides) if chain is None else chain.stages[0].loaded
+    output = loaded.recipe.output if chain is None else chain.output
+    print_to_terminal = redirect_output(world, _dry_run_folder() if dry_run else Path(output).expanduser())
     # Here: see `_train`.
     from danlu.parallel.process_group import join_process_group, leave_process_group
 
     report_torch_loaded(world)
     join_process_group(loaded.recipe.device, loaded.recipe.parallel.timeout_s, print_to_terminal)
-    code = _train(loaded, resume, dry_run, quiet)
+    if chain is None:
+        code = _train(loaded, resume, dry_run, quiet)
+    else:
+        from danlu.cli.chain import train_chain  # here: see `_train`
+
+        code = train_chain(chain, resume, dry_run, quiet, leads=world.rank == 0)
     leave_process_group()
     return code
 
@@ -174,22 +195,27 @@ def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu import run
 
-    say, stream = (_silent, io.StringIO()) if quiet else (print_status, None)
+    say, stream = (silent, io.StringIO()) if quiet else (print_status, None)
     outcome = run.train(loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
+    print_outcome(outcome, say)
+    return outcome.exit_code
+
+
+def print_outcome(outcome: Outcome, say: Callable[[str], None]) -> None:
+    """Says how a run ended, and what can be done with its result."""
     if outcome.exit_code:
         print_status(outcome.stopped)
-        return outcome.exit_code
+        return
     if outcome.rehearsed:
         say(
             f"dry run: all is ready for step {outcome.steps + 1}; nothing was trained, and {outcome.folder} is as it "
             "was"
         )
-        return 0
+        return
     already = "was finished already, " if outcome.already else "finished "
     say(f"{already}after step {outcome.steps}: {outcome.folder}")
     for folder in outcome.exported:
         say(f"  {'adapter' if is_adapter(folder) else 'model'} in {folder}: {suggested_commands(folder)}")
-    return 0
 
 
 def suggested_commands(folder: Path) -> str:
@@ -205,5 +231,5 @@ def suggested_commands(folder: Path) -> str:
     return f"try `danlu generate {folder} --prompt ...` or `danlu chat {folder}`"
 
 
-def _silent(text: str) -> None:
+def silent(text: str) -> None:
     """Takes the place of `print_status` under --quiet."""

@@ -239,14 +239,28 @@ def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Ten
     """The arrays as tensors on `device`; for anything but the CPU they share one buffer and one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    # Each array starts on a multiple of 8 bytes, so that views of int64 and float32 are aligned.
-    sizes = [-(-array.nbytes // 8) * 8 for array in arrays]
-    starts = np.cumsum([0, *sizes])
-    buffer = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for array, start in zip(arrays, starts, strict=False):
-        buffer[start : start + array.nbytes].numpy()[:] = np.ascontiguousarray(array).view(np.uint8)
-    on_device = buffer.to(device, non_blocking=True)
+    buffer = _in_one_buffer(arrays, pinned=device.type == "cuda")
+    return _of_one_buffer(buffer.to(device, non_blocking=True), arrays)
+
+
+def _starts(arrays: list[np.ndarray]) -> list[int]:
+    """Where each array begins in a buffer, and its end: multiples of 8 bytes, so that views of any type are aligned."""
+    starts: list[int] = np.cumsum([0, *(-(-array.nbytes // 8) * 8 for array in arrays)]).tolist()
+    return starts
+
+
+def _in_one_buffer(arrays: list[np.ndarray], *, pinned: bool) -> torch.Tensor:
+    *starts, size = _starts(arrays)
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    for array, start in zip(arrays, starts, strict=True):
+        buffer[start : start + array.nbytes].numpy()[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return buffer
+
+
+def _of_one_buffer(buffer: torch.Tensor, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+    """Views of the buffer in the types and shapes of the arrays that it was made of."""
+    *starts, _ = _starts(arrays)
     return [
-        on_device[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
-        for array, start in zip(arrays, starts.tolist(), strict=False)
+        buffer[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
     ]

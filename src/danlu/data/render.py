@@ -103,10 +103,7 @@ def render_rows(
         except DataError as error:
             outcomes.append(DataError(f"{where}: {error}"))
         except UnicodeEncodeError as error:
-            half = ascii(error.object[error.start]).strip("'")
-            problem = f"{where}: the text holds {half}, half a character (a lone surrogate)"
-            advice = "which cannot be tokenised; write the whole character or remove it"
-            outcomes.append(DataError(f"{problem}, {advice}"))
+            outcomes.append(DataError(f"{where}: {half_character(error)}"))
         else:
             drafts += row_drafts
             owners += [number] * len(row_drafts)
@@ -208,7 +205,7 @@ class _Renderer:
 
     def _conversation(self, row: Conversation) -> list[_Draft]:
         template, spans = self._span_renderers[bool(row.tools)]
-        messages = self._messages(row, template)
+        messages = shown_messages(row, template, self._rendering.system)
         weights = _turn_weights(messages, self._rendering.train_on)
         wanted = tuple([i for i, message in enumerate(messages) if message.role == "assistant" and weights[i] > 0])
         turns = [turn_of(message) for message in messages]
@@ -216,25 +213,6 @@ class _Renderer:
         drafts = [self._draft(text, weights, whole=number == 0) for number, text in enumerate(texts)]
         # Turns that are rewritten later on are all trained in samples of their own; the whole may then train nothing.
         return drafts if any(drafts[0].weights) or len(drafts) == 1 else drafts[1:]
-
-    def _messages(self, row: Conversation, template: ChatTemplate) -> tuple[Message, ...]:
-        """The messages as the template can show them.
-
-        Raises:
-            DataError: it cannot show tools or tool calls, which then would be left out without a word.
-        """
-        messages = row.messages
-        if self._rendering.system is not None and messages[0].role != "system":
-            messages = (Message("system", self._rendering.system), *messages)
-        if messages[0].role == "system" and not template.takes_system:
-            messages = _merge_system(messages)
-        if row.tools and not template.takes_tools:
-            raise DataError("the chat template has no place for tools; name one that has in model.chat_template")
-        if not template.takes_calls and any(message.tool_calls or message.role == "tool" for message in messages):
-            raise DataError(
-                "the chat template leaves out tool calls or results; name one that shows them in model.chat_template"
-            )
-        return messages
 
     def _draft(self, annotated: AnnotatedText, turn_weights: Sequence[float], *, whole: bool) -> _Draft:
         on_template = 1.0 if whole and self._rendering.train_on == "all" else 0.0
@@ -261,6 +239,35 @@ class _Renderer:
 
 _renderer = lru_cache(maxsize=4)(_Renderer)
 """Kept for the next rows: what is found out about a template takes longer than a row."""
+
+
+def shown_messages(row: Conversation, template: ChatTemplate, system: str | None) -> tuple[Message, ...]:
+    """The messages as the template can show them, behind a system message: their own, else `system`.
+
+    Raises:
+        DataError: it cannot show tools or tool calls, which then would be left out without a word.
+    """
+    messages = row.messages
+    if system is not None and messages[0].role != "system":
+        messages = (Message("system", system), *messages)
+    if messages[0].role == "system" and not template.takes_system:
+        messages = _merge_system(messages)
+    if row.tools and not template.takes_tools:
+        raise DataError("the chat template has no place for tools; name one that has in model.chat_template")
+    if not template.takes_calls and any(message.tool_calls or message.role == "tool" for message in messages):
+        raise DataError(
+            "the chat template leaves out tool calls or results; name one that shows them in model.chat_template"
+        )
+    return messages
+
+
+def half_character(error: UnicodeEncodeError) -> str:
+    """What is wrong with a text that has no UTF-8, and what to do."""
+    half = ascii(error.object[error.start]).strip("'")
+    return (
+        f"the text holds {half}, half a character (a lone surrogate), which cannot be tokenised; write the whole "
+        "character or remove it"
+    )
 
 
 def _merge_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:

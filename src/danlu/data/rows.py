@@ -208,6 +208,12 @@ def _prompt_completion(value: Mapping[str, Any], where: str) -> Conversation | C
 
 def single_turn(value: Mapping[str, Any], question: str, answer: str, where: str) -> Conversation:
     """A question and its answer after the earlier turns in `history`, a list of [question, answer]."""
+    messages = [*question_turns(value, question, where), Message("assistant", answer)]
+    return Conversation(check_turn_order(messages, where), parse_tools(value.get("tools"), where))
+
+
+def question_turns(value: Mapping[str, Any], question: str, where: str) -> list[Message]:
+    """A question, with what the row says it is about, after the earlier turns of the row and its system message."""
     for name in _CONTEXT_COLUMNS:
         if addition := require_string(value.get(name) or "", name, where):
             question = f"{question}\n{addition}" if question else addition
@@ -218,8 +224,7 @@ def single_turn(value: Mapping[str, Any], question: str, answer: str, where: str
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise DataError(f"{where}: 'history' must be a list of [question, answer], but has {abbreviate(pair)}")
         messages += [Message("user", pair[0]), Message("assistant", pair[1])]
-    messages += [Message("user", question), Message("assistant", answer)]
-    return Conversation(check_turn_order(messages, where), parse_tools(value.get("tools"), where))
+    return [*messages, Message("user", question)]
 
 
 def _tokenized(value: Mapping[str, Any], where: str) -> Tokenized:

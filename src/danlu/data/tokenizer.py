@@ -17,9 +17,8 @@ import numpy as np
 
 from danlu.data.byte_level_bpe import PRINTABLE, ByteLevelEncoder, byte_level_encoder
 from danlu.data.chat_template import ChatTemplate, Turn
-from danlu.data.tokenizer_folder import READ_FILES, fast_tokenizer_folder, read_chat_template
+from danlu.data.tokenizer_folder import broken_json, fast_tokenizer_folder, read_chat_template
 from danlu.errors import DataError
-from danlu.small_files import parse_json
 
 _PROBE = (
     " two  spaces\n\n\tand tabs, it's I'LL 1234567 3.14 naïve 你好，世界 Привет ﬁ ① e\u0301 😀 def f(x):\n    return x "
@@ -206,6 +205,11 @@ class Tokenizer:
 
     # -- conversations ------------------------------------------------------------------------------------------------
 
+    @property
+    def has_template(self) -> bool:
+        """Whether it has a chat template for ordinary conversations, which may be one that does not compile."""
+        return "default" in self._templates
+
     def template(self, tools: bool = False) -> ChatTemplate:
         """The chat template, or the one for conversations with tools where the tokenizer has one of its own.
 
@@ -293,7 +297,7 @@ def load_tokenizer(path: str, chat_template: str | None = None, date: str | None
         pretrained: Any = AutoTokenizer.from_pretrained(folder, config=_plain_config(folder), trust_remote_code=False)
     except Exception as error:  # whatever the library raises on a damaged folder
         said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        said = _broken_json(folder) or f"{type(error).__name__}: {said}{_sentencepiece_advice(folder)}"
+        said = broken_json(folder) or f"{type(error).__name__}: {said}{_sentencepiece_advice(folder)}"
         raise DataError(f"{path}: the tokenizer cannot be read: {said}") from error
     if not getattr(pretrained, "is_fast", False):
         kind = type(pretrained).__name__
@@ -343,20 +347,6 @@ def _plain_config(folder: Path) -> Any:
     # No more than what is asked for: a config without a class cannot read what only that class knows (rope_scaling).
     asked = {name: values[name] for name in ("model_type", "tokenizer_class", "model_name") if name in values}
     return PreTrainedConfig.from_dict(asked, name_or_path=str(folder))
-
-
-def _broken_json(folder: Path) -> str:
-    """Which file is no JSON, and where; the libraries name only the place in it."""
-    for file in (file for pattern in READ_FILES for file in sorted(folder.glob(pattern)) if file.suffix == ".json"):
-        try:
-            values = parse_json(file.read_bytes())
-        except json.JSONDecodeError as error:
-            return f"{file.name}:{error.lineno}:{error.colno}: broken JSON: {error.msg}"
-        except (OSError, ValueError) as error:
-            return f"{file.name}: {error}"
-        if not isinstance(values, dict):
-            return f"{file.name}: expected a JSON object, found {type(values).__name__}"
-    return ""
 
 
 def _sentencepiece_advice(folder: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from danlu.data.tokenizer_conversion import convert
 from danlu.errors import DataError
-from danlu.small_files import check_regular, read_small_text
+from danlu.small_files import check_regular, parse_json, read_small_text
 from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 MAX_FILE_BYTES = 512 << 20
@@ -198,3 +198,17 @@ def copy_tokenizer_files(folder: Path, target: Path) -> None:
             copy = target / file.relative_to(folder)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
+
+
+def broken_json(folder: Path) -> str:
+    """Which file is no JSON, and where; the libraries name only the place in it."""
+    for file in (file for pattern in READ_FILES for file in sorted(folder.glob(pattern)) if file.suffix == ".json"):
+        try:
+            values = parse_json(file.read_bytes())
+        except json.JSONDecodeError as error:
+            return f"{file.name}:{error.lineno}:{error.colno}: broken JSON: {error.msg}"
+        except (OSError, ValueError) as error:
+            return f"{file.name}: {error}"
+        if not isinstance(values, dict):
+            return f"{file.name}: expected a JSON object, found {type(values).__name__}"
+    return ""

@@ -2,32 +2,28 @@
 
 Importing transformers costs a process 2 s of CPU and 250 MiB for its whole life (1 s and 70 MiB without torch;
 transformers 5.23, two cores), so even small inputs are tokenised in a process of their own, which does without torch.
-The processes are plain `python -c` children spoken to over pipes: unlike multiprocessing's spawn they do not run the
-caller's main module again, so a script without an `if __name__` guard works, and they end by themselves when the caller
-is killed, because their input ends, which they watch while they work too.
+How they are started and ended: `danlu.worker_process`.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, islice
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from danlu.data import resource_limits
 from danlu.errors import DanluError, DataError, ResourceError
+from danlu.worker_process import end_with_the_caller, import_paths, python_command, take_over_pipes
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -123,29 +119,16 @@ class WorkerPool(Generic[Task, Result]):
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(import_paths(self._job)),
+            "PYTHONPATH": os.pathsep.join(import_paths([__name__, type(self._job).__module__])),
             "TOKENIZERS_PARALLELISM": "false",  # the processes are the parallelism
             "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # it would advise to install torch
         }
         pipe = subprocess.PIPE
-        # -P: a file of the working directory that is named like a module (tokenize.py) must not take its place.
-        process = subprocess.Popen([sys.executable, "-P", "-c", START], stdin=pipe, stdout=pipe, env=environment)
+        process = subprocess.Popen(python_command(START), stdin=pipe, stdout=pipe, env=environment)
         self._processes.append(process)
         with suppress(BrokenPipeError):  # if it ended at once, the exchange that follows says so
             _send(process, self._job)
         return process
-
-
-def import_paths(job: object) -> list[str]:
-    """Where a process for a job imports from: the folders of this process's sys.path, without the working directory.
-
-    `python -m danlu` and `python -c` put the working directory in front, and PYTHONPATH comes before the standard
-    library, so a file of the user's would take the place of a module. It stays where danlu or the job lies in it.
-    """
-    working_directory = Path.cwd()
-    modules = ("danlu.data.worker_pool", type(job).__module__)
-    needed = working_directory in [Path(str(sys.modules[name].__file__)).parents[name.count(".")] for name in modules]
-    return [path for path in sys.path if path and (needed or Path(path) != working_directory)]
 
 
 class UnexpectedError(RuntimeError):
@@ -154,10 +137,8 @@ class UnexpectedError(RuntimeError):
 
 def serve() -> None:
     """The loop of a process: a job, then tasks until the input ends; each task is answered by a result or an error."""
-    requests = sys.stdin.buffer
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not land among the replies
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    requests, replies = take_over_pipes()
+    end_with_the_caller(requests)
     resource_limits.end_when_stuck()
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then believes there is none
     work: Callable[[Any], Any] | None = None
@@ -180,15 +161,6 @@ def serve() -> None:
             replies.flush()
         except BrokenPipeError:  # the caller is gone
             os._exit(0)
-
-
-def _end_with_the_caller() -> None:
-    """Ends this process when the other end of its input closes, whatever it is busy with: a killed caller ends none."""
-    if hasattr(select, "poll"):
-        watch = select.poll()
-        watch.register(0, 0)  # no events but the one that cannot be left out: hung up
-        watch.poll()
-        os._exit(0)
 
 
 def _send(process: subprocess.Popen[bytes], message: object) -> None:

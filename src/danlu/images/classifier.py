@@ -28,10 +28,12 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.stage_protocols import LeastSeconds, Material, Stage
+from danlu.stage_protocols import HeldOut, LeastSeconds, Material, Stage
 from danlu.train.memory_parts import Activations, MemoryParts
+from danlu.train.position import ItemSource
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
+from danlu.train.step import AnyLearner
 from danlu.types import (
     DivergenceKind,
     Loss,
@@ -148,6 +150,13 @@ class PlacedClassifier:
             self.model, self.device, dtype, micro, self.objective, self.evaluation, parallel, counted, sources
         )
         return data.replicated(learner, (self.model, self.objective), recipe.parallel)
+
+    def check_weights(self) -> None:
+        """Nothing: images are not drawn from a model."""
+
+    def items(self, material: Material, learner: AnyLearner, folder: Path) -> tuple[ItemSource, HeldOut | None]:
+        """The images that were read."""
+        return material.items()
 
     def generate(self) -> Generate | None:
         """None: it writes no texts."""

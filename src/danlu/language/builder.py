@@ -39,7 +39,6 @@ from danlu.placing import Placed, Subject, check_placing, place, subject_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.rollout.chat_tokenizer import ChatTokenizer
-from danlu.rollout.self_check import check_exact
 from danlu.stage_protocols import ColumnSpec, Material, ModelSpec, Stage
 from danlu.train.checkpoints.loading import read_group, read_state
 from danlu.train.run_folder import Start
@@ -125,9 +124,6 @@ class DecoderBuilder:
         alone = ranks.alone and recipe.parallel.workers != "threads"
         placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile and alone
         decoder = placed_decoder(recipe, self.stage, placed, config, device)
-        if recipe.numerics == "exact":
-            virtual = () if decoder.adapters is None else decoder.adapters.virtual_token_ids
-            check_exact(decoder.model, decoder.dtype, virtual_token_ids=virtual, world=ranks.world)
         if material.empty is None:
             return decoder
         assert isinstance(material.empty, Pack), "the items of a decoder are packs"

@@ -5,7 +5,7 @@ T packed tokens · N trained targets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -39,6 +39,7 @@ from danlu.types import (
     Outputs,
     Pack,
     Role,
+    RoleObjective,
     StepLogprobs,
     StepObjective,
     TargetSources,
@@ -164,19 +165,26 @@ class DecoderLearner:
 
     def compute_loss(self, batch: Batch, totals: Totals, gradient_scale: float) -> Loss:
         """`losses` without DDP and offloading around it."""
-        loss = self.objective(self.outputs(batch, gradient_scale), batch, totals)
+        loss = self.objective(self.outputs(batch, gradient_scale, self._roles_of(self.objective)), batch, totals)
         return replace(loss, total=scale_gradient(loss.total, gradient_scale))
 
     def assess(self, batch: Batch, totals: Totals) -> Loss:
         """The evaluation's loss of a micro-batch, without gradients."""
         with torch.no_grad():
-            return self.evaluation(self.outputs(batch, 1.0), batch, totals)
+            return self.evaluation(self.outputs(batch, 1.0, self._roles_of(self.evaluation)), batch, totals)
 
-    def outputs(self, batch: Batch, gradient_scale: float) -> dict[Role, Outputs]:
-        """What every model of the stage says about `batch`; only the policy's outputs carry gradients."""
+    def _roles_of(self, objective: Objective) -> Collection[Role]:
+        return objective.roles if isinstance(objective, RoleObjective) else self.roles
+
+    def outputs(
+        self, batch: Batch, gradient_scale: float, roles: Collection[Role] | None = None
+    ) -> dict[Role, Outputs]:
+        """What the policy and the models of `roles` (by default all beside it) say about `batch`; only the policy's
+        outputs carry gradients."""
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = attend_for(filled, exact=self.exact)
-        beside = {role: outputs_of(batch, filled, attend) for role, outputs_of in self.roles.items()}
+        asked = self.roles if roles is None else {role: self.roles[role] for role in roles}
+        beside = {role: outputs_of(batch, filled, attend) for role, outputs_of in asked.items()}
         policy = decoder_outputs(
             self.model, self.forward, self.dtype, batch, filled, attend, gradient_scale, self.score_head, self.exact
         )

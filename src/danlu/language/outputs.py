@@ -163,7 +163,9 @@ class DecoderOutputs:
 
     def _head_at(self, places: Tensor) -> Tensor:
         assert self.score_head is not None, "`scores` and `values` are offered where there is a head"
-        labels: Tensor = self.score_head(self.hidden().index_select(0, places).float())  # [places, labels]
+        hidden = self.hidden().index_select(0, places)
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        labels: Tensor = self.score_head(wide)  # [places, labels]
         return labels.squeeze(1) if labels.shape[1] == 1 else labels
 
     def _hidden_of_targets(self) -> Tensor:

@@ -26,6 +26,7 @@ from danlu.language.learner import (
     trained_weights,
 )
 from danlu.language.moving import MovingWeights, moving_tensors
+from danlu.language.reinforcement import experience_items, recipe_rewards
 from danlu.language.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs, StoredOutputs, forward_of
 from danlu.language.samples import sampler
 from danlu.memory import activation_offload
@@ -43,9 +44,21 @@ from danlu.plan.flops import training_flops
 from danlu.plan.gemm import Peak, peak_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.stage_protocols import FromColumns, LeastSeconds, ModelSpec, PolicyWithoutAdapter, RoleSpec
+from danlu.rollout.rollout_sampler import Rewards
+from danlu.rollout.self_check import check_exact
+from danlu.stage_protocols import (
+    FromColumns,
+    HeldOut,
+    LeastSeconds,
+    Material,
+    ModelSpec,
+    PolicyWithoutAdapter,
+    RoleSpec,
+)
 from danlu.train.memory_parts import Activations, MemoryParts
+from danlu.train.position import ItemSource
 from danlu.train.state import Generate, Run
+from danlu.train.step import AnyLearner
 from danlu.types import HeadObjective, Objective, Pack, Role
 
 
@@ -61,6 +74,7 @@ class PlacedDecoder:
     beside: Mapping[Role, RoleSpec] = field(default_factory=dict)  # what the objective asks beside the policy
     frozen: Mapping[Role, Placed] = field(default_factory=dict)  # those of it that are decoders of their own
     moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights of those that follow the policy
+    rewards: Callable[[Recipe], Rewards] = recipe_rewards  # what judges answers that the policy makes itself
     empty: Pack = EMPTY_PACK  # an item without targets, with what the items of the stage have
 
     @property
@@ -152,6 +166,8 @@ class PlacedDecoder:
         model, compiled = self.model, self.recipe.compile
         weights = (tensor for module in self._modules() for tensor in (*module.parameters(), *module.buffers()))
         forward = forward_of(model, compiled=compiled)
+        batch = self.recipe.batch
+        counts_trees = batch.pairs is not None or batch.prompts is not None
         learner = DecoderLearner(
             model,
             forward,
@@ -171,7 +187,7 @@ class PlacedDecoder:
             empty=self.empty,
             moving=self.moving,
             exact=self.recipe.numerics == "exact",
-            sequence_tokens=None if self.recipe.batch.pairs is None else self.recipe.data.max_length,
+            sequence_tokens=self.recipe.data.max_length if counts_trees else None,
         )
         if self.recipe.parallel.workers == "threads":
             devices = replica_devices(self.recipe, self.device)
@@ -179,6 +195,19 @@ class PlacedDecoder:
                 raise RecipeError("parallel.workers: threads copies the policy to every GPU, not a frozen model")
             return ThreadedLearner(**vars(learner), replicas=Replicas(model, devices))
         return data.replicated(learner, (model, self.objective), self.recipe.parallel)
+
+    def check_weights(self) -> None:
+        """Raises ModelError where numerics are to be exact and are not, by weights as they are before the first step:
+        read, or taken up from a checkpoint."""
+        if self.recipe.numerics == "exact":
+            virtual = () if self.adapters is None else self.adapters.virtual_token_ids
+            check_exact(self.model, self.dtype, virtual_token_ids=virtual, world=self.parallel.ranks.world)
+
+    def items(self, material: Material, learner: AnyLearner, folder: Path) -> tuple[ItemSource, HeldOut | None]:
+        """The rows that were read, or answers to the prompts that were."""
+        if material.prompts is None:
+            return material.items()
+        return experience_items(self, material.prompts, learner, folder)
 
     def generate(self) -> Generate | None:
         """Writes texts with the policy, where the recipe asks for samples."""
@@ -222,7 +251,9 @@ class PlacedDecoder:
 
     def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
         """A model in the type of activations that it was trained with (fp16: float32), or an adapter."""
-        write(self.placed.subject, self.recipe, target, value, writes=writes, score_head=self._score_head)
+        classifies = self.model.config.task != "causal-lm"  # a critic's head is no part of the result
+        head = self._score_head if classifies else None
+        write(self.placed.subject, self.recipe, target, value, writes=writes, score_head=head)
 
     @property
     def _score_head(self) -> nn.Linear | None:

@@ -65,6 +65,7 @@ def engine_options(recipe: Recipe) -> EngineOptions:
     return EngineOptions(
         block=section.block,
         cache_gib=section.cache_gib,
+        packed_gib=section.packed_gib,
         batch_tokens=section.batch_tokens,
         sequences=section.sequences,
         prefix_sharing=section.prefix_sharing,

@@ -18,16 +18,16 @@ from danlu.placing import Placed
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.rules.rollout import resolved_hand_over
-from danlu.rollout.canary import Canary, compare_with_server
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.engine_adapters import BASE
-from danlu.rollout.hand_over import AdapterHandOver, FolderHandOver, GroupHandOver, HandOver
-from danlu.rollout.http_engine import HTTPEngine
 from danlu.rollout.ranks import ParallelEngine
-from danlu.rollout.server_interface import RolloutServer, ServerOptions
-from danlu.rollout.sglang import SGLangServer
+from danlu.rollout.servers.canary import Canary, compare_with_server
+from danlu.rollout.servers.hand_over import AdapterHandOver, FolderHandOver, GroupHandOver, HandOver
+from danlu.rollout.servers.http_engine import HTTPEngine
+from danlu.rollout.servers.server_interface import RolloutServer, ServerOptions
+from danlu.rollout.servers.sglang import SGLangServer
+from danlu.rollout.servers.vllm import VLLMServer
 from danlu.rollout.stopping import Decode
-from danlu.rollout.vllm import VLLMServer
 from danlu.train.checkpoints.gathering import Gathering
 
 ADAPTER = "policy"

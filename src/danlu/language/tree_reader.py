@@ -60,7 +60,7 @@ class TreeReader:
             sources=reported_sources(recipe.data),
             empty=empty_like(train.sample(0)),
             stored=StoredRows(
-                train, held_out, partial(self._material, prepared), partial(_laid_out, longest_shared=longest_shared)
+                train, held_out, partial(self._material, prepared), partial(laid_out, longest_shared=longest_shared)
             ),
         )
 
@@ -88,7 +88,7 @@ class TreeReader:
 
 @dataclass(frozen=True)
 class Trees:
-    """A `PackSource` of samples that are trees, of which long ones have a copy of the stem for each answer.
+    """A `ItemSource` of samples that are trees, of which long ones have a copy of the stem for each answer.
 
     longest_shared: tokens of the longest path whose stem is shared; None: any.
     """
@@ -102,7 +102,7 @@ class Trees:
     def at(self, number: int) -> Pack:
         """Row `number` of the endless sequence."""
         (sample,) = self.rows.at(number).samples
-        return Pack((_laid_out(sample, self.longest_shared),))
+        return Pack((laid_out(sample, self.longest_shared),))
 
     def all(self) -> list[Pack]:
         """Each row once, in the order of the first epoch."""
@@ -117,7 +117,7 @@ class Trees:
         self.rows.restore(dict(state))
 
 
-def _laid_out(sample: Sample, longest_shared: int | None) -> Sample:
+def laid_out(sample: Sample, longest_shared: int | None) -> Sample:
     """The sample as it goes through a model: one that is too long to share its stem has copies of it."""
     if longest_shared is None or longest_path(sample) <= longest_shared:
         return sample

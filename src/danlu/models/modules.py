@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from danlu.layer_types import EmbeddingAdapter, LinearAdapter, QuantizedWeight, Recomputed
 from danlu.models import ops
 from danlu.models.config import ModelConfig
+from danlu.models.packed_weights import active_packed_weights
 from danlu.models.sublayer import BoundaryOp, identity
 
 
@@ -92,7 +93,13 @@ class Linear(nn.Module):
 def forward_shared(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     """Several linear layers over one x; an adapter on any of them may share work among them."""
     adapter = next((linear.adapter for linear in linears if linear.adapter is not None), None)
-    return tuple(linear(x) for linear in linears) if adapter is None else adapter.forward_shared(x, linears)
+    if adapter is not None:
+        return adapter.forward_shared(x, linears)
+    packed = active_packed_weights()
+    weights = [linear.weight for linear in linears if linear.weight is not None]
+    if packed is not None and len(weights) == len(linears):
+        return packed.products(x, weights, [linear.added_bias for linear in linears])
+    return tuple(linear(x) for linear in linears)
 
 
 class RMSNorm(nn.Module):

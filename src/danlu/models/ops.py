@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.models.config import Activation
-from danlu.models.few_rows import active_products
+from danlu.models.packed_weights import active_packed_weights
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I] times weight [O, I], plus bias [O] -> [T, O] in x's dtype; gradients of weight and bias in theirs."""
-    if (few_rows := active_products()) is not None:
-        return few_rows.product(x, weight, bias)
+    if (packed := active_packed_weights()) is not None:
+        return packed.product(x, weight, bias)
     if weight.dtype == x.dtype:
         narrow_bias = bias is None or bias.dtype == x.dtype
         if x.dtype == torch.bfloat16 and x.shape[:-1] == (1,) and x.device.type == "cpu" and narrow_bias:
@@ -175,6 +175,9 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     cos, sin: [T, R] in q's dtype with both halves filled alike; R <= C: only the first R of each head are rotated.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, R]
+    if not torch.is_grad_enabled():  # decoding: half as many calls, and the same bits
+        both = _rotate(torch.cat((q, k), dim=1), cos, sin)
+        return both[:, : q.shape[1]], both[:, q.shape[1] :]
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 

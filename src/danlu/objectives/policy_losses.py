@@ -46,12 +46,14 @@ class Answers:
 def ratios(logprobs: Tensor, old: Tensor, answers: Answers, level: RatioLevel = "token") -> Tensor:
     """pi / pi_old of each token, [N], differentiable: exactly 1 where the policy is still the one that drew.
 
+    Finite whatever the log-probabilities are, so that an advantage of 0 is nothing.
+
     By sequence it is exp(mean over the answer of log pi - log pi_old), the same for all tokens of an answer.
     """
     difference = logprobs - old
     if level == "sequence":
         difference = answers.mean(difference)[answers.index]
-    return difference.exp()
+    return difference.clamp(max=MOST_LOG_RATIO).exp()
 
 
 def clipped(
@@ -75,7 +77,8 @@ def clip_shares(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -
 def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, high: float = 5.0) -> Tensor:
     """-sg(min(r, high)) A log pi of each token (CISPO, arXiv:2506.13585): a clipped token still has a gradient.
 
-    high: the bound itself, not its distance from 1, as in the paper and TRL.
+    high: the bound itself, as TRL's epsilon_high and ScaleRL's epsilon_max are (arXiv:2510.13786), not its distance
+    from 1.
     """
     return -ratio.clamp(max=high).detach() * advantages * logprobs
 
@@ -85,7 +88,7 @@ def sapo(ratio: Tensor, advantages: Tensor, *, positive: float = 1.0, negative: 
 
     positive, negative: tau for tokens with A > 0, and for the others. At r = 1 the gradient is that of r A.
     """
-    temperature = torch.where(advantages > 0, positive, negative)
+    temperature = torch.full_like(ratio, negative).masked_fill(advantages > 0, positive)
     return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages
 
 
@@ -152,7 +155,7 @@ class ImportanceBounds:
 
     level: Literal["token", "sequence"] = "token"
     low: float | None = None
-    """Weights below it are left out (IcePop's second bound, arXiv:2510.18855)."""
+    """Weights below it are left out (IcePop's second bound, arXiv:2510.18855); TRL's truncation raises them to it."""
     high: float = 2.0
     masks: bool = False
     """What becomes of weights above `high`: truncated to it (TIS), or left out."""

@@ -51,7 +51,8 @@ def token_logprobs(
         targets: [N] int64.
         temperature: what logits are divided by, after the soft cap; above 0.
         support: [N, K] int64, ids of the tokens (anywhere in the vocabulary, -1 for none) that p is confined to and
-            normalised over, as sampling with top-k or top-p does. The target is among them in any case.
+            normalised over, as sampling with top-k or top-p does. The target is among them in any case. A row without
+            any id is not confined: its results have the bits that they have without a support.
         entropy, collision: whether they are computed; None in the result where they are not.
         softcap: logits become softcap x tanh(logits / softcap) (Gemma 2, arXiv:2408.00118).
         slice_rows: S; by default as many as the caches (or a GPU) like, which depends on N. With `EXACT_SLICE_ROWS` a
@@ -133,7 +134,7 @@ def _scores(
     rows = z.shape[1]
     kept = support - first  # [N, K]
     kept = kept.masked_fill((kept < 0) | (kept >= rows), rows)
-    in_support = torch.zeros(len(z), rows + 1, dtype=torch.bool, device=z.device).scatter_(1, kept, True)
+    in_support = (support < 0).all(1, keepdim=True).repeat(1, rows + 1).scatter_(1, kept, True)
     of_target = columns.masked_fill(~inside.unsqueeze(1), rows)
     return z.masked_fill_(~in_support.scatter_(1, of_target, True)[:, :rows], OUTSIDE)
 
@@ -214,11 +215,13 @@ class _TokenLogprobs(torch.autograd.Function):
             ctx.mark_non_differentiable(collision)
         ctx.scores = scores
         ctx.save_for_backward(hidden, head, log_z, entropy)
+        ctx.set_materialize_grads(False)  # no gradient arrives at an entropy that is only shown
         return sums.at_target - log_z, entropy, collision
 
     @staticmethod
-    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         hidden, head, log_z, entropy = ctx.saved_tensors
+        by_logprob = torch.zeros_like(log_z) if by_logprob is None else by_logprob
         scores: _Scores = ctx.scores
         slices, temperature = scores.slices, scores.temperature
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)

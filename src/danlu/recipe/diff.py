@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.sections.rollout import SAMPLING_KEYS
 
 # Keys that may change while a run goes on: the result is the same up to rounding, or they are not about the result.
 # Every other key matters. A key stands for everything below it.
@@ -26,12 +27,14 @@ HARMLESS: dict[str, str] = {
     "numerics": "the same mathematics, rounded differently",
     "output": "where the run writes; a run folder may be moved",
     "parallel": "the same sums, in another order; but `reduce` matters",
-    "rollout": "how answers are computed; they are drawn from the same distribution",
+    "reward_limits": "how rewards are waited for, and when the run stops",
+    "rollout": "how answers are computed; but which are drawn matters: `samples`, `max_new_tokens`, `temperature` ...",
     "threads": "the same mathematics, rounded differently",
 }
 
 # Keys below those that matter all the same.
 MATTERS_WITHIN: dict[str, str] = {
+    **{f"rollout.{key}": "decides which answers stage rl is trained on" for key in SAMPLING_KEYS},
     "parallel.reduce": "bf16 sums of gradients lose digits: other steps, not the same ones rounded in another order",
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from danlu.errors import RecipeError
+from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.loading import Loaded
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, first_sentence
 from danlu.recipe.sections import Recipe, Section, value_at
@@ -37,6 +38,8 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
 
     Raises RecipeError for a key that no recipe has, with the nearest that one has.
     """
+    if key in CHAIN_KEYS:
+        return _of_chain(key)
     owners = _owners(key)
     if not owners:
         raise RecipeError(_unknown(key))
@@ -61,6 +64,15 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
         value=value,
         origin=origin,
     )
+
+
+def _of_chain(key: str) -> Explanation:
+    """A key that a chain has and no recipe."""
+    takes = "a list of recipes, each with a name" if key == STAGES else "a text"
+    below = [name for name in CHAIN_KEYS if name.startswith(f"{key}.")]
+    children = tuple((name.removeprefix(f"{key}."), first_sentence(CHAIN_KEYS[name])) for name in below)
+    default = "required" if key == STAGES else "null"
+    return Explanation(key, takes, {"": default}, (), CHAIN_KEYS[key], None, children, value=None, origin=None)
 
 
 def keys() -> list[str]:

@@ -5,24 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 from danlu.recipe import sections
+from danlu.recipe.chain import CHAIN_KEYS, FROM, NAME, STAGES
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.stage_names import OBJECTIVE_NAMES
 from danlu.recipe.type_hints import entry_type, field_types, variants_of
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a recipe file."""
+    """JSON Schema (draft 2020-12) of a recipe file, or of a chain where the file has `stages`."""
     recipe_schema = Recipe.model_json_schema()
-    definitions: dict[str, Any] = recipe_schema["$defs"]
+    definitions: dict[str, Any] = recipe_schema.pop("$defs")
     for name, definition in list(definitions.items()):
         section = getattr(sections, name)
         definition["properties"] = _admit_short_values(section, definition["properties"])
         definitions[name] = _admit_short_form(section, definition)
     properties = recipe_schema["properties"] = _admit_short_values(Recipe, recipe_schema["properties"])
     properties["stage"]["enum"] += sorted(OBJECTIVE_NAMES)
-    recipe_schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    recipe_schema["title"] = "danlu recipe"
-    return recipe_schema
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "danlu recipe",
+        "if": {"required": [STAGES]},
+        "then": _chain_schema(properties, definitions),
+        "else": recipe_schema,
+        "$defs": definitions,
+    }
+
+
+def _chain_schema(properties: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """A chain: the keys of a recipe beside its stages, and in each of them; together they make a whole recipe."""
+    rows_elsewhere = {key: value for key, value in definitions["Data"]["anyOf"][0].items() if key != "required"}
+    shared = {**properties, "data": {"anyOf": [properties["data"], rows_elsewhere]}}
+    about = {key: {"type": "string", "description": CHAIN_KEYS[f"{STAGES}.{key}"]} for key in (NAME, FROM)}
+    own = {key: value for key, value in {**shared, **about}.items() if key != "output"}
+    stage = {"type": "object", "properties": own, "additionalProperties": False}
+    stages = {"type": "array", "minItems": 1, "items": stage, "description": CHAIN_KEYS[STAGES]}
+    return {
+        "type": "object",
+        "properties": {**shared, STAGES: stages},
+        "required": [STAGES, "output"],
+        "additionalProperties": False,
+    }
 
 
 def _admit_short_values(section: type[Section], properties: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +78,7 @@ def _admit_single_entry(entry: dict[str, Any]) -> dict[str, Any]:
         bare = {key: value for key, value in entry.items() if key not in about}
         return {**about, "anyOf": [bare, entry["items"]]}
     if "anyOf" in entry:
-        lists = [option for option in entry["anyOf"] if option.get("type") == "array"]
+        lists = [option for option in entry["anyOf"] if option.get("type") == "array" and "items" in option]
         return {**entry, "anyOf": [*entry["anyOf"], *(option["items"] for option in lists)]}
     return entry
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 from danlu.errors import RecipeError
 from danlu.recipe import overrides as overriding
 from danlu.recipe import rules
+from danlu.recipe.overrides import Override
 from danlu.recipe.sections import Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.stage_names import expand_stage
@@ -39,38 +40,87 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     Raises RecipeError with one line for each problem: file, line and column (or the override), key, what to do.
     """
     problems: list[Problem] = []
-    tree = parse(_read(Path(path)), str(path), problems)
-    recipe = None if tree is None else _check(tree, overrides, problems)
+    tree = parse(read_text(Path(path)), str(path), problems)
+    recipe = None if tree is None else _check(tree, overriding.parse_overrides(overrides, problems), problems)
     if problems or recipe is None or tree is None:
-        problems.sort(key=lambda problem: (0, 0, 0) if problem.origin is None else problem.origin.order)
-        raise RecipeError([problem.line(str(path)) for problem in problems])
+        raise RecipeError([problem.line(str(path)) for problem in in_order(problems)])
+    return loaded(recipe, tree)
+
+
+def in_order(problems: Sequence[Problem]) -> list[Problem]:
+    """Problems from the top of the file to its end, then those of overrides."""
+    return sorted(problems, key=lambda problem: (0, 0, 0) if problem.origin is None else problem.origin.order)
+
+
+def loaded(recipe: Recipe, tree: Node) -> Loaded:
+    """A sound recipe with the origins of the tree that it was made of."""
     return Loaded(recipe, {key: node.origin for key, node in tree.walk()}, tuple(rules.notes(recipe)))
 
 
-def _check(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Recipe | None:
+def load_resolved(path: str | Path) -> Recipe:
+    """Reads a recipe that a run has written in full, to look at it: what it names need not be there any more.
+
+    Raises RecipeError for what is no recipe of this danlu.
+    """
+    problems: list[Problem] = []
+    tree = parse(read_text(Path(path)), str(path), problems)
+    if tree is not None and isinstance(tree.value, dict):
+        tree.value = expand(tree, Recipe).value
+        recipe, problems = validate(tree)
+        if recipe is not None:
+            return recipe
+    raise RecipeError([problem.line(str(path)) for problem in problems] or f"{path}: not a recipe")
+
+
+def _check(tree: Node, overrides: Sequence[Override], problems: list[Problem]) -> Recipe | None:
     """Brings `tree` to its full form with the overrides in it, and adds everything that is wrong to `problems`."""
     if not isinstance(tree.value, dict):
         state = "the file is empty" if tree.value is None else "a recipe is a mapping of keys such as 'stage: sft'"
         problems.append(Problem("", f"{state}. `danlu recipes copy sft` writes one to begin with", tree.origin))
         return None
+    if (stages := tree.child("stages")) is not None:
+        message = "this is a chain of recipes, which `danlu train` alone takes. Name the recipe of one stage here; in "
+        message += "the folder of a stage that was begun, it is recipe.yaml"
+        problems.append(Problem("stages", message, stages.key_origin or stages.origin))
+        return None
+    complete(tree, overrides, problems)
+    return check(tree, problems)
+
+
+def complete(tree: Node, overrides: Sequence[Override], problems: list[Problem]) -> None:
+    """Brings the mapping `tree` to its full form with the overrides in it, in place."""
     expand_stage(tree)
     tree.value = expand(tree, Recipe).value
-    overriding.apply(tree, overrides, problems)
+    overriding.put(tree, overrides, problems)
     expand_stage(tree)
     tree.value = expand(tree, Recipe).value
+
+
+def check(tree: Node, problems: list[Problem], to_come: Collection[str] = ()) -> Recipe | None:
+    """The recipe of a tree in full form, or None; everything that is wrong is added to `problems`.
+
+    to_come: paths that need not be there yet, because the run is not the first of its chain.
+    """
     reported = {problem.key for problem in problems if problem.key}  # one problem for each key is enough
     recipe, type_problems = validate(tree)
     problems += [problem for problem in type_problems if not _touches(problem, reported)]
     reported |= {problem.key for problem in type_problems}
     sound = recipe or _without(tree, reported)
     if sound is not None:
-        conflicts = rules.problems(sound) + rules.missing_files(sound)
+        missing = rules.missing_files(sound)
+        conflicts = rules.problems(sound) + [each for each in missing if _written(tree, each.key) not in to_come]
         problems += [
             replace(problem, origin=tree.nearest(problem.key)[0].origin)  # of its key, or the deepest parent written
             for problem in conflicts
             if not _touches(problem, reported)
         ]
     return recipe
+
+
+def _written(tree: Node, key: str) -> object:
+    """The value that a tree has at a key; None where the key is not written."""
+    node, exact = tree.nearest(key)
+    return node.value if exact else None
 
 
 def _without(tree: Node, keys: set[str]) -> Recipe | None:
@@ -89,7 +139,7 @@ def _touches(problem: Problem, keys: set[str]) -> bool:
     return any(overlap(concerned, key) for concerned in (problem.key, *problem.reads) for key in keys)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The text of a recipe file. Raises RecipeError that says what is there instead."""
     try:
         return read_small(path, MAX_BYTES).decode("utf-8-sig")

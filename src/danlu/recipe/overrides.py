@@ -8,6 +8,7 @@ something else there. `steps=10` takes the place of the file's `epochs`, and lik
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from danlu.recipe.sections import Recipe, Section
@@ -20,8 +21,27 @@ MAX_SHOWN = 120
 """Characters of an override that a message repeats."""
 
 
+@dataclass(frozen=True)
+class Override:
+    """One `section.key=value`: where its value goes, and the value."""
+
+    parts: tuple[str, ...]  # of the dotted key
+    value: Node
+
+    @property
+    def key(self) -> str:
+        """The dotted key."""
+        return ".".join(self.parts)
+
+
 def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> None:
     """Writes overrides into a tree that is in full form; what is wrong with one is added to `problems`."""
+    put(tree, parse_overrides(overrides, problems), problems)
+
+
+def parse_overrides(overrides: Sequence[str], problems: list[Problem]) -> list[Override]:
+    """Reads overrides as they are typed; those that cannot be read are left out and added to `problems`."""
+    parsed: list[Override] = []
     for index, text in enumerate(overrides):
         key, equals, written = text.partition("=")
         parts = key.strip().split(".")
@@ -35,12 +55,45 @@ def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> None
             problems.append(Problem(key.strip(), message, origin))
             continue
         value = parse(written, name, problems, override=index)
-        if value is None:
-            continue
+        if value is not None:
+            parsed.append(Override(tuple(parts), value))
+    return parsed
+
+
+def put(tree: Node, overrides: Sequence[Override], problems: list[Problem]) -> None:
+    """Writes overrides into a tree that is in full form; a key that leads nowhere is added to `problems`."""
+    for override in overrides:
         try:
-            _put(tree, Recipe, parts, value)
+            _put(tree, Recipe, override.parts, override.value)
         except _ListIndexError as error:
-            problems.append(Problem(key.strip(), str(error), origin))
+            problems.append(Problem(override.key, str(error), override.value.origin))
+
+
+def merge(node: Node, over: Node, hint: Hint = Recipe, default: Any = None) -> None:
+    """Lays the keys of a mapping over a tree that is in full form, section by section, in place.
+
+    As with an override a bare value sets a section's main key, another `kind` starts the section anew, and a key takes
+    the place of those that it excludes. A mapping leaves the section's other keys; a list takes the list's place.
+    `hint` and `default` are of the field that `node` is the value of; None for a key that no section has.
+    """
+    if not isinstance(node.value, dict) or not isinstance(over.value, dict) or hint is None or not section_types(hint):
+        _replace(node, hint, over, default)
+        node.key_origin = over.key_origin or node.key_origin
+        return
+    if variants_of(hint) and (kind := over.child("kind")) is not None:
+        _change_kind(node, kind.value)
+    section = matching_variant(hint, over if over.child("kind") is not None else node) or _class_of(hint, default)
+    fields = field_types(section) if section is not None else {}
+    for key, child in over.value.items():
+        if section is not None and key in section.one_of and child.value is not None:
+            _drop(node.value, [name for name in section.one_of if name != key])
+        key_default = section.model_fields[key].default if section is not None and key in fields else None
+        present = node.value.get(key)
+        if present is None:
+            expanded = child if fields.get(key) is None else expand(child, fields[key], key_default)
+            node.value[key] = Node(expanded.value, expanded.origin, child.key_origin)
+        else:
+            merge(present, child, fields.get(key), key_default)
 
 
 class _ListIndexError(Exception):

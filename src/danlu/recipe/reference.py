@@ -1,4 +1,4 @@
-"""Which reference stage `preference` has: what its recipe says, else what suits its adapter. No torch."""
+"""Which reference stages `preference` and `rl` have: what the recipe says, else what suits its adapter. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from danlu.recipe.sections import (
     Frozen,
     LowRank,
     NoReference,
+    PolicyGradientSection,
     PreferenceTerm,
     Prefix,
     Prompt,
@@ -25,18 +26,19 @@ def resolve_reference(recipe: Recipe) -> ReferenceSection:
     """The reference of a recipe, none for stages without one.
 
     By default the policy without its adapter, where that is the model that the run starts from; else its
-    log-probabilities are cached (of a stream, which is read only once, the model is kept in memory); none where no term
-    of the objective asks for any.
+    log-probabilities are cached (of a stream, which is read only once, and of answers that are yet to be drawn, the
+    model is kept in memory); none where no term of the objective asks for any.
     """
-    if recipe.stage != "preference":
+    if recipe.stage not in ("preference", "rl"):
         return NoReference()
     if recipe.reference is not None:
         return recipe.reference
-    if not any(isinstance(term, PreferenceTerm) and term.needs_reference for term in recipe.objective or ()):
+    terms = [term for term in recipe.objective or () if isinstance(term, PreferenceTerm | PolicyGradientSection)]
+    if not any(term.needs_reference for term in terms):
         return NoReference()
     if adapter_off_problem(recipe) is None:
         return AdapterOff()
-    return Frozen() if recipe.data.streaming else Cached()
+    return Frozen() if recipe.data.streaming or recipe.stage == "rl" else Cached()
 
 
 def starts_with_effect(recipe: Recipe) -> str | None:

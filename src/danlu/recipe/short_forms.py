@@ -7,10 +7,19 @@ its short form by naming one field.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from danlu.recipe.sections import Section
-from danlu.recipe.type_hints import Hint, entry_type, field_types, section_types, union_members, variants_of
+from danlu.recipe.type_hints import (
+    Hint,
+    entry_type,
+    field_types,
+    literal_values,
+    section_types,
+    union_members,
+    variants_of,
+)
 from danlu.recipe.yaml_tree import Node
 
 
@@ -54,6 +63,11 @@ def _expand_section(node: Node, hint: Hint, default: Any) -> Node:
         if section.short is None:
             return node
         bare = Node(node.value, node.origin)
+        if (variant := _variant_of_text(hint, node.value)) is not None:
+            assert variant.short is not None, "short_pattern says what fills it"
+            (kind,) = literal_values(field_types(variant)["kind"])
+            entries = {"kind": Node(kind, node.origin), variant.short: bare}
+            return _expand_section(Node(entries, node.origin, node.key_origin), hint, default)
         if isinstance(node.value, bool) and section.switch is not None:
             bare.value = section.switch[0 if node.value else 1]
         node = Node({section.short: bare}, node.origin, node.key_origin)
@@ -68,6 +82,14 @@ def _expand_section(node: Node, hint: Hint, default: Any) -> Node:
         if key in known:
             entries[key] = expand(child, known[key], section.model_fields[key].default)
     return Node(entries, node.origin, node.key_origin)
+
+
+def _variant_of_text(hint: Hint, value: Any) -> type[Section] | None:
+    """The variant that a bare text belongs to by its `short_pattern`; None for any other value."""
+    if not isinstance(value, str):
+        return None
+    patterns = ((variant, getattr(variant, "short_pattern", None)) for variant in variants_of(hint).values())
+    return next((variant for variant, pattern in patterns if pattern is not None and re.search(pattern, value)), None)
 
 
 def type_at(root: type[Section], tree: Node, key: str) -> tuple[Hint, type[Section] | None]:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from danlu.recipe.yaml_tree import Node
+from danlu.recipe.sections import BatchSize
+from danlu.recipe.yaml_tree import Node, Origin
 
-OBJECTIVE_NAMES = {"cpo": "cpo", "dpo": "sigmoid", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
+OBJECTIVE_NAMES = {
+    "cpo": ("preference", "cpo"),
+    "dapo": ("rl", "dapo"),
+    "dpo": ("preference", "sigmoid"),
+    "dr-grpo": ("rl", "dr-grpo"),
+    "grpo": ("rl", "grpo"),
+    "gspo": ("rl", "gspo"),
+    "kto": ("preference", "kto"),
+    "orpo": ("preference", "orpo"),
+    "ppo": ("rl", "ppo"),
+    "reinforce": ("rl", "reinforce"),
+    "remax": ("rl", "remax"),
+    "rloo": ("rl", "rloo"),
+    "simpo": ("preference", "simpo"),
+}
 """`stage: dpo` means `{stage: preference, objective: sigmoid}`, and so on."""
-DEFAULT_OBJECTIVES = {"distill": "forward", "preference": "sigmoid", "reward": "bradley-terry"}
+DEFAULT_OBJECTIVES = {"distill": "forward", "preference": "sigmoid", "reward": "bradley-terry", "rl": "grpo"}
 """By stage, the kind of an objective that says none."""
-DEFAULT_PAIRS = 8
-"""Rows in a step of the stages whose batch counts rows, where the recipe has no `batch`."""
+DEFAULT_BATCHES = {"preference": ("pairs", 8), "reward": ("pairs", 8), "rl": ("prompts", 16)}
+"""By stage, what a batch counts and how many of it, where the recipe does not say."""
 
 
 def expand_stage(tree: Node) -> None:
@@ -18,12 +33,10 @@ def expand_stage(tree: Node) -> None:
     stage = tree.child("stage")
     if stage is None or not isinstance(stage.value, str):
         return
-    name = stage.value
-    if name in OBJECTIVE_NAMES:
-        tree.value["stage"] = Node("preference", stage.origin, stage.key_origin)
-    kind = OBJECTIVE_NAMES.get(name) or DEFAULT_OBJECTIVES.get(name)
+    name, kind = OBJECTIVE_NAMES.get(stage.value) or (stage.value, DEFAULT_OBJECTIVES.get(stage.value))
     if kind is None:
         return
+    tree.value["stage"] = Node(name, stage.origin, stage.key_origin)
     objective = tree.child("objective")
     if objective is None:
         tree.value["objective"] = Node(kind, stage.origin)
@@ -31,10 +44,19 @@ def expand_stage(tree: Node) -> None:
         for term in objective.value if isinstance(objective.value, list) else [objective]:
             if isinstance(term.value, dict) and "kind" not in term.value:
                 term.value = {"kind": Node(kind, term.origin), **term.value}
-    if name == "distill":
+    if name not in DEFAULT_BATCHES:
         return
-    if tree.child("batch") is None:
-        tree.value["batch"] = Node({"pairs": Node(DEFAULT_PAIRS, stage.origin)}, stage.origin)
+    _count_in(tree, *DEFAULT_BATCHES[name], stage.origin)
     data = tree.child("data")
     if data is not None and isinstance(data.value, dict) and data.child("packing") is None:
         data.value["packing"] = Node("none", stage.origin)  # a row is a tree, and stays by itself
+
+
+def _count_in(tree: Node, unit: str, default: int, origin: Origin) -> None:
+    """Writes the batch of a stage that counts in `unit`, unless the recipe says what it counts in."""
+    assert isinstance(tree.value, dict), "a recipe is a mapping"
+    batch = tree.child("batch")
+    if batch is None:
+        tree.value["batch"] = Node({unit: Node(default, origin)}, origin)
+    elif isinstance(batch.value, dict) and not any(batch.child(name) for name in BatchSize.one_of):
+        batch.value[unit] = Node(default, origin)

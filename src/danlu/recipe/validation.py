@@ -74,9 +74,11 @@ def _unknown(key: str, section: type[Section] | None) -> str:
     section = section or Recipe
     message = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
     known, name = list(field_types(section)), key.rpartition(".")[2]
-    if hint := did_you_mean(name, known):
+    elsewhere = KEYS_OF_OTHER_TOOLS.get(name.lower().replace("-", "_"))
+    hint = did_you_mean(name, known)
+    if hint and (elsewhere is None or hint.endswith(f" {elsewhere!r}?")):
         return f"{message}.{hint}"
-    danlu_key = KEYS_OF_OTHER_TOOLS.get(name.lower().replace("-", "_")) or _key_of_field(name)
+    danlu_key = elsewhere or _key_of_field(name)
     if danlu_key is not None and danlu_key != key:
         return f"{message}. danlu's key for it is {danlu_key}"
     return f"{message}. Known: {', '.join(known)}"

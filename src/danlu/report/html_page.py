@@ -18,9 +18,11 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class HtmlPage:
-    """A kind of page, "preview" or "verification", whose template is `templates/KIND.html.j2`."""
+    """A kind of page, "preview", "verification" or "report", whose template is `templates/KIND.html.j2`."""
 
     kind: str
+    flag: str = "--html"
+    """The option that names its file, for messages."""
 
     @property
     def start(self) -> str:
@@ -47,7 +49,7 @@ class HtmlPage:
         try:
             write_atomically(file, text.encode())
         except OSError as error:
-            raise ResourceError(f"--html {file}: cannot be written: {error.strerror}") from None
+            raise ResourceError(f"{self.flag} {file}: cannot be written: {error.strerror}") from None
 
     def check_target(self, file: Path) -> None:
         """Refuses to write over anything but an earlier page of this kind.
@@ -56,14 +58,14 @@ class HtmlPage:
         read.
         """
         if not file.parent.is_dir():
-            raise RecipeError(f"--html {file}: there is no folder {file.parent}")
+            raise RecipeError(f"{self.flag} {file}: there is no folder {file.parent}")
         if file.is_dir():
-            raise RecipeError(f"--html {file}: this is a folder; name a file in it")
+            raise RecipeError(f"{self.flag} {file}: this is a folder; name a file in it")
         try:
             is_other = file.exists() and not file.read_bytes().startswith(self.start.encode())
         except OSError as error:
-            raise ResourceError(f"--html {file}: cannot be read: {error.strerror}") from None
+            raise ResourceError(f"{self.flag} {file}: cannot be read: {error.strerror}") from None
         if is_other:
             raise RecipeError(
-                f"--html {file}: exists and is no danlu {self.kind}, so it stays as it is. Choose another name"
+                f"{self.flag} {file}: exists and is no danlu {self.kind}, so it stays as it is. Choose another name"
             )

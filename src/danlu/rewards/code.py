@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,9 +29,11 @@ NO_NAMESPACE = 127
 # program of its own because a fork of this process would have torch's locks without the threads that hold them.
 LAUNCHER = """
 import ctypes, os, resource, sys
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-if ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET):
+CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG, SIGKILL = 0x10000000, 0x40000000, 1, 9
+libc = ctypes.CDLL(None)
+if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):
     os._exit({no_namespace})
+libc.prctl(PR_SET_PDEATHSIG, SIGKILL)  # behind unshare, which takes it back: who waits for the program may be killed
 for kind, most in {limits}.items():
     resource.setrlimit(getattr(resource, kind), (most, most))
 receipt, program, report = sys.stdin.readline(), sys.stdin.read(), os.dup(1)
@@ -59,11 +60,11 @@ class Code:
     timeout_s: float = 5.0
     memory_mib: int = 512
     processes: int = 2
+    """How many answers `RewardRunner` has judged at a time."""
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
         require_isolation()
-        with ThreadPoolExecutor(self.processes) as pool:
-            return list(pool.map(self._judge, answers))
+        return [self._judge(answer) for answer in answers]
 
     def _judge(self, answer: JudgedAnswer) -> float | None:
         tests = column_of(answer, self.column)

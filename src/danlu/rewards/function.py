@@ -6,15 +6,20 @@ called as TRL calls one: with the answers of many rows at once, their prompts, a
 
 from __future__ import annotations
 
-import importlib.util
+import asyncio
+import functools
 import inspect
-import math
+import symtable
 import sys
+import types
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from danlu.errors import RecipeError
+from danlu.rewards.calling import failure_reason
 from danlu.rewards.protocol import JudgedAnswer
 
 
@@ -28,43 +33,104 @@ class FunctionReward:
             parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self._parameters.values()
         )
 
+    @property
+    def takes_batch(self) -> bool:
+        """Whether it is called with many answers at once."""
+        return "completions" in self._parameters
+
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
-        if "completions" not in self._parameters:
-            return [_as_reward(self._function(**self._arguments(_columns(answer)))) for answer in answers]
+        if not self.takes_batch:
+            return [_as_reward(self._call(_columns(answer))) for answer in answers]
         columns = [_columns(answer) for answer in answers]
         names = dict.fromkeys(name for row in columns for name in row)
-        lists = {name: [row.get(name) for row in columns] for name in names}
-        lists = {"prompts": lists.pop("prompt"), "completions": lists.pop("completion"), **lists}
-        rewards = list(self._function(**self._arguments(lists)))
+        lists: dict[str, Any] = {name: [row.get(name) for row in columns] for name in names}
+        del lists["prompt"], lists["completion"]
+        prompts = [answer.prompt for answer in answers]
+        lists = {"prompts": prompts, "completions": [_as_in_trl(answer) for answer in answers], **lists}
+        rewards = list(self._call(lists))
         if len(rewards) != len(answers):
             raise ValueError(f"the function gave {len(rewards)} rewards for {len(answers)} answers")
         return [_as_reward(reward) for reward in rewards]
 
-    def _arguments(self, columns: dict[str, Any]) -> dict[str, Any]:
-        return columns if self._takes_all else {name: columns[name] for name in columns if name in self._parameters}
+    def _call(self, columns: dict[str, Any]) -> Any:
+        names = columns if self._takes_all else [name for name in columns if name in self._parameters]
+        result = self._function(**{name: columns[name] for name in names})
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A reward FILE.py:NAME as its file was when this was made, so that every process runs the same text.
+
+    The file is run where the reward is first called or loaded, once for all functions of it in a process.
+    """
+
+    path: Path
+    name: str
+    source: str = field(repr=False)
+
+    @classmethod
+    def read(cls, reference: str) -> UserFunction:
+        """Raises RecipeError for what is no FILE.py:NAME, or a file that cannot be read."""
+        file, _, name = reference.rpartition(":")
+        path = Path(file).expanduser()
+        if not file or path.suffix != ".py":
+            raise RecipeError(f"rewards: {reference}: a function is given as FILE.py:NAME")
+        if not path.is_file():
+            raise RecipeError(f"rewards: {reference}: there is no file {path}")
+        try:
+            return cls(path.absolute(), name, path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"rewards: {reference}: {path} cannot be read: {error}") from None
+
+    def check_text(self) -> None:
+        """Raises RecipeError for a file that is no Python, or by its text binds no such name; it is not run."""
+        try:
+            names = symtable.symtable(self.source, str(self.path), "exec").get_symbols()
+        except (SyntaxError, ValueError) as error:
+            raise RecipeError(f"rewards: {self.path}: the file raises {failure_reason(error)}") from None
+        bound = [each.get_name() for each in names if each.is_assigned() or each.is_imported()]
+        by_other_means = "import *" in self.source or "globals()" in self.source
+        if self.name not in bound and not by_other_means:
+            offered = [each.get_name() for each in names if each.is_namespace() and not each.get_name().startswith("_")]
+            raise _no_function(self.path, self.name, offered)
+
+    def load(self) -> FunctionReward:
+        """The function, for which the file is run. Raises RecipeError for one that is not there, saying what is."""
+        names = vars(_module(self.path, self.source))
+        function = names.get(self.name)
+        if not callable(function):
+            offered = [key for key, value in names.items() if inspect.isfunction(value) and not key.startswith("_")]
+            raise _no_function(self.path, self.name, offered)
+        return FunctionReward(function)
+
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+        return self.load()(answers)
+
+
+def _no_function(path: Path, name: str, offered: Sequence[str]) -> RecipeError:
+    return RecipeError(f"rewards: {path} has no function {name!r}; it has {', '.join(offered) or 'none'}")
 
 
 def load_function(reference: str) -> FunctionReward:
     """The reward behind FILE.py:NAME. Raises RecipeError for a file or a name that is not there, saying what is."""
-    file, _, name = reference.rpartition(":")
-    path = Path(file).expanduser()
-    if not file or path.suffix != ".py":
-        raise RecipeError(f"rewards: {reference}: a function is given as FILE.py:NAME")
-    if not path.is_file():
-        raise RecipeError(f"rewards: {reference}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"danlu_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling look it up there
+    return UserFunction.read(reference).load()
+
+
+@functools.cache
+def _module(path: Path, source: str) -> types.ModuleType:
+    module = types.ModuleType(f"danlu_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses and pickling look it up there
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise RecipeError(f"rewards: {path}: the file raises {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        offered = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise RecipeError(f"rewards: {path} has no function {name!r}; it has {', '.join(offered) or 'none'}")
-    return FunctionReward(function)
+        exec(compile(source, str(path), "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"rewards: {path}: the file raises {failure_reason(error)}") from error
+    return module
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
 
 
 def _columns(answer: JudgedAnswer) -> dict[str, Any]:
@@ -73,11 +139,15 @@ def _columns(answer: JudgedAnswer) -> dict[str, Any]:
     return {**answer.row, **own}
 
 
+def _as_in_trl(answer: JudgedAnswer) -> Any:
+    """A text where the prompt is one, else the assistant's message in a list."""
+    return answer.text if isinstance(answer.prompt, str) else [{"role": "assistant", "content": answer.text}]
+
+
 def _as_reward(value: Any) -> float | None:
-    """A number, or None; NaN is no reward either. Raises TypeError for anything else."""
+    """A number or None. Raises TypeError for anything else."""
     if value is None:
         return None
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
-        number = float(value)
-        return None if math.isnan(number) else number
+        return float(value)
     raise TypeError(f"a reward is a number or None, and the function gave {type(value).__name__}: {value!r}")

@@ -15,6 +15,7 @@ the text is ever executed.
 from __future__ import annotations
 
 import cmath
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ TOLERANCE = 1e-9
 """Relative: two values that differ by less are equal. Text is parsed into double precision, so rounding is far less."""
 LONGEST_TEXT = 2000
 """Characters; longer ones are no answer that can be read as a formula."""
+MOST_TOKENS = 400
+"""Numbers, names and signs; a formula's value is computed by as many nested calls at most."""
 DEEPEST_NESTING = 60
 LARGEST_FACTORIAL = 170
 """170! is the last that a float64 holds."""
@@ -87,11 +90,15 @@ class _Token:
     start: int
 
 
+@functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Expression:
     """The formula that a text is. Raises NotMathematics where it is none."""
     if len(text) > LONGEST_TEXT:
         raise NotMathematics(f"{len(text)} characters: at most {LONGEST_TEXT} are read as a formula")
-    parser = _Parser(_tokens(text))
+    tokens = _tokens(text)
+    if len(tokens) > MOST_TOKENS:
+        raise NotMathematics(f"{len(tokens)} numbers and signs: at most {MOST_TOKENS} are read as a formula")
+    parser = _Parser(tokens)
     value = parser.expression(0)
     parser.end()
     return Expression(value, frozenset(parser.variables))
@@ -117,7 +124,10 @@ def near(left: complex, right: complex) -> bool:
     """Whether two values agree to `TOLERANCE`; infinities agree where their signs do."""
     if not (cmath.isfinite(left) and cmath.isfinite(right)):
         return left == right
-    return abs(left - right) <= TOLERANCE * max(1.0, abs(left), abs(right))
+    try:
+        return abs(left - right) <= TOLERANCE * max(1.0, abs(left), abs(right))
+    except OverflowError:  # both parts are near the end of float64
+        return left == right
 
 
 # Off the real line and the unit circle, so that roots and logarithms of different forms do not agree by accident.
@@ -161,8 +171,6 @@ class _Parser:
         self.variables: set[str] = set()
 
     def expression(self, depth: int) -> Value:
-        if depth > DEEPEST_NESTING:
-            raise NotMathematics(f"nested more than {DEEPEST_NESTING} deep")
         value = self._term(depth)
         while (sign := self._sign("+", "-")) is not None:
             value = _combined(value, self._term(depth), sign)
@@ -192,6 +200,7 @@ class _Parser:
         return value
 
     def _factor(self, depth: int) -> Value:
+        _check_depth(depth)
         if (sign := self._sign("-", "+")) is not None:
             inner = self._factor(depth + 1)
             return inner if sign == "+" else (lambda point: -inner(point))
@@ -212,6 +221,7 @@ class _Parser:
         return value
 
     def _atom(self, depth: int) -> Value:
+        _check_depth(depth)
         token = self._take()
         if token.kind == "number":
             number = complex(float(token.text.replace(",", "")))
@@ -307,6 +317,12 @@ class _Parser:
             token = self._peek()
             present = "the end" if token is None else repr(token.text)
             raise NotMathematics(f"{sign!r} is expected, and {present} is there")
+
+
+def _check_depth(depth: int) -> None:
+    """Raises NotMathematics where groups, signs and powers are nested too deep to go on."""
+    if depth > DEEPEST_NESTING:
+        raise NotMathematics(f"nested more than {DEEPEST_NESTING} deep")
 
 
 def _combined(left: Value, right: Value, sign: str) -> Value:

@@ -20,6 +20,10 @@ class JudgedAnswer:
     """Of the answer, its end token among them."""
     finish: str = "stop"
     """Why it ended: "stop", "length", ..."""
+    number: int = 0
+    """Of the request that it answers, among those of a run."""
+    sample: int = 0
+    """Of the answer, among those to its request."""
 
 
 class Reward(Protocol):

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from danlu.rollout.penalties import GeneratedTokens, SeenTokens, TokenCounts
 from danlu.rollout.request import Completion, Finish, NewToken, OnToken, Request
-from danlu.rollout.sampling import SeenTokens
+from danlu.rollout.sampling import TokenScore
 from danlu.rollout.sequence_state import SequenceState
 from danlu.rollout.stopping import Decode, TextStream
 from danlu.rollout.support import Support
@@ -46,6 +47,8 @@ class Answer:
         self.request, self.sample = request, sample
         self.decode, self.on_token = decode, on_token
         self.drawn: list[DrawnToken] = []
+        self.prompt_scores: list[TokenScore] = []
+        """Of the prompt's tokens from the second on, as far as it is read; empty where they are not asked for."""
         self.prompt = [*virtual_token_ids, *request.prompt]
         self.virtual_tokens = len(virtual_token_ids)
         self.longest = min(request.max_new_tokens, context - len(self.prompt))
@@ -59,7 +62,7 @@ class Answer:
         self.finish: Finish | None = None
         self.reported = 0  # tokens that are in the text, and that `on_token` was called with
         self._stream = self._new_stream()
-        self._seen = self._new_seen()
+        self._seen, self._generated = self._new_seen(), self._new_generated()
 
     @property
     def key(self) -> tuple[int, int]:
@@ -75,6 +78,11 @@ class Answer:
     def seen(self) -> np.ndarray | None:
         """The tokens that a repetition penalty counts: [n] int64 of prompt and answer, without virtual ones."""
         return None if self._seen is None else self._seen.ids
+
+    @property
+    def generated(self) -> TokenCounts | None:
+        """The tokens that presence and frequency penalties count: those of the answer."""
+        return None if self._generated is None else self._generated.counts
 
     def report(self) -> None:
         """Takes the tokens that were drawn into the text, one by one, and tells `on_token`. Sets `finish` at the last;
@@ -101,7 +109,8 @@ class Answer:
         """Makes the text of the reported tokens anew, after an interruption that may have left it half made."""
         reported, self.reported = self.reported, 0
         aborted = self.finish == "abort"
-        self.finish, self._stream, self._seen = None, self._new_stream(), self._new_seen()
+        self.finish, self._stream = None, self._new_stream()
+        self._seen, self._generated = self._new_seen(), self._new_generated()
         for drawn in self.drawn[:reported]:
             _, self.finish = self._take(drawn.token)
             self.reported += 1
@@ -126,7 +135,23 @@ class Answer:
             text="" if self._stream is None else self._stream.text,
             finish=self.finish,
             top=top if self.request.top_logprobs else None,
+            prompt_logprobs=[score.logprob for score in self.prompt_scores] if self.request.prompt_logprobs else None,
+            prompt_top=[score.top for score in self.prompt_scores] if self._wants_prompt_top else None,
         )
+
+    def prompt_to_score(self, start: int, stop: int) -> range:
+        """Of places `start` to `stop` of the sequence, which a pass computes, those whose next token is one of the
+        prompt that `prompt_scores` lacks."""
+        if not self.request.prompt_logprobs:
+            return range(0)
+        places = range(max(start, self.virtual_tokens + len(self.prompt_scores)), min(stop, len(self.prompt) - 1))
+        assert not places or places.start == self.virtual_tokens + len(self.prompt_scores), "scores come in order"
+        return places
+
+    def forget_unfinished_scores(self) -> None:
+        """Has a prompt that is being read scored again from its beginning, since other weights would go on with it."""
+        if not self.drawn:
+            self.prompt_scores.clear()
 
     def state(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -134,6 +159,7 @@ class Answer:
             "sample": self.sample,
             "reported": self.reported,
             "aborted": self.finish == "abort",
+            "prompt_scores": self.prompt_scores,
             "drawn": [
                 [*drawn[:3], None if drawn.support is None else drawn.support.ids.tolist(), drawn.version, drawn.top]
                 for drawn in self.drawn
@@ -143,9 +169,17 @@ class Answer:
     def restore(self, state: dict[str, Any], vocab_size: int) -> None:
         """Takes up what `state` gave."""
         self.drawn = [_drawn_token(row, vocab_size) for row in state["drawn"]]
+        self.prompt_scores = [
+            TokenScore(logprob, tuple((token, value) for token, value in top))
+            for logprob, top in state["prompt_scores"]
+        ]
         self.reported = state["reported"]
         self.finish = "abort" if state["aborted"] else None
         self.rewind()
+
+    @property
+    def _wants_prompt_top(self) -> bool:
+        return self.request.prompt_logprobs and self.request.top_logprobs > 0
 
     def _new_stream(self) -> TextStream | None:
         if self.decode is None:
@@ -155,12 +189,17 @@ class Answer:
     def _new_seen(self) -> SeenTokens | None:
         return None if self.request.sampling.repetition_penalty == 1.0 else SeenTokens(self.request.prompt)
 
+    def _new_generated(self) -> GeneratedTokens | None:
+        return GeneratedTokens() if self.request.sampling.counts_tokens else None
+
     def _take(self, token: int) -> tuple[str, Finish | None]:
         """Takes the next token into the text. Returns what can be shown anew, and why the answer ends if it does."""
         stream, request = self._stream, self.request
         finish: Finish | None = None
         if self._seen is not None:
             self._seen.add(token)
+        if self._generated is not None:
+            self._generated.add(token)
         text = "" if stream is None or token in request.stop_ids else stream.push(token)
         if token in request.stop_ids:
             finish = "stop"

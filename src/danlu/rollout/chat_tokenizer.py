@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from danlu.data.prompt_encoding import encode_text
 from danlu.data.tokenizer import Tokenizer
 from danlu.errors import DataError
 
@@ -27,16 +28,7 @@ class ChatTokenizer:
 
         Empty text becomes that token alone, where there is one. Raises DataError where there is none.
         """
-        tokenizer = self.tokenizer
-        tokens = tokenizer.encode(text)
-        if tokenizer.bos_id is not None and (tokenizer.adds_bos or not tokens) and tokens[:1] != [tokenizer.bos_id]:
-            return [tokenizer.bos_id, *tokens]
-        if not tokens:
-            raise DataError(
-                f"{tokenizer.path}: the prompt is empty, and this tokenizer has no beginning-of-text token: "
-                "give at least one character"
-            )
-        return tokens
+        return encode_text(self.tokenizer, text)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None

@@ -30,6 +30,8 @@ def to_bytes(completions: Sequence[Completion]) -> bytes:
                 "supports": None if each.support is None else [support.sorted_ids is None for support in each.support],
                 "vocab_size": each.support[0].vocab_size if each.support else 0,
                 "top": each.top,
+                "prompt_logprobs": each.prompt_logprobs,
+                "prompt_top": each.prompt_top,
                 "routes": None if each.routes is None else each.routes.shape,
             }
         )
@@ -83,13 +85,19 @@ def from_bytes(payload: bytes) -> list[Completion]:
                 versions=columns["versions"].take(count).tolist(),
                 text=head["text"],
                 finish=head["finish"],
-                top=None
-                if head["top"] is None
-                else [tuple((token, logprob) for token, logprob in likeliest) for likeliest in head["top"]],
+                top=_top(head["top"]),
+                prompt_logprobs=head["prompt_logprobs"],
+                prompt_top=_top(head["prompt_top"]),
                 routes=None if shape is None else columns["routes"].take(int(np.prod(shape))).reshape(shape),
             )
         )
     return completions
+
+
+def _top(value: list[list[list[Any]]] | None) -> list[tuple[tuple[int, float], ...]] | None:
+    if value is None:
+        return None
+    return [tuple((token, logprob) for token, logprob in likeliest) for likeliest in value]
 
 
 class _Cursor:

@@ -134,13 +134,13 @@ class DecodeRows:
         mask = self._mask_in(q.dtype)
         count, heads, _, width = keys.shape
         if q.dtype != torch.float32 or q.device.type != "cpu":
-            q = q.view(count, heads, -1, width)  # [Q, K, G, C]
+            q = q.reshape(count, heads, -1, width)  # [Q, K, G, C]
             keys, values = (x.narrow(2, 0, self.tokens) for x in (keys, values))
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).flatten(1, 2)
         # Two products are faster than torch's kernel where a key is read by a few queries only: 8 sequences of 128
         # tokens 65 against 129 us, 32 of them 348 against 544 (float32, 4 heads of width 32, two threads).
         keys, values = (x.flatten(0, 1).narrow(1, 0, self.tokens) for x in (keys, values))  # [Q*K, S, C]
-        scores = torch.bmm(q.view(count * heads, -1, width), keys.transpose(1, 2)).mul_(scale)  # [Q*K, G, S]
+        scores = torch.bmm(q.reshape(count * heads, -1, width), keys.transpose(1, 2)).mul_(scale)  # [Q*K, G, S]
         if mask is not None:
             scores.view(count, heads, -1, self.tokens).add_(mask)
         return torch.bmm(scores.softmax(-1), values).view(count, -1, width)

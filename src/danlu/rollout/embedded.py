@@ -83,6 +83,17 @@ class EmbeddedEngine:
         return self._runner.exact
 
     @property
+    def copies_weights(self) -> bool:
+        """Whether products are made with copies of weights, which are faster to multiply with (`PackedWeights`)."""
+        return self._runner.copies_weights
+
+    @copies_weights.setter
+    def copies_weights(self, value: bool) -> None:
+        self._runner.copies_weights = value and not self.exact
+        if not value:
+            self._runner.weights_changed()
+
+    @property
     def unfinished(self) -> int:
         """Answers that were asked for and that `step` has not returned."""
         return sum(map(len, self._live.values())) + len(self._done)
@@ -170,6 +181,8 @@ class EmbeddedEngine:
             self.version = version
         finally:
             self._runner.weights_changed()
+            for answer in self._answers():
+                answer.forget_unfinished_scores()
             self._restart()
 
     def pause(self, mode: PauseMode) -> list[Completion]:
@@ -287,15 +300,15 @@ class EmbeddedEngine:
         return self._virtual_token_ids if self._adapters is None else self._adapters.virtual_token_ids(adapter)
 
     def _new_scheduler(self) -> Scheduler:
-        options = self.options
         return Scheduler(
             BlockPool(self._runner.pool.blocks),
-            block=options.block,
-            batch_tokens=options.batch_tokens,
-            running_limit=options.sequences,
-            preempt=options.preempt,
+            block=self.options.block,
+            batch_tokens=self.options.batch_tokens,
+            running_limit=self.options.sequences,
+            preempt=self.options.preempt,
             host=BlockPool(self._runner.pool.host_blocks),
             counters=self._counters,
+            window=self._runner.window,
         )
 
     def _enqueue(self, answers: Sequence[Answer]) -> None:
@@ -308,6 +321,8 @@ class EmbeddedEngine:
         beginning = [answer for answer in growing if not answer.drawn]
         if beginning:
             beginning[0].branches = beginning[1:]
+            for answer in beginning[1:]:
+                answer.prompt_scores = beginning[0].prompt_scores
         for answer in (*beginning[:1], *(answer for answer in growing if answer.drawn)):
             answer.sequence = self._new_sequence(answer)
             self._scheduler.add(answer.sequence)
@@ -316,6 +331,7 @@ class EmbeddedEngine:
     def _new_sequence(self, answer: Answer) -> SequenceState:
         longest = len(answer.prompt) + answer.longest
         shares = self.options.prefix_sharing and not rotated_by_length(self._config, longest)
+        shares &= not answer.request.prompt_logprobs  # hidden states are needed, which the cache does not keep
         digests = [root_digest(answer.request.adapter, self.version)] if shares else None
         return SequenceState(answer.number, answer.tokens, len(answer.prompt), len(answer.branches), digests)
 

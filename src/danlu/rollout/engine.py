@@ -96,6 +96,9 @@ class EngineOptions:
     """Tokens whose keys and values are kept together."""
     cache_gib: float = 2.0
     """The most memory that keys and values take, in GiB, on each process."""
+    packed_gib: float = 2.0
+    """The most memory of copies of weights in the order in which a CPU multiplies fastest; 0: none are made but those
+    that have another type than the weights."""
     batch_tokens: int = 1024
     """The most tokens of one forward pass: enough for efficient matrix products, few enough that attention scores over
     a long prompt stay small."""

@@ -18,19 +18,21 @@ from danlu.errors import ModelError, ResourceError
 from danlu.models.attention_kernels import copy_to
 from danlu.models.config import DynamicScaling
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.few_rows import FewRowProducts
+from danlu.models.packed_weights import PackedWeights
 from danlu.numerics import batch_invariant
 from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
 from danlu.rollout.answer import Answer, DrawnToken
 from danlu.rollout.engine import EngineAdapters, EngineOptions
 from danlu.rollout.exact_paged import ExactPagedAttention
 from danlu.rollout.pool import CachePool
-from danlu.rollout.sampling import Drawn, DrawRow, draw
+from danlu.rollout.sampling import Drawn, DrawRow, draw, score
 from danlu.rollout.scheduler import Chunk, Plan
 from danlu.rollout.speculative import DraftSequence, Speculation
 from danlu.spelling import did_you_mean
 
 GIB = 2**30
+PROMPT_ROWS = 128
+"""Logits of so many tokens of a prompt are made at a time: of all of them they would be larger than the model."""
 
 
 class ModelRunner:
@@ -56,11 +58,16 @@ class ModelRunner:
         self._adapters, self.exact = adapters, options.exact
         self.speculation = speculation
         self._draft_tokens = 0 if options.draft is None else options.draft.tokens
-        self._few_rows = FewRowProducts()
+        self.packed_weights = PackedWeights(int(options.packed_gib * GIB))
+        self.copies_weights = not self.exact
+        """Whether products are made with copies of weights, which are faster to multiply with."""
         if self.exact:
             batch_invariant.enable()
         self._lengths_matter = isinstance(model.config.rope_scaling, DynamicScaling)
         layers = [cast(Layer, layer).attention.cache for layer in model.layers.values()]
+        windows = [layer.window for layer in layers]
+        self.window = None if None in windows else max(window for window in windows if window is not None)
+        """The largest of all layers' attention windows, in tokens; None where a layer sees everything."""
         self.block_bytes = CachePool.block_bytes(layers, options.block, self.dtype)
         most = options.sequences * -(-model.config.context_length // options.block)  # with every context full
         blocks = min(most, int(options.cache_gib * GIB) // self.block_bytes)
@@ -84,7 +91,7 @@ class ModelRunner:
         Chunks of several adapters go through the decoder one adapter after the other.
         Raises ModelError where logits are not finite.
         """
-        with torch.inference_mode(), nullcontext() if self.exact else self._few_rows.active():
+        with torch.inference_mode(), self.packed_weights.active() if self.copies_weights else nullcontext():
             self.pool.carry_out(plan)
             if self._adapters is None:
                 return self._forward(plan, answers_by_sequence, version)
@@ -120,9 +127,9 @@ class ModelRunner:
                 parameter.copy_(value)
 
     def weights_changed(self) -> None:
-        """Drops copies of weights in the type of activations. Their version alone does not tell: FSDP gathers weights,
+        """Drops copies of weights. Their version alone does not tell: FSDP gathers weights,
         and `.data` is written to, without counting."""
-        self._few_rows.clear()
+        self.packed_weights.clear()
 
     def propose(self, answers: Iterable[Answer]) -> None:
         """Has tokens proposed that may follow those of growing answers, to be checked with their next pass."""
@@ -171,11 +178,37 @@ class ModelRunner:
                 else:
                     ends += [len(tokens) - 1] * len(drawing)
         hidden = self.hidden(plan, tokens)
+        self._score_prompts(plan, hidden, answers_by_sequence)
         if not ends:
             return []
         if ends != list(range(len(tokens))):
             hidden = hidden.index_select(0, copy_to(torch.tensor(ends), self.device))  # [R, D]
         return list(zip(answers, self._draw(self.logits(hidden), answers, version), strict=True))
+
+    def _score_prompts(self, plan: Plan, hidden: Tensor, answers_by_sequence: Mapping[int, Answer]) -> None:
+        """Gives prompts the log-probabilities of those tokens that are asked for and follow hidden [T, D]."""
+        row = 0  # of the chunk's first token
+        for number, start, stop, _, _ in plan.chunks:
+            answer = answers_by_sequence[number]
+            places = answer.prompt_to_score(start, stop)
+            for first in range(places.start, places.stop, PROMPT_ROWS):
+                some = range(first, min(first + PROMPT_ROWS, places.stop))
+                logits = self.logits(hidden[row + some.start - start : row + some.stop - start])
+                tokens, request = answer.prompt[some.start + 1 : some.stop + 1], answer.request
+                slice_rows = EXACT_SLICE_ROWS if self.exact else None
+                scores = score(logits, tokens, request.sampling, request.top_logprobs, slice_rows=slice_rows)
+                for place, each in zip(some, scores, strict=True):
+                    self._check_finite(each.logprob, place + 1)
+                answer.prompt_scores += scores
+            row += stop - start
+
+    def _check_finite(self, logprob: float, position: int) -> None:
+        """Raises ModelError for a log-probability that is none."""
+        if not math.isfinite(logprob):
+            raise ModelError(
+                f"the model's output is not finite at position {position}: a weight may be NaN, or the numbers "
+                f"leave the range of {str(self.dtype).removeprefix('torch.')} (try a wider dtype)"
+            )
 
     def _draw(self, logits: Tensor, answers: Sequence[Answer], version: int) -> list[list[DrawnToken]]:
         """The next tokens of each answer, from logits [R, V]. Raises ModelError where these are not finite."""
@@ -193,12 +226,7 @@ class ModelRunner:
             drawn = [_drawn_tokens(part, version) for part in parts]
         for answer, several in zip(answers, drawn, strict=True):
             for place, token in enumerate(several):
-                if not math.isfinite(token.logprob):
-                    position = len(answer.prompt) + len(answer.drawn) + place
-                    raise ModelError(
-                        f"the model's output is not finite at position {position}: a weight may be NaN, or the numbers "
-                        f"leave the range of {str(self.dtype).removeprefix('torch.')} (try a wider dtype)"
-                    )
+                self._check_finite(token.logprob, len(answer.prompt) + len(answer.drawn) + place)
         return drawn
 
     def _draft_sequence(self, answer: Answer) -> DraftSequence:
@@ -216,7 +244,15 @@ def _next_row(answer: Answer) -> DrawRow:
     """What the next token of an answer depends on."""
     request = answer.request
     position = len(answer.prompt) + len(answer.drawn)
-    return DrawRow(request.sampling, request.random_number, answer.sample, position, answer.seen, request.top_logprobs)
+    return DrawRow(
+        request.sampling,
+        request.random_number,
+        answer.sample,
+        position,
+        seen=answer.seen,
+        generated=answer.generated,
+        top_logprobs=request.top_logprobs,
+    )
 
 
 def _drawn_tokens(drawn: Drawn, version: int) -> list[DrawnToken]:

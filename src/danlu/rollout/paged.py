@@ -143,7 +143,7 @@ class _ByQuery:
         if self._rows is not None and softcap is None and (window is None or window >= self._longest):
             return self._rows.attend(layer, q, (k, v), (keys, values), scale)
         if softcap is None and (table := self._table(window, keys)) is not None:
-            q = q.view(len(q), keys.shape[1], -1, q.shape[-1])  # [Q, K, G, C]
+            q = q.reshape(len(q), keys.shape[1], -1, q.shape[-1])  # [Q, K, G, C]
             k, v = table.gather(keys), table.gather(values)  # [Q, K, S, C]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=table.mask, scale=scale).flatten(1, 2)
         return self._over_blocks(q, keys, values, scale, window, softcap)

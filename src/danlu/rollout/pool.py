@@ -110,7 +110,7 @@ class CachePool:
         """Writes what a layer keeps of the tokens of the plan that was carried out last, [T, *lead, C] each."""
         for blocks, new in zip(self._views[layer], rows, strict=True):
             width = new.shape[-1]
-            heads = new[0].numel() // width
+            heads = math.prod(new.shape[1:-1])
             blocks.view(-1, width).index_copy_(0, self._slots.rows(heads), new.reshape(-1, width))
 
     def gather(self, layer: int, blocks: Tensor, tokens: int) -> tuple[Tensor, ...]:

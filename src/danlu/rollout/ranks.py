@@ -28,6 +28,8 @@ from danlu.rollout.stopping import Decode
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from danlu.rollout.embedded import EmbeddedEngine
+
 STEPS_PER_EXCHANGE = 16
 """Steps of an engine between two looks at the other ranks, where no pass needs them: often enough that the wait for one
 that is behind stays far below the time that a collective may take, and that an error elsewhere ends the work here."""
@@ -83,17 +85,20 @@ class ParallelEngine:
         self._kept: list[Completion] = []  # complete, and not returned yet
         self._steps = 0
         self._in_pass = False  # within a pass that has collectives
+        self._embedded: EmbeddedEngine | None = None
         self._offer: Offer | None = None
         self._check: Check | None = None
         self._is_unchecked = False  # since an update
 
     @classmethod
     def embedded(
-        cls, engine: RolloutEngine, ranks: Ranks, model: nn.Module, weights: ShardedWeights | None = None
+        cls, engine: EmbeddedEngine, ranks: Ranks, model: nn.Module, weights: ShardedWeights | None = None
     ) -> ParallelEngine:
         """Each data rank answers its share, with the ranks of its tensor group."""
         data, speaks = ranks.data, ranks.tensor.index == 0
-        return cls(engine, ranks, model=model, weights=weights, shares=data.size, share=data.index, speaks=speaks)
+        embedded = cls(engine, ranks, model=model, weights=weights, shares=data.size, share=data.index, speaks=speaks)
+        embedded._embedded = engine
+        return embedded
 
     @classmethod
     def remote(
@@ -348,6 +353,8 @@ class ParallelEngine:
         error: Exception | None = None
         if passes and self._weights is not None:
             self._weights.open()
+            if self._embedded is not None:  # copies would be of the whole model, which has no room
+                self._embedded.copies_weights = not self._is_in_step
         self._world_status.begin()
         self._tensor_status.begin()
         self._in_pass = False

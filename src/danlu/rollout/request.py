@@ -27,7 +27,7 @@ class SamplingOptions:
     """How the next token is chosen. Raises RecipeError, with every problem at once, for values that make no sense."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token and ignores the other options except repetition_penalty."""
+    """Divides the logits; 0 takes the likeliest token and ignores the other options except penalties."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens with at least this probability (arXiv:1904.09751); 1 keeps all."""
     top_k: int = 0
@@ -36,6 +36,10 @@ class SamplingOptions:
     """Keep tokens at least this fraction as likely as the likeliest one (arXiv:2407.01082); 0 keeps all."""
     repetition_penalty: float = 1.0
     """Makes tokens of the prompt and the answer so far less likely if above 1 (CTRL, arXiv:1909.05858, sec. 4.1)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that are in the answer so far, as OpenAI has it; not of the prompt's."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens of the answer, as often as each is in it so far."""
     seed: int = 0
     """Fixes every draw, together with the request's number, the sample's index and the token's position."""
     allowed_ids: tuple[int, ...] | None = None
@@ -48,6 +52,8 @@ class SamplingOptions:
             (self.top_k >= 0, "top_k", "0 (keep every token) or more"),
             (0 <= self.min_p <= 1, "min_p", "between 0 (keep every token) and 1"),
             (0 < self.repetition_penalty < math.inf, "repetition_penalty", "positive (1 changes nothing)"),
+            (-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2 (0 changes nothing)"),
+            (-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2 (0 changes nothing)"),
             (0 <= self.seed < 2**63, "seed", "at least 0 and below 2^63"),
             (self.allowed_ids is None or len(self.allowed_ids) > 0, "allowed_ids", "one token or more, or left out"),
         )
@@ -56,6 +62,16 @@ class SamplingOptions:
             raise RecipeError(
                 [f"{name}: {getattr(self, name)} is out of range; it must be {rule}" for name, rule in wrong]
             )
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether how often a token is in the answer so far makes a difference."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that came before are made more or less likely than the model has them."""
+        return self.repetition_penalty != 1 or self.counts_tokens
 
     @property
     def truncates(self) -> bool:
@@ -84,6 +100,9 @@ class Request:
     """The name of an adapter of the engine, or "none" for the base alone; None: what is active in the model."""
     top_logprobs: int = 0
     """For each token of the answers, so many of the likeliest tokens with their log-probabilities are kept."""
+    prompt_logprobs: bool = False
+    """Whether log-probabilities of the prompt's tokens are wanted, and their `top_logprobs`. Such a prompt is computed
+    whole: what the prefix cache has of it is of no use."""
     draw_number: int | None = None
     """What random numbers follow from in place of `number`, where the same draws are wanted again: a request to a
     server that brings a seed has the same answer whatever else was asked before it."""
@@ -130,7 +149,7 @@ class Completion:
     """The model's: log softmax(logits / temperature) over the whole vocabulary, before any penalty or filter
     (temperature 0 counts as 1). What a trainer recomputes."""
     drawn: list[float]
-    """Under the distribution that was really drawn from: after penalty, allowed tokens, temperature and filters."""
+    """Under the distribution that was really drawn from: after penalties, allowed tokens, temperature and filters."""
     support: list[Support] | None
     """The tokens that the filters left at each place; None where no filter was on."""
     versions: list[int]
@@ -140,6 +159,16 @@ class Completion:
     finish: Finish
     top: list[tuple[tuple[int, float], ...]] | None = None
     """As in `NewToken`; None where none were asked for."""
+    prompt_logprobs: list[float] | None = None
+    """Of the prompt's tokens from the second on, as `logprobs`, by the weights that it was read with; None where none
+    were asked for."""
+    prompt_top: list[tuple[tuple[int, float], ...]] | None = None
+    """Of the same tokens, as `top`."""
     routes: np.ndarray | None = None
     """[tokens, layers, experts of a token] int16: where a mixture of experts sent each token, so that a trainer can
     send it the same way; None for models without experts."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the answer was cut off, by max_new_tokens or by the end of the model's context."""
+        return self.finish in ("length", "context")

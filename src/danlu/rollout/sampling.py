@@ -8,10 +8,10 @@ B sequences · V vocabulary
 from __future__ import annotations
 
 import functools
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from danlu.errors import DataError
 from danlu.objectives.token_logprobs import logprobs_of_logits
 from danlu.rollout.blocked_softmax import BlockedSoftmax, BlockSums, column, cumsum, likeliest, search
 from danlu.rollout.filters import Kept, keep
+from danlu.rollout.penalties import TokenCounts, penalise
 from danlu.rollout.random_numbers import ACCEPT, DRAW, PROPOSE, RESIDUAL, uniform
 from danlu.rollout.rejection_sampling import rejection_sample
 from danlu.rollout.request import SamplingOptions
@@ -43,6 +44,8 @@ class DrawRow:
     top_logprobs: int = 0
     proposed: ProposedToken | None = None
     """What a draft model drew for this place: it is kept where that leaves each token as likely as without it."""
+    generated: TokenCounts | None = None
+    """The tokens of the answer so far, counted; only presence and frequency penalties ask for them."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,15 @@ class ProposedToken:
     token: int
     probabilities: Tensor | None
     """[V] float32, of the distribution that it was drawn from; None where it was not drawn, but is certain."""
+
+
+class TokenScore(NamedTuple):
+    """What the model says of a token that was there already."""
+
+    logprob: float
+    """Over the whole vocabulary, of the logits divided by the temperature, in nats."""
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens in its place, with theirs."""
 
 
 @dataclass(frozen=True)
@@ -72,35 +84,16 @@ class Drawn:
         return Drawn(self.tokens[part], self.logprobs[part], self.drawn[part], self.supports[part], self.top[part])
 
 
-class SeenTokens:
-    """The distinct tokens of a sequence as it grows, for the repetition penalty."""
-
-    def __init__(self, tokens: Iterable[int]) -> None:
-        self._distinct = set(tokens)
-        self._ids = array("q", self._distinct)
-
-    def add(self, token: int) -> None:
-        """Takes the next token."""
-        if token not in self._distinct:
-            self._distinct.add(token)
-            self._ids.append(token)
-
-    @property
-    def ids(self) -> np.ndarray:
-        """[n] int64, in no particular order; a copy."""
-        return np.array(self._ids, dtype=np.int64)
-
-
 def draw(logits: Tensor, rows: Sequence[DrawRow], *, slice_rows: int | None = None) -> Drawn:
     """The next token of each sequence, with its log-probabilities and what it was chosen from.
 
     The draw of a row depends on (options.seed, number, sample, position), its options and its logits alone: not on
-    which other rows there are. Repetition penalty and allowed tokens come first, then temperature, top-k, top-p, min-p,
-    in the order of transformers; tokens that tie with the last one kept are kept too.
+    which other rows there are. Penalties and allowed tokens come first, then temperature, top-k, top-p, min-p, in the
+    order of transformers; tokens that tie with the last one kept are kept too.
 
-    `logprobs` are of softmax(logits / temperature) over the whole vocabulary, before penalty and filters (temperature 0
-    counts as 1): what a trainer recomputes. `drawn` are under the distribution that was drawn from, so 0 where the
-    temperature is. Both are NaN where the logits have no finite maximum.
+    `logprobs` are of softmax(logits / temperature) over the whole vocabulary, before penalties and filters (where the
+    temperature is 0 it counts as 1): what a trainer recomputes. `drawn` are under the distribution that was drawn from,
+    so 0 where the temperature is. Both are NaN where the logits have no finite maximum.
 
     Args:
         logits: [B, V] float32, after a final soft cap; not changed.
@@ -124,7 +117,7 @@ def draw(logits: Tensor, rows: Sequence[DrawRow], *, slice_rows: int | None = No
         logprobs, drawn = _sliced_logprobs(logits, altered, rows, choice, slice_rows)
     # The one copy to the host, where nothing is filtered. float64 holds tokens and float32 without loss.
     columns = torch.stack((choice.tokens.double(), logprobs.double(), drawn.double())).tolist()
-    top = _top_logprobs(scaled_model, of_model, rows)
+    top = _top_logprobs(scaled_model, of_model, [row.top_logprobs for row in rows])
     return Drawn([int(token) for token in columns[0]], columns[1], columns[2], choice.supports, top)
 
 
@@ -133,12 +126,12 @@ def _sliced_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`Drawn.logprobs` and `Drawn.drawn`, [B] each, by the arithmetic of a trainer that knows the supports.
 
-    altered: the logits after penalty and allowed tokens; a support leaves the latter's infinities out.
+    altered: the logits after penalties and allowed tokens; a support leaves the latter's infinities out.
     """
     logprobs, drawn = torch.empty_like(choice.drawn), choice.drawn.clone()
     groups: dict[tuple[float, bool, bool], list[int]] = {}  # a trainer divides by one temperature
     for i, (row, support) in enumerate(zip(rows, choice.supports, strict=True)):
-        key = (row.options.temperature, row.options.repetition_penalty != 1.0, support is not None)
+        key = (row.options.temperature, row.options.penalises, support is not None)
         groups.setdefault(key, []).append(i)
     for (temperature, penalised, filtered), members in groups.items():
         index = torch.tensor(members, device=logits.device)
@@ -151,6 +144,20 @@ def _sliced_logprobs(
         elif temperature > 0:
             drawn[index] = logprobs[index]
     return logprobs, drawn
+
+
+def score(
+    logits: Tensor, tokens: Sequence[int], options: SamplingOptions, top_logprobs: int, *, slice_rows: int | None = None
+) -> list[TokenScore]:
+    """What the model says of known tokens, one for each row of logits [B, V]: as `draw` does of those that it draws."""
+    scaled = _divide(logits, [options.temperature or 1.0] * len(tokens))
+    softmax, ids = BlockedSoftmax.of(scaled), torch.tensor(tokens, device=logits.device)
+    if slice_rows is None:
+        logprobs = softmax.logprobs(scaled, ids)
+    else:
+        logprobs = logprobs_of_logits(logits, ids, temperature=options.temperature or 1.0, slice_rows=slice_rows)
+    top = _top_logprobs(scaled, softmax, [top_logprobs] * len(tokens))
+    return list(map(TokenScore, logprobs.tolist(), top))
 
 
 def propose(logits: Tensor, rows: Sequence[DrawRow]) -> list[ProposedToken]:
@@ -186,13 +193,13 @@ def _divide(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     return logits / column(temperatures, logits)
 
 
-# -- penalty and allowed tokens
+# -- penalties and allowed tokens
 
 
 def _alter(logits: Tensor, rows: Sequence[DrawRow]) -> Tensor:
-    """Logits [B, V] with the repetition penalty of each row, and -inf where a token is not allowed; the logits
-    themselves where no row has either."""
-    penalised = [i for i, row in enumerate(rows) if row.options.repetition_penalty != 1.0]
+    """Logits [B, V] with the penalties of each row, and -inf where a token is not allowed; the logits themselves where
+    no row has either."""
+    penalised = any(row.options.penalises for row in rows)
     confined: dict[tuple[int, ...], list[int]] = {}
     for i, row in enumerate(rows):
         if row.options.allowed_ids is not None:
@@ -201,31 +208,12 @@ def _alter(logits: Tensor, rows: Sequence[DrawRow]) -> Tensor:
         return logits
     altered = logits.clone(memory_format=torch.contiguous_format)
     if penalised:
-        _penalise_repetition(altered, rows, penalised)
+        penalise(altered, rows)
     for allowed_ids, members in confined.items():
         ids = torch.from_numpy(_allowed(allowed_ids)).to(logits.device)
         left = altered[members][:, ids]
         altered[members] = torch.full_like(altered[members], float("-inf")).index_copy_(1, ids, left)
     return altered
-
-
-def _penalise_repetition(logits: Tensor, rows: Sequence[DrawRow], penalised: Sequence[int]) -> None:
-    """Divides logits [B, V] of tokens that were seen by the penalty where they are positive, else multiplies, in place.
-
-    Touches the seen tokens alone: a sequence has a few hundred distinct ones, a vocabulary a hundred thousand.
-    """
-    seen, lengths = [], []
-    for i in penalised:
-        ids = rows[i].seen
-        assert ids is not None, "a repetition penalty needs the tokens so far"
-        seen.append(np.asarray(ids, dtype=np.int64) + i * logits.shape[1])
-        lengths.append(len(ids))
-    penalties = np.array([rows[i].options.repetition_penalty for i in penalised], dtype=np.float32)
-    index = torch.from_numpy(np.concatenate(seen)).to(logits.device)
-    penalty = torch.from_numpy(np.repeat(penalties, lengths)).to(logits.device)
-    flat = logits.view(-1)
-    values = flat[index]
-    flat[index] = torch.where(values < 0, values * penalty, values / penalty)
 
 
 @functools.lru_cache(maxsize=8)
@@ -351,15 +339,15 @@ def _numbers(rows: Sequence[DrawRow], like: Tensor, purpose: int = DRAW) -> Tens
 
 
 def _top_logprobs(
-    scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]
+    scaled: Tensor, softmax: BlockedSoftmax, counts: Sequence[int]
 ) -> list[tuple[tuple[int, float], ...]]:
-    """The likeliest tokens of each row that asks for them, with the model's log-probabilities."""
-    widest = min(max(row.top_logprobs for row in rows), scaled.shape[1])
+    """So many of the likeliest tokens of each row as `counts` has, with the model's log-probabilities."""
+    widest = min(max(counts), scaled.shape[1])
     if widest == 0:
-        return [() for _ in rows]
+        return [() for _ in counts]
     values, ids = likeliest(scaled, widest)
     logprobs = (values - softmax.highest - softmax.exp.total.log().float()).tolist()
     return [
-        tuple(zip(tokens[: row.top_logprobs], of_tokens[: row.top_logprobs], strict=True))
-        for row, tokens, of_tokens in zip(rows, ids.tolist(), logprobs, strict=True)
+        tuple(zip(tokens[:count], of_tokens[:count], strict=True))
+        for count, tokens, of_tokens in zip(counts, ids.tolist(), logprobs, strict=True)
     ]

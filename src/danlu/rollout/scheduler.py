@@ -105,6 +105,8 @@ class Scheduler:
         pool: the blocks. host: those of the host's memory, for preemption by swap.
         block: tokens of a block. batch_tokens: the most of a pass. running_limit: the most sequences that have blocks.
         preempt: what becomes of a sequence that has to make room.
+        window: the largest of all layers' attention windows, in tokens; None where a layer has none. Blocks that it has
+            passed are given back.
     """
 
     def __init__(
@@ -117,7 +119,9 @@ class Scheduler:
         preempt: Literal["recompute", "swap"] = "recompute",
         host: BlockPool | None = None,
         counters: Counters | None = None,
+        window: int | None = None,
     ) -> None:
+        self.window = window
         self.pool, self.host = pool, host or BlockPool(0)
         self.block, self.batch_tokens, self.running_limit = block, batch_tokens, running_limit
         self.preempt = preempt
@@ -143,10 +147,10 @@ class Scheduler:
             if len(self.running) >= self.running_limit:
                 insort(self.waiting, child, key=_number)
                 continue
-            child.blocks, child.computed = list(parent.blocks), parent.computed
+            child.blocks, child.computed, child.passed = list(parent.blocks), parent.computed, parent.passed
             child.digests = None if parent.digests is None else list(parent.digests)
             child.remembered = parent.remembered
-            for block in child.blocks:
+            for block in child.own_blocks:
                 self.pool.share(block)
             self.counters.prompt_tokens_reused += child.computed
             insort(self.running, child, key=_number)
@@ -185,6 +189,7 @@ class Scheduler:
         """
         counters = self.counters
         counters.passes += 1
+        counters.peak_blocks = max(counters.peak_blocks, self.pool.used)
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.sequence]
             sequence.computed = chunk.stop
@@ -195,12 +200,11 @@ class Scheduler:
                 del sequence.blocks[self._blocks_of(len(sequence.tokens)) :]
             if sequence.computed // self.block > sequence.remembered:
                 sequence.remember(self.pool, self.block)
+            self._give_back_passed(sequence)
             if chunk.start < chunk.length:
                 counters.prompt_tokens_computed += min(chunk.stop, chunk.length) - chunk.start
-        counters.peak_blocks = max(counters.peak_blocks, self.pool.used)
-        slots = self.block * sum(len(sequence.blocks) for sequence in self.running)
-        counters.slots += slots
-        counters.empty_slots += slots - sum(sequence.computed for sequence in self.running)
+        counters.slots += self.block * sum(len(sequence.own_blocks) for sequence in self.running)
+        counters.empty_slots += sum(len(each.blocks) * self.block - each.computed for each in self.running)
 
     def _plan_growing(self, sequence: SequenceState, builder: _PlanBuilder) -> None:
         """The last known token and its drafts; others make room for them."""
@@ -249,7 +253,8 @@ class Scheduler:
                 skipped += 1
                 continue
             wanted = len(sequence.tokens) + len(sequence.drafts)
-            lacking = self._blocks_of(wanted) - len(cached) + sum(map(self.pool.is_free, cached))
+            kept = sequence.passed if sequence.host_blocks else len(cached)
+            lacking = self._blocks_of(wanted) - kept + sum(map(self.pool.is_free, cached))
             if self.running and lacking + sequence.forks + promised > self.pool.free:
                 return
             computed = sequence.computed if sequence.host_blocks else len(cached) * self.block
@@ -267,10 +272,9 @@ class Scheduler:
     def _bring_in(self, sequence: SequenceState, cached: list[int], builder: _PlanBuilder) -> None:
         """Gives a sequence that is let in its blocks back from the host, or those of the prefix cache."""
         if sequence.host_blocks:
-            for source in sequence.host_blocks:
-                target = self.pool.allocate()
-                builder.swapped_in.append((source, target))
-                sequence.blocks.append(target)
+            blocks = [self.pool.allocate() for _ in sequence.host_blocks]
+            builder.swapped_in += zip(sequence.host_blocks, blocks, strict=True)
+            sequence.blocks = [*blocks[:1] * sequence.passed, *blocks]
             self._release_host(sequence)
             return
         for block in cached:
@@ -288,7 +292,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_number)
         builder.preempted.append(sequence.number)
         self.counters.preemptions += 1
-        computed_blocks = sequence.blocks[: self._blocks_of(sequence.computed)]
+        computed_blocks = sequence.blocks[sequence.passed : self._blocks_of(sequence.computed)]
         if self.preempt == "swap" and computed_blocks and len(computed_blocks) <= self.host.free:
             self.counters.swaps += 1
             sequence.host_blocks = [self.host.allocate() for _ in computed_blocks]
@@ -297,12 +301,24 @@ class Scheduler:
             self.counters.swap_fallbacks += self.preempt == "swap" and len(computed_blocks) > 0
             sequence.computed = 0
         self._release(sequence)
+        if not sequence.host_blocks:
+            sequence.passed = 0
 
     def _release(self, sequence: SequenceState) -> None:
         # The end first: of the prefix cache, beginnings are kept longest.
-        for block in reversed(sequence.blocks):
+        for block in reversed(sequence.own_blocks):
             self.pool.release(block)
         sequence.blocks, sequence.remembered = [], 0
+
+    def _give_back_passed(self, sequence: SequenceState) -> None:
+        """Releases the blocks that no token to come can see."""
+        if self.window is None:
+            return
+        passed = max(0, sequence.computed - self.window + 1) // self.block
+        passed = min(passed, len(sequence.blocks) - 1)  # one that runs has a block
+        if passed > sequence.passed:
+            for block in sequence.pass_blocks(passed):
+                self.pool.release(block)
 
     def _release_host(self, sequence: SequenceState) -> None:
         for block in sequence.host_blocks:
@@ -333,6 +349,7 @@ class Scheduler:
             builder.copies.append((source, target))
             self.pool.release(source)
             sequence.blocks[place] = target
+            sequence.fill_passed()
         for _ in range(self._blocks_of(stop) - len(sequence.blocks)):
             block = self.pool.allocate()
             builder.fresh.append(block)

@@ -27,9 +27,12 @@ class SequenceState:
     computed: int = 0
     """Tokens whose keys and values are in the blocks."""
     blocks: list[int] = field(default_factory=list)
-    """Of the pool, in order; empty while it waits."""
+    """Of the pool, in order; empty while it waits. Those that every layer's window has passed are given back. In their
+    places stands the first that is left: exact attention reads whole tiles, and hides what is behind the window."""
+    passed: int = 0
+    """Blocks at the beginning that were given back."""
     host_blocks: list[int] = field(default_factory=list)
-    """While it is swapped out: blocks of the host's pool."""
+    """While it is swapped out: blocks of the host's pool, for those that were not given back."""
     remembered: int = 0
     """Full blocks that were offered to the prefix cache, or come from it."""
 
@@ -37,6 +40,22 @@ class SequenceState:
     def uncomputed(self) -> int:
         """Known tokens that no pass has computed, at least 1."""
         return len(self.tokens) - self.computed
+
+    @property
+    def own_blocks(self) -> list[int]:
+        """The blocks that it has a reference to."""
+        return self.blocks[self.passed :]
+
+    def pass_blocks(self, passed: int) -> list[int]:
+        """Gives up its first `passed` blocks; returns those that it still had."""
+        given_back = self.blocks[self.passed : passed]
+        self.passed = max(self.passed, passed)
+        self.fill_passed()
+        return given_back
+
+    def fill_passed(self) -> None:
+        """Puts the first own block in the places of those that were given back."""
+        self.blocks[: self.passed] = self.blocks[self.passed : self.passed + 1] * self.passed
 
     def without_a_part_of_the_drafts(self, stop: int) -> int:
         """`stop`, or before the last known token where only some of the drafts would be checked."""
@@ -72,7 +91,7 @@ class SequenceState:
         """Enters the blocks that are full by now into the prefix cache."""
         full = self.computed // block
         if self.digests is not None:
-            for place in range(self.remembered, full):
+            for place in range(max(self.remembered, self.passed), full):
                 pool.remember(self.blocks[place], self._digest(place, block), self._tokens_of(place, block))
         self.remembered = full
 

@@ -43,11 +43,16 @@ class DraftSequence:
 
     def rows(self, proposed: Sequence[int]) -> list[DrawRow]:
         """Of the next token and of those behind each proposal."""
-        rows, seen = [self.row], self.row.seen
-        for count in range(1, len(proposed) + 1):
-            so_far = None if seen is None else np.concatenate((np.asarray(seen), np.asarray(proposed[:count])))
-            rows.append(dataclasses.replace(self.row, position=self.row.position + count, seen=so_far))
-        return rows
+        return [self.row, *(self._row_behind(proposed[:count]) for count in range(1, len(proposed) + 1))]
+
+    def _row_behind(self, proposed: Sequence[int]) -> DrawRow:
+        seen, generated = self.row.seen, self.row.generated
+        return dataclasses.replace(
+            self.row,
+            position=self.row.position + len(proposed),
+            seen=None if seen is None else np.concatenate((np.asarray(seen), np.asarray(proposed))),
+            generated=None if generated is None else generated.plus(proposed),
+        )
 
 
 class Proposer(Protocol):

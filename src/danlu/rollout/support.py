@@ -64,15 +64,16 @@ def support_matrix(supports: list[Support]) -> np.ndarray:
 def check_trainable(completion: Completion, sampling: SamplingOptions, vocab_size: int) -> None:
     """Raises DataError for an answer whose log-probabilities a trainer cannot compute again, and so not train on.
 
-    That is where a repetition penalty or temperature 0 chose the tokens, and where tokens were left out and it is not
+    That is where a penalty or temperature 0 chose the tokens, and where tokens were left out and it is not
     known, for each token, which. vocab_size: the trained model's.
     """
     where = f"prompt {completion.number}, sample {completion.sample}"
-    if sampling.repetition_penalty != 1.0:
-        raise DataError(
-            f"{where}: drawn with a repetition penalty of {sampling.repetition_penalty:g}, which a trainer's "
-            "log-probabilities do not have. Set repetition_penalty to 1 where they are trained on"
-        )
+    for name, off in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0)):
+        if (value := getattr(sampling, name)) != off:
+            raise DataError(
+                f"{where}: drawn with a {name.replace('_', ' ')} of {value:g}, which a trainer's log-probabilities do "
+                f"not have. Set {name} to {off} where they are trained on"
+            )
     if sampling.temperature == 0:
         raise DataError(
             f"{where}: drawn at temperature 0, where the likeliest token is certain: there is no distribution whose "

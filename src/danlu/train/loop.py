@@ -190,7 +190,7 @@ def assess(run: Run) -> Scores | None:
     problem: DanluError | None = None
     with run.averaged():
         try:
-            scores = evaluate(run.learner, run.held_out, stop=run.stopping) if run.held_out else None
+            scores = None if run.held_out is None else evaluate(run.learner, run.held_out(), stop=run.stopping)
             if run.stopping():
                 return None
             if run.generate is not None and run.sample_prompts:
@@ -277,6 +277,8 @@ def broken_weights(run: Run) -> TrainingError | None:
 def _log(run: Run, gradients: StepGradients, seconds: float) -> None:
     totals = gradients.totals
     extra: dict[str, float] = {**gradients.metrics, "elapsed_s": time.perf_counter() - run.started}
+    if run.feed.generated is not None:
+        extra |= run.feed.generated.metrics()
     if run.scaler is not None:
         extra["loss_scale"] = run.scaler.scale
     if run.least_seconds is not None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -25,12 +24,14 @@ from typing import Any, Protocol
 
 import torch
 
-from danlu.errors import ResourceError
-from danlu.types import StepMetrics
+from danlu.line_log import LineLog
+from danlu.types import SECONDS_OF_ITEMS, StepMetrics
 
 Value = float | int | str | bool | None
 
-TIMING_FIELDS = frozenset({"tokens_per_second", "memory_bytes", "mfu", "step_s", "eval_s", "elapsed_s", "time"})
+TIMING_FIELDS = SECONDS_OF_ITEMS | {
+    "tokens_per_second", "memory_bytes", "mfu", "step_s", "eval_s", "elapsed_s", "time",
+}  # fmt: skip
 """Fields that depend on the machine and the moment. All others are the same in each run of one recipe."""
 
 
@@ -57,27 +58,12 @@ class Recorder(Protocol):
         """The run ends: write what is not written yet, and let go of files."""
 
 
-class MetricsLog:
-    """Appends to a metrics.jsonl; each line reaches the system in one write, so a kill leaves at most one torn line.
+class MetricsLog(LineLog):
+    """The metrics.jsonl of a run, which is on the disk before a checkpoint that counts its lines.
 
-    Opening drops a torn last line. Raises ResourceError when the file cannot be written.
-
-    Attributes:
-        lines  in the file
+    Lines are counted, not steps: an evaluation may be of a checkpoint's own step and yet come after it, and a rewind
+    goes through steps twice.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise ResourceError(f"{path}: cannot be written: {error.strerror}. Choose another `output`.") from error
-        with path.open("rb") as file:
-            lengths = [len(line) for line in file if line.endswith(b"\n")]
-        self.lines = len(lengths)
-        if sum(lengths) < os.fstat(self._fd).st_size:  # the last line is torn
-            os.ftruncate(self._fd, sum(lengths))
 
     def step(self, metrics: StepMetrics) -> None:
         """Log one optimizer step, with `extra` laid beside the other fields."""
@@ -91,41 +77,8 @@ class MetricsLog:
         """Log something that happened in `step`: "overflow", "spike", "rewind", ..."""
         self._append({"step": step, "event": event, **values})
 
-    def truncate(self, lines: int) -> int:
-        """Drop all but the first `lines`, for a run that goes on from a checkpoint with so many; returns how many.
-
-        Counted in lines, not steps: an evaluation may be of the checkpoint's own step and yet come after it, and a
-        rewind goes through steps twice.
-        """
-        content = self.path.read_bytes().splitlines(keepends=True)
-        os.ftruncate(self._fd, sum(map(len, content[:lines])))
-        self.lines = min(lines, len(content))
-        return len(content) - self.lines
-
-    def sync(self) -> None:
-        """Return when every line is on the disk; called before a checkpoint, which must not outlive its metrics."""
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            raise ResourceError(f"{self.path}: cannot be written: {error.strerror}.") from error
-
-    def close(self) -> None:
-        """Close the file; a second time does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
     def _append(self, fields: Mapping[str, Value]) -> None:
-        line = json.dumps({name: json_value(value) for name, value in fields.items()}, allow_nan=False) + "\n"
-        data = line.encode()
-        try:
-            written = os.write(self._fd, data)
-        except OSError as error:
-            raise ResourceError(f"{self.path}: cannot be written: {error.strerror}.") from error
-        if written < len(data):  # the disk filled up within this line
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise ResourceError(f"{self.path}: cannot be written: the disk is full. Free some space, then resume.")
-        self.lines += 1
+        self.append(json.dumps({name: json_value(value) for name, value in fields.items()}, allow_nan=False))
 
 
 def step_fields(metrics: StepMetrics) -> dict[str, Value]:

@@ -1,35 +1,58 @@
-"""Where a run is in its data: which packs the next step takes."""
+"""Where a run is in its data: which items the next step takes."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from danlu.types import Item
 
 
-class PackSource(Protocol):
-    """The data of a run: pack n is a pure function of (seed, n). A stream gives packs in order only."""
+class ItemSource(Protocol):
+    """The data of a run. Stored item n is a pure function of (seed, n); a stream gives items in order only."""
 
     def at(self, number: int) -> Item:
-        """Pack `number` of the run, counted from 0."""
+        """Item `number` of the run, counted from 0. All processes ask for the same items in the same order."""
 
     def state(self, number: int) -> dict[str, Any]:
-        """What a checkpoint keeps of the source, as JSON, so that pack `number` comes next after `restore`."""
+        """What a checkpoint keeps of the source, as JSON, so that item `number` comes next after `restore`."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues from what `state` returned."""
+
+
+@runtime_checkable
+class GeneratedItems(ItemSource, Protocol):
+    """Items that the model makes itself while it is trained.
+
+    They follow from its weights at the time, so those that are not trained yet have a place in checkpoints.
+    """
+
+    def tensors(self, number: int) -> Mapping[str, Tensor]:
+        """What items from `number` on are made of, as far as they are there: the same on all processes."""
+
+    def restore_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes up what `tensors` returned, after `restore`."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the items that were asked for last, for their step's line of metrics."""
+
+    def close(self) -> None:
+        """Ends what makes items; no more are asked for."""
 
 
 class Feed:
     """Hands each step its packs, in order, without those that a rewind left out.
 
     Args:
-        source     the packs
+        source     the items
         per_step   packs in a step
         total      packs of the whole run; the last step takes what is left. None: endless, steps decide.
     """
 
-    def __init__(self, source: PackSource, *, per_step: int, total: int | None) -> None:
+    def __init__(self, source: ItemSource, *, per_step: int, total: int | None) -> None:
         self.source = source
         self.per_step = per_step
         self.total = total
@@ -53,6 +76,16 @@ class Feed:
                 self.last_taken.append(self.next)
             self.next += 1
         return packs
+
+    @property
+    def generated(self) -> GeneratedItems | None:
+        """The source, where the model itself makes the items."""
+        return self.source if isinstance(self.source, GeneratedItems) else None
+
+    def close(self) -> None:
+        """Ends a source that makes its items."""
+        if self.generated is not None:
+            self.generated.close()
 
     def give_back(self) -> None:
         """Takes back the last `take`, whose step did not happen: the next one starts where it did."""

@@ -17,7 +17,7 @@ from danlu.optim.build import Optimizers
 from danlu.optim.ema import Ema
 from danlu.recipe.sections import EarlyStop, Schedule
 from danlu.shard_box import ShardBox
-from danlu.train.checkpoints.loading import load_checkpoint
+from danlu.train.checkpoints.loading import load_checkpoint, read_group
 from danlu.train.checkpoints.state_boxes import state_box
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.criterion import LOSS, Criterion
@@ -29,6 +29,9 @@ from danlu.train.watch import Watch
 from danlu.types import Item
 
 E = TypeVar("E", bound=DanluError)
+
+ITEMS = "items"
+"""The group of tensors of items that are not trained yet, where the model makes them itself."""
 
 
 @dataclass
@@ -88,7 +91,7 @@ class Run:
     stop_request: StopRequest
     scaler: LossScaler | None = None  # fp16
     ema: Ema | None = None
-    held_out: Sequence[Item] | None = None
+    held_out: Callable[[], Sequence[Item]] | None = None  # items to be judged; asked for at each evaluation
     early_stop: EarlyStop | None = None
     criterion: Criterion = LOSS  # what early stop and `keep_best` judge by
     sample_prompts: Sequence[str] = ()
@@ -148,6 +151,9 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
     if run.ema is not None:
         groups["ema"] = run.ema.state_tensors()
         state["ema"] = {"updates": run.ema.updates}
+    if (generated := run.feed.generated) is not None and (tensors := generated.tensors(run.feed.next)):
+        groups[ITEMS] = tensors
+        state[ITEMS] = True
     return groups, state
 
 
@@ -158,6 +164,8 @@ def shard_boxes(run: Run, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[st
         return None
     boxes: dict[str, dict[str, ShardBox]] = {}
     for group, tensors in groups.items():
+        if group == ITEMS:  # whole, and the same on all processes
+            continue
         boxes[group] = {}
         for name, tensor in tensors.items():
             box = local[name.partition(".")[2] if group == "optimizer" else name].box
@@ -189,6 +197,8 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     run.learner.parallel.reshard()
     run.watch.load(state["watch"])
     run.feed.restore(state["feed"])
+    if (generated := run.feed.generated) is not None and state.get(ITEMS):
+        generated.restore_tensors(read_group(path, ITEMS))
     known = {field.name for field in fields(RunState)}
     counters = dict(state["run"])
     if "best_loss" in counters:  # of a danlu that judged by the loss alone

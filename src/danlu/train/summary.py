@@ -100,7 +100,7 @@ def few_steps(steps: int, per_step: str) -> str | None:
         return None
     return (
         f"only {steps} optimizer {'step' if steps == 1 else 'steps'} of {per_step}: little is learnt in so few. Raise "
-        "epochs (or steps), or lower batch.sequences"
+        "epochs (or steps), or lower batch"
     )
 
 

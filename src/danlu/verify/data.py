@@ -22,6 +22,7 @@ from danlu.recipe import Recipe
 from danlu.recipe.rules import is_local
 from danlu.recipe.sections.base import RowType
 from danlu.types import Item, Pack, Sample
+from danlu.verify.synthetic_rollouts import synthetic_rollouts
 from danlu.verify.synthetic_trees import synthetic_trees
 
 ROWS = 64  # read of each source
@@ -29,7 +30,7 @@ SYNTHETIC_VOCAB_SIZE = 200  # smaller than any tokenizer's vocabulary
 
 
 class ItemList:
-    """Packs or images by number, over and over; satisfies `train.position.PackSource`."""
+    """Packs or images by number, over and over; satisfies `train.position.ItemSource`."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = items
@@ -56,6 +57,9 @@ class ProxyData:
 
 def proxy_data(recipe: Recipe, count: int) -> ProxyData:
     """`count` packs: the recipe's first ones, or synthetic ones where its rows are remote or cannot be used."""
+    if recipe.stage == "rl":
+        items = synthetic_rollouts(recipe, count, max_length=recipe.data.max_length, vocab_size=SYNTHETIC_VOCAB_SIZE)
+        return ProxyData(items, None, "synthetic data, for answers are drawn while training")
     if remote := [source.path for source in recipe.data.train if not is_local(source.path)]:
         reason = f"rows of {remote[0]} would have to be fetched"
     else:

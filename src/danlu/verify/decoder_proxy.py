@@ -115,7 +115,7 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
         ),
         items=packs,
         parameters=small.parameter_count(),
-        item_name="packed sequences" if recipe.row_type is None else "rows",
+        item_name="prompts" if recipe.stage == "rl" else "packed sequences" if recipe.row_type is None else "rows",
         model_summary=_summary(small, config),
         data_summary=data.source,
         notes=notes,

@@ -121,7 +121,7 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
                 "dropout masks that depend on the rank (each has the same one, or one of its own) instead of on the "
                 "row, token and feature in the whole"
             )
-        if case.recipe.row_type is not None:
+        if case.recipe.row_type is not None or case.recipe.stage == "rl":
             causes.append("branches of a tree that see one another")
             causes.append("a mean over one process's own pairs in place of all of the step's")
         if any(isinstance(term, PreferenceTerm) and sees_whole_step(term) for term in case.recipe.answer_terms):

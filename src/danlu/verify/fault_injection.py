@@ -345,11 +345,11 @@ def _has_frozen_models(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
 
 
 def _has_siblings(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return recipe.row_type == "preference"
+    return recipe.row_type == "preference" or recipe.stage == "rl"
 
 
 def _has_divisors(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return recipe.row_type is not None and layout.data > 1
+    return (recipe.row_type is not None or recipe.stage == "rl") and layout.data > 1
 
 
 def _sees_whole_step(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from danlu.recipe.rules import data, distillation, model, objective, paths, placement, reference, rollout, training
+from danlu.recipe.rules import (
+    data,
+    distillation,
+    model,
+    objective,
+    paths,
+    placement,
+    reference,
+    rl,
+    rollout,
+    training,
+)
 from danlu.recipe.rules.model import language_stage
 from danlu.recipe.rules.paths import is_local, missing_files
 from danlu.recipe.sections import AdamW8bit, Recipe
@@ -42,6 +53,13 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     reference.reference_is_consistent,
     distillation.distillation_has_teacher,
     distillation.distillation_has_one_divergence,
+    rl.rl_keys_fit_stage,
+    rl.prompt_template_is_valid,
+    rl.rows_hold_prompts,
+    rl.rewards_are_given,
+    rl.rollout_can_be_trained_on,
+    rl.policy_gradient_reads_its_keys,
+    rl.batch_of_prompts_is_divisible,
     placement.layout_is_supported,
     placement.memory_is_consistent,
     rollout.engine_is_used,

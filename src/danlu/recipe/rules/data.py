@@ -106,20 +106,20 @@ def evaluation_has_rows(recipe: Recipe) -> Iterator[Problem]:
 
 
 def judged_rows_are_read_whole(recipe: Recipe) -> Iterator[Problem]:
-    """Rows that compare or judge answers are neither streamed, split nor joined, and only their answers are trained."""
+    """Rows that compare or judge answers, and prompts, are neither streamed, split nor joined; answers are trained."""
     data, reads = recipe.data, ("stage",)
-    if recipe.stage not in ("preference", "reward"):
+    if recipe.stage not in ("preference", "reward", "rl"):
         return
     if data.streaming:
         message = f"stage {recipe.stage} reads its rows before it begins. Leave streaming out"
         yield Problem("data.streaming", message, reads=reads)
     if data.overlong == "split":
-        message = (
-            "an answer that is compared or judged cannot be split. Use truncate, which shortens prompts first, or drop"
-        )
+        whole = "a prompt" if recipe.stage == "rl" else "an answer that is compared or judged"
+        message = f"{whole} cannot be split. Use truncate, which shortens prompts first, or drop"
         yield Problem("data.overlong", message, reads=reads)
     if data.train_on != "assistant":
-        message = f"stage {recipe.stage} trains the answers of its rows and nothing else. Leave train_on out"
+        whose = "answers that the policy draws" if recipe.stage == "rl" else "answers of its rows"
+        message = f"stage {recipe.stage} trains the {whose} and nothing else. Leave train_on out"
         yield Problem("data.train_on", message, reads=reads)
     if data.packing.kind != "none":
         message = f"a step of stage {recipe.stage} counts rows, which lie end to end in any case. Leave packing out"

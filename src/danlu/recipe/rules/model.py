@@ -102,10 +102,12 @@ def classification_reads_no_language_keys(recipe: Recipe) -> Iterator[Problem]:
 
 
 def language_stage(recipe: Recipe, reader: str) -> Literal["pretrain", "sft", "preference", "reward", "distill"]:
-    """The stage of a recipe for a language model.
+    """The stage of a recipe for a language model whose rows hold what is trained on.
 
-    Raises RecipeError for stage classify, which `reader` (a verb) can do nothing with.
+    Raises RecipeError for stages classify and rl, which `reader` (a verb) can do nothing with.
     """
     if recipe.stage == "classify":
         raise RecipeError(f"stage: classify has no tokens, and {reader} is for language models")
+    if recipe.stage == "rl":
+        raise RecipeError(f"stage: rl draws its answers while it trains, and {reader} is for rows that hold them")
     return recipe.stage

@@ -7,6 +7,7 @@ from typing import get_args
 
 from danlu.recipe.sections import (
     Bco,
+    PolicyGradientSection,
     PreferenceTerm,
     Recipe,
     RewardObjective,
@@ -18,9 +19,9 @@ from danlu.recipe.yaml_tree import Problem
 
 
 def objective_fits_stage(recipe: Recipe) -> Iterator[Problem]:
-    """Only stages preference, reward and distill have an objective, and its terms are theirs."""
+    """Only stages preference, reward, distill and rl have an objective, and its terms are theirs."""
     objective = recipe.objective
-    if recipe.stage not in ("preference", "reward", "distill"):
+    if recipe.stage not in ("preference", "reward", "distill", "rl"):
         if objective:
             stages = " or ".join(dict.fromkeys(_stage_of(term) for term in objective))
             message = f"not read with stage {recipe.stage}: an objective of stage {stages}. Set stage, or leave it out"
@@ -33,8 +34,8 @@ def objective_fits_stage(recipe: Recipe) -> Iterator[Problem]:
         if (stage := _stage_of(term)) != recipe.stage:
             message = f"{_kind(term)} is an objective of stage {stage}, not of stage {recipe.stage}"
             yield Problem(f"objective.{index}.kind", message, reads=("stage",))
-    if recipe.stage == "reward" and len(objective or ()) > 1:
-        message = f"{len(objective or ())} terms: stage reward has one. Give one"
+    if recipe.stage in ("reward", "rl") and len(objective or ()) > 1:
+        message = f"{len(objective or ())} terms: stage {recipe.stage} has one. Give one"
         yield Problem("objective", message, reads=("stage",))
 
 
@@ -64,6 +65,8 @@ def term_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
 def _stage_of(term: Section) -> str:
     if isinstance(term, PreferenceTerm):
         return "preference"
+    if isinstance(term, PolicyGradientSection):
+        return "rl"
     return "reward" if isinstance(term, get_args(RewardObjective)) else "distill"
 
 

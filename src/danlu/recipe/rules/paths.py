@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from danlu.recipe.messages import format_value
-from danlu.recipe.sections import Data, Recipe, Source
+from danlu.recipe.sections import Data, FunctionReward, Recipe, Source
 from danlu.recipe.yaml_tree import Problem
 from danlu.spelling import did_you_mean
 
@@ -47,6 +47,8 @@ def missing_files(recipe: Recipe) -> list[Problem]:
     """Paths that cannot be hub ids and are not there, each with the nearest name in its folder."""
     paths = {"model.chat_template": recipe.model.chat_template or "", **_input_paths(recipe)}
     local_only = {"model.config", "model.chat_template"}
+    functions = (index for index, reward in enumerate(recipe.rewards or ()) if isinstance(reward, FunctionReward))
+    local_only |= {f"rewards.{index}.path" for index in functions}
     local_only |= {key for key in ("model.path", "model.tokenizer") if paths.get(key) in SHIPPED_NAMES}
     if recipe.stage == "classify":
         local_only |= {key for key, _ in sources_of(recipe.data)}
@@ -125,6 +127,9 @@ def _input_paths(recipe: Recipe) -> dict[str, str]:
     paths = {"model.path": model.path, "model.config": model.config, "model.tokenizer": model.tokenizer}
     paths["reference.model"] = getattr(recipe.reference, "model", None)
     paths["rollout.draft.model"] = getattr(recipe.rollout.draft, "model", None)
+    for index, reward in enumerate(recipe.rewards or ()):
+        path = reward.file if isinstance(reward, FunctionReward) else getattr(reward, "path", None)
+        paths[f"rewards.{index}.path"] = path
     paths |= {f"teacher.{index}.model": teacher.model for index, teacher in enumerate(recipe.teacher or ())}
     paths |= {key: file_of(source) for key, source in sources_of(recipe.data)}
     return {key: path for key, path in paths.items() if isinstance(path, str)}

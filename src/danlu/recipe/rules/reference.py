@@ -1,21 +1,21 @@
-"""Rules about the reference of stage `preference`."""
+"""Rules about the reference of stages `preference` and `rl`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from danlu.recipe.reference import adapter_off_problem, starts_with_effect
+from danlu.recipe.reference import adapter_off_problem, resolve_reference, starts_with_effect
 from danlu.recipe.sections import AdapterOff, Cached, Frozen, NoReference, PreferenceTerm, Prefix, Prompt, Recipe
 from danlu.recipe.yaml_tree import Problem
 
 
 def reference_is_consistent(recipe: Recipe) -> Iterator[Problem]:
-    """A reference is what the terms compare with, and what the run can have."""
+    """A reference is what the objective compares with, and what the run can have."""
     reference = recipe.reference
-    if reference is None:
-        return
-    if recipe.stage != "preference":
-        message = f"only stage preference has a reference; this is {recipe.stage}. Leave it out"
+    if recipe.stage == "rl":
+        yield from _suits_answers_to_come(recipe)
+    elif recipe.stage != "preference" and reference is not None:
+        message = f"only stages preference and rl have a reference; this is {recipe.stage}. Leave it out"
         yield Problem("reference", message, reads=("stage",))
         return
     match reference:
@@ -23,7 +23,8 @@ def reference_is_consistent(recipe: Recipe) -> Iterator[Problem]:
             yield from _needed_by_terms(recipe)
         case AdapterOff():
             if (reason := adapter_off_problem(recipe)) is not None:
-                message = f"adapter-off: {reason}. Use reference: cached, or frozen"
+                others = "frozen" if recipe.stage == "rl" else "cached, or frozen"
+                message = f"adapter-off: {reason}. Use reference: {others}"
                 yield Problem("reference.kind", message, reads=("adapter", "parallel"))
         case Cached():
             if recipe.data.streaming:
@@ -31,6 +32,30 @@ def reference_is_consistent(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem("reference.kind", message, reads=("data.streaming",))
         case Frozen():
             yield from _frozen_is_possible(recipe, reference)
+
+
+def _suits_answers_to_come(recipe: Recipe) -> Iterator[Problem]:
+    """Stage rl has a reference where it has a KL, and one that can be asked while training."""
+    objective, reference = recipe.policy_gradient, recipe.reference
+    if objective is None:
+        return
+    reads = ("objective", "objective.0.kl")
+    if not objective.needs_reference:
+        if reference is not None and not isinstance(reference, NoReference):
+            message = "objective.0.kl is 0, and nothing else is compared with a reference. Leave it out, or give kl"
+            yield Problem("reference", message, reads=reads)
+    elif isinstance(reference, NoReference):
+        message = "none, but objective.0.kl holds the policy to one. Leave it out, or set kl: null"
+        yield Problem("reference.kind", message, reads=reads)
+    elif isinstance(reference, Cached):
+        message = "cached: answers are drawn while training, so nothing is known of them before. Use frozen"
+        yield Problem("reference.kind", message, reads=("stage",))
+    elif isinstance(resolve_reference(recipe), Frozen) and isinstance(recipe.adapter, Prefix | Prompt):
+        message = (
+            f"{starts_with_effect(recipe)}, which a frozen reference does not know. Use adapter: lora, or set "
+            "objective.kl: null"
+        )
+        yield Problem("adapter.kind", message, reads=reads)
 
 
 def _needed_by_terms(recipe: Recipe) -> Iterator[Problem]:
@@ -43,7 +68,7 @@ def _needed_by_terms(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _frozen_is_possible(recipe: Recipe, reference: Frozen) -> Iterator[Problem]:
-    if isinstance(recipe.adapter, Prefix | Prompt):
+    if isinstance(recipe.adapter, Prefix | Prompt) and recipe.stage == "preference":
         message = f"frozen: {starts_with_effect(recipe)}, which a second model does not know. Use cached"
         yield Problem("reference.kind", message, reads=("adapter.kind",))
     if reference.every is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from danlu.recipe.sections import Recipe, Rollout, Server
+from danlu.recipe.sections.rollout import SAMPLING_KEYS
 from danlu.recipe.yaml_tree import Problem
 
 KEY_BLOCK = 64
@@ -17,7 +18,7 @@ REMOTE_KEYS = ("engine", "url", "server")
 
 def engine_is_used(recipe: Recipe) -> Iterator[Problem]:
     """An engine that is configured has something to answer."""
-    if recipe.rollout == Rollout() or recipe.evaluation.samples is not None:
+    if recipe.stage == "rl" or recipe.rollout == Rollout() or recipe.evaluation.samples is not None:
         return
     message = f"nothing is sampled: stage {recipe.stage} draws no answers, and there are no evaluation.samples. "
     yield Problem("rollout", f"{message}Leave it out, or add samples", reads=("stage", "evaluation.samples"))
@@ -47,7 +48,7 @@ def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
         message = f"{section.url!r} is no address of a server: it begins with http:// or https://"
         yield Problem("rollout.url", message)
     for key in Rollout.model_fields:
-        if key not in REMOTE_KEYS and getattr(section, key) != getattr(Rollout(), key):
+        if key not in (*REMOTE_KEYS, *SAMPLING_KEYS) and getattr(section, key) != getattr(Rollout(), key):
             message = f"a setting of the embedded engine; {name} is told its own when it is started. Leave it out"
             yield Problem(f"rollout.{key}", message, reads=("rollout.engine",))
     yield from _hand_over_is_possible(recipe)

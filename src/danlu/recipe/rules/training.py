@@ -10,6 +10,8 @@ from danlu.recipe.yaml_tree import Problem
 
 MAX_PACKS = 2**24
 """Packed sequences of a step: each is a Python object."""
+UNITS = {"preference": ("pairs", "rows"), "reward": ("pairs", "rows"), "rl": ("prompts", "prompts")}
+"""By stage, the key that a step is counted by where it is no packed sequences, and what that is called."""
 MAX_TRIED = 10_000
 """How many numbers near a `batch.micro` that does not divide the step are tried, to suggest one that does."""
 
@@ -18,11 +20,16 @@ _BOUNDS: tuple[tuple[str, float, str], ...] = (
     ("steps", 10**10, "steps: a millisecond each would be four months"),
     ("epochs", 10**10, "epochs: at a millisecond for each, four months"),
     ("batch.sequences", MAX_PACKS, "in a step: each is an object of its own"),
+    ("batch.prompts", MAX_PACKS, "in a rollout: each is an object of its own"),
+    ("batch.passes", 10**6, "times that an answer is trained on"),
     ("data.max_length", 2**24, "tokens: those of a packed sequence go through the model at once"),
     ("data.shuffle_buffer", 10**9, "rows: they are held in memory"),
     ("data.workers", 1024, "processes"),
     ("threads", 4096, "threads"),
     ("evaluation.samples.max_new_tokens", 2**24, "tokens: the keys and values of each are held in memory"),
+    ("reward_limits.workers", 1024, "processes"),
+    ("rollout.samples", 2**16, "answers to a prompt: each is an object of its own"),
+    ("rollout.max_new_tokens", 2**24, "tokens: the keys and values of each are held in memory"),
     ("rollout.batch_tokens", 2**24, "tokens: they go through the model at once"),
     ("rollout.sequences", 2**16, "answers: each is an object of its own"),
     ("rollout.cache_gib", 2**20, "GiB: no machine has as much memory"),
@@ -49,16 +56,20 @@ def batch_size_is_divisible(recipe: Recipe) -> Iterator[Problem]:
     """A step is counted in tokens or sequences, in whole packed sequences and in whole micro-batches."""
     batch, data = recipe.batch, recipe.data
     packed = data.packing.kind != "none"
-    sizes = ("batch.tokens", "batch.sequences", "batch.pairs")
-    if recipe.stage in ("preference", "reward"):
-        if batch.pairs is None:
-            given = "tokens" if batch.sequences is None else "sequences"
-            message = f"a step of stage {recipe.stage} is counted in rows. Give batch.pairs instead"
-            yield Problem(f"batch.{given}", message, reads=("stage",))
+    sizes = ("batch.tokens", "batch.sequences", "batch.pairs", "batch.prompts")
+    unit, noun = UNITS.get(recipe.stage, ("sequences", "packed sequences"))
+    if recipe.stage in UNITS and getattr(batch, unit) is None:
+        given = next((name for name in batch.one_of if getattr(batch, name) is not None), unit)
+        message = f"a step of stage {recipe.stage} is counted in {noun}. Give batch.{unit} instead"
+        yield Problem(f"batch.{given}", message, reads=("stage",))
         return
-    if batch.pairs is not None:
-        message = f"only stages preference and reward count rows; stage {recipe.stage} takes batch.sequences"
-        yield Problem("batch.pairs", message, reads=("stage",))
+    for other, (stages, counted) in {"pairs": ("preference and reward", "rows"), "prompts": ("rl", "prompts")}.items():
+        if other != unit and getattr(batch, other) is not None:
+            counting = f"only stages {stages} count" if " " in stages else f"only stage {stages} counts"
+            message = f"{counting} {counted}; stage {recipe.stage} takes batch.{unit}"
+            yield Problem(f"batch.{other}", message, reads=("stage",))
+            return
+    if recipe.stage in UNITS:
         return
     if (batch.tokens is None) == (batch.sequences is None):
         state = "missing" if batch.tokens is None else "given"

@@ -55,6 +55,22 @@ from danlu.recipe.sections.optimizers import (
     PagedAdamW,
 )
 from danlu.recipe.sections.placement import Memory, Parallel, Recompute
+from danlu.recipe.sections.policy_gradient import (
+    Dapo,
+    DrGrpo,
+    Grpo,
+    Gspo,
+    Importance,
+    Kl,
+    Overlong,
+    PolicyGradientObjective,
+    PolicyGradientSection,
+    Ppo,
+    Reinforce,
+    Remax,
+    Rloo,
+    Value,
+)
 from danlu.recipe.sections.preference import (
     AlphaDivergence,
     Aot,
@@ -89,6 +105,20 @@ from danlu.recipe.sections.preference import (
 )
 from danlu.recipe.sections.reference import AdapterOff, Cached, Frozen, NoReference, Reference, ReferenceSection
 from danlu.recipe.sections.reward import BradleyTerry, RewardObjective, Stepwise
+from danlu.recipe.sections.rewards import (
+    CodeReward,
+    ExactReward,
+    FormatReward,
+    FunctionReward,
+    JudgeReward,
+    LengthReward,
+    MathReward,
+    ModelReward,
+    NumericReward,
+    Reward,
+    RewardLimits,
+    RewardSection,
+)
 from danlu.recipe.sections.rollout import DraftModel, Ngram, Rollout, Server
 from danlu.recipe.sections.training import (
     BatchSize,
@@ -123,34 +153,46 @@ __all__ = [
     "BradleyTerry",
     "Cached",
     "Checkpoint",
+    "CodeReward",
     "Continue",
     "Cpo",
+    "Dapo",
     "Data",
     "DeltaTerm",
     "Discopop",
     "DistillationObjective",
     "Divergence",
     "Dora",
+    "DrGrpo",
     "DraftModel",
     "EarlyStop",
     "Ema",
     "Evaluation",
+    "ExactReward",
     "Exo",
+    "FormatReward",
     "ForwardKL",
     "ForwardKlDivergence",
     "Fp4",
     "Frozen",
+    "FunctionReward",
     "GaLore",
+    "Grpo",
+    "Gspo",
     "HiddenStates",
     "Hinge",
     "Ia3",
+    "Importance",
     "Int4",
     "Int8",
     "Ipo",
     "JensenShannon",
     "JsDivergence",
+    "JudgeReward",
     "JudgedTerm",
+    "Kl",
     "Kto",
+    "LengthReward",
     "Lion",
     "Loftq",
     "Log",
@@ -160,22 +202,29 @@ __all__ = [
     "LoraPlus",
     "LossOptions",
     "LowRank",
+    "MathReward",
     "Memory",
     "Model",
+    "ModelReward",
     "Mora",
     "Muon",
     "Nca",
     "Nf4",
     "Ngram",
     "NoReference",
+    "NumericReward",
     "Objective",
     "Olora",
     "Optimizer",
     "Orpo",
+    "Overlong",
     "Packing",
     "PagedAdamW",
     "Parallel",
     "Pissa",
+    "PolicyGradientObjective",
+    "PolicyGradientSection",
+    "Ppo",
     "PreferenceObjective",
     "PreferenceTerm",
     "Prefix",
@@ -186,9 +235,15 @@ __all__ = [
     "Recompute",
     "Reference",
     "ReferenceSection",
+    "Reinforce",
+    "Remax",
     "ReverseKL",
     "ReverseKlDivergence",
+    "Reward",
+    "RewardLimits",
     "RewardObjective",
+    "RewardSection",
+    "Rloo",
     "Robust",
     "Rollout",
     "RsLora",
@@ -204,6 +259,7 @@ __all__ = [
     "Sppo",
     "Stepwise",
     "Teacher",
+    "Value",
     "Vera",
     "Watch",
     "terms_of",
@@ -211,7 +267,9 @@ __all__ = [
 ]
 
 
-Objective = Annotated[PreferenceObjective | RewardObjective | DistillationObjective, Field(discriminator="kind")]
+Objective = Annotated[
+    PreferenceObjective | RewardObjective | DistillationObjective | PolicyGradientObjective, Field(discriminator="kind")
+]
 
 
 class Recipe(Section):
@@ -219,20 +277,28 @@ class Recipe(Section):
 
     one_of = ("epochs", "steps")
 
-    stage: Literal["pretrain", "sft", "classify", "preference", "reward", "distill"]
+    stage: Literal["pretrain", "sft", "classify", "preference", "reward", "distill", "rl"]
     """What is trained: plain text (pretrain), conversations (sft), a classifier of small images (classify), a policy
     on preferred answers (preference; dpo, kto, orpo, simpo and cpo name one with its objective), a reward model
-    (reward), or a student of other models (distill)."""
+    (reward), a student of other models (distill), or a policy on its own answers and their rewards (rl; grpo, ppo,
+    rloo, gspo, dapo, dr-grpo, remax and reinforce name one with its objective)."""
     model: Model
     """Where the weights start."""
     data: Data
     """What is trained on, and how rows become tokens."""
     objective: list[Objective] | None = None
-    """Stages preference, reward and distill: what is minimised, one term or several, whose weighted sum it is then."""
+    """Stages preference, reward and distill: what is minimised, one term or several, whose weighted sum it is then.
+    Stage rl: the policy gradient."""
+    rewards: list[Reward] | None = None
+    """Stage rl: what answers are worth, one reward or several, whose weighted sum it is then."""
+    reward_limits: RewardLimits = RewardLimits()
+    """Stage rl: how long rewards are waited for, and how many may fail."""
     reference: Reference | None = None
-    """Stage preference: where the log-probabilities that the policy's are compared with come from: cached, frozen,
-    adapter-off or none. By default adapter-off with an adapter that starts without effect, else cached; none where no
-    term asks for any."""
+    """Stages preference and rl: where the log-probabilities that the policy's are compared with come from: cached
+    (not for rl), frozen, adapter-off or none. By default adapter-off with an adapter that starts without effect, else
+    cached (rl: frozen); none where no term, or no `kl`, asks for any."""
+    value: Value | None = None
+    """Stage rl with objective ppo: the model of values; by default a head on the policy."""
     teacher: list[Teacher] | None = None
     """Stage distill: whose distribution is learnt."""
     adapter: Adapter | None = None
@@ -310,3 +376,8 @@ class Recipe(Section):
     def answer_terms(self) -> list[PreferenceTerm | RewardObjective]:
         """The terms of the objective that compare or judge answers."""
         return [term for term in self.objective or () if isinstance(term, PreferenceTerm | BradleyTerry | Stepwise)]
+
+    @property
+    def policy_gradient(self) -> PolicyGradientSection | None:
+        """The objective of stage `rl`; None for other stages."""
+        return next((term for term in self.objective or () if isinstance(term, PolicyGradientSection)), None)

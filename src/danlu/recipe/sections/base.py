@@ -26,11 +26,22 @@ class Section(BaseModel):
     one_of: ClassVar[tuple[str, ...]] = ()
     """Fields that exclude each other; an override of one of them takes the place of what the file gives."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A field that a variant only gives another default keeps its documentation."""
+        super().__pydantic_init_subclass__(**kwargs)
+        for name, field in cls.model_fields.items():
+            if field.description is None:
+                inherited = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, Section))
+                field.description = next((other.description for other in inherited if other is not None), None)
+
 
 class VariantSection(Section):
     """A section that is one of several, told apart by their `kind`."""
 
     short = "kind"
+    short_pattern: ClassVar[str | None] = None
+    """A bare text in which this regular expression is found is the variant's `short`, and no kind."""
 
     kind: str
 

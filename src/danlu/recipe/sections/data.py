@@ -53,6 +53,10 @@ class Data(Section):
     """One or more sources."""
     eval: list[Source] | Annotated[float, Field(gt=0, lt=1)] | PositiveInt | None = None
     """Held-out rows: a share (0.02), a number of rows (200), or sources of its own."""
+    prompt: str | None = None
+    """Stage rl: a template of the prompt over the columns of a row, such as "{Body} {Question}"; {{ and }} are braces.
+    By default the column `prompt` (a text, or messages), the messages before the last answer, or what other known
+    rows ask."""
     max_length: PositiveInt = 1024
     """Longest sample, and length of a packed sequence, in tokens."""
     packing: Packing = Packing()

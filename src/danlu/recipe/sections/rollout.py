@@ -58,12 +58,34 @@ class Server(Section):
     trainer's above this, in nats, stops the run."""
 
 
+SAMPLING_KEYS = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_strings", "staleness")
+"""Keys of `rollout` that say which answers stage `rl` draws; the others say how the engine computes them."""
+
+
 class Rollout(Section):
-    """The engine that samples from the policy. Of its settings none but `draft` changes an answer, and that one keeps
-    the distribution which answers are drawn from."""
+    """The engine that samples from the policy, and for stage rl how. Of the engine's own settings none but `draft`
+    changes an answer, and that one keeps the distribution which answers are drawn from."""
 
     short = "engine"
 
+    samples: PositiveInt = 8
+    """Stage rl: answers to each prompt."""
+    max_new_tokens: PositiveInt = 256
+    """Stage rl: the longest answer. The prompt has the rest of data.max_length."""
+    temperature: NonNegative = 1.0
+    """Stage rl: what logits are divided by, both where answers are drawn and in the policy that is trained."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Stage rl: draw from the likeliest tokens that together have this probability (arXiv:1904.09751). With this or
+    another filter the policy that is trained has the same tokens to choose from."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Stage rl: draw from so many of the likeliest tokens; 0: from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Stage rl: draw from tokens at least this fraction as likely as the likeliest (arXiv:2407.01082)."""
+    stop_strings: list[str] = []
+    """Stage rl: texts that end an answer, beside the end tokens of the model."""
+    staleness: Annotated[int, Field(ge=0)] = 0
+    """Stage rl: how many updates old the weights may be that answers are drawn with. 0: answers are drawn, then
+    trained on."""
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"
     """embedded answers in this process, with the trainer's own tensors; vllm and sglang are servers that run elsewhere,
     which are handed the weights."""
@@ -75,6 +97,9 @@ class Rollout(Section):
     """Tokens whose keys and values are kept together (the page size)."""
     cache_gib: Annotated[float, Field(gt=0)] = 2.0
     """The most memory that keys and values take, in GiB, on each process."""
+    packed_gib: NonNegative = 2.0
+    """embedded, on a CPU: the most memory of copies of weights in the order in which oneDNN multiplies fastest.
+    numerics: exact makes none."""
     batch_tokens: PositiveInt = 1024
     """The most tokens of one forward pass; longer prompts are read in several (chunked prefill)."""
     sequences: PositiveInt = 256

@@ -60,7 +60,7 @@ class BatchSize(Section):
     """The global batch: what one optimizer step sees, whatever the world size, strategy or micro-batch size."""
 
     short = "sequences"
-    one_of = ("tokens", "sequences", "pairs")
+    one_of = ("tokens", "sequences", "pairs", "prompts")
 
     tokens: PositiveInt | None = None
     """Tokens in a step; a multiple of data.max_length when packing."""
@@ -68,15 +68,23 @@ class BatchSize(Section):
     """Packed sequences in a step (rows, without packing; images, with stage classify)."""
     pairs: PositiveInt | None = None
     """Rows in a step, for stages preference and reward: pairs of answers, judged answers, or answers in steps."""
+    prompts: PositiveInt | None = None
+    """Prompts of a rollout, for stage rl, each with rollout.samples answers."""
+    updates: PositiveInt = 1
+    """Stage rl: optimizer steps that the prompts of a rollout are divided among."""
+    passes: PositiveInt = 1
+    """Stage rl: how many times each answer of a rollout is trained on, in another order each time."""
     micro: PositiveInt | Literal["auto"] = "auto"
     """Micro-batch size: packed sequences that go through the model at once; auto finds the most that fit in
-    `memory`. Where a step is counted in pairs, as many rows go through at once as fit in so many x data.max_length
-    tokens."""
+    `memory`. Where a step is counted in pairs or prompts, as many rows go through at once as fit in so many x
+    data.max_length tokens."""
     memory: Annotated[float, Field(gt=0)] | None = None
     """Budget in GiB for auto; by default most of what is free."""
 
     def packs(self, max_length: int) -> int:
-        """Packs in a step (rows, without packing or counted in pairs), each of `max_length` tokens."""
+        """Packs in a step (rows, without packing or counted in pairs or prompts), each of `max_length` tokens."""
+        if self.prompts is not None:
+            return self.prompts // self.updates
         if self.pairs is not None:
             return self.pairs
         if self.tokens is not None:

@@ -1,0 +1,100 @@
+"""`danlu train` of a chain: what it says about each stage, and a table of all of them at the end."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from danlu.cli.train import PROGRESS_S, print_outcome, silent
+from danlu.errors import RecipeError
+from danlu.machine import usable_cores
+from danlu.parallel.layout import layout_of
+from danlu.recipe import Chain
+from danlu.terminal import print_status, print_status_early
+
+if TYPE_CHECKING:
+    from danlu.chain import StageOutcome
+
+
+def train_chain(chain: Chain, resume: str, dry_run: bool, quiet: bool, *, leads: bool = True) -> int:
+    """Trains a chain in this process, one of several or the only one, and returns the exit code."""
+    _check_resume(chain, resume)
+    if leads and not quiet:
+        print_status_early(f"training {', '.join(stage.name for stage in chain.stages)} in {chain.output}")
+    # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
+    from danlu import chain as chains
+
+    say, stream = (silent, io.StringIO()) if quiet or not leads else (print_status, None)
+
+    def ended(stage: StageOutcome) -> None:
+        if stage.outcome is not None:
+            print_outcome(stage.outcome, say)
+        else:
+            inputs = ", ".join(stage.stage.inputs)
+            say(f"dry run: the recipe of {stage.stage.name} is sound; the rest can be tried when {inputs} is trained")
+
+    result = chains.train_chain(chain, resume=resume, say=say, stream=stream, dry_run=dry_run, leads=leads, ended=ended)
+    if not result.exit_code and not dry_run:
+        for line in table(result.stages):
+            say(line)
+    return result.exit_code
+
+
+def table(stages: Sequence[StageOutcome]) -> list[str]:
+    """A line for each finished stage under a heading: name, steps, metric, folder."""
+    rows = [("stage", "steps", "metric", "folder")]
+    for stage in stages:
+        assert stage.outcome is not None, "all stages were trained"
+        rows.append((stage.stage.name, str(stage.outcome.steps), stage.metric, str(stage.folder)))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [
+        f"{name:<{widths[0]}}  {steps:>{widths[1]}}  {metric:<{widths[2]}}  {folder}"
+        for name, steps, metric, folder in rows
+    ]
+
+
+def launch_chain(
+    chain: Chain, arguments: Sequence[str], resume: str, processes: int, dry_run: bool, quiet: bool
+) -> int:
+    """Starts `danlu train` of the chain in so many processes, and returns the exit code.
+
+    Raises RecipeError for a stage whose layout does not fit them, before any process starts.
+    """
+    # Here: see `train_chain`.
+    from danlu.cli.launcher import launch
+
+    _check_resume(chain, resume)
+    for stage in chain.stages:
+        layout_of(stage.loaded.recipe.parallel, processes)
+    flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
+    first = chain.stages[0].loaded.recipe
+
+    def command(attempt: int) -> list[str]:
+        """The arguments of a process: processes that are started again go on where the chain stopped."""
+        return ["-P", "-m", "danlu", "train", *arguments, *flags, "--resume", "auto" if attempt else resume]
+
+    with TemporaryDirectory(prefix="danlu-dry-run-") if dry_run else nullcontext(chain.output) as logs:
+        return launch(
+            command,
+            processes,
+            Path(logs).expanduser(),
+            restarts=first.parallel.restarts,
+            threads=first.threads,
+            from_where=lambda: "where the chain stopped",
+            say=print_status,
+            progress_s=PROGRESS_S if processes > usable_cores() else None,
+        )
+
+
+def _check_resume(chain: Chain, resume: str) -> None:
+    """Raises RecipeError for a checkpoint to resume from, which is that of one stage."""
+    if resume not in ("auto", "never"):
+        name = chain.stages[-1].name
+        raise RecipeError(
+            f"--resume {resume}: a chain takes auto or never. For a checkpoint of one stage, train its own recipe: "
+            f"danlu train {chain.output}/{name}/recipe.yaml --resume {resume}"
+        )

@@ -1,0 +1,86 @@
+"""A model that `danlu eval` judges, or that answers there, as flags name it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from danlu.cli.generate import print_notes, quantization_section
+from danlu.terminal import print_status_early
+
+if TYPE_CHECKING:
+    from danlu.recipe.sections import QuantizationSection
+    from danlu.rollout.chat_tokenizer import ChatTokenizer
+    from danlu.rollout.generation_config import Precision
+    from danlu.rollout.load_model import LoadedModel
+    from danlu.rollout.resolve_model import ResolvedModel
+
+DEFAULT_MAX_LENGTH = 2048  # tokens of a sample, where neither the user nor the model's context asks for fewer
+KEYS = (
+    "data.max_length", "data.overlong", "data.train_on", "data.system", "data.append_eos",
+    "data.on_bad_row", "data.bad_row_limit", "data.workers", "data.cache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """A decoder, the rows it is judged on, and how both are read and the result is shown."""
+
+    resolved: ResolvedModel
+    data: str
+    overrides: list[str]
+    chat_template: Path | None
+    quantization: QuantizationSection | None
+    precision: Precision
+    device: str
+    context: int  # tokens of a row that the model sees
+    as_json: bool
+
+    def tokenizer(self) -> ChatTokenizer:
+        """The model's tokenizer, with the chat template that was asked for."""
+        from danlu.rollout.load_model import load_chat_tokenizer
+
+        resolved = self.resolved
+        return load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, model=resolved.folder)
+
+    def load(self, tokenizer: ChatTokenizer | None = None, *, merged: bool = False) -> LoadedModel:
+        """The model with its tokenizer, having told what is worth knowing of it. merged: as in `load_model`."""
+        from danlu.rollout.load_model import load_model
+
+        loaded = load_model(
+            self.resolved,
+            tokenizer or self.tokenizer(),
+            precision=self.precision,
+            device=self.device,
+            quantization=self.quantization,
+            merged=merged,
+        )
+        print_notes(loaded)
+        return loaded
+
+
+def request_of(
+    model: str,
+    overrides: list[str],
+    *,
+    base: str | None,
+    data: str,
+    chat_template: Path | None,
+    quantization: str | None,
+    precision: Precision,
+    device: str,
+    as_json: bool,
+    may_classify: bool = True,
+) -> Request:
+    """The decoder that flags name. Raises a DanluError for what can be wrong with it, without reading weights."""
+    from danlu.models.hf_validation import check_headers
+    from danlu.rollout.resolve_model import resolve_model
+
+    resolved = resolve_model(model, base, may_classify=may_classify)
+    print_status_early(f"reading {resolved.given_path} and {data}")
+    config = resolved.config
+    check_headers(resolved.folder, config, quantized=True)  # before rows are tokenised
+    context = config.context_length - resolved.virtual_tokens_per_prompt
+    section = quantization_section(quantization, resolved)
+    return Request(resolved, data, overrides, chat_template, section, precision, device, context, as_json)

@@ -1,0 +1,339 @@
+"""`danlu eval --rewards`: what answers are worth by the rewards of a recipe, a model's or those that rows have."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+
+from danlu.cli.eval_rewards import opened_new
+from danlu.cli.generate import engine_flags, quantization_section
+from danlu.data.messages import turn_of
+from danlu.data.prompt_formats import parse_prompt
+from danlu.data.prompts import Prompt, PromptSpec, prompt_lines, read_prompts
+from danlu.data.raw_rows import BadRow
+from danlu.data.sources import read_rows
+from danlu.errors import DataError, RecipeError
+from danlu.prompt_template import PromptTemplate, PromptTemplateError
+from danlu.recipe import Recipe, load
+from danlu.recipe.from_arguments import recipe_from_arguments
+from danlu.recipe.sections import LengthReward, ModelReward, RewardLimits, RewardSection
+from danlu.recipe.sections.rollout import SAMPLING_KEYS
+from danlu.rewards.build import build_rewards, build_runner, check_columns
+from danlu.rewards.protocol import JudgedAnswer, Reward
+from danlu.rewards.runner import RewardFailure, RewardPart, RewardRunner
+from danlu.rewards.summary import summarise
+from danlu.terminal import echo, print_status
+from danlu.train.progress import RowProgress
+
+if TYPE_CHECKING:
+    from danlu.cli.eval_request import Request
+    from danlu.rollout.chat_tokenizer import ChatTokenizer
+    from danlu.rollout.engine import EngineOptions
+    from danlu.rollout.load_model import LoadedModel
+
+ANSWERS_AT_A_TIME = 128
+"""That are judged together, as those of a rollout are while training: what functions of `completions` are given."""
+KEYS = ("data.prompt", "data.system", "data.max_length", "data.overlong", "data.on_bad_row", "data.bad_row_limit")
+SHOWN_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class RewardFlags:
+    """What `danlu eval --rewards` is given; None is for a recipe to say, or its defaults."""
+
+    rewards: Sequence[str]
+    """Recipes, FILE.py:NAME, or sections such as {kind: math, column: answer}."""
+    data: str
+    overrides: Sequence[str] = ()
+    column: str | None = None
+    """Of answers that the rows have; None: a model answers."""
+    samples: int | None = None
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    seed: int = 0
+    threshold: float | None = None
+    target: Path | None = None
+    """A new file for the rewards of each answer."""
+    as_json: bool = False
+
+    def recipe(self, context: int | None) -> Recipe:
+        """The recipe whose rewards, prompts and sampling these are. Raises RecipeError with what is wrong.
+
+        context: tokens that the model sees, the default of data.max_length.
+        """
+        data: dict[str, Any] = {"train": self.data, "packing": "none"} | ({"max_length": context} if context else {})
+        rollout: dict[str, Any] = {}
+        ready, given, limits = list[RewardSection](), list[Any](), RewardLimits()
+        for text in self.rewards:
+            if text.endswith((".yaml", ".yml")):
+                recipe = load(text).recipe
+                if not recipe.rewards:
+                    raise RecipeError(f"--rewards: {text} is a recipe of stage {recipe.stage} without rewards")
+                ready += recipe.rewards
+                limits = recipe.reward_limits
+                data |= {name: getattr(recipe.data, name) for name in (key.removeprefix("data.") for key in KEYS)}
+                rollout = {name: getattr(recipe.rollout, name) for name in SAMPLING_KEYS if name != "staleness"}
+            else:
+                given.append(_section(text))
+        flags = {"samples": self.samples, "temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
+        rollout |= {name: value for name, value in flags.items() if value is not None}
+        values = {"stage": "rl", "model": "none", "output": ".", "data": data, "rollout": rollout, "rewards": given}
+        flagged = recipe_from_arguments(values, self.overrides, verb="danlu eval", open_keys=KEYS)
+        flagged = flagged.model_copy(update={"rewards": [*ready, *(flagged.rewards or ())], "reward_limits": limits})
+        self._check(flagged, context)
+        return flagged
+
+    def _check(self, recipe: Recipe, context: int | None) -> None:
+        labels = Counter(section.label for section in recipe.rewards or ())
+        if twice := [label for label, count in labels.items() if count > 1]:
+            raise RecipeError(f"--rewards: {twice[0]} is the name of two rewards. Give one a name: {{..., name: ...}}")
+        if self.target is not None and self.target.expanduser().exists():
+            raise RecipeError(f"--scores: {self.target} is there already. Name a new file, or remove it")
+        rollout = recipe.rollout
+        if self.column is None and rollout.samples > 1 and rollout.temperature == 0:
+            raise RecipeError(f"--samples: {rollout.samples} times the likeliest answer are one; add --temperature 1")
+        if self.column is None and context is not None and rollout.max_new_tokens >= context:
+            raise RecipeError(f"--max-new-tokens: {rollout.max_new_tokens} leave no room for a prompt in {context}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a prompt, as rewards see it, and which it is."""
+
+    prompt: int
+    sample: int
+    where: str
+    judged: JudgedAnswer
+
+
+def evaluate(request: Request | None, flags: RewardFlags, cache_gib: float | None, draft: str | None) -> None:
+    """All that the verb does. request: the model; None where rows have the answers and no tokens are counted.
+
+    All that can be wrong with flags, rewards, rows and their columns is told before a language model is loaded.
+    """
+    if request is None and flags.column is None:
+        raise RecipeError(
+            "MODEL is missing: name the model that answers, or with --answers the column of given answers"
+        )
+    options = None if request is None else engine_flags(request.resolved, cache_gib, draft)
+    recipe = flags.recipe(None if request is None else request.context)
+    tokenizer = None if request is None else request.tokenizer()
+    answers, prompts = list[Answer](), tuple[Prompt, ...]()
+    if flags.column is not None:
+        answers = given_answers(recipe, flags.column, tokenizer)
+    elif request is not None:
+        prompts = prompts_of(recipe, request.resolved.tokenizer_folder, request.chat_template)
+    parts = build_rewards(recipe.rewards or (), partial(_reward_model, request))
+    require_columns(parts, answers or prompts)
+    with build_runner(parts, recipe.reward_limits) as runner:
+        runner.start()
+        if request is not None and options is not None and flags.column is None:
+            answers = drawn_answers(request.load(tokenizer, merged=True), prompts, recipe, options, flags.seed)
+        model = None if request is None else str(request.resolved.given_path)
+        evaluate_rollouts(runner, answers, flags, model=model)
+
+
+def prompts_of(recipe: Recipe, tokenizer_folder: Path, chat_template: Path | None) -> tuple[Prompt, ...]:
+    """The prompts of all rows. Raises DataError; tells what was shortened or skipped."""
+    template = None if chat_template is None else str(chat_template)
+    spec = PromptSpec(recipe.data, str(tokenizer_folder), template, 0, recipe.rollout.max_new_tokens)
+    with closing(RowProgress(sys.stderr)) as progress:
+        prompts = read_prompts(spec, progress=progress)
+    for line in prompt_lines("data", prompts.statistics)[1:]:
+        print_status(f"note: {line}")
+    return prompts.train
+
+
+def drawn_answers(
+    loaded: LoadedModel, prompts: Sequence[Prompt], recipe: Recipe, options: EngineOptions, seed: int
+) -> list[Answer]:
+    """The model's answers, by prompt and sample."""
+    from danlu.rollout.load_engine import engine_of, with_room_for
+    from danlu.rollout.request import Request, SamplingOptions
+
+    rollout, answers = recipe.rollout, list[Answer]()
+    sampling = SamplingOptions(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, seed=seed)
+    requests = [
+        Request(
+            number,
+            prompt.tokens,
+            sampling,
+            rollout.max_new_tokens,
+            rollout.samples,
+            stop_ids=loaded.stop_ids,
+            stop_strings=tuple(rollout.stop_strings),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    engine = engine_of(loaded, with_room_for(loaded, requests, options))
+    for request in requests:
+        engine.submit(request)
+    total = engine.unfinished
+    with closing(RowProgress(sys.stderr, doing="answering", units="answers")) as progress:
+        while engine.unfinished:
+            for said in engine.step():
+                prompt = prompts[said.number]
+                judged = JudgedAnswer(said.text, prompt.row, prompt.prompt, len(said.tokens), said.finish)
+                answers.append(Answer(said.number, said.sample, prompt.where, judged))
+            progress(len(answers), total)
+    return sorted(answers, key=lambda answer: (answer.prompt, answer.sample))
+
+
+def given_answers(recipe: Recipe, column: str, tokenizer: ChatTokenizer | None) -> list[Answer]:
+    """The answers that rows have in a column: a text, or a list of several to the same prompt.
+
+    tokenizer: counts their tokens, which are 0 without it. Raises DataError for a row without the column.
+    """
+    if tokenizer is None and any(isinstance(section, LengthReward) for section in recipe.rewards or ()):
+        raise RecipeError("--rewards: length counts tokens. Name the MODEL whose tokenizer counts them")
+    template = _template(recipe.data.prompt)
+    answers, without_prompt = list[Answer](), list[str]()
+    for number, row in enumerate(read_rows(recipe.data.train[0])):
+        if isinstance(row.value, BadRow):
+            raise DataError(row.value.message)
+        texts = row.value.get(column)
+        texts = [texts] if isinstance(texts, str) else texts
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            there = ", ".join(map(repr, row.value)) or "none"
+            raise DataError(f"{row.where}: --answers {column}: no text, or list of texts; the row has {there}")
+        prompt: Any = ""
+        try:
+            columns = parse_prompt(row.value, template, recipe.data.train[0].format, row.where)
+            prompt = columns if isinstance(columns, str) else [turn_of(message) for message in columns.messages]
+        except DataError:
+            if template is not None:
+                raise
+            without_prompt.append(row.where)
+        for sample, text in enumerate(texts):
+            tokens = 0 if tokenizer is None else len(tokenizer.tokenizer.encode(text))
+            answers.append(Answer(number, sample, row.where, JudgedAnswer(text, row.value, prompt, tokens)))
+    if without_prompt:
+        print_status(f"note: rewards see an empty prompt of {len(without_prompt):,} rows: data.prompt may name one")
+    return answers
+
+
+def require_columns(parts: Sequence[RewardPart], answers: Sequence[Answer] | Sequence[Prompt]) -> None:
+    """Raises DataError for the first row that lacks a column which a reward reads."""
+    for each in answers:
+        check_columns(parts, each.judged.row if isinstance(each, Answer) else each.row, each.where)
+
+
+def evaluate_rollouts(
+    runner: RewardRunner, answers: Sequence[Answer], flags: RewardFlags, *, model: str | None
+) -> None:
+    """Judges the answers, and prints what they amount to; with `flags.target`, writes each with its rewards."""
+    values, failures = list[np.ndarray](), list[RewardFailure]()
+    with ExitStack() as stack:
+        file = None if flags.target is None else stack.enter_context(opened_new(flags.target, "--scores"))
+        progress = stack.enter_context(closing(RowProgress(sys.stderr, doing="judging", units="answers")))
+        for start in range(0, len(answers), ANSWERS_AT_A_TIME):
+            part = answers[start : start + ANSWERS_AT_A_TIME]
+            table = runner.score([answer.judged for answer in part])
+            values.append(table.values)
+            failures += [RewardFailure(each.reward, start + each.answer, each.reason) for each in table.failures]
+            if file is not None:
+                file.writelines(_lines(runner.parts, part, table.values, table.failures))
+            progress(start + len(part), len(answers))
+    table_values = np.concatenate(values)
+    prompts = np.array([answer.prompt for answer in answers])
+    result = {
+        **({} if model is None else {"model": model}),
+        "data": flags.data,
+        "rewards": summarise(runner.parts, table_values, prompts, flags.threshold),
+        "rows": len(np.unique(prompts)),
+        "answers": len(answers),
+        "tokens": sum(answer.judged.tokens for answer in answers),
+        "finish": dict(sorted(Counter(answer.judged.finish for answer in answers).items())),
+        "failures": dict(Counter(failure.reward for failure in failures)),
+        "unjudged": int(np.isnan(table_values).all(axis=1).sum()),
+    }
+    if flags.as_json:
+        echo(json.dumps(result, ensure_ascii=False))
+    else:
+        _show(result)
+    for failure in failures[:SHOWN_FAILURES]:
+        print_status(f"note: {answers[failure.answer].where}: reward {failure.reward}: {failure.reason}")
+    if len(failures) > SHOWN_FAILURES:
+        print_status(f"note: and {len(failures) - SHOWN_FAILURES:,} rewards more that were not given")
+
+
+def _reward_model(request: Request | None, section: ModelReward) -> Reward:
+    """A reward model, with the precision and on the device that the flags say."""
+    from danlu.language.reward_model import load_reward_model, resolve_reward_model
+
+    resolved = resolve_reward_model(section.path)
+    quantization = quantization_section(None, resolved)
+    if request is None:
+        return load_reward_model(resolved, quantization=quantization)
+    return load_reward_model(resolved, precision=request.precision, device=request.device, quantization=quantization)
+
+
+def _section(text: str) -> Any:
+    """What --rewards gives beside recipes, as YAML would have it in a list."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise RecipeError(f"--rewards: {text!r} is no recipe, FILE.py:NAME or {{kind: ..., ...}}") from None
+
+
+def _template(text: str | None) -> PromptTemplate | None:
+    try:
+        return None if text is None else PromptTemplate.parse(text)
+    except PromptTemplateError as error:
+        raise RecipeError(f"data.prompt: {error}") from None
+
+
+def _lines(
+    parts: Sequence[RewardPart], answers: Sequence[Answer], values: np.ndarray, failures: Sequence[RewardFailure]
+) -> Iterator[str]:
+    """A line of JSON for each answer."""
+    reasons: dict[int, dict[str, str]] = {}
+    for failure in failures:
+        reasons.setdefault(failure.answer, {})[failure.reward] = failure.reason
+    for number, (answer, of_answer) in enumerate(zip(answers, values.tolist(), strict=True)):
+        judged = answer.judged
+        line = {
+            "row": answer.where,
+            "sample": answer.sample,
+            "text": judged.text,
+            "tokens": judged.tokens,
+            "finish": judged.finish,
+            "rewards": {
+                part.name: None if np.isnan(value) else value for part, value in zip(parts, of_answer, strict=True)
+            },
+        }
+        failed = {"failures": reasons[number]} if number in reasons else {}
+        yield json.dumps({**line, **failed}, ensure_ascii=False) + "\n"
+
+
+def _show(result: dict[str, Any]) -> None:
+    width = max(map(len, (*result["rewards"], "answers")))
+    for name, summary in result["rewards"].items():
+        if summary["mean"] is None:
+            echo(f"{name:<{width}}  not given to any answer")
+            continue
+        error = "" if summary["standard_error"] is None else f" ± {summary['standard_error']:.4f}"
+        passed = summary.get("pass_at", {})
+        # 1, 2, 4, ... and all of them.
+        shown = [k for k in passed if k & (k - 1) == 0 or k == max(passed)]
+        rates = "".join(f"  pass@{k} {passed[k]:.2%}" for k in shown)
+        echo(f"{name:<{width}}  {summary['mean']:.4f}{error}{rates}")
+    answers, tokens = result["answers"], result["tokens"]
+    length = f", {tokens / answers:,.1f} tokens each" if tokens else ""
+    echo(f"{'answers':<{width}}  {answers:,} to {result['rows']:,} rows{length}")
+    for finish, why in (("length", "at --max-new-tokens"), ("context", "by the model's context")):
+        if cut := result["finish"].get(finish, 0):
+            echo(f"{'cut':<{width}}  {cut:,} answers {why}")
+    if result["failures"]:
+        missing = ", ".join(f"{name} {count:,}" for name, count in result["failures"].items())
+        echo(f"{'missing':<{width}}  {missing}; {result['unjudged']:,} answers without any reward")

@@ -1,0 +1,65 @@
+"""`danlu report`: a run as a page with its curves and samples, and in short on the terminal. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from danlu.errors import CheckpointError
+from danlu.report.run_page import PAGE, page
+from danlu.report.run_report import RunReport, as_json, report_of, table
+from danlu.report.study_table import aligned
+from danlu.terminal import echo, print_status, printable
+from danlu.train.runs import is_run, read_run
+
+FILE = "report.html"
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, which may be training still.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page; by default report.html in the run's folder."),
+    ] = None,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, for scripts; a page only with --out.")
+    ] = False,
+) -> None:
+    """Report on a run of any stage: curves, evaluations, the best and worst samples of reinforcement learning."""
+    if not is_run(run):
+        raise CheckpointError(
+            f"{run}: no run is in this folder: it has no recipe.yaml or no environment.json. `danlu runs list` shows "
+            "the runs that there are"
+        )
+    target = run / FILE if out is None and not as_json_ else out
+    if target is not None:
+        PAGE.check_target(target)
+    content = report_of(run, read_run(run).state)
+    if as_json_:
+        echo(json.dumps(as_json(content), indent=2, ensure_ascii=False))
+    else:
+        _print(content)
+    if target is not None:
+        PAGE.write(target, page(content))
+        print_status(f"written to {target}")
+
+
+def _print(content: RunReport) -> None:
+    record, samples = content.record, content.samples
+    stage = "" if record.recipe is None else f"stage {record.recipe.stage}, "
+    echo(f"{printable(str(record.folder))}: {stage}{content.state}, step {record.last_step:,}")
+    rows = table(content)
+    if len(rows) > 1:
+        echo(printable(aligned(rows)), end="")
+    else:
+        echo("no step has been logged yet")
+    if samples.prompts:
+        failed = samples.failures.total()
+        echo(f"{samples.prompts:,} prompts, {samples.answers:,} answers; {failed:,} rewards were not given")
+    for reason, count in content.reasons[:3]:
+        echo(f"  {count:,} x {printable(reason)}")
+    for note in content.notes:
+        print_status(f"note: {note}")

@@ -1,0 +1,91 @@
+"""Prompts as tokens that a model continues: a text as it stands, or a conversation by the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from danlu.data.messages import Conversation, Message, turn_of
+from danlu.data.render import half_character, shown_messages
+from danlu.data.tokenizer import Tokenizer
+from danlu.errors import DataError
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of plain text to continue, after the beginning-of-text token where the tokenizer adds one.
+
+    Empty text becomes that token alone, where there is one. Raises DataError where there is none, and for text that has
+    no UTF-8.
+    """
+    tokens = _encode(tokenizer, text)
+    if tokenizer.bos_id is not None and (tokenizer.adds_bos or not tokens) and tokens[:1] != [tokenizer.bos_id]:
+        return [tokenizer.bos_id, *tokens]
+    if not tokens:
+        raise DataError(
+            f"{tokenizer.path}: the prompt is empty, and this tokenizer has no beginning-of-text token: "
+            "give at least one character"
+        )
+    return tokens
+
+
+def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, system: str | None = None) -> list[int]:
+    """The tokens of a conversation by the chat template, with its generation prompt for the assistant.
+
+    system: the system message of a conversation without one.
+    Raises DataError where there is no template, or it refuses the conversation or has no place for its tools or calls,
+    and for text that has no UTF-8.
+    """
+    template = tokenizer.template(bool(conversation.tools))
+    turns = [turn_of(message) for message in shown_messages(conversation, template, system)]
+    # The template writes the beginning-of-text token itself.
+    return _encode(tokenizer, template.render(turns, conversation.tools, prompt=True))
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(half_character(error)) from None
+    return tokenizer.encode(text)
+
+
+def shorten_conversation(conversation: Conversation, fits: Callable[[Conversation], bool]) -> Conversation | None:
+    """The conversation without as many of its first exchanges as it takes to fit; None if the last user turn does not.
+
+    What is left begins with a turn of the user; system messages stay before it.
+    """
+    messages = conversation.messages
+    system = tuple(message for message in messages if message.role == "system")
+    users = [number for number, message in enumerate(messages) if message.role == "user"]
+    shorter = (replace(conversation, messages=(*system, *messages[start:])) for start in users[1:])
+    longest = next(filter(fits, shorter), None)
+    return longest if longest is not None else _with_shorter_question(conversation, system, users, fits)
+
+
+def _with_shorter_question(
+    conversation: Conversation,
+    system: tuple[Message, ...],
+    users: list[int],
+    fits: Callable[[Conversation], bool],
+) -> Conversation | None:
+    if not users:
+        return None
+    question, *rest = conversation.messages[users[-1] :]
+
+    def asking(text: str) -> Conversation:
+        return replace(conversation, messages=(*system, replace(question, content=text), *rest))
+
+    text = shorten_text(question.content, lambda text: fits(asking(text)))
+    return None if text is None else asking(text)
+
+
+def shorten_text(text: str, fits: Callable[[str], bool]) -> str | None:
+    """The longest end of a text that fits, up to the place where it is cut; None if not even its last character does.
+
+    fits: true of every end that is shorter than one of which it is true, nearly: tokens at the cut may differ.
+    """
+    fewest, most = 1, len(text)  # characters to leave out: `most` would leave nothing
+    while fewest < most:
+        middle = (fewest + most) // 2
+        fewest, most = (fewest, middle) if fits(text[middle:]) else (middle + 1, most)
+    return text[fewest:] if fewest < len(text) and fits(text[fewest:]) else None

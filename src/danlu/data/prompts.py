@@ -1,0 +1,359 @@
+"""The prompts of stage `rl`: rows as tokens that the policy continues, each with all columns for the rewards.
+
+Rows are read, skipped and held out as those of other stages are, so that a row which is usable in each of two stages of
+a chain is held out in both. Nothing is cached: a prompt is short, and its row is needed besides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from danlu.data import mixture, sources
+from danlu.data.messages import Conversation, Message, turn_of
+from danlu.data.permutation import Permutation
+from danlu.data.prepare import BadRowPolicy, Progress, worker_count
+from danlu.data.prompt_encoding import encode_conversation, encode_text, shorten_conversation, shorten_text
+from danlu.data.prompt_formats import PromptColumns, parse_prompt
+from danlu.data.raw_rows import BadRow, RawRow
+from danlu.data.rows import Format
+from danlu.data.statistics import Statistics
+from danlu.data.tokenizer import Tokenizer
+from danlu.data.tokenizer_folder import template_date
+from danlu.data.tokenizing import TokenizerJob, chunks
+from danlu.data.tree_length import PROMPT_SHORTENED
+from danlu.data.worker_pool import WorkerPool
+from danlu.errors import CheckpointError, DataError
+from danlu.prompt_template import PromptTemplate
+from danlu.recipe.sections import Data, Source
+
+TOO_LONG = "the prompt leaves no room for rollout.max_new_tokens in data.max_length"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a row asks the policy."""
+
+    tokens: tuple[int, ...]
+    """The whole prompt, generation prompt of the chat template included; without virtual tokens of adapters."""
+    row: Mapping[str, Any]
+    """Every column of the row, as the file has it."""
+    prompt: str | list[Mapping[str, Any]]
+    """The text, or the messages of a conversation; what was shortened is shortened here."""
+    where: str
+    """The place of the row, for messages: "gsm8k.jsonl:17"."""
+
+
+@dataclass(frozen=True)
+class PromptSpec:
+    """Everything that decides which prompts a run has, and in which order.
+
+    Attributes:
+        tokenizer_path: a folder, a finished run, or a hub id.
+        chat_template: a Jinja file that takes the place of the tokenizer's own template.
+        seed: of the order, the held-out rows and the mixture.
+        max_new_tokens: of an answer, for which data.max_length has room behind each prompt.
+        date: the day that a chat template which asks for it writes, such as 2026-11-22; None for today.
+    """
+
+    data: Data
+    tokenizer_path: str
+    chat_template: str | None
+    seed: int
+    max_new_tokens: int
+    date: str | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt may have."""
+        return self.data.max_length - self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """What besides a row and the tokenizer decides which prompt it becomes."""
+
+    template: str | None
+    format: Format | Literal["auto"]
+    system: str | None
+    longest: int
+    overlong: Literal["truncate", "split", "drop"]
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """The prompts of a chunk of rows."""
+
+    prompts: tuple[Prompt, ...]
+    statistics: Statistics
+    bad: tuple[str, ...]
+    """A message for each row that is none, in the order of the rows."""
+
+
+@dataclass(frozen=True)
+class PromptSets:
+    """The prompts of a run."""
+
+    train: tuple[Prompt, ...]
+    """Of an epoch; with weights of sources one may be there more than once."""
+    eval: tuple[Prompt, ...]
+    """Held out, or from sources of their own; none where `data.eval` is missing."""
+    statistics: Statistics
+    """Of the training rows, before evaluation rows were taken out and sources mixed."""
+    eval_statistics: Statistics | None
+    """Of evaluation sources of their own."""
+
+    def lines(self) -> list[str]:
+        """What became of the rows, for the console: nothing is shortened, dropped or skipped without being told."""
+        lines = prompt_lines("data", self.statistics)
+        if self.eval_statistics is not None:
+            lines += prompt_lines("evaluation data", self.eval_statistics)
+        elif self.eval:
+            lines.append(f"evaluation data: {len(self.eval):,} prompts of these rows are held out")
+        return lines
+
+
+def read_prompts(spec: PromptSpec, *, progress: Progress | None = None) -> PromptSets:
+    """The prompts of all rows, those that are held out apart.
+
+    Raises:
+        DataError: a file, row, template or tokenizer is wrong, or a side has no prompt.
+    """
+    data = spec.data
+    own = data.eval if isinstance(data.eval, list) else []
+    date = template_date(spec.tokenizer_path, spec.chat_template, spec.date)
+    job = TokenizerJob(spec.tokenizer_path, spec.chat_template, date, render_prompts)
+    reader = _Reader(spec, progress or (lambda done, total: None))
+    with WorkerPool(job, worker_count(data)) as workers:
+        eval_sets = [reader.prompts(source, workers) for source in own]
+        train_sets = [reader.prompts(source, workers) for source in data.train]
+    train, held_out = _choose([prompts for prompts, _ in train_sets], data, spec.seed)
+    return PromptSets(
+        train=train,
+        eval=tuple(prompt for prompts, _ in eval_sets for prompt in prompts) if own else held_out,
+        statistics=_total(train_sets),
+        eval_statistics=_total(eval_sets) if own else None,
+    )
+
+
+class _Reader:
+    """Reads the prompts of sources, and counts their rows."""
+
+    def __init__(self, spec: PromptSpec, progress: Progress) -> None:
+        self._spec = spec
+        self._progress = progress
+        self._rows_done = 0
+
+    def prompts(self, source: Source, workers: WorkerPool[PromptTask, PromptChunk]) -> tuple[list[Prompt], Statistics]:
+        data, statistics, prompts = self._spec.data, Statistics(), list[Prompt]()
+        settings = PromptSettings(data.prompt, source.format, data.system, self._spec.longest, data.overlong)
+        bad_rows = BadRowPolicy(data)
+        for chunk in workers.map((settings, rows) for rows in chunks(sources.read_rows(source))):
+            bad_rows.check(chunk.bad, chunk.statistics.rows)
+            prompts += chunk.prompts
+            statistics.add(chunk.statistics)
+            self._rows_done += chunk.statistics.rows
+            self._progress(self._rows_done, None)
+        if not prompts:
+            raise DataError(f"{source.path}: {_nothing_left(statistics, self._spec)}")
+        return prompts, statistics
+
+
+def _nothing_left(statistics: Statistics, spec: PromptSpec) -> str:
+    """Why a source has no prompt."""
+    if statistics.bad_rows == statistics.rows:
+        return f"none of {statistics.rows} rows can be used; the first: {statistics.bad_examples[0]}"
+    return (
+        f"no prompt is left of {statistics.rows} rows: {sum(statistics.dropped.values())} are longer than the "
+        f"{spec.longest} tokens that rollout.max_new_tokens ({spec.max_new_tokens}) leaves of data.max_length "
+        f"({spec.data.max_length}). Raise data.max_length, or lower rollout.max_new_tokens"
+    )
+
+
+def _total(sets: Sequence[tuple[list[Prompt], Statistics]]) -> Statistics:
+    total = Statistics()
+    for _, statistics in sets:
+        total.add(statistics)
+    return total
+
+
+def _choose(
+    prompts: Sequence[Sequence[Prompt]], data: Data, seed: int
+) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+    """The prompts of an epoch and the held-out ones, drawn as `danlu.data.prepare` draws samples."""
+    counts = [len(of_source) for of_source in prompts]
+    kept = [np.arange(count) for count in counts]
+    held_out: tuple[Prompt, ...] = ()
+    if data.eval is not None and not isinstance(data.eval, list):
+        masks = mixture.hold_out(counts, data.eval, seed)
+        held_out = _at(prompts, [np.flatnonzero(mask) for mask in masks])
+        kept = [np.flatnonzero(~mask) for mask in masks]
+    positions = mixture.epoch_rows([len(rows) for rows in kept], [source.weight for source in data.train], seed)
+    return _at(prompts, [rows[at] for rows, at in zip(kept, positions, strict=True)]), held_out
+
+
+def _at(prompts: Sequence[Sequence[Prompt]], chosen: Sequence[np.ndarray]) -> tuple[Prompt, ...]:
+    return tuple(of_source[number] for of_source, rows in zip(prompts, chosen, strict=True) for number in rows.tolist())
+
+
+def prompt_lines(name: str, statistics: Statistics) -> list[str]:
+    """What became of the rows of one side of the data."""
+    mean = statistics.tokens / max(1, statistics.samples)
+    lines = [
+        f"{name}: {statistics.rows:,} rows, {statistics.samples:,} prompts of {mean:,.0f} tokens on average and "
+        f"{statistics.longest:,} at most"
+    ]
+    lines += [f"{name}: {count:,} of them {done}: {TOO_LONG}" for done, count in statistics.shortened.items()]
+    lines += [f"{name}: {count:,} rows dropped: {reason}" for reason, count in statistics.dropped.items()]
+    lines += [f"{name}: {line}" for line in statistics.unread_lines()]
+    if statistics.bad_rows:
+        plural = "row" if statistics.bad_rows == 1 else "rows"
+        lines.append(f"{name}: {statistics.bad_rows:,} bad {plural} skipped, the first: {statistics.bad_examples[0]}")
+    return lines
+
+
+class PromptOrder:
+    """The endless sequence of a run's prompts: each epoch has all of them, shuffled anew by the seed.
+
+    Prompt n is a pure function of (prompts, seed, n), so a resumed run needs no more than its number.
+
+    Args:
+        prompts: of an epoch, at least one.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+        assert prompts, "read_prompts refuses data without a prompt"
+        self._prompts = prompts
+        self._seed = seed
+
+    @property
+    def per_epoch(self) -> int:
+        """Prompts of an epoch."""
+        return len(self._prompts)
+
+    def at(self, number: int) -> Prompt:
+        """Prompt `number` of the run, from 0."""
+        epoch, place = divmod(number, len(self._prompts))
+        return self._prompts[Permutation.of(len(self._prompts), self._seed, "prompts", epoch)[place]]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: a digest by which `restore` knows the prompts and their rows again."""
+        return {"prompts": self._digest}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Check that these are the prompts a checkpoint was made with. Raises CheckpointError where they are not."""
+        if state != self.state():
+            raise CheckpointError(
+                "the prompts are not what the checkpoint was made with "
+                f"(prompts {self._digest}, checkpoint {state.get('prompts')}): the rows, tokenizer, data.prompt or "
+                "seed changed. Restore them, or start a new run"
+            )
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.blake2b(str(self._seed).encode(), digest_size=8)
+        for prompt in self._prompts:
+            described = [prompt.tokens, sorted(prompt.row.items())]
+            digest.update(json.dumps(described, default=str).encode())
+        return digest.hexdigest()
+
+
+# -- in tokenising processes -------------------------------------------------------------------------------------------
+
+PromptTask = tuple[PromptSettings, list[RawRow]]
+
+
+def render_prompts(tokenizer: Tokenizer, task: PromptTask) -> PromptChunk:
+    """Rows as prompts; rows that are none are reported, not raised.
+
+    Raises:
+        DataError: the tokenizer lacks what every row needs.
+    """
+    settings, raw = task
+    renderer = _Renderer(tokenizer, settings)
+    prompts: list[Prompt] = []
+    bad: list[str] = []
+    statistics = Statistics(rows=len(raw))
+    for row in raw:
+        if isinstance(row.value, BadRow):
+            bad.append(row.value.message)
+            continue
+        try:
+            columns = parse_prompt(row.value, renderer.template, settings.format, row.where)
+        except DataError as error:
+            bad.append(str(error))
+            continue
+        renderer.prepare(columns)
+        try:
+            fitting = renderer.fitted(columns)
+        except DataError as error:
+            bad.append(f"{row.where}: {error}")
+            continue
+        if isinstance(columns, Conversation):
+            statistics.unread.update(columns.unread)
+        if fitting is None:
+            statistics.dropped[TOO_LONG] += 1
+            continue
+        shown, tokens = fitting
+        statistics.shortened.update([PROMPT_SHORTENED] if shown is not columns else [])
+        prompts.append(Prompt(tokens, row.value, _shown(shown), row.where))
+    statistics.add(Statistics(bad_rows=len(bad), bad_examples=list(bad), samples=len(prompts)))
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    statistics.add(Statistics(tokens=sum(lengths), longest=max(lengths, default=0)))
+    return PromptChunk(tuple(prompts), statistics, tuple(bad))
+
+
+def _shown(columns: PromptColumns) -> str | list[Mapping[str, Any]]:
+    return columns if isinstance(columns, str) else [turn_of(message) for message in columns.messages]
+
+
+class _Renderer:
+    """Prompts as tokens of one tokenizer: by its chat template where it has one, else as they stand."""
+
+    def __init__(self, tokenizer: Tokenizer, settings: PromptSettings) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self.template = None if settings.template is None else PromptTemplate.parse(settings.template)
+
+    def prepare(self, columns: PromptColumns) -> None:
+        """Make sure of what all prompts of this kind need. Raises DataError without it."""
+        if isinstance(columns, Conversation) or self._tokenizer.has_template:
+            self._tokenizer.template(isinstance(columns, Conversation) and bool(columns.tools))
+        elif self._settings.system is not None:
+            raise DataError(
+                f"{self._tokenizer.path}: data.system is given, and this tokenizer has no chat template that could "
+                "show it. Leave it out, or name a Jinja file in model.chat_template"
+            )
+
+    def encoded(self, columns: PromptColumns) -> tuple[int, ...]:
+        """The tokens of a prompt. Raises DataError where the template refuses it."""
+        if isinstance(columns, str):
+            if not self._tokenizer.has_template:
+                return tuple(encode_text(self._tokenizer, columns))
+            columns = Conversation((Message("user", columns),))
+        return tuple(encode_conversation(self._tokenizer, columns, self._settings.system))
+
+    def fitted(self, columns: PromptColumns) -> tuple[PromptColumns, tuple[int, ...]] | None:
+        """The prompt where it is short enough, else what `data.overlong` makes of it, with its tokens; None: dropped.
+
+        Raises DataError where the template refuses it.
+        """
+        tokens = self.encoded(columns)
+        if len(tokens) <= self._settings.longest:
+            return columns, tokens
+        if self._settings.overlong == "drop":
+            return None
+        if isinstance(columns, str):
+            shorter: PromptColumns | None = shorten_text(columns, self._fits)
+        else:
+            shorter = shorten_conversation(columns, self._fits)
+        return None if shorter is None else (shorter, self.encoded(shorter))
+
+    def _fits(self, columns: PromptColumns) -> bool:
+        return len(self.encoded(columns)) <= self._settings.longest

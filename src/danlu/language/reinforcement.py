@@ -1,0 +1,208 @@
+"""Stage `rl`: prompts as the rows of a run, and the policy's own answers to them, with rewards, as its items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from danlu.assembly.recipe_adapters import longest_shared_path
+from danlu.data.batch import empty_like
+from danlu.language.learner import DecoderLearner
+from danlu.language.reader import tokenizer_of
+from danlu.language.reward_model import RewardModel, load_reward_model, resolve_reward_model
+from danlu.language.rollout import engine_options, rollout_engine
+from danlu.language.tree_reader import laid_out
+from danlu.language.tree_scoring import TreeScorer
+from danlu.line_log import LineLog
+from danlu.objectives.policy_losses import AdaptiveKl
+from danlu.plan.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Grpo, ModelReward, PolicyGradientSection, Ppo
+from danlu.rewards.build import build_rewards, build_runner
+from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.runner import RewardPart
+from danlu.rollout.cache_size import cache_gib
+from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.estimators import (
+    Estimator,
+    GaeEstimator,
+    GroupEstimator,
+    KlPenalty,
+    RewardShaping,
+)
+from danlu.rollout.experience import Experience
+from danlu.rollout.experience_trees import SUPPORT, answer_tree, with_columns
+from danlu.rollout.held_out_answers import HeldOutAnswers
+from danlu.rollout.request import Completion, SamplingOptions
+from danlu.rollout.resolve_model import ResolvedModel
+from danlu.rollout.rollout_sampler import ExperienceSettings, Rewards, RolloutSampler
+from danlu.stage_protocols import HeldOut, Prompts
+from danlu.train.position import ItemSource
+from danlu.train.run_folder import ROLLOUTS
+from danlu.train.step import AnyLearner
+from danlu.types import Pack
+
+if TYPE_CHECKING:
+    from danlu.language.placed import PlacedDecoder
+
+
+def reward_parts(recipe: Recipe) -> list[RewardPart]:
+    """The rewards of a recipe. Raises RecipeError with all that is wrong with them."""
+
+    def reward_model(section: ModelReward) -> DeferredRewardModel:
+        return DeferredRewardModel(resolve_reward_model(section.path), recipe)
+
+    return build_rewards(recipe.rewards or (), reward_model)
+
+
+@dataclass(frozen=True)
+class DeferredRewardModel:
+    """A reward model whose weights are read when it first judges: on the first process alone, and not to look at rows.
+
+    It computes in the precision and on the device of the run, whole.
+    """
+
+    resolved: ResolvedModel
+    recipe: Recipe
+
+    @cached_property
+    def model(self) -> RewardModel:
+        """The loaded model. Raises ModelError, as `load_reward_model` does."""
+        assert self.recipe.precision != "auto", "a run has chosen its precision before it judges"
+        return load_reward_model(self.resolved, precision=self.recipe.precision, device=self.recipe.device)
+
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+        return self.model(answers)
+
+
+def recipe_rewards(recipe: Recipe) -> Rewards:
+    """What judges the policy's answers, as the recipe says. Raises RecipeError as `reward_parts` does."""
+    return build_runner(reward_parts(recipe), recipe.reward_limits)
+
+
+def objective_section(recipe: Recipe) -> PolicyGradientSection:
+    """The objective of a recipe of stage rl; its rules have made sure that it is one."""
+    section, *more = recipe.objective or [Grpo()]
+    assert not more and isinstance(section, PolicyGradientSection), "the rules refuse others"
+    return section
+
+
+def sampling_options(recipe: Recipe) -> SamplingOptions:
+    """How answers that are trained on are drawn."""
+    rollout = recipe.rollout
+    return SamplingOptions(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        seed=recipe.seed,
+    )
+
+
+def has_one_update(recipe: Recipe) -> bool:
+    """Whether each rollout is trained on in one step: the policy then is the one that drew."""
+    return recipe.batch.updates * recipe.batch.passes == 1
+
+
+def experience_items(
+    placed: PlacedDecoder, prompts: Prompts, learner: AnyLearner, folder: Path
+) -> tuple[ItemSource, HeldOut | None]:
+    """The policy's answers to prompts, made while it is trained; and those to held-out prompts, for evaluations."""
+    recipe, ranks = placed.recipe, placed.parallel.ranks
+    tokenizer = tokenizer_of(recipe)
+    chat = ChatTokenizer(tokenizer)
+    settings = _settings(recipe, chat, placed.model.config.vocab_size)
+    virtual = 0 if placed.adapters is None else len(placed.adapters.virtual_token_ids)
+    longest = max(len(prompt.tokens) for prompt in (*prompts.train, *prompts.held_out))
+    answers = settings.prompts * (settings.samples + settings.greedy)
+    needed = cache_gib(
+        placed.model,
+        DTYPES[recipe.precision],
+        [virtual + longest + settings.max_new_tokens] * answers,
+        engine_options(recipe),
+    )
+    engine = rollout_engine(recipe, placed.placed, decode=chat.decode, cache_gib=needed)
+    engine.sleep()
+    rewards = placed.rewards(recipe)
+    shared = longest_shared_path(recipe.data, recipe.model, recipe.adapter)
+
+    def through_model(item: Pack) -> Pack:
+        return Pack((laid_out(item.samples[0], shared),))
+
+    log = LineLog(folder / ROLLOUTS) if ranks.leads else None
+    sampler = RolloutSampler(prompts.order, engine, rewards, settings, ranks.world)
+    experience = Experience(sampler, estimator_of(recipe), _scorer(recipe, learner), log, through_model)
+    if not prompts.held_out:
+        return experience, None
+    return experience, HeldOutAnswers(experience, prompts.held_out)
+
+
+def estimator_of(recipe: Recipe) -> Estimator:
+    """What gives tokens their advantages."""
+    section = objective_section(recipe)
+    overlong = section.overlong
+    shaping = RewardShaping(
+        None if overlong is None else overlong.margin,
+        1.0 if overlong is None else overlong.weight,
+        recipe.rollout.max_new_tokens,
+        section.mask_truncated,
+    )
+    kl = None
+    if section.kl is not None and section.kl.in_reward and section.kl.coefficient > 0:
+        target = section.kl.target
+        coefficient = AdaptiveKl(section.kl.coefficient, target or 1.0, section.kl.horizon)
+        kl = KlPenalty(coefficient, target is not None, section.kl.estimator)
+    if isinstance(section, Ppo):
+        return GaeEstimator(section.discount, section.gae, section.whiten, section.bootstrap_truncated, shaping, kl)
+    return GroupEstimator(section.baseline, section.scale, section.rewards_apart, shaping, kl)
+
+
+def _settings(recipe: Recipe, chat: ChatTokenizer, vocab_size: int) -> ExperienceSettings:
+    rollout, batch, section = recipe.rollout, recipe.batch, objective_section(recipe)
+    assert batch.prompts is not None, "the recipe's rules ask for prompts"
+    stop_ids, stop_strings = chat.split_stops(rollout.stop_strings)
+    return ExperienceSettings(
+        prompts=batch.prompts,
+        samples=rollout.samples,
+        sampling=sampling_options(recipe),
+        max_new_tokens=rollout.max_new_tokens,
+        updates=batch.updates,
+        passes=batch.passes,
+        stop_ids=chat.stop_ids | stop_ids,
+        stop_strings=tuple(stop_strings),
+        greedy=section.baseline == "greedy",
+        resample=section.resample,
+        failures=recipe.reward_limits.failures,
+        vocab_size=vocab_size,
+        seed=recipe.seed,
+    )
+
+
+def _scorer(recipe: Recipe, learner: AnyLearner) -> TreeScorer | None:
+    """The pass without gradients over a rollout, where something is to be asked."""
+    section = objective_section(recipe)
+    reference = section.kl is not None and section.kl.in_reward and section.kl.coefficient > 0
+    values = isinstance(section, Ppo)
+    exact = recipe.numerics == "exact"  # the engine's log-probabilities are the trainer's
+    old = not exact and (not has_one_update(recipe) or reference or values)
+    if not (old or reference or values):
+        return None
+    assert isinstance(learner, DecoderLearner), "a decoder learns from answers"
+    return TreeScorer(learner, old, reference, values, recipe.rollout.temperature)
+
+
+def empty_item(recipe: Recipe) -> Pack:
+    """An item without targets that has the columns and facts of the stage's items."""
+    completion = Completion(0, 0, [0], [0.0], [0.0], None, [0], "", "stop")
+    parts = [f"reward/{reward.label}" for reward in recipe.rewards or ()]
+    names = ["reward", "group", "length", "truncated", "fresh", *parts]
+    item = answer_tree([0], [completion], "filled up", {name: [np.nan] for name in names})
+    columns = {name: np.zeros(2, np.float32) for name in estimator_of(recipe).columns}
+    if sampling_options(recipe).truncates:
+        columns[SUPPORT] = np.full((2, 1), -1, np.int32)
+    return empty_like(with_columns(item, columns).samples[0])

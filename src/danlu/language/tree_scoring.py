@@ -1,0 +1,84 @@
+"""What the trainer's models say of trees that a rollout made, in a pass without gradients before they are trained on.
+
+S tokens of a tree · N targets of a micro-batch · M branches
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from danlu.language.learner import DecoderLearner
+from danlu.rollout.estimators import LAST_VALUE, REFERENCE, VALUE_OLD
+from danlu.rollout.experience import Scores
+from danlu.rollout.experience_trees import OLD, SUPPORT
+from danlu.types import Batch, Outputs, Pack, Role
+
+
+@dataclass(frozen=True)
+class TreeScorer:
+    """Asks the learner's models, without dropout; every process has the scores of all items.
+
+    Args:
+        old, reference, values: what is asked for: the policy's log-probabilities, the reference's, the critic's values.
+        temperature: that answers were drawn with.
+    """
+
+    learner: DecoderLearner
+    old: bool
+    reference: bool
+    values: bool
+    temperature: float
+
+    def __call__(self, items: Sequence[Pack]) -> Scores:
+        """The scores of each item's tokens and branches."""
+        names = [
+            name for name, asked in ((OLD, self.old), (REFERENCE, self.reference), (VALUE_OLD, self.values)) if asked
+        ]
+        token_starts = np.cumsum([0, *(item.tokens for item in items)])
+        branch_starts = np.cumsum([0, *(len(item.samples[0].branches) for item in items)])
+        of_tokens = torch.zeros(len(names), int(token_starts[-1]), dtype=torch.float32)
+        of_branches = torch.zeros(int(branch_starts[-1]), dtype=torch.float32)
+        for numbers in self.learner.micro_batches(items):
+            batch = self.learner.collate([items[number] for number in numbers])
+            with torch.no_grad():
+                outputs = self.learner.outputs(batch, 1.0, [REFERENCE] if self.reference else [])
+                scored = self._scored(outputs, batch)
+                last = outputs["policy"].scores().float().reshape(-1).cpu() if self.values else None
+            if not numbers:
+                continue
+            trained = [token_starts[number] + np.flatnonzero(items[number].samples[0].weights) for number in numbers]
+            places = torch.from_numpy(np.concatenate(trained))
+            of_tokens[:, places] = torch.stack([scored[name].cpu() for name in names])[:, : len(places)]
+            if last is not None:
+                own = [np.arange(branch_starts[number], branch_starts[number + 1]) for number in numbers]
+                branches = torch.from_numpy(np.concatenate(own))
+                of_branches[branches] = last[: len(branches)]
+        self.learner.parallel.all_reduce_data(of_tokens)
+        self.learner.parallel.all_reduce_data(of_branches)
+        self.learner.parallel.reshard()
+        of_items = list(zip(itertools.pairwise(token_starts), itertools.pairwise(branch_starts), strict=True))
+        columns, ends = of_tokens.numpy(), of_branches.numpy()
+        token_scores = [
+            {name: columns[row, start:stop] for row, name in enumerate(names)} for (start, stop), _ in of_items
+        ]
+        branch_scores = [{LAST_VALUE: ends[start:stop]} if self.values else {} for _, (start, stop) in of_items]
+        return token_scores, branch_scores
+
+    def _scored(self, outputs: Mapping[Role, Outputs], batch: Batch) -> dict[str, Tensor]:
+        """[N] float32 each."""
+        scored = {}
+        support = batch.columns.get(SUPPORT)
+        support = None if support is None else support.long()
+        if self.old:
+            scored[OLD] = outputs["policy"].logprobs(temperature=self.temperature, support=support).logprobs
+        if self.reference:
+            scored[REFERENCE] = outputs["reference"].logprobs(temperature=self.temperature, support=support).logprobs
+        if self.values:
+            scored[VALUE_OLD] = outputs["policy"].values()
+        return {name: values.float() for name, values in scored.items()}

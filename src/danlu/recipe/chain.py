@@ -1,0 +1,307 @@
+"""A chain: one file with the recipes of several stages, each of which starts from the result of one before it.
+
+Its `stages` are recipes with a `name`. Keys beside `stages` are shared: each stage has them, except what it says
+itself. Stage NAME runs in OUTPUT/NAME. `stages.NAME` stands for the result of an earlier stage wherever a recipe names
+a model. Every stage is checked before the first one starts, and every problem is reported at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from danlu.errors import RecipeError
+from danlu.recipe import overrides as overriding
+from danlu.recipe.loading import Loaded, check, complete, in_order, loaded, read_text
+from danlu.recipe.messages import format_value
+from danlu.recipe.overrides import Override
+from danlu.recipe.sections import Continue, Model, Recipe
+from danlu.recipe.short_forms import expand
+from danlu.recipe.yaml_reader import parse
+from danlu.recipe.yaml_tree import Node, Origin, Problem
+from danlu.spelling import did_you_mean
+
+STAGES, NAME, FROM = "stages", "name", "from"
+CHAIN_KEYS = {
+    STAGES: "A chain: recipes that are trained one after the other, each from the result of one before it. The keys "
+    "beside it are shared by all of them, and stage NAME runs in OUTPUT/NAME.",
+    f"{STAGES}.{NAME}": "What the stage is called, in overrides (NAME.steps=10) and in the output folder; by default "
+    "what its `stage` says.",
+    f"{STAGES}.{FROM}": "The earlier stage whose result this one starts from; by default the one before it.",
+}
+"""The keys that only a chain has, and what they mean."""
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][\w-]*")
+_PREFIX = f"{STAGES}."
+_WHOLE_MODELS = re.compile(r"model\.tokenizer|reference\.model|rollout\.draft\.model")
+"""Keys that take a model, but not an adapter."""
+_MODELS = re.compile(rf"{_WHOLE_MODELS.pattern}|model\.path|teacher\.\d+\.model|rewards\.\d+\.path")
+"""Keys whose text may be `stages.NAME`."""
+
+
+@dataclass(frozen=True)
+class ChainStage:
+    """One recipe of a chain, whose `output` is the stage's own folder."""
+
+    name: str
+    loaded: Loaded
+    inputs: tuple[str, ...]  # names of the earlier stages whose results it reads
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Checked recipes in the order in which they are trained."""
+
+    output: str
+    stages: tuple[ChainStage, ...]
+
+
+def load_chain(path: str | Path, overrides: Sequence[str] = ()) -> Chain | None:
+    """Reads and checks a chain; None for a file that has no `stages`, which is a recipe or nothing that can be read.
+
+    An override that begins with a stage's name (`sft.steps=10`) is for that stage; any other is for every stage.
+    Raises RecipeError with one line for each problem: file, line and column (or the override), key, what to do.
+    """
+    problems: list[Problem] = []
+    tree = parse(read_text(Path(path)), str(path), problems)
+    if tree is None or tree.child(STAGES) is None:
+        return None
+    chain = _Reader(tree, overriding.parse_overrides(overrides, problems), problems).read()
+    if problems or chain is None:
+        raise RecipeError([problem.line(str(path)) for problem in in_order(problems)])
+    return chain
+
+
+class _Reader:
+    """Reads the stages of a file one after the other, and collects what is wrong with them."""
+
+    def __init__(self, tree: Node, overrides: Sequence[Override], problems: list[Problem]) -> None:
+        self.problems = problems
+        self.written = tree.child(STAGES)
+        shared = (
+            {key: node for key, node in tree.value.items() if key != STAGES} if isinstance(tree.value, dict) else {}
+        )
+        self.output = shared.pop("output", None)
+        self.shared = expand(Node(shared, tree.origin), Recipe)
+        walked = [node for _, node in Node(shared, tree.origin).walk()]
+        self.shared_places = {
+            origin.place for node in walked for origin in (node.origin, node.key_origin) if origin is not None
+        }
+        self.whole = tree.origin
+        self.overrides = list(overrides)
+        self.folders: dict[str, str] = {}  # of the stages read so far, by name
+        self.recipes: dict[str, Recipe | None] = {}  # the same; None for one that is wrong
+        self.misfits: dict[Problem, list[str]] = {}  # problems of shared values, and the stages that have them
+
+    def complain(self, key: str, message: str, origin: Origin | None) -> None:
+        """Adds a problem of the file."""
+        self.problems.append(Problem(key, message, origin))
+
+    def read(self) -> Chain | None:
+        """The chain; None, with problems, where it has no stages or no output."""
+        entries = self._entries()
+        names = [name for name, _ in entries]
+        general = self._general_overrides(names)
+        output = self._output()
+        for key in Model.one_of:
+            node, exact = self.shared.nearest(f"model.{key}")
+            if exact:
+                message = "a start is for one stage: others start from a result. Write it in the first one"
+                self.complain(f"model.{key}", message, node.origin)
+        if self.problems or output is None:
+            # Without names and folders nothing can be said of what refers to them.
+            return None
+        stages = [self._stage(name, entry, output, general, names) for name, entry in entries]
+        for problem, of in self.misfits.items():
+            where = "" if len(of) == len(names) else f" (in stage {', '.join(of)})"
+            self.problems.append(replace(problem, message=problem.message + where))
+        return Chain(output, tuple(stage for stage in stages if stage is not None))
+
+    def _entries(self) -> list[tuple[str, Node]]:
+        """The mappings of `stages` with their names; those that have no proper name are left out, and told."""
+        assert self.written is not None, "the file has stages"
+        if not isinstance(self.written.value, list) or not self.written.value:
+            what = format_value(self.written.plain)
+            self.complain(STAGES, f"expected a list of recipes, each with a name, not {what}", self.written.origin)
+            return []
+        entries: list[tuple[str, Node]] = []
+        for index, entry in enumerate(self.written.value):
+            key = f"{STAGES}.{index}"
+            if not isinstance(entry.value, dict):
+                message = f"expected a recipe such as {{name: sft, stage: sft}}, not {format_value(entry.plain)}"
+                self.complain(key, message, entry.origin)
+                continue
+            named = entry.child(NAME) or entry.child("stage")
+            name = None if named is None else named.value
+            taken = [other for other, _ in entries]
+            if (problem := _name_problem(name, taken)) is not None:
+                self.complain(f"{key}.{NAME}", problem, entry.origin if named is None else named.origin)
+                continue
+            entries.append((str(name), entry))
+        return entries
+
+    def _general_overrides(self, names: Sequence[str]) -> list[Override]:
+        """The overrides that are for every stage; `output` is taken out, which is the chain's."""
+        general: list[Override] = []
+        for override in self.overrides:
+            first = override.parts[0]
+            if override.parts == ("output",):
+                self.output = override.value
+            elif first in Recipe.model_fields:
+                general.append(override)
+            elif first == STAGES:
+                message = "name the stage: NAME.key=value, as in " + f"{names[0] if names else 'sft'}.steps=100"
+                self.complain(override.key, message, override.value.origin)
+            elif first not in names:
+                guess = did_you_mean(first, [*names, *Recipe.model_fields])
+                message = f"neither a stage nor a key.{guess} Stages: {', '.join(names)}"
+                self.complain(override.key, message, override.value.origin)
+        return general
+
+    def _output(self) -> str | None:
+        """The folder of the whole chain."""
+        if self.output is None:
+            self.complain("output", "missing: add 'output: ...' beside 'stages': the folder of all stages", self.whole)
+        elif not isinstance(self.output.value, str) or not self.output.value.strip():
+            self.complain("output", f"expected a text, not {format_value(self.output.plain)}", self.output.origin)
+        else:
+            return self.output.value
+        return None
+
+    def _stage(
+        self, name: str, entry: Node, output: str, general: Sequence[Override], names: Sequence[str]
+    ) -> ChainStage | None:
+        """One stage with what it shares, its overrides and the results that it refers to; None where it is wrong."""
+        problems: list[Problem] = []
+        assert isinstance(entry.value, dict), "a stage is a mapping"
+        own = Node({key: node for key, node in entry.value.items() if key not in (NAME, FROM)}, entry.origin)
+        tree = deepcopy(self.shared)
+        tree.origin = entry.origin
+        overriding.merge(tree, own)
+        assert isinstance(tree.value, dict), "a mapping laid over a mapping"
+        own_overrides = [Override(each.parts[1:], each.value) for each in self.overrides if each.parts[0] == name]
+        complete(tree, [*general, *(override for override in own_overrides if override.parts)], problems)
+        problems += [Problem("", "write NAME.key=value", each.value.origin) for each in own_overrides if not each.parts]
+        if (given := tree.child("output")) is not None:
+            message = f"a stage runs in its folder of the chain's output, here {output}/{name}. Leave it out"
+            problems.append(Problem("output", message, given.key_origin or given.origin))
+        tree.value["output"] = Node(f"{output.rstrip('/')}/{name}", self.output.origin if self.output else entry.origin)
+        self._start(tree, entry, problems)
+        self._refer(tree, names[len(self.folders) :], problems)
+        recipe = check(tree, problems, to_come=self.folders.values())
+        read = {node.value for _, node in tree.walk() if isinstance(node.value, str)}
+        inputs = tuple(earlier for earlier, folder in self.folders.items() if folder in read)
+        self.folders[name] = f"{output.rstrip('/')}/{name}"
+        self.recipes[name] = recipe
+        self._report(name, problems)
+        if recipe is None or problems:
+            return None
+        return ChainStage(name, loaded(recipe, tree), inputs)
+
+    def _start(self, tree: Node, entry: Node, problems: list[Problem]) -> None:
+        """Lets a stage whose model has no start begin with the result of `from`, or of the stage before."""
+        assert isinstance(tree.value, dict), "a recipe is a mapping"
+        origin, explicit = entry.origin, entry.child(FROM)
+        model = tree.child("model")
+        has_start = model is not None and (
+            not isinstance(model.value, dict) or any(model.child(key) for key in Model.one_of)
+        )
+        if explicit is not None:
+            origin = explicit.origin
+            if has_start:
+                message = "the model has a start of its own. Keep one of both"
+                problems.append(Problem(FROM, message, explicit.key_origin or origin))
+                return
+            if not isinstance(explicit.value, str):
+                message = f"expected the name of an earlier stage, not {format_value(explicit.plain)}"
+                problems.append(Problem(FROM, message, origin))
+                return
+            earlier = explicit.value
+        elif has_start or not self.folders:
+            return  # of the first stage the rules ask for a start
+        else:
+            earlier = list(self.folders)[-1]
+            before, stage = self.recipes[earlier], tree.child("stage")
+            if before is not None and before.stage == "reward" and (stage is None or stage.value != "reward"):
+                message = f"the stage before, {earlier!r}, trains a reward model. Say which one this starts from: "
+                problems.append(Problem(FROM, f"missing: {message}'from: ...'", origin))
+                return
+        start = {"path": Node(f"{_PREFIX}{earlier}", origin)}
+        if model is None:
+            tree.value["model"] = Node(start, origin)
+        elif isinstance(model.value, dict):
+            model.value.update(start)
+
+    def _refer(self, tree: Node, later: Sequence[str], problems: list[Problem]) -> None:
+        """Puts the folder of its result in the place of each `stages.NAME`."""
+        for key, node in list(tree.walk()):
+            if not isinstance(node.value, str) or not node.value.startswith(_PREFIX) or not _MODELS.fullmatch(key):
+                continue
+            name = node.value.removeprefix(_PREFIX)
+            if name not in self.folders:
+                problems.append(Problem(key, _no_earlier_stage(name, list(self.folders), later), node.origin))
+                continue
+            node.value = self.folders[name]
+            earlier = self.recipes[name]
+            if earlier is None or earlier.adapter is None:
+                continue
+            if _WHOLE_MODELS.fullmatch(key):
+                message = f"stage {name!r} trains an adapter, and this takes a whole model. Name another stage"
+                problems.append(Problem(key, message, node.origin))
+            elif key == "model.path":
+                _start_from_adapter(tree, earlier, node)
+
+    def _report(self, name: str, problems: Sequence[Problem]) -> None:
+        """Adds a stage's problems with the stage's name before their key; those of shared values are told once."""
+        for problem in problems:
+            if self._is_shared(problem.origin, name):
+                self.misfits.setdefault(replace(problem, reads=()), []).append(name)
+            else:
+                self.problems.append(replace(problem, key=f"{name}.{problem.key}" if problem.key else name))
+
+    def _is_shared(self, origin: Origin | None, name: str) -> bool:
+        """Whether something was written for every stage: beside `stages`, or as an override that names none."""
+        if origin is None or not origin.is_override:
+            return origin is not None and origin.place in self.shared_places
+        return not any(each.value.origin.order == origin.order and each.parts[0] == name for each in self.overrides)
+
+
+def _start_from_adapter(tree: Node, earlier: Recipe, path: Node) -> None:
+    """Starts a model from a stage's adapter: the base of that stage, the adapters below it, and its own.
+
+    path: the node of `model.path`, which holds the folder of the stage.
+    """
+    model, folder = tree.child("model"), path.value
+    assert model is not None and isinstance(model.value, dict), "the path is in it"
+    below = earlier.model.adapters[:-1] if isinstance(earlier.adapter, Continue) else earlier.model.adapters
+    more = model.child("adapters")
+    stacked = [Node(adapter, path.origin) for adapter in [*below, str(folder)]]
+    model.value["adapters"] = Node(
+        [*stacked, *(more.value if more is not None and isinstance(more.value, list) else [])], path.origin
+    )
+    path.value = earlier.model.path
+
+
+def _name_problem(name: object, taken: Sequence[str]) -> str | None:
+    """What is wrong with the name of a stage; None for a proper one."""
+    if name is None:
+        return "missing: add 'name: ...', or say which 'stage' it is"
+    if not isinstance(name, str) or not _NAME_PATTERN.fullmatch(name):
+        return f"expected letters, digits, - and _, for a folder has this name, not {format_value(name)}"
+    if name in taken:
+        return f"{name!r} is the name of another stage too. Give each its own 'name: ...'"
+    if name in Recipe.model_fields or name in (STAGES, NAME, FROM):
+        return f"{name!r} is a key of recipes, so overrides could mean either. Choose another"
+    return None
+
+
+def _no_earlier_stage(name: str, earlier: Sequence[str], later: Sequence[str]) -> str:
+    """The message for a reference to a stage that is not there before the one that refers to it."""
+    if later and name == later[0]:
+        return f"{name!r} is this stage itself. Name an earlier one"
+    if name in later:
+        return f"stage {name!r} comes later. Put it before this one"
+    there = f"Earlier ones: {', '.join(earlier)}" if earlier else "This is the first one"
+    return f"no stage {name!r}.{did_you_mean(name, list(earlier))} {there}"

@@ -1,0 +1,250 @@
+"""Objectives of stage `rl`: how answers that the policy drew, and their rewards, become gradients.
+
+They are one policy gradient with different settings. A kind is what a paper sets, under its name; each key may be set
+otherwise. A ratio is the probability of a token (or of an answer) under the policy over that under the policy that
+drew it. The names of the choices are those of `objectives/advantages.py` and `objectives/policy_losses.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, create_model
+
+from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, Share, VariantSection
+
+Positive = Annotated[float, Field(gt=0)]
+Baseline = Literal["group", "leave-one-out", "greedy", "batch", "none"]
+Scale = Literal["group", "batch", "mean", "none"]
+Normalise = Literal["tokens", "sequences", "constant", "groups"]
+Clip = NonNegative | tuple[NonNegative, NonNegative]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _KlKeys(Section):
+    short = "coefficient"
+
+    coefficient: NonNegative = 0.05
+    """What the estimate is multiplied by (beta), in rewards or in the loss; with a target it starts as this."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With x the log-probability under the reference less that under the policy: -x (k1), x^2 / 2 (k2), e^x - x - 1
+    (k3). As a term of the loss k2 has the gradient of KL, and k3 has it with ratio: true."""
+    ratio: bool = False
+    """in: loss: multiply by the ratio of each token, as DeepSeek-V3.2 does (arXiv:2512.02556, section 3.1)."""
+    target: Positive | None = None
+    """in: reward: the KL of an answer, in nats, that the coefficient is raised or lowered for after each rollout
+    (arXiv:1909.08593, section 2.2); null: it stays what it is."""
+    horizon: PositiveInt = 10_000
+    """With a target: answers over which the coefficient changes by a fifth at most."""
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether the estimate is subtracted from the reward of each token, rather than added to the loss."""
+        return bool(vars(self)["in"] == "reward")
+
+
+_IN = "loss: a term of the loss. reward: subtracted from the reward of each token before advantages are computed."
+
+if TYPE_CHECKING:
+
+    class Kl(_KlKeys):
+        """The KL divergence from the reference, estimated from the tokens that were drawn."""
+
+        def __init__(self, **keys: Any) -> None: ...
+
+else:  # `in` is a keyword of Python, and no class statement has a field of that name
+    Kl = create_model(
+        "Kl",
+        __base__=_KlKeys,
+        __module__=__name__,
+        __doc__="The KL divergence from the reference, estimated from the tokens that were drawn.",
+        **{"in": (Literal["loss", "reward"], Field("loss", description=_IN))},
+    )
+
+
+class Importance(Section):
+    """The correction for log-probabilities of an engine that rounds otherwise than the trainer: w = the probability of
+    a token under the trainer's policy over that which the engine drew it with multiplies its loss."""
+
+    short = "level"
+
+    level: Literal["token", "sequence"] = "token"
+    """Of each token, or the product over an answer."""
+    low: Positive | None = None
+    """Tokens (answers) whose w is below are left out (IcePop, arXiv:2510.18855)."""
+    high: Positive = 2.0
+    """The largest w."""
+    masks: bool = False
+    """Leave out what has a larger w; false counts it with `high` (truncated importance sampling)."""
+
+
+class Overlong(Section):
+    """DAPO's soft punishment of long answers (arXiv:2503.14476, equation 13): 0 up to `margin` tokens before
+    rollout.max_new_tokens, from there falling to -1, added to the reward."""
+
+    short = "margin"
+
+    margin: PositiveInt
+    """Tokens over which it falls."""
+    weight: Positive = 1.0
+    """What it is multiplied by."""
+
+
+class PolicyGradientSection(VariantSection):
+    """The objective of stage `rl`. Means are over the answers of a step, whatever its micro-batches are."""
+
+    needs_value: ClassVar[bool] = False
+    """Its advantages come from a value head."""
+
+    baseline: Baseline = "group"
+    """What is subtracted from a reward: the mean over the prompt's answers (group) or over its other answers
+    (leave-one-out), the reward of the prompt's greedy answer, which is drawn beside the others (greedy), the mean over
+    the answers of the rollout (batch), or nothing."""
+    scale: Scale = "group"
+    """What the difference is divided by: the standard deviation over the prompt's answers (group) or over those of the
+    rollout (batch), the mean over the prompt's answers (MaxRL), or nothing."""
+    rewards_apart: bool = False
+    """With several rewards: advantages of each of them, which are then summed and divided by the deviation of the sum
+    (GDPO, arXiv:2601.05242); false takes the advantages of the sum of rewards."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Of each token, or the geometric mean over its answer (GSPO)."""
+    loss: Literal["clip", "cispo", "sapo", "vespo"] = "clip"
+    """What keeps updates small: the smaller of clipped and unclipped objective (PPO, arXiv:1707.06347), a clipped
+    weight of the log-probability (CISPO, arXiv:2506.13585), a soft gate (SAPO, arXiv:2511.20347), or a weight of whole
+    answers (VESPO, arXiv:2602.10693)."""
+    clip: Clip = 0.2
+    """How far below and above 1 the ratio counts: [low, high], or one number for both. With loss: cispo one number, the
+    largest ratio itself, such as 5."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """The largest ratio that counts for tokens with a negative advantage (arXiv:1912.09729), such as 3."""
+    normalise: Normalise = "tokens"
+    """What the sum over tokens is divided by: the tokens of the step, the tokens of each answer and then the number of
+    answers (sequences), rollout.max_new_tokens and the number of answers (constant), or the tokens of all answers to
+    a prompt and then the number of prompts (groups)."""
+    kl: Kl | None = None
+    """Hold the policy to a reference: a coefficient, or a mapping."""
+    entropy: NonNegative = 0.0
+    """Weight of the entropy bonus, the mean entropy of the policy where tokens were drawn."""
+    importance: Importance | None = None
+    """Correct for an engine that rounds otherwise than the trainer: token, sequence, or a mapping."""
+    off_policy: Positive | None = None
+    """Leave out answers with a negative advantage whose tokens the policy has made less likely by more than so many
+    nats on average (arXiv:2512.02556, section 3.1)."""
+    overlong: Overlong | None = None
+    """A punishment of long answers: the tokens over which it falls, or a mapping."""
+    mask_truncated: bool = False
+    """Leave out answers that were cut off at rollout.max_new_tokens: they count in the baseline, and train nothing."""
+    resample: Count = 0
+    """Dynamic sampling (arXiv:2503.14476, section 3.2): how many times prompts whose answers all have the same reward
+    are replaced by the next prompts, before the rest is trained as it is."""
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """`clip` as (low, high)."""
+        return self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy is held to a reference."""
+        return self.kl is not None and self.kl.coefficient > 0
+
+
+class Grpo(PolicyGradientSection):
+    """Group relative policy optimization (GRPO, arXiv:2402.03300). As in TRL there is no KL term unless it is asked
+    for, and each token of the step counts alike; the paper's mean over each answer is normalise: sequences."""
+
+    kind: Literal["grpo"] = "grpo"
+
+
+class Dapo(PolicyGradientSection):
+    """DAPO (arXiv:2503.14476): GRPO with a higher upper bound and dynamic sampling. Its punishment of long answers is
+    `overlong`, of a margin that depends on rollout.max_new_tokens."""
+
+    kind: Literal["dapo"] = "dapo"
+    clip: Clip = (0.2, 0.28)
+    resample: Count = 3
+
+
+class DrGrpo(PolicyGradientSection):
+    """Dr. GRPO (arXiv:2503.20783): GRPO without the divisions that favour long wrong answers, and prompts that are
+    nearly always or nearly never answered rightly."""
+
+    kind: Literal["dr-grpo"] = "dr-grpo"
+    scale: Scale = "none"
+    normalise: Normalise = "constant"
+
+
+class Rloo(PolicyGradientSection):
+    """REINFORCE leave-one-out (RLOO, arXiv:2402.14740). As in the paper the log-probability of an answer is the sum
+    over its tokens; all are divided by one constant."""
+
+    kind: Literal["rloo"] = "rloo"
+    baseline: Baseline = "leave-one-out"
+    scale: Scale = "none"
+    normalise: Normalise = "constant"
+
+
+class Gspo(PolicyGradientSection):
+    """Group sequence policy optimization (GSPO, arXiv:2507.18071): ratio and clip of whole answers."""
+
+    kind: Literal["gspo"] = "gspo"
+    ratio: Literal["token", "sequence"] = "sequence"
+    clip: Clip = (3e-4, 4e-4)
+    normalise: Normalise = "sequences"
+
+
+class Remax(PolicyGradientSection):
+    """ReMax (arXiv:2310.10505): REINFORCE with the reward of the greedy answer as its baseline. The log-probability of
+    an answer is the sum over its tokens; all are divided by one constant."""
+
+    kind: Literal["remax"] = "remax"
+    baseline: Baseline = "greedy"
+    scale: Scale = "none"
+    normalise: Normalise = "constant"
+
+
+class Reinforce(PolicyGradientSection):
+    """REINFORCE++ (arXiv:2501.03262): advantages normalised over the whole rollout. The paper's KL penalty is
+    kl: {in: reward, estimator: k1}."""
+
+    kind: Literal["reinforce"] = "reinforce"
+    baseline: Baseline = "batch"
+    scale: Scale = "batch"
+
+
+class Ppo(PolicyGradientSection):
+    """Proximal policy optimization (PPO, arXiv:1707.06347): an advantage for every token, from a value head."""
+
+    needs_value = True
+    kind: Literal["ppo"] = "ppo"
+    baseline: Baseline = "none"
+    scale: Scale = "none"
+    kl: Kl | None = Kl(coefficient=0.05, estimator="k1", **{"in": "reward"})
+    discount: Share = 1.0
+    """What the reward of the next token is worth (gamma)."""
+    gae: Share = 0.95
+    """lambda of generalized advantage estimation (arXiv:1506.02438): 1 takes returns less values, 0 the error of one
+    step."""
+    value_clip: Positive | None = 0.2
+    """How far a value moves from that of the rollout in the loss of values; null: as far as it likes."""
+    value_weight: NonNegative = 0.5
+    """What the loss of values, half the squared error, is multiplied by."""
+    whiten: bool = True
+    """Shift and scale the advantages of the rollout's tokens to a mean of 0 and a deviation of 1."""
+    bootstrap_truncated: bool = True
+    """An answer that was cut off at rollout.max_new_tokens goes on in principle: what the value head says of its end
+    is its return from there. false takes 0."""
+
+
+class Value(Section):
+    """Stage `rl` with objective ppo: the model of values."""
+
+    short = "share"
+
+    share: Literal["policy"] = "policy"
+    """policy: a head on the policy's last hidden states, which is trained with it."""
+    rate_ratio: Positive = 1.0
+    """The value head learns this many times faster than `optimizer.learning_rate` says."""
+
+
+PolicyGradientObjective = Grpo | Dapo | DrGrpo | Rloo | Gspo | Remax | Reinforce | Ppo

@@ -1,0 +1,170 @@
+"""Sections of a recipe as rewards, and everything about them that can be known before the first answer."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from danlu.errors import DanluError, DataError, RecipeError
+from danlu.prompt_template import PromptTemplate, PromptTemplateError
+from danlu.recipe.sections import (
+    CodeReward,
+    ExactReward,
+    FormatReward,
+    FunctionReward,
+    JudgeReward,
+    LengthReward,
+    MathReward,
+    ModelReward,
+    NumericReward,
+    RewardLimits,
+    RewardSection,
+)
+from danlu.rewards.code import Code, require_isolation
+from danlu.rewards.function import UserFunction
+from danlu.rewards.judge import Judge
+from danlu.rewards.protocol import Reward
+from danlu.rewards.runner import RewardPart, RewardRunner
+from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
+from danlu.spelling import did_you_mean
+
+OWN_COLUMNS = ("completion", "prompt", "tokens", "finish")
+"""What functions are given beside the columns of the row."""
+
+
+def build_rewards(
+    sections: Sequence[RewardSection], reward_model: Callable[[ModelReward], Reward] | None = None
+) -> list[RewardPart]:
+    """The rewards of a recipe, in its order.
+
+    Args:
+        reward_model: makes the reward of a section of kind `model`, which this room knows nothing of.
+
+    Raises RecipeError with all that is wrong: a file that is not there, a pattern that does not compile, a template
+    that cannot be read, a key that the environment lacks, a system that cannot keep programs from the network.
+    """
+    parts, problems = list[RewardPart](), list[str]()
+    for number, section in enumerate(sections):
+        try:
+            parts.append(RewardPart(section.label, _reward(section, reward_model), section.weight))
+        except DanluError as error:
+            problems += [f"rewards.{number}: {line.removeprefix('rewards: ')}" for line in str(error).splitlines()]
+    if problems:
+        raise RecipeError(problems)
+    return parts
+
+
+def build_runner(parts: Sequence[RewardPart], limits: RewardLimits) -> RewardRunner:
+    """What calls the rewards of a recipe, within its limits."""
+    workers = None if limits.workers == "auto" else limits.workers
+    return RewardRunner(parts, timeout_s=limits.timeout_s, workers=workers)
+
+
+def check_columns(parts: Sequence[RewardPart], row: Mapping[str, Any], where: str) -> None:
+    """Raises DataError with the columns that rewards read and a row lacks, naming those that it has.
+
+    Args:
+        where: the row's place, as in questions.jsonl:3.
+    """
+    problems = []
+    for part in parts:
+        for column in _columns(part.reward):
+            if column not in row:
+                there = ", ".join(map(repr, row)) or "none"
+                hint = did_you_mean(column, list(row))
+                problems.append(f"{where}: reward {part.name} reads the column {column!r}; the row has {there}.{hint}")
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _reward(section: RewardSection, reward_model: Callable[[ModelReward], Reward] | None) -> Reward:
+    match section:
+        case ExactReward():
+            return Exact(section.column, section.ignore_case)
+        case NumericReward():
+            return Numeric(section.column, section.tolerance)
+        case MathReward():
+            return Mathematical(section.column)
+        case FormatReward():
+            _check_pattern(section.pattern)
+            return Pattern(section.pattern, section.whole)
+        case LengthReward():
+            return Length(section.fewest, section.most, section.slack)
+        case CodeReward():
+            require_isolation()
+            return Code(section.column, section.timeout_s, section.memory_mib, section.processes)
+        case FunctionReward():
+            function = UserFunction.read(section.path)
+            function.check_text()
+            return function
+        case JudgeReward():
+            return _judge(section)
+        case ModelReward():
+            assert reward_model is not None, "who builds rewards of kind model gives what loads them"
+            return reward_model(section)
+    raise AssertionError(f"no reward is made of {type(section).__name__}")
+
+
+def _judge(section: JudgeReward) -> Judge:
+    _check_pattern(section.pattern)
+    try:
+        template = PromptTemplate.parse(section.prompt)
+    except PromptTemplateError as error:
+        raise RecipeError(f"prompt: {error}") from None
+    judge = Judge(
+        section.url,
+        section.model,
+        template,
+        section.pattern,
+        section.bounds,
+        section.max_new_tokens,
+        section.temperature,
+        section.api_key_variable,
+        section.connections,
+        section.timeout_s,
+        section.retries,
+    )
+    _ = judge.client  # which looks at the url and for the key
+    return judge
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise RecipeError(f"pattern: {pattern!r} is no regular expression: {error}") from None
+
+
+def _columns(reward: Reward) -> Iterator[str]:
+    """The columns that a reward cannot do without."""
+    match reward:
+        case Exact() | Numeric() | Mathematical() | Code():
+            yield reward.column
+        case Judge():
+            yield from (name for name in reward.template.columns if name not in ("prompt", "completion"))
+        case UserFunction():
+            yield from _required_parameters(reward)
+
+
+def _required_parameters(function: UserFunction) -> Iterator[str]:
+    """The columns among the parameters of a function that has no default for them, read off its file without running
+    it; none of one that is not defined by a plain `def`."""
+    try:
+        statements = ast.parse(function.source).body
+    except (SyntaxError, ValueError):
+        return  # which running the file tells better
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and statement.name == function.name:
+            if statement.decorator_list:
+                return
+            arguments = statement.args
+            plain = [*arguments.posonlyargs, *arguments.args]
+            required = plain[: len(plain) - len(arguments.defaults)]
+            required += [
+                name for name, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if not default
+            ]
+            own = (*OWN_COLUMNS, "prompts", "completions")
+            yield from (argument.arg for argument in required if argument.arg not in own)
+            return

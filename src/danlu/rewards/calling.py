@@ -1,0 +1,114 @@
+"""Calling a reward so that nothing it does costs another answer its number: outcomes, and why there is no number."""
+
+from __future__ import annotations
+
+import math
+import threading
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from danlu.errors import DanluError
+from danlu.rewards.protocol import JudgedAnswer, Reward
+
+PACKAGE = str(Path(__file__).resolve().parents[1])
+LONGEST_REASON = 500
+"""Characters of what an exception says; some print whole tensors."""
+LARGEST = 3.4028234e38
+"""Of numbers in float32, in which rewards are trained on and logged."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a reward said of one answer: a number, or NaN and the reason for it."""
+
+    value: float
+    failure: str | None = None
+
+
+def outcome_of(value: float | None) -> Outcome:
+    """What a reward gave, as an outcome: None, NaN and what is infinite in float32 are no numbers."""
+    if value is None:
+        return Outcome(math.nan, "it gave None")
+    number = float(value)
+    return Outcome(number) if abs(number) <= LARGEST else Outcome(math.nan, f"it gave {number:g}")
+
+
+def call_on_each(reward: Reward, answers: Sequence[JudgedAnswer]) -> list[Outcome]:
+    """A call for each answer: one that raises costs only its own answer."""
+    return [call_on_batch(reward, [answer])[0] for answer in answers]
+
+
+def call_on_batch(reward: Reward, answers: Sequence[JudgedAnswer]) -> list[Outcome]:
+    """One call for all answers: if it raises, none of them has a number."""
+    try:
+        outcomes = [outcome_of(value) for value in reward(answers)]
+        if len(outcomes) != len(answers):
+            raise ValueError(f"{len(outcomes)} rewards for {len(answers)} answers")
+        return outcomes
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # sys.exit in a user's function too
+        return [Outcome(math.nan, failure_reason(error))] * len(answers)
+
+
+class ThreadedCalls:
+    """Calls for each answer from several threads, for rewards that wait for something else: a server, a program.
+
+    The threads are daemons: a program that is interrupted does not wait for them. After `most_failures` one after the
+    other no more calls are begun; None: however many fail.
+    """
+
+    def __init__(
+        self, reward: Reward, answers: Sequence[JudgedAnswer], threads: int, most_failures: int | None = None
+    ) -> None:
+        self._reward, self._answers = reward, answers
+        self._most_failures, self._failures = most_failures, 0
+        not_called = Outcome(math.nan, f"it was not called: the {most_failures} calls before failed")
+        self._outcomes = [not_called] * len(answers)
+        self._waiting = deque(range(len(answers)))
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(min(threads, len(answers)))]
+        for thread in self._threads:
+            thread.start()
+
+    def outcomes(self) -> list[Outcome]:
+        """Those of all answers, in order, when the last has come."""
+        for thread in self._threads:
+            thread.join()
+        return self._outcomes
+
+    def cancel(self) -> None:
+        """Begins no further call."""
+        self._waiting.clear()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                number = self._waiting.popleft()
+            except IndexError:
+                return
+            (outcome,) = call_on_batch(self._reward, [self._answers[number]])
+            self._outcomes[number] = outcome
+            self._failures = self._failures + 1 if outcome.failure is not None else 0
+            if self._most_failures is not None and self._failures >= self._most_failures:
+                self.cancel()
+
+
+def failure_reason(error: BaseException) -> str:
+    """What an exception says, and the line of the file that is to blame: "ValueError: no digits (my_rewards.py:12)".
+
+    The line is the deepest in the first file that is not danlu's: where a function calls numpy, and that raises, the
+    line with the call.
+    """
+    if isinstance(error, DanluError):
+        return str(error)
+    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    said = type(error).__name__ + (f": {message[:LONGEST_REASON]}" if message else "")
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
+    of_file = [frame for frame in outside if frame.filename == outside[0].filename] or list(frames)
+    if isinstance(error, SyntaxError) or not of_file:  # which says the line itself
+        return said
+    return f"{said} ({Path(of_file[-1].filename).name}:{of_file[-1].lineno})"

@@ -1,0 +1,133 @@
+"""A language model behind an HTTP server as a judge: it is shown an answer, and a number is read from what it says.
+
+The server is any that answers POST /chat/completions as OpenAI's does: vLLM, SGLang, llama.cpp, `danlu serve`, OpenAI.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from danlu.errors import ResourceError
+from danlu.http_client import ConnectionLost, HTTPClient, RequestRefused
+from danlu.prompt_template import PromptTemplate
+from danlu.rewards.protocol import JudgedAnswer
+
+MOST_BYTES = 4 * 2**20
+"""Of what a server says; a mark takes some hundred, and reasons for it some thousands."""
+FIRST_PAUSE_S = 0.5
+"""Before a server is asked again; twice as long each time."""
+LONGEST_PAUSE_S = 30.0
+_ASK_AGAIN = (408, 409, 425, 429, 500)
+"""Statuses of a server that may answer later; 502, 503 and 504 are lost connections."""
+_SHOWN_CHARACTERS = 200
+
+
+class NoMark(ResourceError):
+    """The judge said something, and no mark is in it."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The mark that a model gives to an answer.
+
+    `template` is the user's turn; it may name {prompt}, {completion} and the columns of the row. The mark is the first
+    group of `pattern` where it matches last; with `bounds` (low, high) it becomes (mark - low) / (high - low), and a
+    mark outside is none.
+
+    Raises (when called):
+        ConnectionLost: the server does not answer, after `retries` more attempts.
+        RequestRefused: it refuses.
+        NoMark: what it says has no mark, or one out of bounds.
+    """
+
+    url: str
+    model: str
+    template: PromptTemplate
+    pattern: str = r"(-?\d+(?:\.\d+)?)\D*$"
+    bounds: tuple[float, float] | None = None
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    api_key_variable: str | None = None
+    connections: int = 16
+    """How many answers `RewardRunner` has judged at a time."""
+    timeout_s: float = 60.0
+    """For all of what the server says to one question."""
+    retries: int = 3
+
+    @cached_property
+    def client(self) -> HTTPClient:
+        """Raises RecipeError for a url that is none, or a key that the environment lacks."""
+        return HTTPClient(self.url, self.timeout_s, self.api_key_variable, MOST_BYTES, total_s=self.timeout_s)
+
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+        return [self._judge(answer) for answer in answers]
+
+    def _judge(self, answer: JudgedAnswer) -> float:
+        columns = {**answer.row, "prompt": prompt_text(answer.prompt), "completion": answer.text}
+        request = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": self.template.fill(columns)}],
+            "max_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+        }
+        return self._mark(_content(self._ask(request), self.url))
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        """What the server answers, asked again where it is busy or the connection is lost."""
+        for attempt in range(self.retries):
+            pause_s = FIRST_PAUSE_S * 2**attempt
+            try:
+                return self.client.post("/chat/completions", request)
+            except ConnectionLost:
+                pass
+            except RequestRefused as refusal:
+                if refusal.status not in _ASK_AGAIN:
+                    raise
+                pause_s = refusal.retry_after_s or pause_s
+            time.sleep(min(LONGEST_PAUSE_S, pause_s))
+        return self.client.post("/chat/completions", request)
+
+    def _mark(self, said: str) -> float:
+        matches = list(re.finditer(self.pattern, said, re.DOTALL))
+        text = matches[-1].group(1) if matches else None
+        try:
+            mark = float(text or "")
+        except ValueError:
+            where = f"pattern {self.pattern!r} finds {'nothing' if text is None else repr(text)}"
+            raise NoMark(f"{self.url}: {where} in what the judge says: {_shown(said)}") from None
+        if self.bounds is None:
+            return mark
+        low, high = self.bounds
+        if not low <= mark <= high:
+            raise NoMark(f"{self.url}: the mark {mark:g} is not between {low:g} and {high:g}: {_shown(said)}")
+        return (mark - low) / (high - low)
+
+
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """A prompt as a text: of a conversation the turns with their roles, of a single turn what it says."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return str(prompt[0].get("content") or "")
+    return "\n\n".join(f"{turn.get('role', 'user')}: {turn.get('content') or ''}" for turn in prompt)
+
+
+def _content(value: Any, url: str) -> str:
+    """The text of a chat completion. Raises NoMark for what has none."""
+    try:
+        content = value["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        content = None
+    if not isinstance(content, str):
+        raise NoMark(f"{url}: the server's answer is no chat completion with a text: {_shown(value)}")
+    return content
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -1,0 +1,197 @@
+"""Rewards of many answers at once, and nobody's loss where one of them fails.
+
+Where a reward is called follows from what it can do. Comparing texts cannot hang, and is done at once. A user's
+function and a user's regular expression can do anything, and are called in worker processes. A judge and tests of
+programs wait for somebody else within limits of their own, in threads. A reward model is called with everything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from danlu.machine import usable_cores
+from danlu.rewards.calling import Outcome, ThreadedCalls, call_on_batch, call_on_each
+from danlu.rewards.code import Code
+from danlu.rewards.function import UserFunction
+from danlu.rewards.judge import Judge
+from danlu.rewards.protocol import JudgedAnswer, Reward
+from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
+from danlu.rewards.worker_pool import RewardWorkers, Task
+
+MOST_AUTOMATIC_WORKERS = 8
+MOST_JUDGE_FAILURES = 16
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """A reward, what it is called in logs, and what its numbers are multiplied by in the sum."""
+
+    name: str
+    reward: Reward
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """That a reward has no number for an answer, and why."""
+
+    reward: str
+    """The name of the part."""
+    answer: int
+    """Its number among those that were scored."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"reward {self.reward}, answer {self.answer}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """What each reward says of each answer, before weights."""
+
+    values: np.ndarray
+    """[M answers, R rewards] float64, NaN where a reward was not given."""
+    failures: Sequence[RewardFailure]
+    """One for each NaN, by reward and answer."""
+
+    @property
+    def unjudged(self) -> np.ndarray:
+        """[M] bool: the answers that no reward has a number for."""
+        missing: np.ndarray = np.isnan(self.values).all(axis=1)
+        return missing
+
+
+class RewardRunner:
+    """Calls rewards. Use as a context manager, or `close` it: it has processes. From one thread at a time.
+
+    Args:
+        timeout_s: of a call in a worker process: with one answer, or of a function that takes `completions` with all.
+        workers: how many processes; None: one for each core, at most 8. They start when there is work for them.
+    """
+
+    def __init__(self, parts: Sequence[RewardPart], *, timeout_s: float = 60.0, workers: int | None = None) -> None:
+        self.parts, self.timeout_s = tuple(parts), timeout_s
+        self.workers = workers or min(usable_cores(), MOST_AUTOMATIC_WORKERS)
+        self._of_workers = [number for number, part in enumerate(parts) if _needs_worker(part.reward)]
+        self._workers = RewardWorkers(
+            [parts[number].reward for number in self._of_workers],
+            count=self.workers,
+            timeout_s=timeout_s,
+        )
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Starts a worker process where one is needed, which `score` does too.
+
+        Raises RecipeError with what is wrong with any user's function: a file that raises, a name that is not there.
+        """
+        self._workers.start()
+
+    def score(self, answers: Sequence[JudgedAnswer]) -> RewardTable:
+        """What every reward says of every answer.
+
+        A reward that raises, takes too long, gives None, NaN or an infinity, or whose process ends, gives NaN for the
+        answers of that call, with the reason for each. All other numbers are what they would be without it.
+        """
+        with self._lock, self._ending_on_error():
+            self.start()
+            threaded = self._begin_threads(answers)
+            try:
+                outcomes = self._score_here(answers, threaded) | self._score_in_workers(answers)
+                outcomes |= {number: calls.outcomes() for number, calls in threaded.items()}
+            finally:
+                for calls in threaded.values():
+                    calls.cancel()
+        return self._table(outcomes, len(answers))
+
+    def close(self) -> None:
+        """Ends the worker processes; a later `score` starts them again."""
+        self._workers.close()
+
+    def __enter__(self) -> RewardRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """Ends the processes when something stops the scoring: Ctrl-C, above all. Their replies would come too late."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin_threads(self, answers: Sequence[JudgedAnswer]) -> dict[int, ThreadedCalls]:
+        """The calls that wait for others, by the number of the part, begun."""
+        return {
+            number: ThreadedCalls(part.reward, answers, threads, _most_failures(part.reward))
+            for number, part in enumerate(self.parts)
+            if (threads := _threads_of(part.reward))
+        }
+
+    def _score_here(
+        self, answers: Sequence[JudgedAnswer], threaded: dict[int, ThreadedCalls]
+    ) -> dict[int, list[Outcome]]:
+        """The outcomes of what is called in this thread, by the number of the part."""
+        outcomes = {}
+        for number, part in enumerate(self.parts):
+            if number not in threaded and number not in self._of_workers:
+                call = (
+                    call_on_each if isinstance(part.reward, Exact | Numeric | Mathematical | Length) else call_on_batch
+                )
+                outcomes[number] = call(part.reward, answers)
+        return outcomes
+
+    def _score_in_workers(self, answers: Sequence[JudgedAnswer]) -> dict[int, list[Outcome]]:
+        """The outcomes of what worker processes call, by the number of the part."""
+        tasks: list[Task] = []
+        for index in range(len(self._of_workers)):
+            if self._workers.takes_batch(index):  # first: the longest
+                tasks.insert(0, Task(index, tuple(range(len(answers)))))
+            else:
+                tasks += [Task(index, (answer,)) for answer in range(len(answers))]
+        outcomes: dict[int, list[Outcome]] = {number: [Outcome(np.nan)] * len(answers) for number in self._of_workers}
+        for task, of_task in self._workers.run(tasks, answers) if answers else ():
+            for answer, outcome in zip(task.numbers, of_task, strict=True):
+                outcomes[self._of_workers[task.reward]][answer] = outcome
+        return outcomes
+
+    def _table(self, outcomes: dict[int, list[Outcome]], count: int) -> RewardTable:
+        values = np.full((count, len(self.parts)), np.nan)
+        failures = []
+        for number, part in enumerate(self.parts):
+            values[:, number] = [outcome.value for outcome in outcomes[number]]
+            failures += [
+                RewardFailure(part.name, answer, outcome.failure)
+                for answer, outcome in enumerate(outcomes[number])
+                if outcome.failure is not None
+            ]
+        return RewardTable(values, failures)
+
+
+def _needs_worker(reward: Reward) -> bool:
+    """Whether it is a user's, and may hang: a function, or a regular expression, which can take exponential time."""
+    return isinstance(reward, UserFunction | Pattern)
+
+
+def _threads_of(reward: Reward) -> int:
+    """How many of its calls are made at a time where they wait for others; 0 for rewards that compute."""
+    match reward:
+        case Code():
+            return reward.processes
+        case Judge():
+            return reward.connections
+        case _:
+            return 0
+
+
+def _most_failures(reward: Reward) -> int | None:
+    """After how many failures one after the other it is not called any more: a server that is gone, or no judge."""
+    return MOST_JUDGE_FAILURES + reward.connections if isinstance(reward, Judge) else None

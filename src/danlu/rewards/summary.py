@@ -1,0 +1,68 @@
+"""What many rewards amount to: means with their errors, and how likely one of k answers is right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from danlu.rewards.runner import RewardPart
+
+
+def pass_at_k(count: int, right: int, k: int) -> float:
+    """The chance that at least one of k answers is right, where `right` of `count` drawn ones are.
+
+    The unbiased estimate 1 - C(count - right, k) / C(count, k) of Chen et al. (arXiv:2107.03374, sec. 2.1), over all
+    choices of k of the answers; 1 - (1 - right / count)^k would be too low.
+    """
+    assert 0 <= right <= count and 1 <= k <= count, f"{right} of {count}, k {k}"
+    return 1.0 - math.comb(count - right, k) / math.comb(count, k)
+
+
+def summarise(
+    parts: Sequence[RewardPart], values: np.ndarray, prompts: np.ndarray, threshold: float | None = None
+) -> dict[str, dict[str, Any]]:
+    """The rewards of each part, and "sum", their weighted sum, where there are several or a weight is not 1.
+
+    Args:
+        values: [M, R] float64, NaN where a reward was not given; an answer's sum is over those that were.
+        prompts: [M] int, the number of each answer's prompt.
+        threshold: an answer whose reward is at least this is right; None: of rewards that are all 0 or 1, 1 is.
+
+    Each has `given` answers with a reward, their `mean`, the `standard_error` of the mean over prompts (None of a
+    single prompt), and where answers are right or not `pass_at`, by k from 1 to the answers of a prompt: the mean over
+    the prompts with at least k judged answers.
+    """
+    named = {part.name: values[:, number] for number, part in enumerate(parts)}
+    if len(parts) > 1 or any(part.weight != 1 for part in parts):
+        weights = np.array([part.weight for part in parts])
+        sums = np.where(np.isnan(values).all(axis=1), np.nan, np.nansum(values * weights, axis=1))
+        named["sum"] = sums
+    return {name: _summary(column, prompts, threshold) for name, column in named.items()}
+
+
+def _summary(column: np.ndarray, prompts: np.ndarray, threshold: float | None) -> dict[str, Any]:
+    given = ~np.isnan(column)
+    rewards, of_prompt = column[given], prompts[given]
+    summary: dict[str, Any] = {"given": int(given.sum()), "mean": None, "standard_error": None}
+    if not len(rewards):
+        return summary
+    numbers, index = np.unique(of_prompt, return_inverse=True)
+    counts = np.bincount(index)
+    summary["mean"] = float(rewards.mean())
+    if len(numbers) > 1:
+        # Answers to one prompt are alike: the spread is that of prompts (the ratio estimate of a cluster sample).
+        deviations = np.bincount(index, rewards - rewards.mean())
+        variance = (deviations**2).sum() * len(numbers) / (len(numbers) - 1)
+        summary["standard_error"] = float(np.sqrt(variance) / len(rewards))
+    if threshold is not None or np.isin(rewards, (0.0, 1.0)).all():
+        rights = np.bincount(index, rewards >= (1.0 if threshold is None else threshold)).astype(int)
+        summary["pass_at"] = {
+            k: float(
+                np.mean([pass_at_k(n, c, k) for n, c in zip(counts.tolist(), rights.tolist(), strict=True) if n >= k])
+            )
+            for k in range(1, int(counts.max()) + 1)
+        }
+    return summary

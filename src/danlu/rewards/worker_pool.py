@@ -1,0 +1,305 @@
+"""The caller's side of processes that call rewards: calls are dealt, timed, and processes that hang or crash replaced.
+
+One thread does it all, over pipes that never block: whatever a process does, the caller goes on when the time is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from danlu.errors import RecipeError, ResourceError
+from danlu.machine import usable_cores
+from danlu.rewards.calling import Outcome
+from danlu.rewards.function import UserFunction
+from danlu.rewards.protocol import JudgedAnswer, Reward
+from danlu.rewards.worker import START, Call
+from danlu.worker_process import import_paths, python_command
+
+LOAD_TIMEOUT_S = 120.0
+"""For a process to start and run the files of its functions; imports are slow the first time."""
+MOST_TIMEOUTS = 8
+"""Calls of a reward that take too long one after the other; its others of the same answers are not made any more."""
+_LONGEST_WAIT_S = 0.5  # a process that left a child behind may end without its pipe being closed: it is looked after
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call to make: of which reward, with which answers, by their numbers."""
+
+    reward: int
+    numbers: tuple[int, ...]
+
+    def failed(self, reason: str) -> tuple[Task, list[Outcome]]:
+        """The task with an outcome for each of its answers that says why there is no number."""
+        return self, [Outcome(math.nan, reason)] * len(self.numbers)
+
+
+class RewardWorkers:
+    """Processes that call rewards, started when there is work for them and started again when they had to be ended."""
+
+    def __init__(self, rewards: Sequence[Reward], *, count: int, timeout_s: float) -> None:
+        self._rewards = list(rewards)
+        self._timeout_s = timeout_s
+        self._workers: list[_Worker | None] = [None] * count
+        self._takes_batch: list[bool] | None = None
+        weakref.finalize(self, _end_all, self._workers)
+
+    def start(self) -> None:
+        """Starts the first process and waits until it has loaded all rewards; nothing where one is running.
+
+        Raises RecipeError with the problems of all of them, ResourceError where the process ends or takes too long.
+        """
+        if not self._rewards or any(self._workers):
+            return
+        worker = self._workers[0] = _Worker(self._rewards, self._timeout_s)
+        while not worker.is_ready:
+            self._wait()
+            try:
+                self._take_up_loading(worker)
+            except _LoadingFailed as error:
+                self._end(0)
+                if error.problems:
+                    raise RecipeError(error.problems) from None
+                raise ResourceError(str(error)) from None
+
+    def takes_batch(self, reward: int) -> bool:
+        """Whether a reward is to be called with all answers at once."""
+        assert self._takes_batch is not None, "the workers were not started"
+        return self._takes_batch[reward]
+
+    def run(self, tasks: Sequence[Task], answers: Sequence[JudgedAnswer]) -> Iterator[tuple[Task, list[Outcome]]]:
+        """What comes of each task, as it comes.
+
+        A call that takes longer than `timeout_s`, or whose process ends, gives outcomes that say so. A reward that
+        takes batches is called by the same process each time, which may keep what it has loaded.
+        """
+        count = len(self._workers)
+        queues: list[deque[Task]] = [deque() for _ in range(count + 1)]  # of each process, and of all
+        for task in tasks:
+            queues[task.reward % count if self.takes_batch(task.reward) else count].append(task)
+        timeouts = Counter[int]()
+        while any(queues) or any(worker and worker.task for worker in self._workers):
+            for number in range(count):
+                self._give_work(number, queues, answers)
+            self._wait()
+            for number in range(count):
+                yield from self._results(number, queues, timeouts)
+
+    def close(self) -> None:
+        """Ends all processes, whatever they are doing."""
+        _end_all(self._workers)
+
+    def _give_work(self, number: int, queues: list[deque[Task]], answers: Sequence[JudgedAnswer]) -> None:
+        """Starts a process if there is more work than others are free for, and gives it a task if it is free."""
+        worker = self._workers[number]
+        if worker is not None and worker.is_ready and not worker.task and worker.has_ended:
+            self._end(number)  # it ended between two calls, which none of them is to blame for
+            worker = None
+        queue = queues[number] or queues[-1]
+        if not queue:
+            return
+        if worker is None:
+            free = sum(1 for other in self._workers if other is not None and not other.task)
+            if queues[number] or len(queues[-1]) > free:
+                self._workers[number] = _Worker(self._rewards, self._timeout_s)
+        elif worker.is_ready and not worker.task:
+            task = queue.popleft()
+            cpu_limit_s = self._timeout_s * usable_cores() + 1.0  # more than a call can use within its time
+            worker.call(task, Call(task.reward, [answers[index] for index in task.numbers], cpu_limit_s))
+
+    def _results(
+        self, number: int, queues: list[deque[Task]], timeouts: Counter[int]
+    ) -> Iterator[tuple[Task, list[Outcome]]]:
+        """What a process has replied, or that it will not."""
+        worker = self._workers[number]
+        if worker is None:
+            return
+        if not worker.is_ready:
+            try:
+                self._take_up_loading(worker)
+            except _LoadingFailed as error:
+                self._end(number)
+                lost = [queues[number]] if any(self._workers) else queues  # others take what all may take
+                yield from _given_up(lost, f"its process could not be started again: {error}")
+            return
+        task = worker.task
+        if task is None:
+            return
+        reply, ending = worker.receive(), worker.ending
+        if reply is not None:
+            worker.task = None
+            timeouts[task.reward] = 0
+            yield task, [Outcome(math.nan if value is None else value, failure) for value, failure in reply]
+        elif ending is not None:
+            timeouts[task.reward] += worker.is_late
+            self._end(number)
+            yield task.failed(ending)
+            if timeouts[task.reward] >= MOST_TIMEOUTS:
+                reason = f"it was not called: the {MOST_TIMEOUTS} calls before took longer than {self._timeout_s:g} s"
+                yield from _given_up(queues, reason, task.reward)
+
+    def _take_up_loading(self, worker: _Worker) -> None:
+        """Reads what a process says when it has loaded the rewards, if it does. Raises _LoadingFailed."""
+        reply, ending = worker.receive(), worker.ending
+        if reply is not None and reply["problems"]:
+            raise _LoadingFailed("; ".join(reply["problems"]), reply["problems"])
+        if reply is not None:
+            self._takes_batch = reply["takes_batch"]
+            worker.is_ready = True
+        elif ending is not None:
+            files = dict.fromkeys(str(each.path) for each in self._rewards if isinstance(each, UserFunction))
+            raise _LoadingFailed(f"rewards: loading {', '.join(files) or 'them'}: {ending}")
+
+    def _wait(self) -> None:
+        """Until a process has something to say, or may not take longer."""
+        busy = [worker for worker in self._workers if worker and (worker.task or not worker.is_ready)]
+        with selectors.DefaultSelector() as selector:
+            for worker in busy:
+                worker.register(selector)
+            left_s = min((worker.deadline for worker in busy), default=math.inf) - time.monotonic()
+            if busy:
+                selector.select(max(0.0, min(_LONGEST_WAIT_S, left_s)))
+
+    def _end(self, number: int) -> None:
+        worker, self._workers[number] = self._workers[number], None
+        if worker is not None:
+            worker.end()
+
+
+class _LoadingFailed(Exception):
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        self.problems = problems
+        super().__init__(message)
+
+
+class _Worker:
+    """A process, what it was asked, and until when it may take."""
+
+    def __init__(self, rewards: Sequence[Reward], timeout_s: float) -> None:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # the processes are the parallelism
+        environment["PYTHONPATH"] = os.pathsep.join(import_paths([__name__]))
+        self._process = subprocess.Popen(
+            python_command(START),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C is for the caller, and what a reward starts can be ended with it
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+        for pipe in (self._requests, self._replies):
+            os.set_blocking(pipe.fileno(), False)
+        self._timeout_s = timeout_s
+        self._outgoing = memoryview(pickle.dumps(list(rewards), pickle.HIGHEST_PROTOCOL))
+        self._incoming = bytearray()
+        self._limit_s = max(timeout_s, LOAD_TIMEOUT_S)
+        self.deadline = time.monotonic() + self._limit_s
+        """By the clock `time.monotonic`, for the present task or for loading."""
+        self.task: Task | None = None
+        self.is_ready = False
+        """Whether it has loaded the rewards."""
+        self._is_silent = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    @property
+    def ending(self) -> str | None:
+        """Why no reply will come any more; None where it still may."""
+        if self._is_silent:  # it is about to end, or has closed what is not its own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+        code = self._process.poll()
+        if code is not None:
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return f"its process {how}"
+        if self._is_silent:
+            return "its process does not speak any more"
+        return f"no answer within {self._limit_s:g} s" if self.is_late else None
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Has a selector wake up for this process."""
+        selector.register(self._replies, selectors.EVENT_READ)
+        if self._outgoing:
+            selector.register(self._requests, selectors.EVENT_WRITE)
+
+    def call(self, task: Task, call: Call) -> None:
+        """Asks the process, whose time begins."""
+        assert self.is_ready and not self.task and not self._outgoing, "the process is busy"
+        self.task, self._limit_s = task, self._timeout_s
+        self.deadline = time.monotonic() + self._limit_s
+        self._outgoing = memoryview(pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
+        self._flush()
+
+    def receive(self) -> Any:
+        """The next reply if it is there in whole, else None."""
+        self._flush()
+        with contextlib.suppress(BlockingIOError):
+            while content := os.read(self._replies.fileno(), _READ_BYTES):
+                self._incoming += content
+            self._is_silent = True
+        line, newline, self._incoming = self._incoming.partition(b"\n")
+        if not newline:
+            self._incoming = line
+            return None
+        try:
+            return json.loads(line)
+        except ValueError:  # a reward has written into what is not its own
+            self._is_silent = True
+            return None
+
+    def end(self) -> None:
+        """Ends the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._requests.close()
+        self._replies.close()
+
+    def _flush(self) -> None:
+        """Writes what the pipe takes."""
+        try:
+            while self._outgoing:
+                self._outgoing = self._outgoing[os.write(self._requests.fileno(), self._outgoing) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # what it means is told by `ending`
+            self._outgoing = memoryview(b"")
+
+
+def _given_up(
+    queues: Sequence[deque[Task]], reason: str, reward: int | None = None
+) -> Iterator[tuple[Task, list[Outcome]]]:
+    """Takes the tasks out of queues, all or those of a reward, with outcomes that say why."""
+    for queue in queues:
+        tasks = [task for task in queue if reward in (None, task.reward)]
+        for task in tasks:
+            queue.remove(task)
+            yield task.failed(reason)
+
+
+def _end_all(workers: list[_Worker | None]) -> None:
+    for number, worker in enumerate(workers):
+        if worker is not None:
+            worker.end()
+            workers[number] = None

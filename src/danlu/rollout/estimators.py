@@ -1,0 +1,270 @@
+"""From rewards to the advantages of tokens: what a rollout adds to its trees before they are trained on.
+
+G prompts · M answers of all of them · R rewards of an answer · S tokens of a tree
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from danlu.objectives.advantages import (
+    Baseline,
+    Scale,
+    combined_advantages,
+    generalized_advantages,
+    overlong_penalty,
+    weighted_reward,
+    whitened,
+)
+from danlu.objectives.policy_losses import AdaptiveKl, KlEstimator, kl_estimate
+from danlu.rollout.experience_trees import ADVANTAGE, with_columns
+from danlu.types import Pack
+
+REFERENCE, VALUE_OLD, RETURN = "reference", "value_old", "return"
+"""Of what a pass without gradients says: the reference's log-probabilities; and columns of a critic."""
+LAST_VALUE = "last_value"
+"""[branches]: what the critic says behind the last token of each branch."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A rollout whose answers have rewards, in the order of its trees and their branches."""
+
+    items: Sequence[Pack]
+    rewards: np.ndarray  # [M, R] float64, NaN where there is none
+    weights: Sequence[float]  # [R]
+    groups: np.ndarray  # [M] int64, the number of the answer's tree among the items
+    lengths: np.ndarray  # [M] int64, tokens
+    truncated: np.ndarray  # [M] bool
+    greedy_rewards: np.ndarray | None = None  # [G, R]
+    token_scores: Sequence[Mapping[str, np.ndarray]] = ()  # of each item, [S] each
+    branch_scores: Sequence[Mapping[str, np.ndarray]] = ()  # of each item, [branches] each
+
+    @property
+    def total(self) -> Tensor:
+        """[M] float64: the weighted sum of each answer's rewards, NaN where there is none."""
+        return weighted_reward(torch.from_numpy(self.rewards), self.weights)
+
+    def masked(self, items: Sequence[Pack], *, truncated: bool) -> list[Pack]:
+        """The items where answers without a reward, and perhaps those that were cut off, have no weight: they are not
+        trained, and in no divisor."""
+        missing = self.total.isnan().numpy()
+        if truncated:
+            missing |= self.truncated
+        if not missing.any():
+            return list(items)
+        trained = []
+        for number, item in enumerate(items):
+            (sample,) = item.samples
+            weights = sample.weights.copy()
+            for answer, start, stop in self.answers(number):
+                if missing[answer]:
+                    weights[start:stop] = 0
+            trained.append(Pack((replace(sample, weights=weights),)))
+        return trained
+
+    def answers(self, item: int) -> list[tuple[int, int, int]]:
+        """(number among all answers, first token, end) of each answer of an item."""
+        first = int(np.searchsorted(self.groups, item))
+        branches = self.items[item].samples[0].branches[1:]
+        return [(first + place, branch.start, branch.stop) for place, branch in enumerate(branches)]
+
+
+class Estimator(Protocol):
+    """Gives each token its advantage; may keep a state between rollouts, such as an adaptive coefficient."""
+
+    @property
+    def columns(self) -> Sequence[str]: ...  # that it gives to items, float32
+
+    def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
+        """The items with their columns, and numbers about the rollout to be shown."""
+
+    def state(self) -> dict[str, Any]:
+        """What is kept between rollouts, as JSON."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes up `state`."""
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """What is done to rewards before they are compared."""
+
+    overlong_margin: int | None = None
+    overlong_weight: float = 1.0
+    max_new_tokens: int = 0
+    masks_truncated: bool = False
+    """Answers that were cut off count in baselines, and train nothing (arXiv:2503.14476, sec. 3.4)."""
+
+    def shaped(self, judged: Judged) -> Judged:
+        """The rewards with the overlong penalty as one more of them."""
+        rewards, weights = judged.rewards.copy(), list(judged.weights)
+        greedy = judged.greedy_rewards
+        if self.overlong_margin is not None:
+            penalty = overlong_penalty(torch.from_numpy(judged.lengths), self.max_new_tokens, self.overlong_margin)
+            column = np.where(np.isnan(rewards).all(1), np.nan, penalty.numpy())
+            rewards, weights = np.column_stack((rewards, column)), [*weights, self.overlong_weight]
+            greedy = None if greedy is None else np.column_stack((greedy, np.zeros(len(greedy))))
+        return replace(judged, rewards=rewards, weights=weights, greedy_rewards=greedy)
+
+
+@dataclass
+class KlPenalty:
+    """Takes an estimate of each token's KL to the reference from its reward (arXiv:1909.08593)."""
+
+    coefficient: AdaptiveKl
+    adapts: bool
+    estimator: KlEstimator = "k1"
+
+    def of(self, judged: Judged, old: str) -> list[np.ndarray]:
+        """[S] float64 of each item, in nats, without the coefficient; 0 for prompts."""
+        penalties = []
+        for item, scores in zip(judged.items, judged.token_scores, strict=True):
+            sample = item.samples[0]
+            policy, reference = (torch.from_numpy(x).double() for x in (sample.columns[old], scores[REFERENCE]))
+            estimate = kl_estimate(policy, reference, self.estimator).numpy()
+            penalties.append(np.where(sample.weights > 0, estimate, 0.0))
+        return penalties
+
+    def update(self, kl: float, answers: int) -> None:
+        """Adapts the coefficient to the mean KL of an answer."""
+        if self.adapts:
+            self.coefficient.update(kl, answers)
+
+
+@dataclass
+class GroupEstimator:
+    """One advantage for all tokens of an answer, from the rewards of others: the family of GRPO."""
+
+    baseline: Baseline = "group"
+    scale: Scale = "group"
+    apart: bool = False
+    shaping: RewardShaping = field(default_factory=RewardShaping)
+    kl: KlPenalty | None = None
+    columns: ClassVar = (ADVANTAGE,)
+
+    def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
+        """With the column `advantage`; a KL in the reward is the sum over the answer's tokens."""
+        judged, metrics = self.shaping.shaped(judged), dict[str, float]()
+        if self.kl is not None:
+            judged, metrics = self._with_kl(judged, self.kl)
+        greedy = judged.greedy_rewards
+        advantages = combined_advantages(
+            torch.from_numpy(judged.rewards),
+            judged.weights,
+            torch.from_numpy(judged.groups),
+            apart=self.apart,
+            baseline=self.baseline,
+            scale=self.scale,
+            greedy_rewards=None if greedy is None else torch.from_numpy(greedy[judged.groups]),
+        ).numpy()
+        items = []
+        for number, item in enumerate(judged.items):
+            column = np.zeros(len(item.samples[0].tokens), np.float32)
+            for answer, start, stop in judged.answers(number):
+                column[start:stop] = advantages[answer]
+            items.append(with_columns(item, {ADVANTAGE: column}))
+        return judged.masked(items, truncated=self.shaping.masks_truncated), metrics
+
+    def state(self) -> dict[str, Any]:
+        """The coefficient of KL, where it is in the reward."""
+        return {} if self.kl is None else {"kl": self.kl.coefficient.coefficient}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes up `state`."""
+        if self.kl is not None:
+            self.kl.coefficient.coefficient = float(state["kl"])
+
+    def _with_kl(self, judged: Judged, kl: KlPenalty) -> tuple[Judged, dict[str, float]]:
+        sums = np.zeros(len(judged.groups))
+        for number, penalty in enumerate(kl.of(judged, "old")):
+            for answer, start, stop in judged.answers(number):
+                sums[answer] = penalty[start:stop].sum()
+        mean, used = float(sums.mean()), kl.coefficient.coefficient
+        penalised = np.column_stack((judged.rewards, np.where(np.isnan(judged.rewards).all(1), np.nan, -sums)))
+        greedy = judged.greedy_rewards
+        greedy = None if greedy is None else np.column_stack((greedy, np.zeros(len(greedy))))
+        kl.update(mean, len(sums))
+        judged = replace(judged, rewards=penalised, weights=[*judged.weights, used], greedy_rewards=greedy)
+        return judged, {"kl_in_reward": mean, "kl_coefficient": used}
+
+
+@dataclass
+class GaeEstimator:
+    """Advantages of tokens from a critic (GAE, arXiv:1506.02438): PPO. The reward is earned by the last token."""
+
+    discount: float = 1.0
+    trace_decay: float = 0.95
+    whitens: bool = True
+    bootstraps_truncated: bool = True
+    """Whether an answer that was cut off is worth what the critic says of the place where it was."""
+    shaping: RewardShaping = field(default_factory=RewardShaping)
+    kl: KlPenalty | None = None
+    columns: ClassVar = (ADVANTAGE, VALUE_OLD, RETURN)
+
+    def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
+        """With the columns `advantage`, `return` and `value_old`."""
+        judged, metrics = self.shaping.shaped(judged), dict[str, float]()
+        penalties = [np.zeros(len(item.samples[0].tokens)) for item in judged.items]
+        if self.kl is not None:
+            used = self.kl.coefficient.coefficient
+            estimates = self.kl.of(judged, "old")
+            penalties = [used * estimate for estimate in estimates]
+            mean = float(sum(estimate.sum() for estimate in estimates)) / len(judged.groups)
+            metrics = {"kl_in_reward": mean, "kl_coefficient": used}
+            self.kl.update(mean, len(judged.groups))
+        terminal, rewards, values, last, offsets = judged.total.numpy(), [], [], [], [0]
+        for number, scores in enumerate(judged.token_scores):
+            answers = judged.answers(number)
+            of_answers = judged.branch_scores[number][LAST_VALUE][-len(answers) :]  # a prompt of its own or not
+            for (answer, start, stop), last_value in zip(answers, of_answers, strict=True):
+                earned = -penalties[number][start:stop]
+                earned[-1] += np.nan_to_num(terminal[answer])
+                rewards.append(earned)
+                values.append(scores[VALUE_OLD][start:stop].astype(np.float64))
+                goes_on = self.bootstraps_truncated and judged.truncated[answer]
+                last.append(float(last_value) if goes_on else 0.0)
+                offsets.append(offsets[-1] + stop - start)
+        advantages, returns = generalized_advantages(
+            torch.from_numpy(np.concatenate(rewards)),
+            torch.from_numpy(np.concatenate(values)),
+            torch.tensor(last, dtype=torch.float64),
+            offsets,
+            discount=self.discount,
+            trace_decay=self.trace_decay,
+        )
+        unscored = np.repeat(np.isnan(terminal), np.diff(offsets))
+        weights = torch.from_numpy(~unscored).double()
+        advantages = whitened(advantages, weights) if self.whitens else advantages * weights
+        items = self._with_columns(judged, advantages.numpy(), returns.numpy())
+        return judged.masked(items, truncated=self.shaping.masks_truncated), metrics
+
+    def _with_columns(self, judged: Judged, advantages: np.ndarray, returns: np.ndarray) -> list[Pack]:
+        items, place = [], 0
+        for number, item in enumerate(judged.items):
+            tokens = len(item.samples[0].tokens)
+            first = item.samples[0].branches[0].stop
+            count = tokens - first
+            columns = {
+                name: np.concatenate([np.zeros(first), column[place : place + count]]).astype(np.float32)
+                for name, column in ((ADVANTAGE, advantages), (RETURN, returns))
+            }
+            place += count
+            value_old = judged.token_scores[number][VALUE_OLD].astype(np.float32)
+            items.append(with_columns(item, {**columns, VALUE_OLD: value_old}))
+        return items
+
+    def state(self) -> dict[str, Any]:
+        """The coefficient of KL, where it is in the reward."""
+        return {} if self.kl is None else {"kl": self.kl.coefficient.coefficient}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes up `state`."""
+        if self.kl is not None:
+            self.kl.coefficient.coefficient = float(state["kl"])

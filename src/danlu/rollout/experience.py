@@ -1,0 +1,317 @@
+"""What reinforcement learning trains on: answers of the policy itself, with rewards, made anew every few steps.
+
+A rollout belongs to `updates x passes` steps: its prompts are answered with the weights that the policy has then,
+rewards are asked for once, by one process, and every process holds every tree. Which prompts and which draws those are
+follows from the seed and from numbers, so a resumed run repeats them; a rollout that is half trained is in the
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from danlu.data.permutation import Permutation
+from danlu.data.prompts import Prompt
+from danlu.errors import TrainingError
+from danlu.line_log import LineLog
+from danlu.parallel.watchdog import PHASE
+from danlu.rewards.runner import RewardPart
+from danlu.rollout.estimators import Estimator, Judged
+from danlu.rollout.experience_trees import (
+    OLD,
+    SAMPLED,
+    answer_tree,
+    items_from_tensors,
+    items_to_tensors,
+    with_columns,
+    with_facts,
+    with_supports,
+)
+from danlu.rollout.request import SamplingOptions
+from danlu.rollout.rollout_sampler import Answered, ExperienceSettings, RolloutSampler
+from danlu.types import Pack
+
+Scores = tuple[Sequence[Mapping[str, np.ndarray]], Sequence[Mapping[str, np.ndarray]]]
+"""Of each item what a pass without gradients says of its tokens [S], and of its branches."""
+
+
+@dataclass
+class Experience:
+    """A `train.position.GeneratedItems`: the policy's own answers.
+
+    Args:
+        sampler: answers the prompts and has the answers rewarded.
+        estimator: gives tokens their advantages.
+        score: a pass without gradients over the items of a step, where it is needed: what the trainer (`old`), the
+            reference and a critic say of each token. All processes call it together.
+        log: what was answered, a line a prompt; None on other processes than the first.
+        laid_out: an item as it goes through the model.
+    """
+
+    sampler: RolloutSampler
+    estimator: Estimator
+    score: Callable[[Sequence[Pack]], Scores] | None = None
+    log: LineLog | None = None
+    laid_out: Callable[[Pack], Pack] = lambda item: item
+
+    _rollout: int | None = None  # whose items are there
+    _items: list[Pack] = field(default_factory=list)
+    _metrics: dict[str, float] = field(default_factory=dict)
+    _before: dict[str, Any] = field(default_factory=dict)
+    """What the present rollout was made from."""
+    _pending: tuple[int, list[str]] = (0, [])
+    """Of a checkpoint: the rollout that is half trained, and the rows of its items."""
+
+    @property
+    def settings(self) -> ExperienceSettings:
+        """How rollouts are made."""
+        return self.sampler.settings
+
+    def at(self, number: int) -> Pack:
+        """Item `number` of the run; the first of a rollout makes it.
+
+        Raises TrainingError where too many answers have no reward, and what engine and rewards raise.
+        """
+        settings = self.settings
+        rollout, place = divmod(number, settings.items)
+        if rollout != self._rollout:
+            self._roll_out(rollout)
+        fresh = place < settings.items_per_update
+        item = self._items[self._place(rollout, place)]
+        return with_facts(item, {"fresh": np.full(len(item.samples[0].branches), fresh, np.float32)})
+
+    def state(self, number: int) -> dict[str, Any]:
+        """What follows from nothing else: where prompts go on, and what the estimator keeps.
+
+        A rollout of which no step has been taken is made again.
+        """
+        rollout, place = divmod(number, self.settings.items)
+        if rollout == self._rollout and place == 0:
+            return self._before
+        state = self._made_from()
+        if rollout == self._rollout:
+            rows = [item.samples[0].row for item in self._items]
+            state |= {"rollout": rollout, "rows": rows, "metrics": self._metrics}
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes up `state`; items that were pending come with `restore_tensors`.
+
+        Raises CheckpointError where the prompts are others.
+        """
+        prompts = self.sampler.prompts
+        prompts.restore({name: state.get(name) for name in prompts.state()})
+        self._rollout, self._items = None, []
+        self.sampler.next_prompt = int(state["next_prompt"])
+        self._pending = state.get("rollout", 0), list(state.get("rows", ()))
+        self._metrics = {name: float(value) for name, value in state.get("metrics", {}).items()}
+        self.estimator.restore(state["estimator"])
+        if self.log is not None:
+            self.log.truncate(int(state["log_lines"]))
+
+    def _made_from(self) -> dict[str, Any]:
+        return {
+            **self.sampler.prompts.state(),
+            "next_prompt": self.sampler.next_prompt,
+            "estimator": self.estimator.state(),
+            "log_lines": 0 if self.log is None else self.log.lines,
+        }
+
+    def tensors(self, number: int) -> Mapping[str, Tensor]:
+        """The items of a rollout that is half trained."""
+        rollout, place = divmod(number, self.settings.items)
+        return items_to_tensors(self._items) if rollout == self._rollout and place > 0 else {}
+
+    def restore_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the items up."""
+        self._rollout, rows = self._pending
+        self._items = items_from_tensors(tensors, rows)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the present rollout."""
+        return self._metrics
+
+    def judged_items(self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions) -> list[Pack]:
+        """One answer to each prompt by the policy as it is now, with its rewards, as items that are not trained on."""
+        with self.sampler.awake():
+            answered = self.sampler.answer(numbers, prompts, sampling)
+        items = self._items_of(answered)
+        columns = self.estimator.columns
+        return [
+            self.laid_out(with_columns(item, {name: np.zeros(item.tokens, np.float32) for name in columns}))
+            for item in items
+        ]
+
+    def close(self) -> None:
+        """Ends the engine and what judges."""
+        self.sampler.close()
+        if self.log is not None:
+            self.log.close()
+
+    def _place(self, rollout: int, number: int) -> int:
+        """Which tree is item `number` of a rollout: where it has several steps, each pass has an order of its own."""
+        settings = self.settings
+        pass_, place = divmod(number, settings.prompts)
+        if settings.items == settings.items_per_update:
+            return place
+        return Permutation.of(settings.prompts, settings.seed, "updates", rollout, pass_)[place]
+
+    def _scored(
+        self, items: Sequence[Pack], rollout: int, score: Callable[[Sequence[Pack]], Scores]
+    ) -> tuple[list[Mapping[str, np.ndarray]], list[Mapping[str, np.ndarray]]]:
+        """The scores of all items, asked for as the steps of the first pass take them.
+
+        So the first step goes through the model in the very micro-batches that the pass without gradients had, and
+        finds the same bits: its ratios are exactly 1.
+        """
+        per_update = self.settings.items_per_update
+        order = [self._place(rollout, number) for number in range(len(items))]
+        of_tokens: dict[int, Mapping[str, np.ndarray]] = {}
+        of_branches: dict[int, Mapping[str, np.ndarray]] = {}
+        PHASE.begin("scoring")
+        for start in range(0, len(items), per_update):
+            places = order[start : start + per_update]
+            through_model = [self.laid_out(items[place]) for place in places]
+            for place, item, tokens, branches in zip(places, through_model, *score(through_model), strict=True):
+                of_tokens[place] = {name: _of_tree(values, item, items[place]) for name, values in tokens.items()}
+                of_branches[place] = branches
+        return [of_tokens[place] for place in range(len(items))], [of_branches[place] for place in range(len(items))]
+
+    def _roll_out(self, rollout: int) -> None:
+        self._before = self._made_from()
+        with self.sampler.awake():
+            answered, metrics = self.sampler.next_rollout()
+        self._check_rewards(answered)
+        items = self._items_of(answered)
+        token_scores: Sequence[Mapping[str, np.ndarray]] = [{} for _ in items]
+        branch_scores: Sequence[Mapping[str, np.ndarray]] = token_scores
+        start = time.perf_counter()
+        if self.score is not None:
+            token_scores, branch_scores = self._scored(items, rollout, self.score)
+            items, gap = _with_old(items, token_scores)
+            metrics |= gap
+        scoring_s = time.perf_counter() - start
+        judged = self._judged(items, answered, token_scores, branch_scores)
+        self._items, more = self.estimator.estimate(judged)
+        self._items = [self.laid_out(item) for item in self._items]
+        self._rollout = rollout
+        times = {"rollout_s": self.sampler.times.rollout, "reward_s": self.sampler.times.reward, "scoring_s": scoring_s}
+        self._metrics = {**metrics, **more, **_reward_statistics(judged), **times}
+        if self.log is not None:
+            self._write(self.log, rollout, answered)
+
+    def _check_rewards(self, answered: Answered) -> None:
+        without = float(np.isnan(answered.rewards).all(-1).mean())
+        if without > self.settings.failures:
+            first, last = answered.numbers[0], answered.numbers[-1]
+            raise TrainingError(
+                f"{without:.0%} of the answers to prompts {first} to {last} have no reward, and reward_limits.failures "
+                f"is {self.settings.failures:g}. {self.sampler.first_failures()}Try the rewards on given "
+                "answers first: `danlu eval --rewards RECIPE --data FILE --answers COLUMN`"
+            )
+
+    # -- trees
+
+    def _items_of(self, answered: Answered) -> list[Pack]:
+        totals = self.sampler.totals(answered.rewards)
+        items = []
+        for place, (prompt, completions) in enumerate(zip(answered.prompts, answered.completions, strict=True)):
+            facts: dict[str, Sequence[float]] = {
+                "reward": totals[place].tolist(),
+                "group": [float(place)] * len(completions),
+                "length": [float(len(completion.tokens)) for completion in completions],
+                "truncated": [float(completion.is_truncated) for completion in completions],
+                "fresh": [0.0] * len(completions),
+            }
+            for part, reward in enumerate(self.sampler.rewards.parts):
+                facts[f"reward/{reward.name}"] = answered.rewards[place, :, part].tolist()
+            items.append(answer_tree(prompt.tokens, completions, prompt.where, facts))
+        return with_supports(items, answered.completions)
+
+    def _judged(
+        self,
+        items: Sequence[Pack],
+        answered: Answered,
+        token_scores: Sequence[Mapping[str, np.ndarray]],
+        branch_scores: Sequence[Mapping[str, np.ndarray]],
+    ) -> Judged:
+        prompts, samples, parts = answered.rewards.shape
+        completions = [completion for of_prompt in answered.completions for completion in of_prompt]
+        return Judged(
+            items,
+            answered.rewards.reshape(prompts * samples, parts),
+            [part.weight for part in self.sampler.rewards.parts],
+            np.repeat(np.arange(prompts), samples),
+            np.array([len(completion.tokens) for completion in completions]),
+            np.array([completion.is_truncated for completion in completions]),
+            answered.greedy_rewards,
+            token_scores,
+            branch_scores,
+        )
+
+    def _write(self, log: LineLog, rollout: int, answered: Answered) -> None:
+        """A line for each prompt: what was asked, answered and rewarded."""
+        settings, parts = self.settings, self.sampler.rewards.parts
+        step = rollout * settings.updates * settings.passes + 1
+        for place, (number, prompt) in enumerate(zip(answered.numbers, answered.prompts, strict=True)):
+            answers = []
+            for completion, rewards in zip(answered.completions[place], answered.rewards[place], strict=True):
+                entry = {
+                    "text": completion.text,
+                    "finish": completion.finish,
+                    "tokens": completion.tokens,
+                    "rewards": _by_part(rewards, parts),
+                }
+                if failures := self.sampler.failures.get((completion.number, completion.sample)):
+                    entry["failures"] = failures
+                answers.append(entry)
+            line = {"step": step, "number": number, "row": prompt.where, "prompt": prompt.prompt, "answers": answers}
+            if answered.greedy_rewards is not None:
+                line["greedy_rewards"] = _by_part(answered.greedy_rewards[place], parts)
+            log.append(json.dumps(line, ensure_ascii=False))
+        log.sync()
+
+
+def _of_tree(values: np.ndarray, laid_out: Pack, item: Pack) -> np.ndarray:
+    """[S] of an item, from values [S'] of its tokens as they go through the model, perhaps with copies of prompts."""
+    column = np.zeros(item.tokens, values.dtype)
+    column[item.samples[0].weights > 0] = values[laid_out.samples[0].weights > 0]
+    return column
+
+
+def _by_part(rewards: np.ndarray, parts: Sequence[RewardPart]) -> dict[str, float | None]:
+    """Rewards [R] of an answer by the names of the parts; None for one that was not given."""
+    return {part.name: None if np.isnan(value) else value for part, value in zip(parts, rewards.tolist(), strict=True)}
+
+
+def _with_old(
+    items: Sequence[Pack], token_scores: Sequence[Mapping[str, np.ndarray]]
+) -> tuple[list[Pack], dict[str, float]]:
+    """The items with the trainer's own log-probabilities, and how far the engine's are from these."""
+    if OLD not in token_scores[0]:
+        return list(items), {}
+    gaps = [
+        np.abs(scores[OLD] - item.samples[0].columns[SAMPLED])[item.samples[0].weights > 0]
+        for item, scores in zip(items, token_scores, strict=True)
+    ]
+    gap = np.concatenate(gaps)
+    with_old = [
+        with_columns(item, {OLD: scores[OLD].astype(np.float32)})
+        for item, scores in zip(items, token_scores, strict=True)
+    ]
+    return with_old, {"rollout_gap_mean": float(gap.mean()), "rollout_gap_max": float(gap.max())}
+
+
+def _reward_statistics(judged: Judged) -> dict[str, float]:
+    """Of the rollout: how far rewards spread, where there are any, the longest answer, and the share without reward."""
+    total = judged.total.numpy()
+    total = total[~np.isnan(total)]
+    values = {"length_max": float(judged.lengths.max()), "unrewarded": 1 - len(total) / len(judged.lengths)}
+    return {**values, "reward_std": float(total.std())} if len(total) else values

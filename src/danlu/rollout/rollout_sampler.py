@@ -1,0 +1,296 @@
+"""The prompts of a rollout, answered by the policy and rewarded.
+
+M answers · R rewards of each
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from danlu.data.prompts import Prompt
+from danlu.parallel.comm import Group
+from danlu.parallel.process_group import untimed_barrier
+from danlu.parallel.watchdog import PHASE
+from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.runner import RewardPart, RewardTable
+from danlu.rollout.engine import RolloutEngine
+from danlu.rollout.request import Completion, Request, SamplingOptions
+from danlu.rollout.support import check_trainable
+
+_barriers = itertools.count()
+
+GREEDY_NUMBERS, EVALUATION_NUMBERS = 1 << 40, 1 << 41
+"""Numbers of requests for greedy answers, and for evaluations, begin here: no two requests of a run have the same."""
+
+
+@dataclass(frozen=True)
+class ExperienceSettings:
+    """How a rollout is made; the names are those of the recipe."""
+
+    prompts: int
+    samples: int
+    sampling: SamplingOptions
+    max_new_tokens: int
+    updates: int = 1
+    passes: int = 1
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    greedy: bool = False
+    """Whether a greedy answer to each prompt is judged too, as a baseline."""
+    resample: int = 0
+    """How often prompts whose answers all have the same reward are replaced (DAPO's dynamic sampling)."""
+    failures: float = 0.5
+    """The largest share of answers without any reward; past it the run ends."""
+    vocab_size: int = 0
+    seed: int = 0
+
+    @property
+    def items(self) -> int:
+        """That a rollout is trained on, with repeats."""
+        return self.prompts * self.passes
+
+    @property
+    def items_per_update(self) -> int:
+        """Of a step."""
+        return self.prompts // self.updates
+
+
+class PromptSource(Protocol):
+    """The prompts of a run, by number."""
+
+    def at(self, number: int) -> Prompt: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Rewards(Protocol):
+    """Judges answers by parts that are added up; see `rewards.runner`."""
+
+    @property
+    def parts(self) -> Sequence[RewardPart]: ...
+
+    def score(self, answers: Sequence[JudgedAnswer]) -> RewardTable: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Prompts with their answers and rewards."""
+
+    numbers: tuple[int, ...]  # of the prompts in the run
+    prompts: tuple[Prompt, ...]
+    completions: tuple[tuple[Completion, ...], ...]  # of each prompt
+    rewards: np.ndarray  # [prompts, samples, R], NaN where there is none
+    greedy_rewards: np.ndarray | None  # [prompts, R]
+
+    def chosen(self, places: Sequence[int]) -> Answered:
+        """Some of the prompts."""
+        index = list(places)
+        return Answered(
+            tuple(self.numbers[place] for place in index),
+            tuple(self.prompts[place] for place in index),
+            tuple(self.completions[place] for place in index),
+            self.rewards[index],
+            None if self.greedy_rewards is None else self.greedy_rewards[index],
+        )
+
+    def and_(self, other: Answered) -> Answered:
+        """These, then others."""
+        both_greedy = self.greedy_rewards is not None and other.greedy_rewards is not None
+        return Answered(
+            self.numbers + other.numbers,
+            self.prompts + other.prompts,
+            self.completions + other.completions,
+            np.concatenate([self.rewards, other.rewards]),
+            np.concatenate([self.greedy_rewards, other.greedy_rewards]) if both_greedy else None,  # type: ignore[list-item]
+        )
+
+
+@dataclass
+class Times:
+    """Seconds that parts of a rollout took."""
+
+    rollout: float = 0.0
+    reward: float = 0.0
+    scoring: float = 0.0
+
+
+@dataclass
+class RolloutSampler:
+    """Answers prompts of the run in their order; all processes make the same calls.
+
+    Args:
+        prompts: of the whole run, over whose epochs numbers go on.
+        engine: asleep outside of `awake`.
+        world: of all processes; the first asks for rewards.
+    """
+
+    prompts: PromptSource
+    engine: RolloutEngine
+    rewards: Rewards
+    settings: ExperienceSettings
+    world: Group
+    next_prompt: int = 0
+    times: Times = field(default_factory=Times)
+    """Of the present rollout."""
+    failures: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    """Of the present rollout, on the first process: why rewards were not given, by prompt and sample."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within it the engine answers with the policy's present weights."""
+        self.times, self.failures = Times(), {}
+        self.engine.wake()
+        try:
+            self.engine.update(self.engine.version + 1)
+            yield
+        finally:
+            self.engine.sleep()
+
+    def close(self) -> None:
+        """Ends the engine and what judges."""
+        self.engine.close()
+        self.rewards.close()
+
+    def first_failures(self, count: int = 3) -> str:
+        """Why the first few rewards were not given, as a sentence for a message."""
+        reasons = [
+            f"prompt {number}, sample {sample}: {reason}"
+            for (number, sample), several in self.failures.items()
+            for reason in several
+        ]
+        more = f" (and {len(reasons) - count} more)" if len(reasons) > count else ""
+        return f"{'; '.join(reasons[:count])}{more}. " if reasons else ""
+
+    def next_rollout(self) -> tuple[Answered, dict[str, float]]:
+        """So many prompts as a rollout has; of those without signal as many as can be are replaced."""
+        settings, wanted = self.settings, self.settings.prompts
+        kept: Answered | None = None
+        without: Answered | None = None
+        asked = 0
+        for _ in range(1 + settings.resample):
+            lacking = wanted - (0 if kept is None else len(kept.numbers))
+            if lacking == 0:
+                break
+            answered = self._answer_next(lacking)
+            asked += lacking
+            signal = self._has_signal(answered)
+            if settings.resample == 0:
+                signal = np.ones_like(signal)
+            some, rest = (answered.chosen(np.flatnonzero(which).tolist()) for which in (signal, ~signal))
+            kept = some if kept is None else kept.and_(some)
+            without = rest if without is None else without.and_(rest)
+        assert kept is not None and without is not None, "a rollout has prompts"
+        lacking = wanted - len(kept.numbers)
+        whole = kept.and_(without.chosen(range(lacking))) if lacking else kept
+        no_signal = float((~self._has_signal(whole)).mean())
+        return whole, {"prompts_asked": float(asked), "no_signal": no_signal}
+
+    def _has_signal(self, answered: Answered) -> np.ndarray:
+        """[prompts] bool: answers have different rewards."""
+        total = self.totals(answered.rewards)  # [prompts, samples]
+        highest = np.where(np.isnan(total), -np.inf, total).max(1)
+        lowest = np.where(np.isnan(total), np.inf, total).min(1)
+        return highest - lowest > 1e-9
+
+    def totals(self, rewards: np.ndarray) -> np.ndarray:
+        """The weighted sum over the last axis of rewards [..., R]; NaN where none was given."""
+        total = np.nan_to_num(rewards) @ np.array([part.weight for part in self.rewards.parts])
+        return np.where(np.isnan(rewards).all(-1), np.nan, total)
+
+    def _answer_next(self, count: int) -> Answered:
+        """Answers to the next prompts, with their rewards."""
+        settings = self.settings
+        numbers = range(self.next_prompt, self.next_prompt + count)
+        self.next_prompt += count
+        prompts = [self.prompts.at(number) for number in numbers]
+        requests = self._requests(numbers, prompts, settings.sampling, settings.samples)
+        if settings.greedy:
+            greedy_numbers = [GREEDY_NUMBERS + number for number in numbers]
+            requests += self._requests(greedy_numbers, prompts, replace(settings.sampling, temperature=0.0), 1)
+        completions, rewards = self._judged_completions(requests, [*prompts, *prompts])
+        sampled = completions[: count * settings.samples]
+        for completion in sampled:
+            check_trainable(completion, settings.sampling, settings.vocab_size)
+        return Answered(
+            tuple(numbers),
+            tuple(prompts),
+            tuple(tuple(sampled[i * settings.samples : (i + 1) * settings.samples]) for i in range(count)),
+            rewards[: len(sampled)].reshape(count, settings.samples, -1),
+            rewards[len(sampled) :] if settings.greedy else None,
+        )
+
+    def answer(self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions) -> Answered:
+        """One answer to each of other prompts, which are not trained on; numbers: of their requests."""
+        completions, rewards = self._judged_completions(self._requests(numbers, prompts, sampling, 1), prompts)
+        return Answered(
+            tuple(numbers), tuple(prompts), tuple((completion,) for completion in completions), rewards[:, None], None
+        )
+
+    def _requests(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions, samples: int
+    ) -> list[Request]:
+        settings = self.settings
+        return [
+            Request(
+                number,
+                prompt.tokens,
+                sampling,
+                settings.max_new_tokens,
+                samples,
+                stop_ids=settings.stop_ids,
+                stop_strings=settings.stop_strings,
+            )
+            for number, prompt in zip(numbers, prompts, strict=True)
+        ]
+
+    def _judged_completions(
+        self, requests: Sequence[Request], prompts: Sequence[Prompt]
+    ) -> tuple[list[Completion], np.ndarray]:
+        """The completions of requests, each of one of the prompts in order, and their rewards [completions, R]."""
+        start = time.perf_counter()
+        PHASE.begin("rollout")
+        completions = self.engine.generate(requests)
+        self.times.rollout += time.perf_counter() - start
+        start = time.perf_counter()
+        of_completions = [
+            prompt for request, prompt in zip(requests, prompts, strict=False) for _ in range(request.samples)
+        ]
+        answers = [
+            JudgedAnswer(
+                completion.text,
+                prompt.row,
+                prompt.prompt,
+                len(completion.tokens),
+                completion.finish,
+                completion.number,
+                completion.sample,
+            )
+            for prompt, completion in zip(of_completions, completions, strict=True)
+        ]
+        PHASE.begin("rewards")
+        # They may take longer than a collective may.
+        rewards = self.world.from_first(
+            lambda: self._rewarded(answers, completions), barrier=lambda: untimed_barrier(f"rewards-{next(_barriers)}")
+        )
+        self.times.reward += time.perf_counter() - start
+        return completions, rewards
+
+    def _rewarded(self, answers: Sequence[JudgedAnswer], completions: Sequence[Completion]) -> np.ndarray:
+        table = self.rewards.score(answers)
+        for failure in table.failures:
+            completion = completions[failure.answer]
+            self.failures.setdefault((completion.number, completion.sample), []).append(
+                f"{failure.reward}: {failure.reason}"
+            )
+        return table.values

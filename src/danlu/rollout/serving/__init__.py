@@ -1,0 +1,1 @@
+"""`danlu serve`: the engine behind an API as OpenAI has it."""

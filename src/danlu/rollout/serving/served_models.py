@@ -1,0 +1,109 @@
+"""The models that a server has by name: a base and its adapters, each with its tokenizer. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from danlu.errors import DataError, RecipeError
+from danlu.models.config import ModelConfig
+from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.engine_adapters import BASE
+from danlu.rollout.generation_config import sampling_defaults
+from danlu.rollout.serving.openai_api import ApiError
+
+if TYPE_CHECKING:
+    from danlu.rollout.load_model import LoadedModel
+    from danlu.rollout.resolve_model import ResolvedModel
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a request chooses with `model`."""
+
+    name: str
+    adapter: str | None
+    """Its name in the engine; None where the engine has no adapters."""
+    chat_tokenizer: ChatTokenizer
+    stop_ids: frozenset[int]
+    """Tokens that end an answer."""
+    virtual_tokens: int
+    """How many tokens the engine puts before its prompts."""
+    advised: Mapping[str, Any]
+    """Sampling options where a request has none, by generation_config.json."""
+
+
+class ServedModels:
+    """All of them. A request that names none gets the first."""
+
+    def __init__(self, models: Sequence[ServedModel], config: ModelConfig) -> None:
+        self.config = config
+        """Of all of them."""
+        self._by_name = {model.name: model for model in models}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    def find(self, name: str | None) -> ServedModel:
+        """Raises ApiError, 404, for a name that is not there."""
+        if name is None:
+            return next(iter(self._by_name.values()))
+        if name not in self._by_name:
+            raise ApiError(
+                f"model: no {name!r} here; there are {', '.join(self.names)}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        return self._by_name[name]
+
+
+def served_models(
+    resolved: ResolvedModel, loaded: LoadedModel, name: str | None = None, chat_template: Path | None = None
+) -> ServedModels:
+    """A loaded model and its adapters: first what the command line calls the model, then the others.
+
+    name: of the base, in place of its folder's. Raises RecipeError where an adapter has it.
+    """
+    from danlu.rollout.chat_adapters import ChatAdapters  # here, since it brings torch
+
+    chat_adapters = ChatAdapters(resolved, loaded, chat_template)
+    adapters = loaded.adapter_names
+    if name in adapters:
+        raise RecipeError(f"--name: {name} is the name of an adapter already")
+    models = []
+    for adapter in (BASE, *adapters):
+        try:
+            active = chat_adapters.tokenizer_of(adapter)
+        except DataError:  # a text can be continued without a chat template; a request to chat is refused
+            active = chat_adapters.tokenizer_of(adapter, chat=False)
+        models.append(
+            ServedModel(
+                name=(name or base_name(resolved.folder, adapters)) if adapter == BASE else adapter,
+                adapter=adapter if adapters else None,
+                chat_tokenizer=active.chat_tokenizer,
+                stop_ids=active.stop_ids,
+                virtual_tokens=active.virtual_tokens,
+                advised=sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder),
+            )
+        )
+    if resolved.given_path != resolved.folder:  # an adapter was given as the model
+        models.insert(0, models.pop(1))
+    return ServedModels(models, loaded.model.config)
+
+
+def base_name(folder: Path, adapters: Sequence[str]) -> str:
+    """What a server calls the model of a folder: the hub id it is a snapshot of, its run, or the folder's own name.
+
+    adapters: names that are taken.
+    """
+    folder = folder.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        name = repository.removeprefix("models--").replace("--", "/")
+    else:
+        name = folder.parent.name if (folder.parent / "recipe.yaml").is_file() else folder.name
+    return f"{name}-base" if name in adapters else name

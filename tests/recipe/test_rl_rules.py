@@ -1,0 +1,400 @@
+"""Stage rl: its short names and short forms, and rules of which each row of the table breaks exactly one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from danlu.errors import RecipeError
+from danlu.recipe import Recipe, load, resolved_yaml, schema
+from danlu.recipe.reference import resolve_reference
+from danlu.recipe.rules import language_stage
+from danlu.recipe.sections import (
+    AdapterOff,
+    BatchSize,
+    Dapo,
+    DrGrpo,
+    Frozen,
+    FunctionReward,
+    Grpo,
+    Gspo,
+    Kl,
+    MathReward,
+    NoReference,
+    Overlong,
+    Ppo,
+    Reinforce,
+    Remax,
+    Rloo,
+    Value,
+)
+from danlu.recipe.stage_names import OBJECTIVE_NAMES
+
+Write = Callable[..., str]
+
+BASE = {"stage": "grpo", "model": "base", "data": "rows.json", "rewards": "[my.py:short]", "output": "runs/x"}
+
+
+def text(**changed: str) -> str:
+    merged = {**BASE, **changed}
+    return "\n".join(f"{key}: {value}" for key, value in merged.items() if value)
+
+
+@pytest.fixture
+def read(write: Write) -> Callable[..., Recipe]:
+    Path("my.py").write_text("def short(completion, **row): return 0.0")
+    return lambda **changed: load(write(text(**changed))).recipe
+
+
+def problems(read: Callable[..., Recipe], **changed: str) -> list[str]:
+    try:
+        read(**changed)
+    except RecipeError as error:
+        return error.problems
+    return []
+
+
+KINDS = {
+    "dapo": Dapo(), "dr-grpo": DrGrpo(), "grpo": Grpo(), "gspo": Gspo(), "ppo": Ppo(), "reinforce": Reinforce(),
+    "remax": Remax(), "rloo": Rloo(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_short_names(read: Callable[..., Recipe], name: str) -> None:
+    short, full = read(stage=name), read(stage="rl", objective=f"[{{kind: {name}}}]")
+    assert short == full
+    assert (short.stage, short.objective, short.policy_gradient) == ("rl", [KINDS[name]], KINDS[name])
+    assert short.batch == BatchSize(prompts=16) and short.batch.packs(1024) == 16
+    assert short.data.packing.kind == "none" and short.row_type is None
+    assert short != read(stage="grpo" if name != "grpo" else "ppo")
+
+
+def test_every_objective_of_the_stage_has_a_short_name() -> None:
+    assert {name for name, (stage, _) in OBJECTIVE_NAMES.items() if stage == "rl"} == set(KINDS)
+    assert set(KINDS) <= set(schema()["else"]["properties"]["stage"]["enum"])
+
+
+def test_an_objective_without_a_kind_is_that_of_the_stage(read: Callable[..., Recipe]) -> None:
+    assert read(stage="rl").objective == [Grpo()]
+    assert read(stage="ppo", objective="{gae: 0.9}").objective == [Ppo(gae=0.9)]
+    assert read(stage="rl", objective="{clip: [0.1, 0.3]}").objective == [Grpo(clip=(0.1, 0.3))]
+
+
+def test_what_kinds_set() -> None:
+    """The defaults that are a paper's, beside GRPO's."""
+    differences = {
+        "dapo": {"clip": (0.2, 0.28), "resample": 3},
+        "dr-grpo": {"scale": "none", "normalise": "constant"},
+        "grpo": {},
+        "gspo": {"ratio": "sequence", "clip": (3e-4, 4e-4), "normalise": "sequences"},
+        "ppo": {"baseline": "none", "scale": "none", "kl": Kl(estimator="k1", **{"in": "reward"})},
+        "reinforce": {"baseline": "batch", "scale": "batch"},
+        "remax": {"baseline": "greedy", "scale": "none", "normalise": "constant"},
+        "rloo": {"baseline": "leave-one-out", "scale": "none", "normalise": "constant"},
+    }
+    grpo = dict(Grpo())
+    for name, section in KINDS.items():
+        mine = {key: value for key, value in dict(section).items() if key in grpo and key != "kind"}
+        assert {key: value for key, value in mine.items() if value != grpo[key]} == differences[name], name
+    assert Grpo().clip_bounds == (0.2, 0.2) and Dapo().clip_bounds == (0.2, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("rewards: my.py:short", "rewards", [FunctionReward(path="my.py:short")]),
+        ("rewards: {kind: math, column: a}", "rewards", [MathReward(column="a")]),
+        (
+            "rewards: [{kind: math, column: a, weight: 2}, ./my.py:short, {kind: function, path: my.py:long}]",
+            "rewards",
+            [
+                MathReward(column="a", weight=2.0),
+                FunctionReward(path="./my.py:short"),
+                FunctionReward(path="my.py:long"),
+            ],
+        ),
+        ("objective: {kl: 0.1}", "objective", [Grpo(kl=Kl(coefficient=0.1))]),
+        ("objective: {kl: {in: reward}}", "objective", [Grpo(kl=Kl(coefficient=0.05, **{"in": "reward"}))]),
+        ("objective: {overlong: 9}", "objective", [Grpo(overlong=Overlong(margin=9))]),
+        ("value: policy\nstage: ppo", "value", Value()),
+        ("batch: {updates: 4}", "batch", BatchSize(prompts=16, updates=4)),
+        ("rollout: {stop_strings: x}", "rollout.stop_strings", ["x"]),
+    ],
+)
+def test_short_forms(read: Callable[..., Recipe], line: str, key: str, value: object) -> None:
+    changed = dict(part.split(": ", 1) for part in line.split("\n"))
+    found: Any = read(**changed)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_a_recipe_that_is_written_out_reads_as_the_same(write: Write, read: Callable[..., Recipe]) -> None:
+    recipe = read(
+        stage="ppo", rewards="[my.py:short, {kind: judge, url: 'http://a', model: m, prompt: '{completion}'}]"
+    )
+    written = resolved_yaml(recipe)
+    assert load(write(written)).recipe == recipe and "in: reward" in written
+    assert load(write(written.replace("in: reward", "in: loss"))).recipe != recipe
+
+
+def test_items_of_a_step() -> None:
+    assert BatchSize(prompts=16, updates=4, passes=3).packs(1024) == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "reference"),
+    [
+        ({}, NoReference()),
+        ({"objective": "{kl: 0}"}, NoReference()),
+        ({"objective": "{kl: 0.1}"}, Frozen()),
+        ({"objective": "{kl: 0.1}", "adapter": "lora"}, AdapterOff()),
+        ({"objective": "{kl: 0.1}", "adapter": "lora", "reference": "frozen"}, Frozen()),
+        ({"stage": "ppo"}, Frozen()),
+        ({"stage": "ppo", "objective": "{kl: null}"}, NoReference()),
+    ],
+)
+def test_reference_of_a_recipe(read: Callable[..., Recipe], changed: dict[str, str], reference: object) -> None:
+    assert resolve_reference(read(**changed)) == reference
+
+
+def test_verbs_that_read_answers_refuse_the_stage(read: Callable[..., Recipe]) -> None:
+    with pytest.raises(RecipeError, match="stage: rl draws its answers while it trains, and danlu preview is for rows"):
+        language_stage(read(), "danlu preview")
+    assert language_stage(read(stage="dpo", rewards=""), "danlu preview") == "preference"
+
+
+JUDGE = "kind: judge, model: m, "
+BROKEN = [
+    ({"rewards": ""}, "rewards: missing: stage rl learns from them. Give one, such as {kind: math, column: answer}"),
+    ({"rewards": "[]"}, "rewards: the list is empty: stage rl learns from them"),
+    ({"rewards": "{kind: math, column: a, weight: 0}"}, "rewards: every weight is 0: nothing would be learnt"),
+    (
+        {"rewards": "[{kind: math, column: a}, my.py:short, {kind: math, column: b}]"},
+        "rewards.2: called math as rewards.0 is. Give one of both a name of its own",
+    ),
+    ({"rewards": "your.py:short"}, "rewards.0.path: no file or folder 'your.py' in"),
+    ({"rewards": "my.py:1st"}, "rewards.0.path: 'my.py:1st' names no function: write its file and its name, as in"),
+    ({"rewards": "mathh"}, "rewards.0.kind: unknown kind 'mathh'. Did you mean 'math'?"),
+    ({"rewards": "{kind: format, pattern: '('}"}, "rewards.0.pattern: '(' is no regular expression: missing )"),
+    ({"rewards": "{kind: length}"}, "rewards.0: every length is within bounds, so it is always 0. Give most, fewest"),
+    (
+        {"rewards": "{kind: length, fewest: 9, most: 8}"},
+        "rewards.0.fewest: no answer has 9 tokens or more and 8 or less",
+    ),
+    (
+        {"rewards": f"{{{JUDGE} url: 'a:1', prompt: '{{completion}}'}}"},
+        "rewards.0.url: 'a:1' is no address of a server: it begins with http:// or https://",
+    ),
+    (
+        {"rewards": f"{{{JUDGE} url: 'http://a', prompt: '{{completion}}', pattern: '[0-9]+'}}"},
+        "rewards.0.pattern: '[0-9]+' has no group that is the mark. Put it in parentheses, as in (\\d+)/10",
+    ),
+    (
+        {"rewards": f"{{{JUDGE} url: 'http://a', prompt: '{{completion}}', bounds: [10, 0]}}"},
+        "rewards.0.bounds: [10.0, 0.0]: the lowest mark comes first, and is below the highest",
+    ),
+    (
+        {"rewards": f"{{{JUDGE} url: 'http://a', prompt: Good}}"},
+        "rewards.0.prompt: names nothing, so every answer would get the same mark. Name {completion}",
+    ),
+    (
+        {"data": "{train: {path: rows.json, format: alpaca}, prompt: '{a}'}"},
+        "data.train.0.format: not read with data.prompt, which says what prompts are made of. Leave it out",
+    ),
+    (
+        {"data": "{train: rows.json, eval: {path: more.jsonl, format: text}}"},
+        "data.eval.0.format: rows of format text have no prompt. Say what it is made of with data.prompt",
+    ),
+    ({"data": "{train: rows.json, prompt: '{a'}"}, "data.prompt: a '{' without its partner at character 1. Write '{{'"),
+    ({"data": "{train: rows.json, prompt: a}"}, "data.prompt: names no column, so every prompt would be the same"),
+    (
+        {"data": "{train: rows.json, streaming: true}", "steps": "5"},
+        "data.streaming: stage rl reads its rows before it begins. Leave streaming out",
+    ),
+    ({"data": "{train: rows.json, overlong: split}"}, "data.overlong: a prompt cannot be split. Use truncate, which"),
+    (
+        {"data": "{train: rows.json, train_on: all}"},
+        "data.train_on: stage rl trains the answers that the policy draws and nothing else. Leave train_on out",
+    ),
+    ({"data": "{train: rows.json, packing: best-fit}"}, "data.packing.kind: a step of stage rl counts rows, which lie"),
+    ({"data": "{train: rows.json, append_eos: false}"}, "data.append_eos: not read with stage rl: answers end where"),
+    ({"loss": "{z_loss: 0.1}"}, "loss: additions to a cross-entropy, which stage rl has none of. Leave it out, or see"),
+    ({"batch": "8"}, "batch.sequences: a step of stage rl is counted in prompts. Give batch.prompts instead"),
+    ({"batch": "{pairs: 8}"}, "batch.pairs: a step of stage rl is counted in prompts. Give batch.prompts instead"),
+    (
+        {"batch": "{prompts: 16, updates: 5}"},
+        "batch.updates: 5 does not divide the 16 prompts of a rollout. Use 4 or 8",
+    ),
+    ({"batch": "{prompts: 2, updates: 4}"}, "batch.updates: 4 does not divide the 2 prompts of a rollout. Use 2"),
+    ({"rollout": "{staleness: 1}"}, "rollout.staleness: 1: asynchronous rollouts are not there yet. Use 0"),
+    ({"rollout": "{temperature: 0}"}, "rollout.temperature: 0 takes the likeliest token each time, so all answers to"),
+    (
+        {"rollout": "{max_new_tokens: 1024}"},
+        "rollout.max_new_tokens: 1024 leaves no room for a prompt in data.max_length 1024, which both share. Lower",
+    ),
+    ({"rollout": "{stop_strings: ['']}"}, "rollout.stop_strings: an empty text ends every answer before it begins"),
+    (
+        {"rollout": "{engine: vllm, url: 'http://a:1', top_p: 0.9}"},
+        "rollout.top_p: vllm does not say which tokens a filter left to choose from, and the policy that is trained",
+    ),
+    ({"rollout": "{top_p: 0}"}, "rollout.top_p: expected a number above 0"),
+    (
+        {"rollout": "{samples: 1}"},
+        "rollout.samples: 1, and objective.baseline: group compares the answers to a prompt with each other. Use 2",
+    ),
+    (
+        {"stage": "rloo", "rollout": "{samples: 1}"},
+        "rollout.samples: 1, and objective.baseline: leave-one-out compares",
+    ),
+    (
+        {"objective": "{baseline: none, scale: group}", "rollout": "{samples: 1}"},
+        "rollout.samples: 1, and objective.scale: group compares",
+    ),
+    (
+        {"stage": "ppo", "objective": "{resample: 2, kl: null}", "rollout": "{samples: 1}"},
+        "rollout.samples: 1, and objective.resample: 2 compares",
+    ),
+    (
+        {"objective": "{overlong: 300}"},
+        "objective.0.overlong.margin: 300 is more than the 256 tokens of rollout.max_new_tokens",
+    ),
+    ({"value": "policy"}, "value: grpo has no values, only ppo has. Leave it out, or set objective: ppo"),
+    ({"stage": "ppo", "value": "base"}, "value.share: expected policy, not 'base'"),
+    (
+        {"stage": "ppo", "objective": "{baseline: group}"},
+        "objective.0.baseline: ppo has the value of each token in place of a baseline. Leave it out, or set objective",
+    ),
+    ({"stage": "ppo", "objective": "{scale: batch}"}, "objective.0.scale: ppo has the value of each token in place"),
+    ({"objective": "{rewards_apart: true}"}, "objective.0.rewards_apart: there is one reward, and nothing to keep it"),
+    ({"objective": "[grpo, rloo]"}, "objective: 2 terms: stage rl has one. Give one"),
+    ({"objective": "sigmoid"}, "objective.0.kind: sigmoid is an objective of stage preference, not of stage rl"),
+    (
+        {"objective": "{kl: {in: reward, ratio: true}}"},
+        "objective.0.kl.ratio: rewards are computed at the policy that drew the answers, where the ratio is 1. Leave",
+    ),
+    ({"objective": "{kl: {target: 6}}"}, "objective.0.kl.target: the coefficient is adapted from rollout to rollout"),
+    (
+        {"objective": "{kl: {in: reward, target: 6, coefficient: 0}}"},
+        "objective.0.kl.coefficient: 0 stays 0, for it is adapted by factors. Give what it starts from, such as 0.05",
+    ),
+    ({"objective": "{kl: {in: reward, horizon: 5}}"}, "objective.0.kl.horizon: only read with a target"),
+    ({"objective": "{clip: [2, 1]}"}, "objective.0.clip: 2.0 below 1 is a negative ratio, which there is none of"),
+    ({"objective": "{loss: cispo}"}, "objective.0.clip: 0.2: cispo takes one number above 1, the largest ratio itself"),
+    ({"objective": "{loss: cispo, clip: [0.2, 5]}"}, "objective.0.clip: [0.2, 5.0]: cispo takes one number above 1"),
+    ({"objective": "{loss: sapo, clip: 0.3}"}, "objective.0.clip: not read with loss: sapo. Leave it out"),
+    ({"objective": "{loss: vespo, dual_clip: 3}"}, "objective.0.dual_clip: not read with loss: vespo. Leave it out"),
+    (
+        {"objective": "{clip: [0.2, 2], dual_clip: 3}"},
+        "objective.0.dual_clip: 3.0 is not above 1 + 2.0, the upper bound of clip. Use 3",
+    ),
+    (
+        {"objective": "{importance: {low: 2, high: 2}}"},
+        "objective.0.importance.low: 2.0 is not below high, which is 2.0: nothing would be trained",
+    ),
+    (
+        {"objective": "{loss: vespo, importance: sequence}"},
+        "objective.0.importance.level: sequence: loss: vespo multiplies the weights of an answer's tokens itself. Use",
+    ),
+    (
+        {"objective": "{loss: vespo, ratio: sequence}"},
+        "objective.0.ratio: not read with loss: vespo, which multiplies the ratios of an answer. Leave it out",
+    ),
+    (
+        {
+            "objective": "{rewards_apart: true, kl: {in: reward}}",
+            "rewards": "[my.py:short, {kind: math, column: a}]",
+        },
+        "objective.0.kl.in: reward: subtracted from the sum of rewards, and rewards_apart has none. Use in: loss",
+    ),
+    (
+        {"rewards": "{kind: math, column: a, name: ''}"},
+        "rewards.0.name: empty: metrics are called by it. Give one, or leave it out",
+    ),
+    ({"rewards": "{kind: function, path: my.py}"}, "rewards.0.path: 'my.py' names no function: write its file and it"),
+    ({"num_generations": "4"}, "num_generations: unknown key. danlu's key for it is rollout.samples"),
+    (
+        {"reference": "frozen"},
+        "reference: objective.0.kl is 0, and nothing else is compared with a reference. Leave it",
+    ),
+    (
+        {"reference": "none", "objective": "{kl: 0.1}"},
+        "reference.kind: none, but objective.0.kl holds the policy to one. Leave it out, or set kl: null",
+    ),
+    (
+        {"reference": "cached", "stage": "ppo"},
+        "reference.kind: cached: answers are drawn while training, so nothing is known of them before. Use frozen",
+    ),
+    (
+        {"reference": "adapter-off", "stage": "ppo"},
+        "reference.kind: adapter-off: there is no adapter to switch off. Use reference: frozen",
+    ),
+    (
+        {"adapter": "prefix", "stage": "ppo"},
+        "adapter.kind: prefix puts virtual tokens before every document, which a frozen reference does not know. Use",
+    ),
+    ({"stage": "sft"}, "rewards: only read with stage rl; this is sft"),
+    ({"stage": "sft", "rewards": "", "reward_limits": "{workers: 1}"}, "reward_limits: only read with stage rl"),
+    ({"stage": "sft", "rewards": "", "value": "policy"}, "value: only read with stage rl; this is sft"),
+    (
+        {"stage": "sft", "rewards": "", "data": "{train: rows.json, prompt: '{a}'}"},
+        "data.prompt: only read with stage rl; this is sft",
+    ),
+    (
+        {"stage": "sft", "rewards": "", "rollout": "{samples: 4}", "evaluation": "{every: 9, samples: hi}"},
+        "rollout.samples: only read with stage rl; this is sft; evaluation.samples has settings of its own",
+    ),
+    (
+        {"stage": "sft", "rewards": "", "batch": "{prompts: 4}"},
+        "batch.prompts: only stage rl counts prompts; stage sft takes batch.sequences",
+    ),
+    ({"stage": "sft", "rewards": "", "batch": "{sequences: 4, passes: 2}"}, "batch.passes: only read with stage rl"),
+    ({"stage": "sft", "rewards": "", "objective": "grpo"}, "objective: not read with stage sft: an objective of stage"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), BROKEN)
+def test_one_broken_rule(read: Callable[..., Recipe], changed: dict[str, str], message: str) -> None:
+    said = problems(read, **changed)
+    assert len(said) == 1, said
+    assert message in said[0]
+    assert said[0].startswith("recipe.yaml:")
+
+
+SOUND = [
+    {},
+    {"stage": "ppo", "rollout": "{samples: 1}", "value": "{rate_ratio: 10.0}"},
+    {"stage": "ppo", "objective": "{kl: {in: reward, estimator: k1, target: 6.0, horizon: 500}, value_clip: null}"},
+    {"stage": "remax", "rollout": "{samples: 1}"},
+    {"stage": "reinforce", "rollout": "{samples: 1}"},
+    {"stage": "dapo", "objective": "{overlong: {margin: 256, weight: 0.5}, mask_truncated: true}"},
+    {"objective": "{loss: cispo, clip: 5}"},
+    {"objective": "{loss: sapo, ratio: token}"},
+    {"objective": "{loss: vespo, importance: token}"},
+    {"stage": "gspo", "objective": "{loss: vespo, clip: [3.0e-4, 4.0e-4]}"},
+    {
+        "objective": "{rewards_apart: true, kl: {in: loss}}",
+        "rewards": "[my.py:short, {kind: math, column: a}]",
+    },
+    {"objective": "{dual_clip: 3, off_policy: 0.1, importance: {level: sequence, low: 0.5, masks: true}}"},
+    {"objective": "{rewards_apart: true}", "rewards": "[my.py:short, {kind: length, most: 100, weight: -0.1}]"},
+    {"objective": "{kl: {ratio: true, estimator: k3}}", "reference": "{kind: frozen, every: 10}"},
+    {"rollout": "{max_new_tokens: 1023, top_k: 20, min_p: 0.1}", "numerics": "exact"},
+    {"rollout": "{engine: vllm, url: 'http://a:1', samples: 16, temperature: 0.7}"},
+    {"rollout": "{engine: sglang, url: 'http://a:1', top_p: 0.9}"},
+    {"batch": "{prompts: 12, updates: 12, passes: 2, micro: 2}"},
+    {"data": "{train: rows.json, eval: more.jsonl, prompt: '{{ {Body} {Question}', overlong: drop}"},
+    {"data": "{train: {path: rows.json, format: sharegpt}}"},
+    {"reference": "none"},
+    {"adapter": "prefix"},
+    {"adapter": "lora", "objective": "{kl: 0.1}", "reference": "adapter-off"},
+]
+
+
+@pytest.mark.parametrize("changed", SOUND)
+def test_what_only_just_keeps_the_rules(read: Callable[..., Recipe], changed: dict[str, str]) -> None:
+    assert problems(read, **changed) == []

@@ -1,0 +1,162 @@
+"""Advantages of rollouts: by group and by critic, with KL in the reward, and without answers that nobody judged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from danlu.objectives.advantages import generalized_advantages
+from danlu.objectives.policy_losses import AdaptiveKl
+from danlu.rollout.estimators import (
+    LAST_VALUE,
+    REFERENCE,
+    RETURN,
+    VALUE_OLD,
+    GaeEstimator,
+    GroupEstimator,
+    Judged,
+    KlPenalty,
+    RewardShaping,
+)
+from danlu.rollout.experience_trees import ADVANTAGE, answer_tree
+from danlu.rollout.request import Completion
+
+
+def completion(tokens, logprob=-1.0):
+    values = [logprob] * tokens
+    return Completion(0, 0, list(range(tokens)), values, values, None, [0] * tokens, "", "stop")
+
+
+def judged(rewards, lengths=((2, 3), (1, 4)), truncated=(), **scores):
+    """Two prompts of two tokens with two answers each."""
+    items = [
+        answer_tree([1, 2], [completion(length) for length in of_prompt], f"row {number}", {})
+        for number, of_prompt in enumerate(lengths)
+    ]
+    flat = [length for of_prompt in lengths for length in of_prompt]
+    return Judged(
+        items,
+        np.array(rewards, np.float64).reshape(len(flat), -1),
+        [1.0],
+        np.repeat(np.arange(len(lengths)), len(lengths[0])),
+        np.array(flat),
+        np.array(truncated or [False] * len(flat), bool),
+        **scores,
+    )
+
+
+def of_answers(items, name):
+    return [
+        item.samples[0].columns[name][branch.start : branch.stop]
+        for item in items
+        for branch in item.samples[0].branches[1:]
+    ]
+
+
+def test_an_answer_has_one_advantage_and_the_prompt_none():
+    items, _ = GroupEstimator(scale="none").estimate(judged([1, 0, 0, 4]))
+    assert [set(column.tolist()) for column in of_answers(items, ADVANTAGE)] == [{0.5}, {-0.5}, {-2.0}, {2.0}]
+    assert items[0].samples[0].columns[ADVANTAGE][:2].tolist() == [0, 0]
+
+
+def test_an_answer_without_a_reward_is_neither_trained_nor_in_the_baseline():
+    items, _ = GroupEstimator(scale="none").estimate(judged([1, np.nan, 0, 4]))
+    weights = items[0].samples[0].weights
+    assert weights.tolist() == [0, 0, 1, 1, 0, 0, 0]
+    assert [column[0] for column in of_answers(items, ADVANTAGE)] == [0, 0, -2, 2]
+    as_zero, _ = GroupEstimator(scale="none").estimate(judged([1, 0, 0, 4]))
+    assert of_answers(as_zero, ADVANTAGE)[0][0] != 0  # control: as a reward of 0 it would be in the baseline
+
+
+def test_truncated_answers_count_in_the_baseline_and_train_nothing():
+    shaping = RewardShaping(masks_truncated=True)
+    items, _ = GroupEstimator(scale="none", shaping=shaping).estimate(judged([1, 0, 0, 4], truncated=[0, 1, 0, 0]))
+    assert items[0].samples[0].weights.tolist() == [0, 0, 1, 1, 0, 0, 0]
+    assert of_answers(items, ADVANTAGE)[0][0] == 0.5
+
+
+def test_long_answers_are_punished():
+    shaping = RewardShaping(overlong_margin=2, overlong_weight=2.0, max_new_tokens=4)
+    items, _ = GroupEstimator(baseline="none", scale="none", shaping=shaping).estimate(judged([1, 1, 1, 1]))
+    assert [column[0] for column in of_answers(items, ADVANTAGE)] == [1, 0, 1, -1]  # of 2, 3, 1 and 4 tokens
+
+
+def reference_scores(data, values):
+    return [
+        {REFERENCE: np.full(item.tokens, value, np.float32)} for item, value in zip(data.items, values, strict=True)
+    ]
+
+
+def test_kl_is_taken_from_the_reward_of_whole_answers():
+    kl = KlPenalty(AdaptiveKl(0.1, 1.0), adapts=False)
+    data = judged([1, 1, 1, 1])
+    data = judged([1, 1, 1, 1], token_scores=reference_scores(data, [-3.0, -1.0]), branch_scores=[{}, {}])
+    items, metrics = GroupEstimator(baseline="none", scale="none", kl=kl).estimate(data)
+    # log pi - log pi_ref is 2 a token of the first prompt's answers, and 0 of the second's.
+    advantages = [column[0] for column in of_answers(items, ADVANTAGE)]
+    assert advantages == pytest.approx([1 - 0.1 * 2 * 2, 1 - 0.1 * 2 * 3, 1, 1])
+    assert metrics["kl_in_reward"] == pytest.approx((4 + 6) / 4)
+
+
+def test_the_coefficient_adapts_and_comes_back():
+    kl = KlPenalty(AdaptiveKl(0.1, 1.0, horizon=100), adapts=True)
+    data = judged([1, 1, 1, 1])
+    data = judged([1, 1, 1, 1], token_scores=reference_scores(data, [-3.0, -3.0]), branch_scores=[{}, {}])
+    estimator = GroupEstimator(kl=kl)
+    estimator.estimate(data)
+    assert kl.coefficient.coefficient == pytest.approx(0.1 * (1 + 0.2 * 4 / 100))
+    other = GroupEstimator(kl=KlPenalty(AdaptiveKl(0.1, 1.0), adapts=True))
+    other.restore(estimator.state())
+    assert other.state() == estimator.state() != {"kl": 0.1}
+
+
+def critic_scores(data, value, last):
+    return {
+        "token_scores": [
+            {VALUE_OLD: np.full(item.tokens, value, np.float32), REFERENCE: np.full(item.tokens, -3.0, np.float32)}
+            for item in data.items
+        ],
+        "branch_scores": [
+            {LAST_VALUE: np.full(len(item.samples[0].branches), last, np.float32)} for item in data.items
+        ],
+    }
+
+
+@pytest.mark.parametrize("bootstraps", [True, False])
+def test_a_critic_gives_each_token_its_advantage(bootstraps):
+    rewards, truncated = [1.0, 0.0, 2.0, 0.0], [False, True, False, False]
+    data = judged(rewards, truncated=truncated, **critic_scores(judged(rewards), 0.25, 0.5))
+    estimator = GaeEstimator(discount=0.9, trace_decay=0.8, whitens=False, bootstraps_truncated=bootstraps)
+    items, _ = estimator.estimate(data)
+    lengths, earned = [2, 3, 1, 4], []
+    for length, reward in zip(lengths, rewards, strict=True):
+        earned += [0.0] * (length - 1) + [reward]
+    advantages, returns = generalized_advantages(
+        torch.tensor(earned),
+        torch.full((10,), 0.25),
+        torch.tensor([0.0, 0.5 if bootstraps else 0.0, 0.0, 0.0]),
+        [0, 2, 5, 6, 10],
+        discount=0.9,
+        trace_decay=0.8,
+    )
+    np.testing.assert_allclose(np.concatenate(of_answers(items, ADVANTAGE)), advantages, rtol=1e-6)
+    np.testing.assert_allclose(np.concatenate(of_answers(items, RETURN)), returns, rtol=1e-6)
+    assert items[0].samples[0].columns[VALUE_OLD][2:].tolist() == [0.25] * 5
+
+
+def test_a_critics_tokens_pay_for_their_kl():
+    rewards = [0.0] * 4
+    data = judged(rewards, **critic_scores(judged(rewards), 0.0, 0.0))
+    kl = KlPenalty(AdaptiveKl(0.5, 1.0), adapts=False)
+    items, _ = GaeEstimator(trace_decay=0.0, whitens=False, kl=kl).estimate(data)
+    # With lambda 0 and no values an advantage is the token's own reward: -0.5 x (-1 - -3).
+    assert {float(x) for column in of_answers(items, ADVANTAGE) for x in column} == {-1.0}
+
+
+def test_whitened_advantages_have_no_mean():
+    rewards = [1.0, 0.0, np.nan, 3.0]
+    items, _ = GaeEstimator().estimate(judged(rewards, **critic_scores(judged(rewards), 0.1, 0.0)))
+    trained = np.concatenate([item.samples[0].columns[ADVANTAGE][item.samples[0].weights > 0] for item in items])
+    assert abs(trained.mean()) < 1e-6 and trained.std() == pytest.approx(1, abs=1e-4)
+    assert of_answers(items, ADVANTAGE)[2].tolist() == [0.0]

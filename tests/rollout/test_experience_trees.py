@@ -1,0 +1,64 @@
+"""Answers as trees: tokens, weights, columns and supports where they belong, and the same again from a checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from danlu.rollout.experience_trees import (
+    SAMPLED,
+    SUPPORT,
+    answer_tree,
+    items_from_tensors,
+    items_to_tensors,
+    with_supports,
+)
+from danlu.rollout.request import Completion
+from danlu.rollout.support import Support
+from danlu.types import Branch
+
+
+def completion(tokens, drawn, support=None):
+    return Completion(0, 0, list(tokens), list(drawn), list(drawn), support, [0] * len(tokens), "", "stop")
+
+
+ANSWERS = [completion([7, 8], [-0.5, -1.0]), completion([9], [-2.0])]
+
+
+def test_a_tree_has_the_prompt_as_its_stem():
+    (sample,) = answer_tree([3, 4, 5], ANSWERS, "rows.jsonl row 1", {"reward": [1.0, 0.0]}).samples
+    assert sample.tokens.tolist() == [3, 4, 5, 7, 8, 9]
+    assert sample.weights.tolist() == [0, 0, 0, 1, 1, 1]
+    assert sample.branches == (Branch(-1, 0, 3), Branch(0, 3, 5), Branch(0, 5, 6))
+    assert sample.columns[SAMPLED].tolist() == [0, 0, 0, -0.5, -1.0, -2.0]
+    assert np.isnan(sample.facts["reward"][0]) and sample.facts["reward"][1:].tolist() == [1, 0]
+
+
+def test_supports_have_one_width_and_none_stands_for_all():
+    whole = [completion([7, 8], [-0.5, -1.0], [Support.of(np.array([1, 7]), 16), Support.of(np.array([8]), 16)])]
+    items = [answer_tree([3], answers, "row", {"reward": [0.0] * len(answers)}) for answers in (whole, ANSWERS)]
+    first, second = (item.samples[0].columns[SUPPORT] for item in with_supports(items, [whole, ANSWERS]))
+    assert first.tolist() == [[-1, -1], [1, 7], [8, -1]]
+    assert second.tolist() == [[-1, -1]] * 4
+    assert SUPPORT not in with_supports(items[1:], [ANSWERS])[0].samples[0].columns
+
+
+def test_items_come_back_from_tensors():
+    items = [
+        answer_tree([3, 4], ANSWERS, "a", {"reward": [1.0, np.nan]}),
+        answer_tree([5], ANSWERS[:1], "b", {"reward": [0.5]}),
+    ]
+    tensors = items_to_tensors(items)
+    again = items_from_tensors({name: tensor.clone() for name, tensor in tensors.items()}, ["a", "b"])
+    for one, other in zip(items, again, strict=True):
+        (sample,), (back,) = one.samples, other.samples
+        assert (sample.row, sample.branches) == (back.row, back.branches)
+        for name in ("tokens", "weights"):
+            np.testing.assert_array_equal(getattr(sample, name), getattr(back, name), strict=True)
+        for group in ("columns", "facts"):
+            mine, theirs = getattr(sample, group), getattr(back, group)
+            assert mine.keys() == theirs.keys()
+            for name in mine:
+                np.testing.assert_array_equal(mine[name], theirs[name], strict=True)
+    tensors["tokens"] = tensors["tokens"] + torch.tensor(1, dtype=torch.int32)
+    assert items_from_tensors(tensors, ["a", "b"])[0].samples[0].tokens.tolist() != items[0].samples[0].tokens.tolist()

@@ -1,0 +1,201 @@
+"""Reinforcement learning as whole runs: it learns, resumes within a rollout, and is the same in every layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from builders.process_group import run_group
+from builders.tiny_world import World, danlu, metrics, write_rows
+from builders.train_worker import train
+from safetensors.torch import load_file
+
+from danlu.language.roles import FrozenDecoder
+from danlu.train.metrics import TIMING_FIELDS
+
+ROWS = [{"question": f"{number % 7} and {number % 5}", "answer": str(number % 7)} for number in range(24)]
+
+
+def changes(world: World, **more: Any) -> dict[str, Any]:
+    """A recipe of stage rl over a tiny model: more than one e in an answer is what it is rewarded for."""
+    rows = world.folder / "prompts.jsonl"
+    if not rows.exists():
+        write_rows(rows, ROWS)
+    reward = world.folder / "letters.py"
+    if not reward.exists():
+        reward.write_text("def letters(completion, **row):\n    return float(completion.count('e'))\n")
+    recipe: dict[str, Any] = {
+        "stage": "grpo",
+        "model": {"path": str(world.base)},
+        "data": {"train": str(rows), "prompt": "{question}", "eval": 4},
+        "rollout": {"samples": 4, "max_new_tokens": 6},
+        "rewards": [f"{reward}:letters"],
+        "batch": {"prompts": 4, "micro": 1},
+        "evaluation": {"every": 4},
+        "steps": 8,
+    }
+    for name, value in more.items():
+        both = isinstance(value, dict) and isinstance(recipe.get(name), dict)
+        recipe[name] = {**recipe[name], **value} if both else value
+    return recipe
+
+
+def recipe_file(world: World, folder: Path, **more: Any) -> Path:
+    """The file of `changes` over the recipe of the world, whose model and batch they take the place of."""
+    own = changes(world, **more)
+    values = {**world.values(folder, **own), "model": own["model"], "batch": own["batch"]}
+    file = folder.with_name(f"{folder.name}.yaml")
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def run(world: World, folder: Path, **more: Any) -> list[dict[str, Any]]:
+    assert danlu("train", recipe_file(world, folder, **more)) == 0
+    return steps(folder)
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(folder) if "loss" in line]
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name not in TIMING_FIELDS} for line in lines]
+
+
+def test_a_policy_learns_what_it_is_rewarded_for(tiny_world: World, tmp_path: Path) -> None:
+    lines = run(tiny_world, tmp_path / "run", steps=24, rollout={"samples": 8})
+    assert all(line["ratio"] == 1 for line in lines)  # each rollout is trained on once
+    assert {"no_signal", "gap", "length", "truncated", "entropy"} <= lines[0].keys()
+    held_out = [line["eval_reward"] for line in metrics(tmp_path / "run") if "eval_reward" in line]
+    assert len(held_out) == 6 and held_out[-1] > held_out[0] + 3  # of greedy answers with at most 6 letters
+    answered = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert [line["number"] for line in answered] == list(range(24 * 4))
+    for line in answered[:8]:
+        for answer in line["answers"]:
+            assert answer["rewards"] == {"letters": float(answer["text"].count("e"))}
+
+
+FILTERED = {"samples": 4, "max_new_tokens": 6, "temperature": 0.7, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("precision", "adapter"), [("bf16", None), ("fp32", {"kind": "lora", "rank": 4, "targets": "all-linear"})]
+)
+def test_exact_numerics_leave_no_gap(tiny_world: World, tmp_path: Path, precision: str, adapter: Any) -> None:
+    more = {"batch": {"prompts": 4, "micro": 1, "updates": 2}, "numerics": "exact", "precision": precision, "steps": 4}
+    lines = run(tiny_world, tmp_path / "exact", rollout=FILTERED, **more, **({"adapter": adapter} if adapter else {}))
+    fresh = lines[0::2]
+    assert [line["gap"] for line in fresh] == [0.0, 0.0]
+    assert [line["ratio"] for line in fresh] == [1.0, 1.0] and [line["clip"] for line in fresh] == [0.0, 0.0]
+    assert all(line["ratio"] != 1 for line in lines[1::2])  # control: the second update is off its rollout
+
+
+def test_fast_numerics_ratios_are_one_in_the_first_update(tiny_world: World, tmp_path: Path) -> None:
+    batch = {"prompts": 4, "micro": 1, "updates": 2, "passes": 2}
+    lines = run(tiny_world, tmp_path / "fast", rollout=FILTERED, batch=batch, precision="bf16")
+    assert [line["ratio"] for line in lines[0::4]] == [1.0, 1.0]
+    assert [line["approx_kl"] for line in lines[0::4]] == [0.0, 0.0]
+    assert any(line["rollout_gap_max"] > 0 for line in lines)  # control: the engine rounds otherwise
+
+
+@pytest.mark.parametrize("after", [3, 4])
+def test_a_run_stopped_in_a_rollout_goes_on_as_if_it_had_not_been(
+    tiny_world: World, tmp_path: Path, after: int
+) -> None:
+    more = {"batch": {"prompts": 4, "micro": 1, "updates": 2, "passes": 2}, "checkpoint": {"every": 1, "keep": 20}}
+    more |= {"rollout": FILTERED, "numerics": "exact"}
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    lines = run(tiny_world, whole, **more)
+    shutil.copytree(whole, again)
+    for checkpoint in (again / "checkpoints").iterdir():
+        if checkpoint.name.startswith("step-") and int(checkpoint.name[5:]) > after:
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(again / "model")
+    (again / "summary.json").unlink()
+    resolved = (again / "recipe.yaml").read_text().replace(str(whole), str(again))
+    (again / "recipe.yaml").write_text(resolved)
+    assert without_times(run(tiny_world, again, **more)) == without_times(lines)
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (whole, again))
+    assert all(one[name].equal(other[name]) for name in one)
+    assert (whole / "rollouts.jsonl").read_text() == (again / "rollouts.jsonl").read_text()
+
+
+LAYOUTS = {
+    "ddp": (2, {}),
+    "zero3": (2, {"shard": "zero3"}),
+    "tensor": (2, {"tensor": 2, "sequence": True}),
+    "zero2+tensor": (4, {"shard": "zero2", "tensor": 2}),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_learns_the_same(tiny_world: World, tmp_path: Path, layout: str) -> None:
+    more = {"batch": {"prompts": 4, "micro": 1, "updates": 2}, "steps": 4}
+    one = run(tiny_world, tmp_path / "one", **more)
+    size, parallel = LAYOUTS[layout]
+    file = recipe_file(tiny_world, tmp_path / "several", **more, parallel=parallel)
+    assert all(ended == [(4, 0)] for ended in run_group(train, size, [str(file)]))
+    several = steps(tmp_path / "several")
+    for line, other in zip(one, several, strict=True):
+        for name in ("loss", "grad_norm", "reward", "entropy"):
+            assert other[name] == pytest.approx(line[name], rel=2e-4, abs=2e-6), name
+    assert one[1]["loss"] != pytest.approx(one[3]["loss"], rel=2e-4)  # control
+    read = [(tmp_path / name / "rollouts.jsonl").read_text() for name in ("one", "several")]
+    assert read[0] == read[1]
+
+
+PPO = {
+    "stage": "ppo",
+    "objective": {"kl": {"in": "reward", "estimator": "k1", "coefficient": 0.05, "target": 6.0}},
+    "batch": {"prompts": 4, "micro": 1, "updates": 2, "passes": 2},
+}
+
+
+def test_ppo_trains_a_critic_beside_the_policy(tiny_world: World, tmp_path: Path) -> None:
+    lines = run(tiny_world, tmp_path / "ppo", steps=24, value={"rate_ratio": 4.0}, **PPO)
+    assert {"value_loss", "explained_variance", "kl_in_reward", "kl_coefficient"} <= lines[0].keys()
+    assert [line["ratio"] for line in lines[0::4]] == [1.0] * 6
+    assert lines[0]["kl_in_reward"] == pytest.approx(0, abs=1e-5)
+    assert lines[-1]["value"] > lines[0]["value"] + 0.05  # rewards rise, and the critic has seen it
+    held_out = [line["eval_reward"] for line in metrics(tmp_path / "ppo") if "eval_reward" in line]
+    assert held_out[-1] > held_out[0]
+    written = load_file(tmp_path / "ppo" / "model" / "model.safetensors")
+    assert "score.weight" not in written and "lm_head.weight" in written
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_a_reference_is_asked_where_its_kl_counts(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    asked: list[int] = []
+    original = FrozenDecoder.__call__
+
+    def counted(self: Any, batch: Any, *more: Any) -> Any:
+        asked.append(len(batch.targets))
+        return original(self, batch, *more)
+
+    monkeypatch.setattr(FrozenDecoder, "__call__", counted)
+    objective = {"kl": {"in": place, "coefficient": 0.1}}
+    batch = {"prompts": 4, "micro": 1, "updates": 2, "passes": 2}
+    lines = run(tiny_world, tmp_path / "run", steps=4, objective=objective, batch=batch)
+    if place == "loss":  # of each step, and not of the evaluation at the end
+        assert len(asked) == 4 * 2 and lines[0]["kl/k3"] == pytest.approx(0, abs=1e-6) and lines[3]["kl/k3"] > 0
+    else:  # of the rollout, once for each of its trees
+        assert len(asked) == 4 and lines[0]["kl_in_reward"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_ppo_learns_the_same_in_every_layout(tiny_world: World, tmp_path: Path, layout: str) -> None:
+    one = run(tiny_world, tmp_path / "one", steps=4, **PPO)
+    size, parallel = LAYOUTS[layout]
+    file = recipe_file(tiny_world, tmp_path / "several", steps=4, parallel=parallel, **PPO)
+    assert all(ended == [(4, 0)] for ended in run_group(train, size, [str(file)]))
+    for line, other in zip(one, steps(tmp_path / "several"), strict=True):
+        for name in ("loss", "grad_norm", "value_loss", "reward", "kl_in_reward"):
+            assert other[name] == pytest.approx(line[name], rel=5e-4, abs=5e-6), name
