@@ -21,7 +21,7 @@ from danlu.language.reinforcement import has_one_update, objective_section
 from danlu.language.tree_reader import TreeReader
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGradientSettings
-from danlu.objectives.policy_losses import ImportanceBounds
+from danlu.objectives.policy_losses import GammaWeight, ImportanceBounds
 from danlu.objectives.preference import Preference, preference_objective
 from danlu.objectives.reward import BradleyTerry, Stepwise
 from danlu.objectives.step_preference import StepPreference
@@ -112,6 +112,8 @@ def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
         clip_low=low,
         clip_high=high,
         dual_clip=section.dual_clip,
+        sapo_temperatures=section.sapo_temperatures,
+        vespo_weights=_vespo_weights(section),
         normalise=section.normalise,
         constant_tokens=recipe.rollout.max_new_tokens,
         kl=0.0 if kl is None else kl.coefficient,
@@ -129,6 +131,12 @@ def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
         return policy
     head = first_score_head(recipe, 1, bias=False)
     return PpoObjective(head, policy, value_clip=section.value_clip, value_weight=section.value_weight)
+
+
+def _vespo_weights(section: sections.PolicyGradientSection) -> tuple[GammaWeight, GammaWeight]:
+    """Of good answers, and of the others."""
+    good, bad = (GammaWeight(k, rate) for k, rate in zip(section.vespo_shapes, section.vespo_rates, strict=True))
+    return good, bad
 
 
 def held_out_rewards(recipe: Recipe, objective: Objective) -> PolicyEvaluation:

@@ -65,10 +65,10 @@ def token_losses(settings: PolicyGradientSettings, batch: Batch, outputs: dict[s
                 case "cispo":
                     loss = -min(float(ratio.detach()), settings.clip_high) * a * log_pi[n]
                 case "sapo":
-                    tau = 1.0 if a > 0 else 1.05
+                    tau = settings.sapo_temperatures[0 if a > 0 else 1]
                     loss = -4 / tau / (1 + (-tau * (ratio - 1)).exp()) * a
                 case "vespo":
-                    k, rate = (2, 3) if a >= 0 else (3, 2)
+                    k, rate = vars(settings.vespo_weights[0 if a >= 0 else 1]).values()
                     log_of_all = log_w + (sum(map(math.log, of_engine)) if settings.importance else 0.0)
                     loss = -(rate + k * log_of_all - rate * log_of_all.exp()).exp() * a * log_pi[n]
             if settings.off_policy is not None and a < 0 and away > settings.off_policy:

@@ -577,6 +577,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="formulas",
     ),
     Mutation(
+        "stages.py",
+        "zip(section.vespo_shapes, section.vespo_rates, strict=True)",
+        "zip(section.vespo_rates, section.vespo_shapes, strict=True)",
+        "language/test_reinforcement.py",
+    ),
+    Mutation("stages.py", "sapo_temperatures=section.sapo_temperatures,", "", "language/test_reinforcement.py"),
+    Mutation(
         "objectives/policy.py",
         'if importance is not None and settings.loss != "vespo":',
         "if importance is not None:",

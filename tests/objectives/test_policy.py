@@ -24,7 +24,7 @@ from danlu.data.batch import collate, empty_like
 from danlu.data.trees import repeat_stem
 from danlu.numerics.batch_invariant import batch_invariant
 from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGradientSettings
-from danlu.objectives.policy_losses import ImportanceBounds
+from danlu.objectives.policy_losses import GammaWeight, ImportanceBounds
 from danlu.train.evaluation import evaluate
 from danlu.types import Batch, Loss, Pack, Totals
 
@@ -66,6 +66,10 @@ MORE = {
     ),
     "cispo of both": PolicyGradientSettings(loss="cispo", clip_high=1.1, off_policy=0.1, normalise="groups"),
     "sapo by sequence": PolicyGradientSettings(loss="sapo", ratio="sequence", kl=0.3, kl_with_ratio=True),
+    "sapo, colder": PolicyGradientSettings(loss="sapo", sapo_temperatures=(0.5, 3.0)),
+    "vespo, sharper": PolicyGradientSettings(
+        loss="vespo", vespo_weights=(GammaWeight(1.0, 0.5), GammaWeight(0.5, 4.0))
+    ),
     "vespo alone": PolicyGradientSettings(loss="vespo", kl=0.2, kl_estimator="k2"),
 }
 

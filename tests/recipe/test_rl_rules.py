@@ -289,6 +289,22 @@ BROKEN = [
     ({"objective": "{loss: sapo, clip: 0.3}"}, "objective.0.clip: not read with loss: sapo. Leave it out"),
     ({"objective": "{loss: vespo, dual_clip: 3}"}, "objective.0.dual_clip: not read with loss: vespo. Leave it out"),
     (
+        {"objective": "{sapo_temperatures: [1, 2]}"},
+        "objective.0.sapo_temperatures: only read with loss: sapo; this is clip. Leave it out",
+    ),
+    (
+        {"objective": "{loss: sapo, vespo_shapes: [1, 2]}"},
+        "objective.0.vespo_shapes: only read with loss: vespo; this is sapo. Leave it out",
+    ),
+    (
+        {"objective": "{loss: cispo, clip: 5, vespo_rates: [1, 2]}"},
+        "objective.0.vespo_rates: only read with loss: vespo; this is cispo. Leave it out",
+    ),
+    (
+        {"objective": "{loss: sapo, sapo_temperatures: [1, 0]}"},
+        "objective.0.sapo_temperatures.1: expected a number above 0, not 0",
+    ),
+    (
         {"objective": "{clip: [0.2, 2], dual_clip: 3}"},
         "objective.0.dual_clip: 3.0 is not above 1 + 2.0, the upper bound of clip. Use 3",
     ),
@@ -373,8 +389,8 @@ SOUND = [
     {"stage": "reinforce", "rollout": "{samples: 1}"},
     {"stage": "dapo", "objective": "{overlong: {margin: 256, weight: 0.5}, mask_truncated: true}"},
     {"objective": "{loss: cispo, clip: 5}"},
-    {"objective": "{loss: sapo, ratio: token}"},
-    {"objective": "{loss: vespo, importance: token}"},
+    {"objective": "{loss: sapo, ratio: token, sapo_temperatures: [0.5, 2]}"},
+    {"objective": "{loss: vespo, importance: token, vespo_shapes: [1, 2], vespo_rates: [2, 1]}"},
     {"stage": "gspo", "objective": "{loss: vespo, clip: [3.0e-4, 4.0e-4]}"},
     {
         "objective": "{rewards_apart: true, kl: {in: loss}}",

@@ -242,6 +242,11 @@ def _clip_problems(objective: PolicyGradientSection) -> Iterator[Problem]:
         yield Problem(key, message, reads=reads)
     if loss in ("sapo", "vespo") and is_given:
         yield Problem(key, f"not read with loss: {loss}. Leave it out", reads=reads)
+    for name in ("sapo_temperatures", "vespo_shapes", "vespo_rates"):
+        of_loss = name.split("_")[0]
+        if loss != of_loss and getattr(objective, name) != type(objective).model_fields[name].get_default():
+            message = f"only read with loss: {of_loss}; this is {loss}. Leave it out"
+            yield Problem(f"objective.0.{name}", message, reads=reads)
     if objective.dual_clip is None:
         return
     if loss != "clip":

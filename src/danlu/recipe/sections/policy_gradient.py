@@ -18,6 +18,7 @@ Baseline = Literal["group", "leave-one-out", "greedy", "batch", "none"]
 Scale = Literal["group", "batch", "mean", "none"]
 Normalise = Literal["tokens", "sequences", "constant", "groups"]
 Clip = NonNegative | tuple[NonNegative, NonNegative]
+GoodAndBad = tuple[Positive, Positive]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -117,6 +118,15 @@ class PolicyGradientSection(VariantSection):
     largest ratio itself, such as 5."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """The largest ratio that counts for tokens with a negative advantage (arXiv:1912.09729), such as 3."""
+    sapo_temperatures: GoodAndBad = (1.0, 1.05)
+    """loss: sapo: how fast the gate closes as the ratio leaves 1 (tau), for tokens with an advantage above 0 and for the
+    others; the paper closes it faster for the others."""
+    vespo_shapes: GoodAndBad = (2.0, 3.0)
+    """loss: vespo: k of the weight exp(lambda (1 - w)) w^k that an answer with ratio w has, for answers with an advantage
+    of at least 0 and for the others: how fast it falls where the policy has left an answer."""
+    vespo_rates: GoodAndBad = (3.0, 2.0)
+    """loss: vespo: lambda of that weight, of both kinds of answers: how fast it falls where the policy has taken an
+    answer up."""
     normalise: Normalise = "tokens"
     """What the sum over tokens is divided by: the tokens of the step, the tokens of each answer and then the number of
     answers (sequences), rollout.max_new_tokens and the number of answers (constant), or the tokens of all answers to
