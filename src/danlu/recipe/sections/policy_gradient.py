@@ -119,11 +119,11 @@ class PolicyGradientSection(VariantSection):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """The largest ratio that counts for tokens with a negative advantage (arXiv:1912.09729), such as 3."""
     sapo_temperatures: GoodAndBad = (1.0, 1.05)
-    """loss: sapo: how fast the gate closes as the ratio leaves 1 (tau), for tokens with an advantage above 0 and for the
-    others; the paper closes it faster for the others."""
+    """loss: sapo: how fast the gate closes as the ratio leaves 1 (tau), for tokens with an advantage above 0 and for
+    the others; the paper closes it faster for the others."""
     vespo_shapes: GoodAndBad = (2.0, 3.0)
-    """loss: vespo: k of the weight exp(lambda (1 - w)) w^k that an answer with ratio w has, for answers with an advantage
-    of at least 0 and for the others: how fast it falls where the policy has left an answer."""
+    """loss: vespo: k of the weight exp(lambda (1 - w)) w^k that an answer with ratio w has, for answers with an
+    advantage of at least 0 and for the others: how fast it falls where the policy has left an answer."""
     vespo_rates: GoodAndBad = (3.0, 2.0)
     """loss: vespo: lambda of that weight, of both kinds of answers: how fast it falls where the policy has taken an
     answer up."""
