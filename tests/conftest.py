@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import builders.tiny_world
@@ -12,7 +13,7 @@ import torch  # noqa: F401  # verbs say what they are about to do only where it 
 from builders.tiny_world import InThisProcess, World
 from hypothesis import settings
 
-from danlu.data import prepare, stream
+from danlu.data import prepare, prompts, stream
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,6 +27,21 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 settings.register_profile("same", derandomize=True)
 settings.register_profile("new", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """Files need not outlast a power failure here, and a run waits for the disk some twenty times a checkpoint.
+
+    What is synchronised, and in which order, is tested by tests that put a function of their own in this place.
+    """
+
+    def looked_up(fd: int) -> None:
+        os.fstat(fd)  # a closed file is an error still
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", looked_up)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +63,20 @@ def tiny_world() -> World:
 @pytest.fixture
 def tokenising_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are tokenised in this process, which has loaded what that takes, not in new ones."""
+    tokenise_here(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def module_tokenises_here() -> Iterator[None]:
+    """The same for all tests of a module and for fixtures that it shares between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        tokenise_here(patch)
+        yield
+
+
+def tokenise_here(patch: pytest.MonkeyPatch) -> None:
     # Here: a stream reads in a thread, and transformers cannot be imported by two threads at once.
     from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401
 
-    for room in (prepare, stream):
-        monkeypatch.setattr(room, "WorkerPool", InThisProcess)
+    for room in (prepare, prompts, stream):
+        patch.setattr(room, "WorkerPool", InThisProcess)

@@ -20,6 +20,8 @@ from danlu.train import loop
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.runs import read_run
 
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
 JUDGED: dict[str, Any] = {"data": {"eval": 10}, "checkpoint": {"every": 12, "keep": 1, "keep_best": True}}
 
 

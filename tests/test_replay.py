@@ -15,6 +15,8 @@ from test_rl_runs import FILTERED, recipe_file
 from danlu.errors import CheckpointError, RecipeError
 from danlu.replay import Difference, first_difference, replay
 
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
 RUN = {
     "rollout": FILTERED,
     "batch": {"prompts": 4, "micro": 1, "updates": 2, "passes": 1},
@@ -29,7 +31,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tiny_world: World, tmp_path_factory: pytest.TempPathFactory, module_tokenises_here: None) -> Path:
     """A finished run with a checkpoint of each step."""
     folder = tmp_path_factory.mktemp("replay") / "run"
     assert danlu("train", recipe_file(tiny_world, folder, **RUN)) == 0

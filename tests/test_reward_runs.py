@@ -33,6 +33,8 @@ from danlu.rollout.resolve_model import resolve_model
 from danlu.train.checkpoints.loading import read_group
 from danlu.types import Pack
 
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {}),
     "zero3": (2, {"shard": "zero3"}),

@@ -15,6 +15,8 @@ from test_rl_runs import recipe_file, run
 from danlu.language import reinforcement
 from danlu.rollout.model_runner import ModelRunner
 
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
 FILTERED = {"samples": 4, "max_new_tokens": 6, "temperature": 0.7, "top_p": 0.9}
 LORA = {"kind": "lora", "rank": 4, "targets": "all-linear"}
 TRAINED = {

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from danlu.language.roles import FrozenDecoder
 from danlu.train.metrics import TIMING_FIELDS
 
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
 ROWS = [{"question": f"{number % 7} and {number % 5}", "answer": str(number % 7)} for number in range(24)]
 
 
