@@ -108,10 +108,12 @@ def render_rows(
             drafts += row_drafts
             owners += [number] * len(row_drafts)
             outcomes.append([])
-    for owner, rendered in zip(owners, _tokenised(drafts, [wheres[owner] for owner in owners], tokenizer), strict=True):
+    for owner, rendered in zip(owners, _outcomes(drafts, [wheres[owner] for owner in owners], tokenizer), strict=True):
         target = outcomes[owner]
-        assert isinstance(target, list), "a row with drafts has no error"
-        target.append(rendered)
+        if isinstance(rendered, DataError):
+            outcomes[owner] = rendered
+        elif isinstance(target, list):
+            target.append(rendered)
     return outcomes
 
 
@@ -290,6 +292,18 @@ def _turn_weights(messages: Sequence[Message], train_on: str) -> list[float]:
             is_answer = message.role == "assistant" and not message.is_context
             weights.append(float(is_answer and (train_on == "assistant" or number == last)))
     return weights
+
+
+def _outcomes(
+    drafts: Sequence[_Draft], wheres: Sequence[str], tokenizer: Tokenizer
+) -> Sequence[RenderedSample | DataError]:
+    """Of each draft its sample, or what is wrong with it where a word has no token."""
+    try:
+        return _tokenised(drafts, wheres, tokenizer)
+    except DataError as error:
+        if len(drafts) == 1:
+            return [DataError(f"{wheres[0]}: {error}")]
+        return [_outcomes([draft], [where], tokenizer)[0] for draft, where in zip(drafts, wheres, strict=True)]
 
 
 def _tokenised(drafts: Sequence[_Draft], wheres: Sequence[str], tokenizer: Tokenizer) -> list[RenderedSample]:

@@ -18,6 +18,7 @@ import numpy as np
 from danlu.data.byte_level_bpe import PRINTABLE, ByteLevelEncoder, byte_level_encoder
 from danlu.data.chat_template import ChatTemplate, Turn
 from danlu.data.tokenizer_folder import broken_json, fast_tokenizer_folder, read_chat_template
+from danlu.data.unknown_words import has_tokens, naming_unknown_words
 from danlu.errors import DataError
 
 _PROBE = (
@@ -82,7 +83,7 @@ class Tokenizer:
         self.eos_id: int | None = pretrained.eos_token_id
         self.bos_id: int | None = pretrained.bos_token_id
         self.pad_id: int | None = pretrained.pad_token_id
-        with_specials = self.fast.encode("a", add_special_tokens=True).ids
+        with_specials = self.fast.encode("", add_special_tokens=True).ids
         self.adds_bos = self.bos_id is not None and with_specials[:1] == [self.bos_id]
         self._byte_lengths = _byte_lengths(self.fast, self._vocabulary, self.vocab_size)
         self._normalizes = self.fast.normalizer is not None
@@ -100,8 +101,12 @@ class Tokenizer:
     # -- text ---------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text as it stands: nothing added, special tokens in the text recognised."""
-        return list(self.fast.encode(text, add_special_tokens=False).ids)
+        """Ids of a text as it stands: nothing added, special tokens in the text recognised.
+
+        Raises DataError for a word without a token, where the tokenizer has none for unknown words.
+        """
+        with naming_unknown_words(self.fast, (text,), self.path):
+            return list(self.fast.encode(text, add_special_tokens=False).ids)
 
     def encode_many(self, texts: Sequence[str]) -> Encoded:
         """Ids and places of several texts.
@@ -109,9 +114,12 @@ class Tokenizer:
         For a byte-level tokenizer the places follow from the length of each token, which is several times cheaper than
         having them tracked. A text that it normalises to another, or whose lengths do not add up (a token that swallows
         the spaces around it), has them tracked like those of any other tokenizer.
+
+        Raises DataError as `encode` does.
         """
         if self._byte_lengths is None:
-            encodings = self.fast.encode_batch(texts, add_special_tokens=False)
+            with naming_unknown_words(self.fast, texts, self.path):
+                encodings = self.fast.encode_batch(texts, add_special_tokens=False)
             sizes = np.array([len(text) for text in texts], np.int64)
             counts = np.array([len(encoding) for encoding in encodings], np.int64)
             offsets = chain.from_iterable(encoding.offsets for encoding in encodings)
@@ -272,7 +280,7 @@ class Tokenizer:
         def facts(of: Tokenizer) -> tuple[Any, ...]:
             added = sorted(token.content for token in of.fast.get_added_tokens_decoder().values())
             texts = (_PROBE, " ".join(added), f"{_PROBE}{''.join(added)}{_PROBE}")
-            ids = [of.fast.encode(text).ids for text in texts]
+            ids = [of.fast.encode(text).ids if has_tokens(of.fast, text) else None for text in texts]
             return of._vocabulary, of._templates, of.special_ids, of.bos_id, of.eos_id, of.pad_id, ids
 
         return facts(self) == facts(tokenizer)
