@@ -1,4 +1,4 @@
-"""Words that a tokenizer has no token for, where it has none for unknown words either: a vocabulary of words, mostly."""
+"""Words that a tokenizer has no token for, where it has none for unknown words either."""
 
 from __future__ import annotations
 
