@@ -168,6 +168,24 @@ def test_the_recipe_of_a_reward_model_trains(here: Path, capsys: pytest.CaptureF
     assert compared >= 10
 
 
+def test_the_recipe_of_ppo_trains_with_the_reward_model_of_another(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [*SIZE, "precision=fp32"]
+    assert danlu("train", library.folder() / "reward.yaml", *small, "steps=2", "batch.pairs=4") == 0
+    recipe, own = library.folder() / "ppo.yaml", ["data.eval=4", "evaluation.every=2", *SHORT_ANSWERS]
+    assert danlu("train", recipe, *small, "batch.prompts=4", *own) == 0
+    lines = [json.loads(line) for line in (here / "runs/ppo/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert {"reward/model", "kl_in_reward", "value_loss", "explained_variance"} <= steps[0].keys()
+    assert [line["ratio"] == 1 for line in steps] == [True, False, False, False]  # four updates of one rollout
+    assert [line["step"] for line in lines if "eval_reward" in line] == [2, 4]
+    tokens = load_tokenizer("tokenizer").encode(PROMPT)
+    ours, theirs = logits(here / "runs/ppo/model", tokens)  # without the head of values
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 def test_the_recipe_of_a_classifier_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     digits_folder(here / "mnist")
     recipe = library.folder() / "lenet_mnist.yaml"
@@ -247,4 +265,4 @@ def test_the_recipe_of_a_chain_trains(here: Path, capsys: pytest.CaptureFixture[
 
 def test_every_shipped_recipe_is_tried() -> None:
     tried = {case[0] for mark in test_a_shipped_recipe_trains.pytestmark for case in mark.args[1]}
-    assert tried | {"chain", "lenet_mnist", "lora", "rank_study", "reward"} == set(library.shipped())
+    assert tried | {"chain", "lenet_mnist", "lora", "ppo", "rank_study", "reward"} == set(library.shipped())
