@@ -231,7 +231,15 @@ BROKEN = [
         "batch.updates: 5 does not divide the 16 prompts of a rollout. Use 4 or 8",
     ),
     ({"batch": "{prompts: 2, updates: 4}"}, "batch.updates: 4 does not divide the 2 prompts of a rollout. Use 2"),
-    ({"rollout": "{staleness: 1}"}, "rollout.staleness: 1: asynchronous rollouts are not there yet. Use 0"),
+    (
+        {"rollout": "{staleness: 1, engine: vllm, url: http://x}"},
+        "rollout.staleness: 1: answers are drawn in processes that danlu starts itself, and vllm is a server that is "
+        "waited for. Use 0, or engine: embedded",
+    ),
+    (
+        {"rollout": "{processes: 2}"},
+        "rollout.processes: only read with rollout.staleness above 0: the trainer itself answers. Leave it out",
+    ),
     ({"rollout": "{temperature: 0}"}, "rollout.temperature: 0 takes the likeliest token each time, so all answers to"),
     (
         {"rollout": "{max_new_tokens: 1024}"},

@@ -28,6 +28,7 @@ from danlu.language.learner import (
 from danlu.language.moving import MovingWeights, moving_tensors
 from danlu.language.reinforcement import experience_items, recipe_rewards
 from danlu.language.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs, StoredOutputs, forward_of
+from danlu.language.rollout_processes import rollout_processes
 from danlu.language.samples import sampler
 from danlu.memory import activation_offload
 from danlu.memory_estimate import MemoryEstimate, estimate_of, find_micro_batch, gathered_parameters
@@ -44,6 +45,7 @@ from danlu.plan.flops import training_flops
 from danlu.plan.gemm import Peak, peak_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
+from danlu.rollout.asynchronous import AsynchronousEngine
 from danlu.rollout.rollout_sampler import Rewards
 from danlu.rollout.self_check import check_exact
 from danlu.stage_protocols import (
@@ -75,6 +77,8 @@ class PlacedDecoder:
     frozen: Mapping[Role, Placed] = field(default_factory=dict)  # those of it that are decoders of their own
     moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights of those that follow the policy
     rewards: Callable[[Recipe], Rewards] = recipe_rewards  # what judges answers that the policy makes itself
+    asynchronous_engine: Callable[[Recipe, Placed, float], AsynchronousEngine] = rollout_processes
+    """What answers beside the trainer where the recipe asks for it; with so many GiB of cache."""
     empty: Pack = EMPTY_PACK  # an item without targets, with what the items of the stage have
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from danlu.language.learner import DecoderLearner
 from danlu.language.reader import tokenizer_of
 from danlu.language.reward_model import RewardModel, load_reward_model, resolve_reward_model
 from danlu.language.rollout import engine_options, rollout_engine
+from danlu.language.rollout_processes import policy_weights
 from danlu.language.tree_reader import laid_out
 from danlu.language.tree_scoring import TreeScorer
 from danlu.line_log import LineLog
@@ -26,6 +28,7 @@ from danlu.recipe.sections import Grpo, ModelReward, PolicyGradientSection, Ppo
 from danlu.rewards.build import build_rewards, build_runner
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.runner import RewardPart
+from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.cache_size import cache_gib
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.estimators import (
@@ -105,8 +108,17 @@ def sampling_options(recipe: Recipe) -> SamplingOptions:
 
 
 def has_one_update(recipe: Recipe) -> bool:
-    """Whether each rollout is trained on in one step: the policy then is the one that drew."""
-    return recipe.batch.updates * recipe.batch.passes == 1
+    """Whether the policy that the ratio is to is the present one in each step: each rollout is trained on in one."""
+    return recipe.batch.updates * recipe.batch.passes == 1 and not ratio_is_to_sampled(recipe)
+
+
+def ratio_is_to_sampled(recipe: Recipe) -> bool:
+    """Whether the ratio is to what tokens were drawn from, as the engine has it: of asynchronous rollouts.
+
+    With `importance` it is to the trainer's policy when the rollout is taken up, and the correction bridges the rest
+    (decoupled PPO: arXiv:2110.00641; as in AReaL, arXiv:2505.24298).
+    """
+    return recipe.rollout.staleness > 0 and objective_section(recipe).importance is None
 
 
 def experience_items(
@@ -136,10 +148,27 @@ def experience_items(
 
     log = LineLog(folder / ROLLOUTS) if ranks.leads else None
     sampler = RolloutSampler(prompts.order, engine, rewards, settings, ranks.world)
+    if recipe.rollout.staleness > 0:
+        sampler.asynchronous = AsynchronousRollouts(
+            placed.asynchronous_engine(recipe, placed.placed, needed) if ranks.leads else None,
+            partial(policy_weights, placed.placed),
+            recipe.rollout.staleness,
+            ranks.world,
+            _rollouts(recipe, len(prompts.train)),
+        )
     experience = Experience(sampler, estimator_of(recipe), _scorer(recipe, learner), log, through_model)
     if not prompts.held_out:
         return experience, None
     return experience, HeldOutAnswers(experience, prompts.held_out)
+
+
+def _rollouts(recipe: Recipe, prompts: int) -> int:
+    """How many rollouts a run has, over so many prompts."""
+    batch = recipe.batch
+    assert batch.prompts is not None, "the recipe's rules ask for prompts"
+    if recipe.steps is not None:
+        return math.ceil(recipe.steps / (batch.updates * batch.passes))
+    return math.ceil(math.ceil((recipe.epochs or 1) * prompts * batch.passes) / (batch.prompts * batch.passes))
 
 
 def estimator_of(recipe: Recipe) -> Estimator:
@@ -188,8 +217,9 @@ def _scorer(recipe: Recipe, learner: AnyLearner) -> TreeScorer | None:
     section = objective_section(recipe)
     reference = section.kl is not None and section.kl.in_reward and section.kl.coefficient > 0
     values = isinstance(section, Ppo)
-    exact = recipe.numerics == "exact"  # the engine's log-probabilities are the trainer's
-    old = not exact and (not has_one_update(recipe) or reference or values)
+    # The engine's log-probabilities are the trainer's, or are what the ratio is to.
+    has_old = (recipe.numerics == "exact" and recipe.rollout.staleness == 0) or ratio_is_to_sampled(recipe)
+    old = not has_old and (not has_one_update(recipe) or reference or values)
     if not (old or reference or values):
         return None
     assert isinstance(learner, DecoderLearner), "a decoder learns from answers"

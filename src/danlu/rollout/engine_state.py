@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from danlu.rollout.request import Request, SamplingOptions
+from danlu.rollout.request import Completion, Request, SamplingOptions
 
 
 def request_to_json(request: Request) -> dict[str, Any]:
@@ -34,3 +34,26 @@ def request_from_json(fields: dict[str, Any]) -> Request:
             "stop_strings": tuple(fields["stop_strings"]),
         }
     )
+
+
+def completion_state(completion: Completion) -> dict[str, Any]:
+    """A complete answer as the state of an unfinished one has it: an engine that restores it completes it again."""
+    supports = [None] * len(completion.tokens) if completion.support is None else completion.support
+    tops = completion.top if completion.top is not None else [()] * len(completion.tokens)
+    prompt_scores: list[Any] = []
+    if completion.prompt_logprobs is not None:
+        prompt_tops = completion.prompt_top or [()] * len(completion.prompt_logprobs)
+        prompt_scores = [list(score) for score in zip(completion.prompt_logprobs, prompt_tops, strict=True)]
+    columns = zip(
+        completion.tokens, completion.logprobs, completion.drawn, supports, completion.versions, tops, strict=True
+    )
+    return {
+        "sample": completion.sample,
+        "reported": len(completion.tokens),
+        "aborted": completion.finish == "abort",
+        "prompt_scores": prompt_scores,
+        "drawn": [
+            [token, logprob, drawn, None if support is None else support.ids.tolist(), version, list(top)]
+            for token, logprob, drawn, support, version, top in columns
+        ],
+    }

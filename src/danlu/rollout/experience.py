@@ -8,6 +8,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,9 @@ from danlu.rollout.request import SamplingOptions
 from danlu.rollout.rollout_sampler import Answered, ExperienceSettings, RolloutSampler
 from danlu.types import Pack
 
+STALENESS = ("staleness", "staleness_max")
+"""Metrics of asynchronous rollouts: updates between the weights that drew a token and those that are trained on it."""
+
 Scores = tuple[Sequence[Mapping[str, np.ndarray]], Sequence[Mapping[str, np.ndarray]]]
 """Of each item what a pass without gradients says of its tokens [S], and of its branches."""
 
@@ -64,6 +68,7 @@ class Experience:
     _rollout: int | None = None  # whose items are there
     _items: list[Pack] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
+    _lag: int = 0  # updates that the policy has had since the present rollout was made
     _before: dict[str, Any] = field(default_factory=dict)
     """What the present rollout was made from."""
     _pending: tuple[int, list[str]] = (0, [])
@@ -81,21 +86,30 @@ class Experience:
         """
         settings = self.settings
         rollout, place = divmod(number, settings.items)
+        self._lag, begins = divmod(place, settings.items_per_update)
+        if begins == 0:
+            self._begin_update(number)
         if rollout != self._rollout:
             self._roll_out(rollout)
+            self._begin_update(number)  # more may be asked where prompts were replaced
         fresh = place < settings.items_per_update
         item = self._items[self._place(rollout, place)]
         return with_facts(item, {"fresh": np.full(len(item.samples[0].branches), fresh, np.float32)})
 
     def state(self, number: int) -> dict[str, Any]:
-        """What follows from nothing else: where prompts go on, and what the estimator keeps.
+        """What follows from nothing else: where prompts go on, what the estimator keeps, and which answers grow.
 
-        A rollout of which no step has been taken is made again.
+        A rollout of which no step has been taken is made again, but for an asynchronous one: the weights that have
+        drawn it are gone.
         """
-        rollout, place = divmod(number, self.settings.items)
-        if rollout == self._rollout and place == 0:
+        if self._is_made_again(number):
             return self._before
         state = self._made_from()
+        if (asynchronous := self.sampler.asynchronous) is not None:
+            # With the present weights first: whatever is drawn after this is drawn with weights that a checkpoint has.
+            self._begin_update(number)
+            state["asynchronous"] = asynchronous.state()
+        rollout = number // self.settings.items
         if rollout == self._rollout:
             rows = [item.samples[0].row for item in self._items]
             state |= {"rollout": rollout, "rows": rows, "metrics": self._metrics}
@@ -113,6 +127,8 @@ class Experience:
         self._pending = state.get("rollout", 0), list(state.get("rows", ()))
         self._metrics = {name: float(value) for name, value in state.get("metrics", {}).items()}
         self.estimator.restore(state["estimator"])
+        if self.sampler.asynchronous is not None:
+            self.sampler.asynchronous.restore(state["asynchronous"])
         if self.log is not None:
             self.log.truncate(int(state["log_lines"]))
 
@@ -125,9 +141,10 @@ class Experience:
         }
 
     def tensors(self, number: int) -> Mapping[str, Tensor]:
-        """The items of a rollout that is half trained."""
-        rollout, place = divmod(number, self.settings.items)
-        return items_to_tensors(self._items) if rollout == self._rollout and place > 0 else {}
+        """The items of a rollout that is half trained, or was drawn with weights that are gone."""
+        if number // self.settings.items != self._rollout or self._is_made_again(number):
+            return {}
+        return items_to_tensors(self._items)
 
     def restore_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes the items up."""
@@ -135,8 +152,9 @@ class Experience:
         self._items = items_from_tensors(tensors, rows)
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the present rollout."""
-        return self._metrics
+        """Of the present rollout; how old its weights are, of the present step."""
+        ages = {name: self._metrics[name] + self._lag for name in STALENESS if name in self._metrics}
+        return {**self._metrics, **ages}
 
     def judged_items(self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions) -> list[Pack]:
         """One answer to each prompt by the policy as it is now, with its rewards, as items that are not trained on."""
@@ -184,11 +202,24 @@ class Experience:
                 of_branches[place] = branches
         return [of_tokens[place] for place in range(len(items))], [of_branches[place] for place in range(len(items))]
 
+    def _is_made_again(self, number: int) -> bool:
+        """Whether item `number` is the first of the present rollout, which follows from weights that are there."""
+        rollout, place = divmod(number, self.settings.items)
+        return rollout == self._rollout and place == 0 and self.sampler.asynchronous is None
+
+    def _begin_update(self, number: int) -> None:
+        """Says that the items from `number` on are trained on next."""
+        rollout = number // self.settings.items
+        self.sampler.begin_update(number // self.settings.items_per_update, rollout + (rollout == self._rollout))
+
     def _roll_out(self, rollout: int) -> None:
         self._before = self._made_from()
-        with self.sampler.awake():
+        try:
             answered, metrics = self.sampler.next_rollout()
-        self._check_rewards(answered)
+            self._check_rewards(answered)
+        except BaseException:  # the state that is saved then has these prompts before it
+            self.sampler.next_prompt = self._before["next_prompt"]
+            raise
         items = self._items_of(answered)
         token_scores: Sequence[Mapping[str, np.ndarray]] = [{} for _ in items]
         branch_scores: Sequence[Mapping[str, np.ndarray]] = token_scores
@@ -202,10 +233,14 @@ class Experience:
         self._items, more = self.estimator.estimate(judged)
         self._items = [self.laid_out(item) for item in self._items]
         self._rollout = rollout
+        if self.sampler.asynchronous is not None:
+            metrics |= _staleness(answered, rollout * self.settings.updates * self.settings.passes)
         times = {"rollout_s": self.sampler.times.rollout, "reward_s": self.sampler.times.reward, "scoring_s": scoring_s}
         self._metrics = {**metrics, **more, **_reward_statistics(judged), **times}
         if self.log is not None:
             self._write(self.log, rollout, answered)
+        if self.sampler.asynchronous is not None:
+            self.sampler.asynchronous.forget_taken()
 
     def _check_rewards(self, answered: Answered) -> None:
         without = float(np.isnan(answered.rewards).all(-1).mean())
@@ -269,6 +304,8 @@ class Experience:
                     "tokens": completion.tokens,
                     "rewards": _by_part(rewards, parts),
                 }
+                if self.sampler.asynchronous is not None:
+                    entry["versions"] = run_lengths(completion.versions)
                 if failures := self.sampler.failures.get((completion.number, completion.sample)):
                     entry["failures"] = failures
                 answers.append(entry)
@@ -277,6 +314,18 @@ class Experience:
                 line["greedy_rewards"] = _by_part(answered.greedy_rewards[place], parts)
             log.append(json.dumps(line, ensure_ascii=False))
         log.sync()
+
+
+def run_lengths(versions: Sequence[int]) -> list[list[int]]:
+    """[[version, tokens], ...]: with which weights an answer was drawn, in the order of its tokens."""
+    return [[version, len(list(tokens))] for version, tokens in itertools.groupby(versions)]
+
+
+def _staleness(answered: Answered, updates: int) -> dict[str, float]:
+    """How many updates before the present ones, by all tokens of a rollout, the weights are that drew these."""
+    versions = [version for of_prompt in answered.completions for each in of_prompt for version in each.versions]
+    ages = updates - np.array(versions)
+    return dict(zip(STALENESS, (float(ages.mean()), float(ages.max())), strict=True))
 
 
 def _of_tree(values: np.ndarray, laid_out: Pack, item: Pack) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -20,11 +20,15 @@ from danlu.parallel.process_group import untimed_barrier
 from danlu.parallel.watchdog import PHASE
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.runner import RewardPart, RewardTable
+from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.request import Completion, Request, SamplingOptions
 from danlu.rollout.support import check_trainable
 
 _barriers = itertools.count()
+
+Generate = Callable[[Sequence[Request]], list[Completion]]
+"""All answers to requests, in their order and by sample."""
 
 GREEDY_NUMBERS, EVALUATION_NUMBERS = 1 << 40, 1 << 41
 """Numbers of requests for greedy answers, and for evaluations, begin here: no two requests of a run have the same."""
@@ -123,6 +127,8 @@ class Times:
     rollout: float = 0.0
     reward: float = 0.0
     scoring: float = 0.0
+    publish: float = 0.0
+    """Asynchronous: of handing weights over and asking prompts, which the next rollout waits for."""
 
 
 @dataclass
@@ -133,6 +139,8 @@ class RolloutSampler:
         prompts: of the whole run, over whose epochs numbers go on.
         engine: asleep outside of `awake`.
         world: of all processes; the first asks for rewards.
+        asynchronous: what draws the answers that are trained on beside the trainer; None: `engine` does, when they are
+            wanted.
     """
 
     prompts: PromptSource
@@ -140,6 +148,7 @@ class RolloutSampler:
     rewards: Rewards
     settings: ExperienceSettings
     world: Group
+    asynchronous: AsynchronousRollouts | None = None
     next_prompt: int = 0
     times: Times = field(default_factory=Times)
     """Of the present rollout."""
@@ -158,7 +167,9 @@ class RolloutSampler:
             self.engine.sleep()
 
     def close(self) -> None:
-        """Ends the engine and what judges."""
+        """Ends the engines and what judges."""
+        if self.asynchronous is not None:
+            self.asynchronous.close()
         self.engine.close()
         self.rewards.close()
 
@@ -172,8 +183,37 @@ class RolloutSampler:
         more = f" (and {len(reasons) - count} more)" if len(reasons) > count else ""
         return f"{'; '.join(reasons[:count])}{more}. " if reasons else ""
 
+    def begin_update(self, updates: int, rollouts: int) -> None:
+        """Of asynchronous rollouts: has answers go on under the present weights, and asks what may be asked by now.
+
+        updates: that the policy has had; rollouts: that have been made. All processes call it between two updates.
+        """
+        asynchronous, settings = self.asynchronous, self.settings
+        if asynchronous is None:
+            return
+        PHASE.begin("rollout")
+        start = time.perf_counter()
+        asynchronous.publish(updates)
+        to_come = asynchronous.rollouts_to_begin(settings.updates * settings.passes) - rollouts
+        self._ask_up_to(asynchronous, self.next_prompt + to_come * settings.prompts)
+        asynchronous.poll()
+        self.times.publish += time.perf_counter() - start
+
+    def _ask_up_to(self, asynchronous: AsynchronousRollouts, number: int) -> None:
+        """Asks prompts of the run with lower numbers that have not been asked."""
+        for prompt_number in range(asynchronous.asked, number):
+            asynchronous.submit(self._requests_of([prompt_number], [self.prompts.at(prompt_number)]))
+        asynchronous.asked = max(asynchronous.asked, number)
+
     def next_rollout(self) -> tuple[Answered, dict[str, float]]:
         """So many prompts as a rollout has; of those without signal as many as can be are replaced."""
+        if self.asynchronous is None:
+            with self.awake():
+                return self._next_rollout()
+        self.times, self.failures = Times(rollout=self.times.publish), {}
+        return self._next_rollout()
+
+    def _next_rollout(self) -> tuple[Answered, dict[str, float]]:
         settings, wanted = self.settings, self.settings.prompts
         kept: Answered | None = None
         without: Answered | None = None
@@ -214,11 +254,12 @@ class RolloutSampler:
         numbers = range(self.next_prompt, self.next_prompt + count)
         self.next_prompt += count
         prompts = [self.prompts.at(number) for number in numbers]
-        requests = self._requests(numbers, prompts, settings.sampling, settings.samples)
-        if settings.greedy:
-            greedy_numbers = [GREEDY_NUMBERS + number for number in numbers]
-            requests += self._requests(greedy_numbers, prompts, replace(settings.sampling, temperature=0.0), 1)
-        completions, rewards = self._judged_completions(requests, [*prompts, *prompts])
+        requests = self._requests_of(numbers, prompts)
+        generate: Generate = self.engine.generate
+        if self.asynchronous is not None:
+            self._ask_up_to(self.asynchronous, self.next_prompt)
+            generate = self.asynchronous.take
+        completions, rewards = self._judged_completions(requests, [*prompts, *prompts], generate)
         sampled = completions[: count * settings.samples]
         for completion in sampled:
             check_trainable(completion, settings.sampling, settings.vocab_size)
@@ -232,10 +273,20 @@ class RolloutSampler:
 
     def answer(self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions) -> Answered:
         """One answer to each of other prompts, which are not trained on; numbers: of their requests."""
-        completions, rewards = self._judged_completions(self._requests(numbers, prompts, sampling, 1), prompts)
+        requests = self._requests(numbers, prompts, sampling, 1)
+        completions, rewards = self._judged_completions(requests, prompts, self.engine.generate)
         return Answered(
             tuple(numbers), tuple(prompts), tuple((completion,) for completion in completions), rewards[:, None], None
         )
+
+    def _requests_of(self, numbers: Sequence[int], prompts: Sequence[Prompt]) -> list[Request]:
+        """What is asked of prompts that are trained on: their samples, then their greedy answers where these count."""
+        settings = self.settings
+        requests = self._requests(numbers, prompts, settings.sampling, settings.samples)
+        if settings.greedy:
+            greedy_numbers = [GREEDY_NUMBERS + number for number in numbers]
+            requests += self._requests(greedy_numbers, prompts, replace(settings.sampling, temperature=0.0), 1)
+        return requests
 
     def _requests(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions, samples: int
@@ -255,12 +306,12 @@ class RolloutSampler:
         ]
 
     def _judged_completions(
-        self, requests: Sequence[Request], prompts: Sequence[Prompt]
+        self, requests: Sequence[Request], prompts: Sequence[Prompt], generate: Generate
     ) -> tuple[list[Completion], np.ndarray]:
         """The completions of requests, each of one of the prompts in order, and their rewards [completions, R]."""
         start = time.perf_counter()
         PHASE.begin("rollout")
-        completions = self.engine.generate(requests)
+        completions = generate(requests)
         self.times.rollout += time.perf_counter() - start
         start = time.perf_counter()
         of_completions = [

@@ -24,7 +24,7 @@ from danlu.recipe.yaml_tree import Problem
 
 _RL_KEYS = (
     "rewards", "reward_limits", "value", "data.prompt", "batch.updates", "batch.passes",
-    *(f"rollout.{key}" for key in SAMPLING_KEYS),
+    *(f"rollout.{key}" for key in SAMPLING_KEYS), "rollout.processes",
 )  # fmt: skip
 _FILTERS = ("top_p", "top_k", "min_p")
 
@@ -143,9 +143,7 @@ def rollout_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
     objective, rollout, data = recipe.policy_gradient, recipe.rollout, recipe.data
     if recipe.stage != "rl":
         return
-    if rollout.staleness > 0:
-        message = f"{rollout.staleness}: asynchronous rollouts are not there yet. Use 0"
-        yield Problem("rollout.staleness", message)
+    yield from _asynchronous_is_possible(rollout)
     if rollout.temperature == 0:
         message = "0 takes the likeliest token each time, so all answers to a prompt are one. Use 1, or some above 0"
         yield Problem("rollout.temperature", message, reads=("stage",))
@@ -167,6 +165,19 @@ def rollout_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"rollout.{filters[0]}", message, reads=("rollout.engine",))
     if objective is not None:
         yield from _answers_can_be_compared(objective, rollout)
+
+
+def _asynchronous_is_possible(rollout: Rollout) -> Iterator[Problem]:
+    if rollout.staleness == 0:
+        if rollout.processes != Rollout().processes:
+            message = "only read with rollout.staleness above 0: the trainer itself answers. Leave it out"
+            yield Problem("rollout.processes", message, reads=("rollout.staleness",))
+    elif rollout.engine != "embedded":
+        message = (
+            f"{rollout.staleness}: answers are drawn in processes that danlu starts itself, and {rollout.engine} is a "
+            "server that is waited for. Use 0, or engine: embedded"
+        )
+        yield Problem("rollout.staleness", message, reads=("rollout.engine",))
 
 
 def _answers_can_be_compared(objective: PolicyGradientSection, rollout: Rollout) -> Iterator[Problem]:

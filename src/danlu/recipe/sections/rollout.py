@@ -84,8 +84,12 @@ class Rollout(Section):
     stop_strings: list[str] = []
     """Stage rl: texts that end an answer, beside the end tokens of the model."""
     staleness: Annotated[int, Field(ge=0)] = 0
-    """Stage rl: how many updates old the weights may be that answers are drawn with. 0: answers are drawn, then
-    trained on."""
+    """Stage rl: how many updates before a rollout is trained on its answers may begin. Above 0 these are drawn in
+    processes beside the trainer, and go on with new weights after each update. 0: answers are drawn, then trained
+    on."""
+    processes: PositiveInt = 1
+    """staleness above 0: how many processes answer, each with a copy of the policy, on GPUs that no trainer has where
+    there are some."""
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"
     """embedded answers in this process, with the trainer's own tensors; vllm and sglang are servers that run elsewhere,
     which are handed the weights."""

@@ -1,0 +1,115 @@
+"""Processes that answer with the policy beside the trainer: how each makes its engine, which weights it is handed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from danlu.language.learner import trained_weights
+from danlu.language.reader import tokenizer_of
+from danlu.language.rollout import rollout_engine
+from danlu.machine import usable_cores
+from danlu.memory_estimate import processes_here
+from danlu.models.config import ModelConfig
+from danlu.numerics.batch_invariant import batch_invariant
+from danlu.numerics.deterministic import deterministic
+from danlu.parallel.step_parallel import StepParallel
+from danlu.placing import Placed, subject_of
+from danlu.recipe import Recipe
+from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.engine import RolloutEngine
+from danlu.rollout.rollout_processes import RolloutProcesses
+from danlu.terminal import print_status
+from danlu.train.checkpoints.gathering import Gathering
+
+if TYPE_CHECKING:
+    from danlu.rollout.asynchronous import AsynchronousEngine
+
+
+@dataclass(frozen=True)
+class PolicyEngineJob:
+    """A `rollout_worker.EngineJob`: the engine of a recipe, whose weights are handed over."""
+
+    recipe: Recipe
+    config: ModelConfig
+    device: str
+    cache_gib: float
+    threads: int
+
+    @contextmanager
+    def __call__(self) -> Iterator[RolloutEngine]:
+        """Within it the engine answers as one within the trainer would."""
+        recipe, device = self.recipe, torch.device(self.device)
+        torch.set_num_threads(self.threads)
+        chat = ChatTokenizer(tokenizer_of(recipe))
+        with ExitStack() as closing:
+            closing.enter_context(deterministic(recipe.deterministic))
+            if recipe.numerics == "exact":
+                closing.enter_context(batch_invariant())
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            # Of a model that is trained as a whole all values are handed over; of an adapter, those of the adapter.
+            subject = subject_of(
+                recipe,
+                self.config,
+                device,
+                resumed=recipe.adapter is None,
+                encode=lambda text: chat.encode_prompt(text),
+            )
+            subject.model.requires_grad_(False).eval()
+            engine = rollout_engine(
+                recipe, Placed(subject, StepParallel()), decode=chat.decode, cache_gib=self.cache_gib
+            )
+            closing.callback(engine.close)
+            yield engine
+
+
+def rollout_processes(recipe: Recipe, placed: Placed, cache_gib: float) -> AsynchronousEngine:
+    """The rollout processes of a recipe, which load their models meanwhile; on the first process of a run.
+
+    cache_gib: what the answers that are drawn at a time need of the cache. Raises ResourceError where there is no
+    memory for the weights that they are handed.
+    """
+    count = recipe.rollout.processes
+    threads = recipe.threads or max(1, usable_cores() // (1 + count))
+    config = placed.subject.model.config
+    jobs = [PolicyEngineJob(recipe, config, device, cache_gib, threads) for device in _devices(placed, count)]
+    return RolloutProcesses(jobs, _shapes(placed), print_status)
+
+
+def policy_weights(placed: Placed) -> Iterator[tuple[str, Tensor]]:
+    """What training changes of the policy, whole, by name, on the first process; all go through it together."""
+    weights = trained_weights(placed.subject.model, placed.subject.adapters)
+    parallel = placed.parallel
+    local = parallel.local_parameters
+    if not local:
+        yield from weights.items()
+        return
+    parallel.reshard()
+    with Gathering(parallel.ranks.world) as gathering:
+        for name in weights:
+            if (whole := gathering.whole(name, local[name].local, local[name].box)) is not None:
+                yield name, whole
+
+
+def _shapes(placed: Placed) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Of `policy_weights`, with the types."""
+    local = placed.parallel.local_parameters
+    weights = trained_weights(placed.subject.model, placed.subject.adapters)
+    if not local:
+        return {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
+    return {name: (tuple(local[name].box.global_shape), local[name].local.dtype) for name in weights}
+
+
+def _devices(placed: Placed, count: int) -> list[str]:
+    """Of each rollout process: GPUs that no trainer has come first."""
+    device = next(placed.subject.model.parameters()).device
+    if device.type != "cuda":
+        return [str(device)] * count
+    trainers, gpus = processes_here(placed.parallel.ranks.world.size), torch.cuda.device_count()
+    return [f"cuda:{(trainers + number) % gpus}" for number in range(count)]
