@@ -666,6 +666,12 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- rollout
     Mutation(
+        "rollout/filters.py",
+        "rows = sorted(by_width.pop(width))",
+        "rows = by_width.pop(width)",
+        "rollout/test_sampling.py",
+    ),
+    Mutation(
         "rollout/blocks.py", "references = self._references[block] - 1", "references = 0", "rollout/test_blocks.py"
     ),
     Mutation(

@@ -357,3 +357,15 @@ def test_rows_that_keep_few_and_many_tokens_do_not_disturb_each_other():
     sizes = [8192 if support is None else len(support.ids) for support in together.supports]
     assert [size for one, size in zip(check, sizes, strict=True) if one.supports[0] is None] in ([], [8192])
     assert min(sizes) < 20 and max(sizes) > 4000
+
+
+def test_top_p_keeps_the_tokens_of_each_row_where_rows_are_looked_at_in_different_widths() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 400) * 0.6  # so flat that some rows need a second look, and others are looked at whole
+    rows = [DrawRow(SamplingOptions(top_p=0.95), number, 0, 7) for number in range(6)]
+    together = draw(logits, rows)
+    apart = [draw(logits[i : i + 1], rows[i : i + 1]) for i in range(6)]
+    assert together.tokens == [drawn.tokens[0] for drawn in apart]
+    ids = [[support.ids.tolist() for support in drawn.supports if support is not None] for drawn in (together, *apart)]
+    assert ids[0] == [of_row for (of_row,) in ids[1:]]
+    assert len({len(of_row) for of_row in ids[0]}) > 1  # control: rows of another order would have other tokens

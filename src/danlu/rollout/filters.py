@@ -60,7 +60,7 @@ def keep(scaled: Tensor, highest: Tensor, total: Tensor, options: Sequence[Sampl
     by_width = _first_widths(total, options, vocab_size)
     while by_width:
         width = min(by_width)
-        rows = by_width.pop(width)
+        rows = sorted(by_width.pop(width))  # those that were cut come after others, and all of them are taken whole
         whole = len(rows) == len(options)
         index = slice(None) if whole else torch.tensor(rows, device=scaled.device)
         members = [options[i] for i in rows]
