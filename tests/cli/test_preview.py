@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from builders.inline_workers import InlineWorkers
 from builders.tiny_world import World, danlu, write_rows
 
@@ -18,6 +20,7 @@ from danlu.data.prepare import DatasetSpec, prepare
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_training import CHATML, MIN_VOCAB_SIZE, train_tokenizer
 from danlu.errors import DataError
+from danlu.language.prompt_reader import PromptReader
 from danlu.recipe import load, resolved_yaml
 
 HELLO = {"messages": [{"role": "user", "content": "龘?"}, {"role": "assistant", "content": "ok <b>", "weight": 2}]}
@@ -35,7 +38,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("preview", "dataset_summary", "prepare", "stream"):
+    for module in ("preview", "dataset_summary", "prepare", "prompts", "prompt_preview", "stream"):
         monkeypatch.setattr(f"danlu.data.{module}.WorkerPool", InlineWorkers)
 
 
@@ -244,6 +247,7 @@ def test_plain_text_and_streams(recipe: Any, capsys: pytest.CaptureFixture[str])
     assert "4 packed sequences a step, 12 steps in this run; these are the sequences of the stream's first block" in out
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_samples_beyond_the_models_positions_are_told(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert danlu("preview", recipe(HELLO, HELLO, max_length=256)) == 0
     limit = "data.max_length: 256 is more than the 128 positions that the model has for a sample"
@@ -283,6 +287,7 @@ def test_a_page_that_cannot_be_written_is_said(
     assert capsys.readouterr().err == f"error: --html {page}: cannot be written: No space left on device\n"
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_tokenizer_without_a_chat_template_is_the_runs_own_error(
     recipe: Any, letters: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -293,6 +298,7 @@ def test_a_tokenizer_without_a_chat_template_is_the_runs_own_error(
     assert out.out == "" and "this tokenizer has no chat template" in out.err
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_real_rows(shared_data: Path, tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("alpaca_en_demo", "alpaca_zh_demo", "glaive_toolcall_en_demo", "fastchat_dummy_conversation")
     data = {
@@ -315,3 +321,76 @@ def test_real_rows(shared_data: Path, tiny_world: World, tmp_path: Path, capsys:
     ):
         assert said in out
     assert "cache holds other tokens" not in out
+
+
+QUESTION, LONG = {"question": "A?", "answer": "b"}, {"question": "x" * 300, "answer": "b"}
+
+
+@pytest.fixture
+def prompts(tiny_world: World, in_this_process: None, tmp_path: Path) -> Callable[..., Path]:
+    """A recipe of stage rl over rows, whose prompts are the column `question`."""
+
+    def prompts(*rows: Any, **changes: Any) -> Path:
+        path = write_rows(tmp_path / "rows.jsonl", rows)
+        values: dict[str, Any] = {
+            "stage": "grpo",
+            "data": {"train": str(path), "prompt": "{question}", "max_length": 128, **changes.pop("data", {})},
+            "rewards": [{"kind": "exact", "column": "answer"}],
+            "rollout": {"samples": 2, "max_new_tokens": 8},
+            **changes,
+        }
+        values = tiny_world.values(tmp_path / "run", **values) | {
+            "model": str(tiny_world.base),
+            "batch": {"prompts": 2},
+        }
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return file
+
+    return prompts
+
+
+def test_prompts_of_stage_rl_are_shown_as_the_policy_is_given_them(
+    prompts: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert danlu("preview", prompts(QUESTION, QUESTION, LONG), "--rows", 1) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    start = lines.index("rows.jsonl:1")
+    shown = "".join(lines[start + 2 : start + 6]).replace("│", "")
+    assert "0 trained" in lines[start + 1] and "A?" in shown and "assistant↵" in shown.replace(" ", "")
+    assert "rows.jsonl:2" not in out and "== prompts\n  data: 3 rows, 3 prompts of " in out
+    assert "data: 1 of them prompt shortened: the prompt leaves no room for rollout.max_new_tokens in" in out
+
+
+def test_prompts_as_json_have_the_tokens_of_the_run(prompts: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = prompts(QUESTION, {"q": 1}, LONG, data={"on_bad_row": "skip"})
+    assert danlu("preview", recipe, "--json", "--rows", 3) == 0
+    shown = json.loads(capsys.readouterr().out)
+    good, bad, long = shown["rows"]
+    trained = PromptReader(load(recipe).recipe).read(io.StringIO()).prompts
+    assert trained is not None
+    tokens = {prompt.where: list(prompt.tokens) for prompt in trained.train}
+    for row in (good, long):
+        assert row["samples"][0]["ids"] == tokens[row["row"]]
+    assert set(good["samples"][0]["reasons"]) == {"prompt"} and not any(good["samples"][0]["weights"])
+    assert long["shortened"] and not bad["samples"] and "names the column 'question'" in bad["bad"]
+    assert tokens["rows.jsonl:1"] != tokens["rows.jsonl:3"]  # control
+    assert danlu("preview", recipe, "--row", "rows.jsonl:3", "--json") == 0
+    assert [row["row"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["rows.jsonl:3"]
+
+
+def test_prompts_that_a_run_refuses_are_shown_and_then_refused(
+    prompts: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert danlu("preview", prompts(QUESTION, LONG, data={"max_length": 512})) == 3
+    out = capsys.readouterr()
+    assert "rows.jsonl:1\n" in out.out
+    assert "error: rows.jsonl:2: the prompt has " in out.err and "has 128 positions for it and its answer" in out.err
+    medium = {"question": "x" * 106, "answer": "b"}
+    assert danlu("preview", prompts(QUESTION, medium, data={"max_length": 512})) == 0
+    assert "data.max_length: 512 is more than the 128 positions that the model has: 1 of 2" in capsys.readouterr().out
+    assert danlu("preview", prompts(QUESTION), "--html", tmp_path / "page.html") == 2
+    assert "--html: a page shows what is trained on" in capsys.readouterr().err
+    assert danlu("preview", prompts(QUESTION), "--row", "rows.jsonl:9") == 2
+    assert "--row rows.jsonl:9: there is no such row in" in capsys.readouterr().err

@@ -163,9 +163,9 @@ def test_reference_of_a_recipe(read: Callable[..., Recipe], changed: dict[str, s
 
 
 def test_verbs_that_read_answers_refuse_the_stage(read: Callable[..., Recipe]) -> None:
-    with pytest.raises(RecipeError, match="stage: rl draws its answers while it trains, and danlu preview is for rows"):
-        language_stage(read(), "danlu preview")
-    assert language_stage(read(stage="dpo", rewards=""), "danlu preview") == "preference"
+    with pytest.raises(RecipeError, match="stage: rl draws its answers while it trains, and this verb is for rows"):
+        language_stage(read(), "this verb")
+    assert language_stage(read(stage="dpo", rewards=""), "this verb") == "preference"
 
 
 JUDGE = "kind: judge, model: m, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +58,13 @@ def preview(
     for note in loaded.notes:
         print_status(note)
     chosen, max_tokens = loaded.recipe, tokens or None
+    if chosen.stage == "rl":
+        if html is not None:
+            raise RecipeError(
+                "--html: a page shows what is trained on, and stage rl draws it. Use --json, or leave it out"
+            )
+        _preview_prompts(chosen, rows, row or (), max_tokens, as_json=as_json)
+        return
     check_without_weights(chosen.model, chosen.adapter)
     spec = DatasetSpec(
         data=chosen.data,
@@ -107,6 +115,41 @@ def preview(
         (print_status if as_json else echo)(f"\nwritten to {html}")
     if refused is not None:
         raise refused
+
+
+def _preview_prompts(
+    recipe: Recipe, rows: int, places: Sequence[str], max_tokens: int | None, *, as_json: bool
+) -> None:
+    """Shows prompts as the policy is given them, and what becomes of all rows."""
+    from danlu.assembly.recipe_adapters import check_without_weights
+    from danlu.data.prompt_preview import render_prompt_examples
+    from danlu.data.prompts import PromptSpec
+    from danlu.report import preview_json
+    from danlu.report.preview_text import preview_writer, write_rows
+
+    model = recipe.model
+    check_without_weights(model, recipe.adapter)
+    spec = PromptSpec(
+        data=recipe.data,
+        tokenizer_path=model.tokenizer or model.path or "",
+        chat_template=model.chat_template,
+        seed=recipe.seed,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        date=_date(recipe),
+    )
+    escape_unencodable()
+    out = preview_writer(io.StringIO() if as_json else sys.stdout)
+    shown = render_prompt_examples(spec, rows=rows, places=places) if rows or places else []
+    write_rows(out, shown, recipe.data, max_tokens)
+    sys.stdout.flush()  # reading the rest may take minutes, and what it needs loads torch
+    from danlu.language.prompt_reader import PromptReader
+
+    lines = PromptReader(recipe).read(sys.stderr).lines
+    out.heading("prompts")
+    for line in lines:
+        out.line(line)
+    if as_json:
+        echo(preview_json.prompts_as_json(recipe, shown, lines))
 
 
 def _date(recipe: Recipe) -> str | None:

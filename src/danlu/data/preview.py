@@ -22,6 +22,7 @@ from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizing import Task, TokenizeSettings, block_of, tokenise
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError, RecipeError
+from danlu.recipe.sections import Source
 from danlu.recipe.sections.base import RowType
 from danlu.types import Sample
 
@@ -94,15 +95,11 @@ def render_examples(spec: DatasetSpec, *, rows: int, places: Sequence[str] = ())
         RecipeError: there is no row at one of the places.
     """
     tasks: list[tuple[int, Task]] = []
-    missing = list(places)
     for number, source in enumerate(spec.sources):
         format, raw = read(source, spec)
-        chosen = _rows_at(raw, places) if places else list(islice(raw, rows))
-        missing = [place for place in missing if not any(_is_at(row, place) for row in chosen)]
+        chosen = rows_at(raw, places) if places else list(islice(raw, rows))
         tasks.append((number, (spec.settings(format), chosen)))
-    if missing:
-        files = ", ".join(source.path for source in spec.sources)
-        raise RecipeError([f"--row {place}: there is no such row in {files}" for place in missing])
+    missing_places(places, [row for _, (_, chosen) in tasks for row in chosen], spec.sources)
     with WorkerPool(spec.job(preview_rows), 1) as workers:
         return [row for rows_of_source in workers.map(tasks) for row in rows_of_source]
 
@@ -188,7 +185,16 @@ def token_texts(tokens: Sequence[bytes]) -> list[str]:
     return texts
 
 
-def _rows_at(raw: Iterable[RawRow], places: Sequence[str]) -> list[RawRow]:
+def missing_places(places: Sequence[str], rows: Sequence[RawRow], sources: Sequence[Source]) -> None:
+    """Raises RecipeError for places at which none of the rows is."""
+    files = ", ".join(source.path for source in sources)
+    missing = [place for place in places if not any(_is_at(row, place) for row in rows)]
+    if missing:
+        raise RecipeError([f"--row {place}: there is no such row in {files}" for place in missing])
+
+
+def rows_at(raw: Iterable[RawRow], places: Sequence[str]) -> list[RawRow]:
+    """The rows of a source that are at one of the places, as `render_examples` reads them."""
     matching = (row for row in raw if any(_is_at(row, place) for place in places))
     return list(islice(matching, len(places)))  # a place is one row of a source, so no need to read on
 

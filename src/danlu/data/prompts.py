@@ -69,6 +69,10 @@ class PromptSpec:
     max_new_tokens: int
     date: str | None = None
 
+    def settings(self, format: Format | Literal["auto"]) -> PromptSettings:
+        """How the rows of a source become prompts."""
+        return PromptSettings(self.data.prompt, format, self.data.system, self.longest, self.data.overlong)
+
     @property
     def longest(self) -> int:
         """Tokens that a prompt may have."""
@@ -152,7 +156,7 @@ class _Reader:
 
     def prompts(self, source: Source, workers: WorkerPool[PromptTask, PromptChunk]) -> tuple[list[Prompt], Statistics]:
         data, statistics, prompts = self._spec.data, Statistics(), list[Prompt]()
-        settings = PromptSettings(data.prompt, source.format, data.system, self._spec.longest, data.overlong)
+        settings = self._spec.settings(source.format)
         bad_rows = BadRowPolicy(data)
         for chunk in workers.map((settings, rows) for rows in chunks(sources.read_rows(source))):
             bad_rows.check(chunk.bad, chunk.statistics.rows)

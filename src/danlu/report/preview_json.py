@@ -39,6 +39,19 @@ def as_json(recipe: Recipe, rows: Sequence[PreviewRow], overview: DatasetSummary
     )
 
 
+def prompts_as_json(recipe: Recipe, rows: Sequence[PreviewRow], lines: Sequence[str]) -> str:
+    """The same of prompts of stage rl. lines: what becomes of all rows, as a run says it."""
+    return json.dumps(
+        {
+            "stage": recipe.stage,
+            "max_length": recipe.data.max_length,
+            "max_new_tokens": recipe.rollout.max_new_tokens,
+            "rows": [_row(row, recipe) for row in rows],
+            "prompts": list(lines),
+        }
+    )
+
+
 def _row(row: PreviewRow, recipe: Recipe) -> dict[str, Any]:
     """A row: where it is from, what became of it, its samples."""
     return {
