@@ -68,6 +68,15 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in TIMING_FIELDS} for line in lines]
 
 
+def go_back(folder: Path, step: int) -> None:
+    """Leaves of a finished run what was there after a step."""
+    for checkpoint in (folder / "checkpoints").glob("step-*"):
+        if int(checkpoint.name[5:]) > step:
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(folder / "model")
+    (folder / "summary.json").unlink()
+
+
 def test_a_policy_learns_what_it_is_rewarded_for(tiny_world: World, tmp_path: Path) -> None:
     lines = run(tiny_world, tmp_path / "run", steps=24, rollout={"samples": 8})
     assert all(line["ratio"] == 1 for line in lines)  # each rollout is trained on once
@@ -79,6 +88,34 @@ def test_a_policy_learns_what_it_is_rewarded_for(tiny_world: World, tmp_path: Pa
     for line in answered[:8]:
         for answer in line["answers"]:
             assert answer["rewards"] == {"letters": float(answer["text"].count("e"))}
+
+
+def test_rewards_that_teach_nothing_and_answers_without_an_end_are_told(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tiny_world.folder / "same.py").write_text("def same(completion, **row):\n    return 0.5\n")
+    lines = run(tiny_world, tmp_path / "run", steps=6, rewards=[f"{tiny_world.folder}/same.py:same"])
+    assert all(line["no_signal"] == 1 and line["truncated"] == 1 for line in lines)
+    told = capsys.readouterr().err
+    for remark in ("all answers to a prompt have had the same reward in", "all answers have been cut off at"):
+        assert told.count(f"step 5: {remark}") == told.count(remark) == 1
+    run(tiny_world, tmp_path / "other", steps=6)
+    assert "the same reward" not in capsys.readouterr().err  # control
+
+
+def test_a_checkpoint_is_not_taken_up_with_other_prompts(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, data = write_rows(tmp_path / "rows.jsonl", ROWS), {"train": str(tmp_path / "rows.jsonl")}
+    batch, folder = {"prompts": 4, "micro": 1, "updates": 2}, tmp_path / "run"
+    file = recipe_file(tiny_world, folder, steps=4, data=data, batch=batch, checkpoint={"every": 1, "keep": 9})
+    assert danlu("train", file) == 0
+    go_back(folder, 3)  # in the middle of a rollout
+    write_rows(rows, [*ROWS[:-1], {"question": "6 and 6", "answer": "6"}])
+    assert danlu("train", file) == 5
+    assert "the prompts are not what the checkpoint was made with" in capsys.readouterr().err
+    write_rows(rows, ROWS)
+    assert danlu("train", file) == 0 and len(steps(folder)) == 4  # control
 
 
 FILTERED = {"samples": 4, "max_new_tokens": 6, "temperature": 0.7, "top_p": 0.9}
@@ -113,11 +150,7 @@ def test_a_run_stopped_in_a_rollout_goes_on_as_if_it_had_not_been(
     whole, again = tmp_path / "whole", tmp_path / "again"
     lines = run(tiny_world, whole, **more)
     shutil.copytree(whole, again)
-    for checkpoint in (again / "checkpoints").iterdir():
-        if checkpoint.name.startswith("step-") and int(checkpoint.name[5:]) > after:
-            shutil.rmtree(checkpoint)
-    shutil.rmtree(again / "model")
-    (again / "summary.json").unlink()
+    go_back(again, after)
     resolved = (again / "recipe.yaml").read_text().replace(str(whole), str(again))
     (again / "recipe.yaml").write_text(resolved)
     assert without_times(run(tiny_world, again, **more)) == without_times(lines)

@@ -50,6 +50,7 @@ from danlu.train.memory_parts import resident_bytes
 from danlu.train.metrics import MetricsLog, Recorder, peak_memory_bytes, read_metrics
 from danlu.train.position import Feed
 from danlu.train.progress import progress_on
+from danlu.train.remarks import Remarks
 from danlu.train.run_folder import (
     CHECKPOINTS,
     ENVIRONMENT,
@@ -209,7 +210,7 @@ def _train(
             rehearse(run)
             return Outcome(folder, run.state.step, 0, (), rehearsed=True)
         if run.metrics is not None:
-            run.recorders = (run.metrics, *_shows(recipe, reader, folder, run, stream))
+            run.recorders = (run.metrics, *_shows(recipe, stage, reader, folder, run, stream))
         for recorder in run.recorders:
             closing.callback(recorder.close)
         stop_request.at_once = False
@@ -361,9 +362,10 @@ def _cadence(recipe: Recipe, total: int) -> Cadence:
     )
 
 
-def _shows(recipe: Recipe, reader: Reader, folder: Path, run: Run, stream: TextIO) -> list[Recorder]:
+def _shows(recipe: Recipe, stage: Stage, reader: Reader, folder: Path, run: Run, stream: TextIO) -> list[Recorder]:
     """What tells people about the run, beside the metrics file."""
-    shows: list[Recorder] = [progress_on(stream, total=run.cadence.total, done=run.state.step, counted=reader.counted)]
+    progress = progress_on(stream, total=run.cadence.total, done=run.state.step, counted=reader.counted)
+    shows: list[Recorder] = [progress, Remarks(stage.remarks(recipe), progress)]
     if recipe.log.tensorboard:
         shows.append(TensorBoard(folder / "tensorboard", after_step=run.state.step))
     if recipe.log.wandb is not None:

@@ -29,6 +29,7 @@ from danlu.recipe.sections import Model, QuantizationSection
 from danlu.train.criterion import Criterion
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.position import ItemSource
+from danlu.train.remarks import Remark
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
 from danlu.train.step import AnyLearner
@@ -251,6 +252,8 @@ class Stage:
     metrics: Callable[[Recipe], Mapping[str, Better]] = lambda recipe: {"loss": "lower"}
     """What an evaluation of the recipe reports that a run can be judged by, by name: whether lower or higher is
     better."""
+    remarks: Callable[[Recipe], Remark] = lambda recipe: lambda metrics: ()
+    """What is to be said of the metrics of logged steps."""
 
     def criterion(self, recipe: Recipe) -> Criterion:
         """What the recipe's evaluations are judged by. Raises RecipeError for what the stage does not report."""

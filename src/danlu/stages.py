@@ -18,6 +18,7 @@ from danlu.language.prompt_reader import PromptReader, RolloutBuilder
 from danlu.language.reader import PackReader
 from danlu.language.reference import REFERENCE, reference_columns, reference_models
 from danlu.language.reinforcement import has_one_update, objective_section
+from danlu.language.rollout_remarks import RolloutRemarks
 from danlu.language.tree_reader import TreeReader
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGradientSettings
@@ -192,6 +193,7 @@ STAGES: dict[str, Stage] = {
         held_out_rewards,
         objective_rate=objective_rate,
         metrics=policy_metrics,
+        remarks=RolloutRemarks,
     ),
     "sft": Stage(PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics),
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import Any
 
-from hostile.case import Arrange, Case, Place
+from hostile.case import Arrange, Case, Place, both, json_with
 
 TRAIN = ("train", "r.yaml")
 GOOD = "def short(completion, **row):\n    return 1.0\n"
@@ -26,13 +28,30 @@ def rl(*lines: object, reward: str = GOOD, **changes: Any) -> Arrange:
             "batch": {"sequences": None, "micro": None, "prompts": 2},
         }
         for name, change in changes.items():
-            both = isinstance(change, dict) and isinstance(values.get(name), dict)
-            values[name] = {**values[name], **change} if both else change
+            laid_over = isinstance(change, dict) and isinstance(values.get(name), dict)
+            values[name] = {**values[name], **change} if laid_over else change
         for section in ("data", "batch"):
             values[section] = {key: value for key, value in values[section].items() if value is not None}
         place.recipe(**values)
 
     return arrange
+
+
+UNREWARDED = "prompts 0 to 1 have no reward, and reward_limits.failures is 0.5. prompt 0, sample 0: short:"
+
+
+def words(place: Place) -> None:
+    """Puts a tokenizer of three words beside the recipe, without one for words that it does not know."""
+    shutil.copytree(place.world.tokenizer, place.tmp / "words")
+    file = place.tmp / "words" / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["pre_tokenizer"], content["decoder"] = {"type": "Whitespace"}, None
+    known = {word: number for number, word in enumerate(("red", "fox", "owl"), len(content["added_tokens"]))}
+    known |= {token["content"]: token["id"] for token in content["added_tokens"]}
+    content["model"] = {"type": "WordLevel", "vocab": known, "unk_token": "none"}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    (place.tmp / "words" / "chat_template.jinja").unlink(missing_ok=True)
+    json_with(place.tmp / "words" / "tokenizer_config.json", chat_template=None)
 
 
 CASES = [
@@ -80,6 +99,81 @@ CASES = [
         3,
         ("error: rows.jsonl:1: data.prompt: the template names the column 'qestion'", "Did you mean 'question'?"),
         rl(data={"prompt": "{qestion}"}),
+        max_bytes=120 << 20,
+    ),
+    Case(
+        "reward that raises",
+        TRAIN,
+        7,
+        (
+            f"error: 100% of the answers to {UNREWARDED} ValueError: no such unit: furlong (rewards.py:2)",
+            "(and 1 more). Try the rewards on",
+        ),
+        rl(reward="def short(completion, **row):\n    raise ValueError('no such unit: furlong')\n"),
+        max_bytes=120 << 20,
+    ),
+    Case(
+        "reward that hangs",
+        TRAIN,
+        7,
+        (f"error: 100% of the answers to {UNREWARDED} no answer within 0.2 s",),
+        rl(
+            reward="def short(completion, **row):\n    while True:\n        pass\n",
+            reward_limits={"timeout_s": 0.2},
+        ),
+        max_bytes=120 << 20,
+    ),
+    Case(
+        "reward that is None for all answers",
+        TRAIN,
+        7,
+        (f"error: 100% of the answers to {UNREWARDED} it gave None",),
+        rl(reward="def short(completion, **row):\n    return None\n"),
+        max_bytes=120 << 20,
+    ),
+    Case(
+        "reward that is NaN for all answers",
+        TRAIN,
+        7,
+        (f"error: 100% of the answers to {UNREWARDED} it gave nan",),
+        rl(reward="def short(completion, **row):\n    return float('nan')\n"),
+        max_bytes=120 << 20,
+    ),
+    Case(
+        "reward beyond float32",
+        TRAIN,
+        7,
+        (f"error: 100% of the answers to {UNREWARDED} it gave", "e+39, more than float32 holds"),
+        rl(reward="def short(completion, **row):\n    return 1e39 * len(completion)\n"),
+        max_bytes=120 << 20,
+    ),
+    Case(
+        "reward that is a text",
+        TRAIN,
+        7,
+        (
+            f"error: 100% of the answers to {UNREWARDED} TypeError: a reward is a number",
+            "the function gave str: 'good'",
+        ),
+        rl(reward="def short(completion, **row):\n    return 'good'\n"),
+        max_bytes=120 << 20,
+    ),
+    Case(
+        "word without a token in a prompt",
+        TRAIN,
+        3,
+        ("error: rows.jsonl:1: @/words: this tokenizer has no token for 'What'", "none for unknown words (unk_token)"),
+        both(words, rl(model={"tokenizer": "@/words"})),
+        max_bytes=120 << 20,
+    ),
+    Case(
+        "prompts longer than the context of the model",
+        TRAIN,
+        3,
+        ("error: rows.jsonl:1: the prompt has 1,216 tokens, and the model has 128 positions", "1 of 2 prompts are too"),
+        rl(
+            {"question": "red " * 400, "answer": "fox"}, {"question": "owl", "answer": "owl"}, data={"max_length": 4096}
+        ),
         max_bytes=120 << 20,
     ),
     Case(

@@ -121,8 +121,9 @@ def test_bad_input(
     assert faults(case, place, code, out, err) == [], out + err
     for part in map(place.said, case.says):  # the case would fail, were its message another
         assert faults(case, place, code, out.replace(part, "?"), err.replace(part, "?")), part
-    made = [entry.name for entry in (tmp_path / "run").glob("*")] if (tmp_path / "run").is_dir() else []
-    assert set(made) <= {".lock", "recipe.yaml", "environment.json", "logs", "metrics.jsonl"}, "something was trained"
+    made = {entry.name: entry for entry in (tmp_path / "run").glob("*")}
+    assert made.keys() <= {".lock", "recipe.yaml", "environment.json", "logs", "metrics.jsonl", "rollouts.jsonl"}
+    assert "rollouts.jsonl" not in made or not made["rollouts.jsonl"].stat().st_size, "something was trained"
 
 
 @contextmanager

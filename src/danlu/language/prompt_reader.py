@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TextIO
 
-from danlu.data.prompts import PromptOrder, PromptSpec, read_prompts
+import numpy as np
+
+from danlu.assembly.recipe_adapters import max_sample_length
+from danlu.data.prompts import Prompt, PromptOrder, PromptSpec, read_prompts
 from danlu.data.tokenizing import tokenizer_info
+from danlu.errors import DataError
 from danlu.language.builder import DecoderBuilder
 from danlu.language.reader import tokenizer_of, tokenizer_path
 from danlu.language.reinforcement import empty_item, reward_parts
@@ -40,13 +45,15 @@ class PromptReader:
         with closing(RowProgress(stream)) as progress:
             prompts = read_prompts(spec, progress=progress)
         parts = reward_parts(recipe)
-        for prompt in (*prompts.train, *prompts.eval):
+        everyone = (*prompts.train, *prompts.eval)
+        for prompt in everyone:
             check_columns(parts, prompt.row, prompt.where)
+        positions = max_sample_length(model, recipe.adapter)
         return Material(
             None,
             len(prompts.train) * recipe.batch.passes,
             None,
-            prompts.lines(),
+            [*prompts.lines(), *position_lines(everyone, recipe.data.max_length, spec.max_new_tokens, positions)],
             tokenizer=tokenizer_info(tokenizer_of(recipe)),
             empty=empty_item(recipe),
             prompts=Prompts(PromptOrder(prompts.train, recipe.seed), prompts.train, prompts.eval),
@@ -60,6 +67,31 @@ class PromptReader:
         """The most targets that so many prompts have."""
         rollout = self.recipe.rollout
         return items * rollout.samples * rollout.max_new_tokens
+
+
+def position_lines(prompts: Sequence[Prompt], max_length: int, max_new_tokens: int, positions: int) -> list[str]:
+    """What is to be told of prompts whose answers end where the model has no more positions.
+
+    positions: of the model, for a prompt and its answer. Raises DataError for a prompt that leaves no answer any room.
+    """
+    if max_length <= positions:
+        return []
+    advice = f"Set data.max_length to {positions}, or give the model more (max_position_embeddings, rope_scaling)"
+    lengths = np.array([len(prompt.tokens) for prompt in prompts])
+    too_long = np.flatnonzero(lengths >= positions)
+    if len(too_long):
+        first = prompts[too_long[0]]
+        raise DataError(
+            f"{first.where}: the prompt has {len(first.tokens):,} tokens, and the model has {positions:,} positions "
+            f"for it and its answer; {len(too_long):,} of {len(prompts):,} prompts are too long. {advice}"
+        )
+    limit = f"data.max_length: {max_length:,} is more than the {positions:,} positions that the model has"
+    cut = int((lengths > positions - max_new_tokens).sum())
+    if not cut:
+        return []
+    return [
+        f"{limit}: {cut:,} of {len(prompts):,} prompts leave less than rollout.max_new_tokens for answers. {advice}"
+    ]
 
 
 class RolloutBuilder(DecoderBuilder):

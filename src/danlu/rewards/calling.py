@@ -33,7 +33,10 @@ def outcome_of(value: float | None) -> Outcome:
     if value is None:
         return Outcome(math.nan, "it gave None")
     number = float(value)
-    return Outcome(number) if abs(number) <= LARGEST else Outcome(math.nan, f"it gave {number:g}")
+    if abs(number) <= LARGEST:
+        return Outcome(number)
+    why = ", more than float32 holds" if math.isfinite(number) else ""
+    return Outcome(math.nan, f"it gave {number:g}{why}")
 
 
 def call_on_each(reward: Reward, answers: Sequence[JudgedAnswer]) -> list[Outcome]:

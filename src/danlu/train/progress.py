@@ -199,6 +199,7 @@ _EVENT_FORMATS = {
     "loss_scale": "no fp16 overflow for a while, loss scale {before:,g} -> {after:,g}",
     "no_targets": "no update: nothing in the {tokens:,} tokens of this step is trained, in {rows}",
     "overflow": "fp16 overflow, update skipped, loss scale {before:,g} -> {after:,g}",
+    "remark": "{text}",
     "rewind": "back to the checkpoint of step {back_to}; packed sequences skipped so far: {packs_left_out}",
     "spike": "spike: {reason}; watch.policy: {policy}",
 }
