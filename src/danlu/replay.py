@@ -173,8 +173,8 @@ def replay(run: Path, step: int, *, say: Say, stream: TextIO | None = None) -> R
         )
     if recipe.rollout.staleness > 0:
         raise RecipeError(
-            f"{run}: its rollouts are asynchronous (rollout.staleness {recipe.rollout.staleness}): with which weights a "
-            "token was drawn followed from time. `danlu replay` is for staleness 0"
+            f"{run}: its rollouts are asynchronous (rollout.staleness {recipe.rollout.staleness}): with which weights "
+            "a token was drawn followed from time. `danlu replay` is for staleness 0"
         )
     per_rollout = recipe.batch.updates * recipe.batch.passes
     first = (step - 1) // per_rollout * per_rollout + 1
