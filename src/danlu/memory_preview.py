@@ -16,9 +16,9 @@ from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
-from danlu.assembly.adapter_training import TRAINED
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapters_of
+from danlu.assembly.parameter_roles import TRAINED
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import ModelError

@@ -20,6 +20,8 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.adapter_training import adapted_model, merged_model
 from danlu.assembly.base_model import Base
 from danlu.assembly.frozen_base import Adapted
+from danlu.assembly.parameter_roles import VALUE, role_of
+from danlu.assembly.value_adapter import value_on_base
 from danlu.data.batch import collate, pad_to_bucket
 from danlu.errors import RecipeError
 from danlu.memory import activation_offload, recompute, recompute_planner
@@ -42,6 +44,7 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import NOTE
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
+from danlu.recipe.value import value_adapter, value_adapter_folder
 from danlu.types import Pack, Sample
 
 
@@ -111,6 +114,7 @@ def subject_of(
             saved_adapter=saved,
             config=config,
             layer_hook_factory=layer_hook_factory if ranks is not None and layer_by_layer(recipe, ranks) else None,
+            value=value_on_base(recipe),
         )
         return Subject(adapted.model, adapted.adapters, base, placer)
     if recipe.model.adapters and not resumed:
@@ -167,11 +171,12 @@ def shards_on_host(recipe: Recipe, device: torch.device) -> bool:
 def layer_by_layer(recipe: Recipe, ranks: Ranks) -> bool:
     """Whether a frozen base can be cut and sharded while it is read, so that no process ever has all of it.
 
-    Frozen adapters (`model.adapters`) and measured plans of recomputation need a base that is whole.
+    Adapters that are read (`model.adapters`, `value.model`) and measured plans of recomputation need a whole base.
     """
     section = recipe.parallel
+    reads_adapters = bool(recipe.model.adapters) or value_adapter_folder(recipe) is not None
     is_divided = ranks.tensor.size > 1 or (section.shard != "none" and ranks.data.size > 1)
-    return is_divided and not recipe.model.adapters and recipe.memory.recompute.kind != "planned"
+    return is_divided and not reads_adapters and recipe.memory.recompute.kind != "planned"
 
 
 def check_placing(recipe: Recipe, ranks: Ranks, device: torch.device) -> None:
@@ -305,19 +310,24 @@ def optimizer_of(
 ) -> Optimizers:
     """The optimizer of a recipe over this process's part of the parameters, its state where `memory` says.
 
-    objective_rate: what the learning rate of the objective's own parameters is multiplied by.
+    objective_rate: what the learning rate of the objective's own parameters is multiplied by, and that of a model of
+        values.
     """
-    memory, ratio = recipe.memory, getattr(recipe.adapter, "rate_ratio", 1.0)  # LoRA+: what B's rate is multiplied by
+    memory = recipe.memory
+    # LoRA+: what B's rate is multiplied by.
+    ratio, values_ratio = (getattr(adapter, "rate_ratio", 1.0) for adapter in (recipe.adapter, value_adapter(recipe)))
 
     def rate_of(name: str) -> float:
-        if name.startswith("objective."):
-            return objective_rate
-        return float(ratio) if name.endswith("lora_B") else 1.0
+        is_of_values = role_of(name) == VALUE
+        own = objective_rate if is_of_values or name.startswith("objective.") else 1.0
+        if name.endswith("lora_B"):
+            own *= float(values_ratio if is_of_values else ratio)
+        return own
 
     return build_optimizer(
         parameters,
         recipe.optimizer,
-        rate_of=None if ratio == objective_rate == 1 else rate_of,
+        rate_of=None if ratio == values_ratio == objective_rate == 1 else rate_of,
         offload="optimizer" in memory.offload and (device.type == "cuda" or memory.folder is not None),
         folder=memory.folder,
         paged_state=paged_state,

@@ -308,6 +308,7 @@ def _build(
         recorders=() if metrics is None else (metrics,),
         stop_request=StopRequest(),
         scaler=_scaler(reader.targets(per_step)) if recipe.precision == "fp16" else None,
+        roles=stage.trained_roles(recipe),
         ema=None if recipe.ema is None else Ema(placed.parameters(), recipe.ema.decay),
         held_out=held_out,
         early_stop=recipe.evaluation.early_stop,

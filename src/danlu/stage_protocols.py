@@ -33,6 +33,7 @@ from danlu.train.remarks import Remark
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
 from danlu.train.step import AnyLearner
+from danlu.train.trained_roles import TrainedRoles
 from danlu.types import Batch, HeadObjective, Item, Objective, Outputs, Role, Sample, Task
 
 Better = Literal["lower", "higher"]
@@ -248,7 +249,10 @@ class Stage:
     """What the result is for: one that classifies has the head of the objective, and none over the vocabulary."""
     columns: Callable[[Recipe], Sequence[ColumnSpec]] = no_columns  # of the rows, computed before training
     objective_rate: Callable[[Recipe], float] = lambda recipe: 1.0
-    """What the learning rate is multiplied by for the objective's own parameters, which are an optimizer group then."""
+    """What the learning rate is multiplied by for the objective's own parameters and a model of values, which are an
+    optimizer group then."""
+    trained_roles: Callable[[Recipe], TrainedRoles | None] = lambda recipe: None
+    """Whose each trained parameter is, where a model beside the policy is trained too."""
     metrics: Callable[[Recipe], Mapping[str, Better]] = lambda recipe: {"loss": "lower"}
     """What an evaluation of the recipe reports that a run can be judged by, by name: whether lower or higher is
     better."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from danlu.assembly.parameter_roles import VALUE
 from danlu.data.sources import reported_sources
 from danlu.images.classifier import ClassifierBuilder
 from danlu.images.reader import ImageReader
 from danlu.language.builder import DecoderBuilder
+from danlu.language.critic import first_value_head, trained_roles
 from danlu.language.distillation import (
     DistillationBuilder,
     distillation,
@@ -29,6 +31,7 @@ from danlu.objectives.step_preference import StepPreference
 from danlu.objectives.value import PpoObjective
 from danlu.recipe import Recipe, sections
 from danlu.recipe.sections import HiddenStates, LossOptions, terms_of
+from danlu.recipe.value import value_rate, value_share
 from danlu.stage_protocols import Better, Stage, policy_alone
 from danlu.types import Objective, Task
 
@@ -71,8 +74,8 @@ def reward(recipe: Recipe) -> BradleyTerry | Stepwise:
     """The loss of the recipe's `objective` with the head that it trains."""
     section = _reward_section(recipe)
     if isinstance(section, sections.Stepwise):
-        return Stepwise(first_score_head(recipe, 2, bias=True))
-    return BradleyTerry(first_score_head(recipe, 1, bias=False), section.centring)
+        return Stepwise(first_score_head(recipe.model, 2, bias=True, seed=recipe.seed))
+    return BradleyTerry(first_score_head(recipe.model, 1, bias=False, seed=recipe.seed), section.centring)
 
 
 def reward_task(recipe: Recipe) -> Task:
@@ -89,8 +92,8 @@ def reward_metrics(recipe: Recipe) -> dict[str, Better]:
 
 def objective_rate(recipe: Recipe) -> float:
     """What the learning rate of a score head, or of maps of hidden states, is multiplied by."""
-    if recipe.value is not None:
-        return recipe.value.rate_ratio
+    if value_share(recipe) is not None:
+        return value_rate(recipe)
     trained = (sections.BradleyTerry, sections.Stepwise, HiddenStates)
     return next((term.rate_ratio for term in recipe.objective or () if isinstance(term, trained)), 1.0)
 
@@ -130,8 +133,13 @@ def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
     policy = PolicyGradient(settings, kl is not None and REFERENCE in reference_models(recipe))
     if not isinstance(section, sections.Ppo):
         return policy
-    head = first_score_head(recipe, 1, bias=False)
-    return PpoObjective(head, policy, value_clip=section.value_clip, value_weight=section.value_weight)
+    return PpoObjective(
+        first_value_head(recipe),
+        policy,
+        value_clip=section.value_clip,
+        value_weight=section.value_weight,
+        critic="policy" if value_share(recipe) == "policy" else VALUE,
+    )
 
 
 def _vespo_weights(section: sections.PolicyGradientSection) -> tuple[GammaWeight, GammaWeight]:
@@ -194,6 +202,7 @@ STAGES: dict[str, Stage] = {
         objective_rate=objective_rate,
         metrics=policy_metrics,
         remarks=RolloutRemarks,
+        trained_roles=trained_roles,
     ),
     "sft": Stage(PackReader, DecoderBuilder, likelihood, policy_alone, plain_likelihood, metrics=likelihood_metrics),
 }

@@ -649,6 +649,37 @@ MUTATIONS: tuple[Mutation, ...] = (
         "objectives/test_value.py",
         only="share",
     ),
+    Mutation(
+        "language/critic.py",
+        "else recomputed_within(self._switched_on):",
+        "else self._switched_on():",
+        "language/test_critic.py",
+    ),
+    Mutation(
+        "language/critic.py",
+        "self.adapters.switched_to([*below, VALUE])",
+        "self.adapters.switched_to([*below, TRAINED])",
+        "language/test_critic.py",
+    ),
+    Mutation(
+        "train/trained_roles.py",
+        "if step <= self.frozen.get(role, 0)]",
+        "if step < self.frozen.get(role, 0)]",
+        "train/test_trained_roles.py",
+    ),
+    Mutation(
+        "train/step.py",
+        "        roles.drop_frozen()",
+        "        pass",
+        "test_critic_runs.py",
+        only="held and base",
+    ),
+    Mutation(
+        "optim/clip.py",
+        "if not all(math.isfinite(norm) for norm in norms.values()):",
+        "if not any(math.isfinite(norm) for norm in norms.values()):",
+        "train/test_trained_roles.py",
+    ),
     Mutation("data/batch.py", ".view(array.shape)", ".flatten()", "data/test_batch.py", only="copy"),
     Mutation(
         "rollout/self_check.py",

@@ -87,8 +87,11 @@ def test_unknown_keys(key: str, guess: str) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("lora", "'lora' is a value of adapter: set adapter to lora. It has targets, modules_to_save, rank, alpha,"),
-        ("LoRA", "'LoRA' is a value of adapter: set adapter to lora"),
+        (
+            "lora",
+            "'lora' is a value of adapter and of value.adapter: set adapter to lora. It has targets, modules_to_save,",
+        ),
+        ("LoRA", "'LoRA' is a value of adapter and of value.adapter: set adapter to lora"),
         (
             "nf4",
             "is a value of quantization and of reference.quantization and of teacher.quantization: set quantization "

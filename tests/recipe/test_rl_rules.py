@@ -272,7 +272,7 @@ BROKEN = [
         "objective.0.overlong.margin: 300 is more than the 256 tokens of rollout.max_new_tokens",
     ),
     ({"value": "policy"}, "value: grpo has no values, only ppo has. Leave it out, or set objective: ppo"),
-    ({"stage": "ppo", "value": "base"}, "value.share: expected policy, not 'base'"),
+    ({"stage": "ppo", "value": "base"}, "value.share: base: the policy trains all of the model"),
     (
         {"stage": "ppo", "objective": "{baseline: group}"},
         "objective.0.baseline: ppo has the value of each token in place of a baseline. Leave it out, or set objective",

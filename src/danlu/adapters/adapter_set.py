@@ -330,7 +330,7 @@ class AdapterSet:
         Where an initialisation subtracted its factors from the base (PiSSA, OLoRA, LoftQ), it is the base plus these
         factors, which is the original model up to rounding; the base without them never was a model.
         """
-        with self._switched_to(()):
+        with self.switched_to(()):
             yield
 
     @contextmanager
@@ -340,11 +340,15 @@ class AdapterSet:
         It is the model that an adapter which starts without effect was put on: the reference of preference and
         reinforcement learning.
         """
-        with self._switched_to([active for active in self.active if active != name]):
+        with self.switched_to([active for active in self.active if active != name]):
             yield
 
     @contextmanager
-    def _switched_to(self, names: Sequence[str]) -> Iterator[None]:
+    def switched_to(self, names: Sequence[str]) -> Iterator[None]:
+        """Within it exactly these adapters are active, lowest first."""
+        if self.active == tuple(names):
+            yield
+            return
         active = self.active
         self.activate(*names)
         try:

@@ -8,14 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.adapter_config import CONFIG
+from danlu.adapters.adapter_config import CONFIG, AdapterFolder
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.merge import merge_and_unload
 from danlu.adapters.peft_folder import add_adapter, write_adapter
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, find_base
 from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
+from danlu.assembly.parameter_roles import TRAINED, VALUE
 from danlu.assembly.recipe_adapters import named_stack, open_named, take_last
+from danlu.assembly.value_adapter import check_value_adapter
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
@@ -23,9 +25,6 @@ from danlu.models.saving import copy_tokenizer, write_pad_token, write_template
 from danlu.models.score_head import head_tensors
 from danlu.output_folder import replace_folder
 from danlu.recipe import sections
-
-TRAINED = "default"
-"""What the adapter that is trained is called, as in PEFT."""
 
 
 def adapted_model(
@@ -40,6 +39,7 @@ def adapted_model(
     saved_adapter: Mapping[str, Tensor] | None,
     layer_hook_factory: LayerHookFactory | None = None,
     config: ModelConfig | None = None,
+    value: sections.AdapterSection | AdapterFolder | None = None,
 ) -> tuple[Adapted, Base]:
     """A frozen base with the adapters of `model.adapters` below and the one that is trained on top, or with
     `adapter: continue` the last of them trained on.
@@ -47,6 +47,7 @@ def adapted_model(
     saved_adapter: tensors of the adapter as an earlier run saved them, where this goes on.
     layer_hook_factory, config: as `load_frozen` has them; no hook with adapters below, which are put on a base that is
     whole.
+    value: of a model of values on the same base, which is trained too, and not active afterwards.
     Raises ModelError for folders that are no adapters or belong to another base.
     """
     assert model.path is not None, "the recipe's rules ask for a base"
@@ -54,13 +55,16 @@ def adapted_model(
     below = open_named(model.adapters, base)
     continued = take_last(below, model.adapters) if isinstance(adapter, sections.Continue) else None
 
+    new = {} if continued is not None else {TRAINED: adapter}
+    if value is not None and not isinstance(value, AdapterFolder):
+        new[VALUE] = value
     adapted = load_frozen(
         base.folder,
         dtype=dtype,
         device=device,
         quantization=quantization,
         seed=seed,
-        new={} if continued is not None else {TRAINED: adapter},
+        new=new,
         encode=encode,
         saved_factors={} if saved_adapter is None or continued is not None else {TRAINED: saved_adapter},
         layer_hook_factory=layer_hook_factory,
@@ -69,11 +73,15 @@ def adapted_model(
     adapters = adapted.adapters
     stacks = AdapterStacks(adapters)
     stacks.use(stacks.add(below))
+    if isinstance(value, AdapterFolder):
+        add_adapter(adapters, VALUE, value)
+        check_value_adapter(adapters)
+        stacks.use(0)
     if continued is not None:
         add_adapter(adapters, TRAINED, continued)
     else:
         adapters.activate(*adapters.active, TRAINED)
-    adapters.train_only(TRAINED)
+    adapters.train_only(TRAINED, *([] if value is None else [VALUE]))
     return adapted, base
 
 

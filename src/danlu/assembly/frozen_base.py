@@ -104,6 +104,7 @@ def load_frozen(
     model = meta_decoder(config)
     adapters = adapters_of(model, seed=seed, device=device, encode=encode, quantization=quantization)
     for name, section in (new or {}).items():
+        adapters.activate()  # each is alone on the base; whoever wants them stacked says so afterwards
         adapters.add(name, section)
     for name, factors in (saved_factors or {}).items():
         adapters.load_initial_factors(name, factors)

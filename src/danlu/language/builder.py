@@ -16,6 +16,7 @@ from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.errors import CheckpointError, RecipeError
 from danlu.language.columns import AskedModel, add_columns
+from danlu.language.critic import check_critic, own_config, place_own_critic, with_own_critic
 from danlu.language.frozen_models import check_frozen_model, frozen_config, place_frozen
 from danlu.language.learner import objective_parameters, objective_tensors
 from danlu.language.moving import MovingWeights, moving_weights, with_moving
@@ -38,6 +39,7 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Placed, Subject, check_placing, place, subject_of
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
+from danlu.recipe.value import value_share
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.stage_protocols import ColumnSpec, Material, ModelSpec, Stage
 from danlu.train.checkpoints.loading import read_group, read_state
@@ -61,6 +63,7 @@ class DecoderBuilder:
                 "score head, a projection of hidden states). Use workers: processes"
             )
         check_adapters(recipe.model, recipe.adapter)
+        check_critic(recipe)
         asked = [*self.stage.models(recipe).values(), *(column.model for column in self.stage.columns(recipe))]
         for spec in asked:
             if isinstance(spec, ModelSpec):
@@ -123,7 +126,7 @@ class DecoderBuilder:
         # Processes sum whole gradients, and copies of the weights in threads hand dense ones back.
         alone = ranks.alone and recipe.parallel.workers != "threads"
         placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile and alone
-        decoder = placed_decoder(recipe, self.stage, placed, config, device)
+        decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
         if material.empty is None:
             return decoder
         assert isinstance(material.empty, Pack), "the items of a decoder are packs"
@@ -141,7 +144,10 @@ class DecoderBuilder:
             for role, spec in self.stage.models(self.recipe).items()
             if isinstance(spec, ModelSpec) and spec.mixing is not None
         }
-        return PlacedDecoder(self.recipe, placed, device, *objectives, moving=moving)
+        critic = None
+        if value_share(self.recipe) == "none":
+            critic = Placed(Subject(build(own_config(self.recipe, self._config(None).vocab_size))), StepParallel())
+        return PlacedDecoder(self.recipe, placed, device, *objectives, own_critic=critic, moving=moving)
 
     def _encode(self, text: str) -> list[int]:
         return ChatTokenizer(tokenizer_of(self.recipe)).encode_prompt(text)
@@ -185,10 +191,17 @@ class DecoderBuilder:
 
 
 def placed_decoder(
-    recipe: Recipe, stage: Stage, placed: Placed, config: ModelConfig, device: torch.device
+    recipe: Recipe,
+    stage: Stage,
+    placed: Placed,
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    resumed: bool = False,
 ) -> PlacedDecoder:
-    """A placed policy with the objective and the frozen models of its stage beside it.
+    """A placed policy with the objective of its stage, and with the frozen models and the critic beside it.
 
+    resumed: weights will be read from a checkpoint.
     Raises RecipeError if the objective asks for what a decoder does not say.
     """
     objective, evaluation = decoder_objectives(recipe, stage)
@@ -202,11 +215,13 @@ def placed_decoder(
             frozen[role] = place_frozen(recipe, spec, config.vocab_size, placed.parallel.ranks, device)
             if spec.mixing is not None:
                 moving[role] = moving_weights(placed, frozen[role], spec.mixing)
-    parallel = _with_objective(placed.parallel, objective, recipe)
+    critic = place_own_critic(recipe, config.vocab_size, placed.parallel.ranks, device, resumed=resumed)
+    parallel = placed.parallel if critic is None else with_own_critic(placed.parallel, critic)
+    parallel = _with_objective(parallel, objective, recipe)
     if moving:
         parallel = with_moving(parallel, moving)
     placed = replace(placed, parallel=parallel)
-    return PlacedDecoder(recipe, placed, device, objective, evaluation, beside, frozen, moving)
+    return PlacedDecoder(recipe, placed, device, objective, evaluation, beside, frozen, critic, moving)
 
 
 def decoder_objectives(recipe: Recipe, stage: Stage) -> tuple[Objective, Objective]:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters.adapter_set import AdapterSet
+from danlu.assembly.parameter_roles import VALUE
 from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
+from danlu.language.critic import Critic
 from danlu.language.diagnosis import explain_non_finite
 from danlu.language.moving import MovingWeights, moving_tensors
 from danlu.language.roles import Forward, RoleOutputs, decoder_outputs
@@ -61,6 +63,7 @@ class DecoderLearner:
     adapters: AdapterSet | None = None  # with some, the model itself is frozen
     roles: Mapping[Role, RoleOutputs] = field(default_factory=dict)  # beside the policy, without gradients
     score_head: nn.Linear | None = None  # [labels, D] on the policy's hidden states
+    critic: Critic | None = None  # where values are not a head on the policy
     activations: Activations | None = None  # None where the forward is compiled
     parallel: StepParallel = field(default_factory=StepParallel)
     replicated: Callable[..., Loss] | None = None  # DDP around `compute_loss`
@@ -77,6 +80,7 @@ class DecoderLearner:
     def weights(self) -> dict[str, Tensor]:
         """What training changes, by name, live: the decoder or the adapter on it, then what is the objective's own."""
         named = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
+        named |= {} if self.critic is None else self.critic.tensors()
         named |= moving_tensors(self.moving)
         local = self.parallel.local_parameters
         return {name: local[name].local.detach() for name in named} if local else named
@@ -179,12 +183,16 @@ class DecoderLearner:
     def outputs(
         self, batch: Batch, gradient_scale: float, roles: Collection[Role] | None = None
     ) -> dict[Role, Outputs]:
-        """What the policy and the models of `roles` (by default all beside it) say about `batch`; only the policy's
-        outputs carry gradients."""
+        """What the policy and the models of `roles` (by default all beside it) say about `batch`; only the outputs of
+        the policy and of the critic carry gradients."""
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = attend_for(filled, exact=self.exact)
-        asked = self.roles if roles is None else {role: self.roles[role] for role in roles}
-        beside = {role: outputs_of(batch, filled, attend) for role, outputs_of in asked.items()}
+        asked = (*self.roles, VALUE) if roles is None else roles
+        beside: dict[Role, Outputs] = {
+            role: outputs_of(batch, filled, attend) for role, outputs_of in self.roles.items() if role in asked
+        }
+        if self.critic is not None and VALUE in asked:
+            beside[VALUE] = self.critic(batch, filled, attend, gradient_scale)
         policy = decoder_outputs(
             self.model, self.forward, self.dtype, batch, filled, attend, gradient_scale, self.score_head, self.exact
         )
@@ -192,7 +200,8 @@ class DecoderLearner:
 
     def explain(self, batch: Batch, step: int) -> Exception:
         """Why the loss of `batch` is not finite: a weight that is not, or the first module to make it so."""
-        everyones = self.parallel.ranks.world.all_gather_objects(non_finite(self.model.named_parameters()))
+        named = [*self.model.named_parameters(), *(() if self.critic is None else self.critic.tensors().items())]
+        everyones = self.parallel.ranks.world.all_gather_objects(non_finite(named))
         names = list(dict.fromkeys(name for names in everyones for name in names))
         return self._explained(batch, step, names)
 

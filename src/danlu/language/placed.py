@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.assembly.adapter_training import TRAINED
 from danlu.assembly.frozen_base import model_bytes
+from danlu.assembly.parameter_roles import TRAINED, VALUE
 from danlu.assembly.recipe_adapters import base_identity, doubts
 from danlu.data.batch import EMPTY_PACK
 from danlu.errors import RecipeError
+from danlu.language.critic import Critic, critic_tensors, own_name
 from danlu.language.export import write
 from danlu.language.learner import (
     DecoderLearner,
@@ -75,6 +76,7 @@ class PlacedDecoder:
     evaluation: Objective
     beside: Mapping[Role, RoleSpec] = field(default_factory=dict)  # what the objective asks beside the policy
     frozen: Mapping[Role, Placed] = field(default_factory=dict)  # those of it that are decoders of their own
+    own_critic: Placed | None = None  # a decoder of values, which is trained
     moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights of those that follow the policy
     rewards: Callable[[Recipe], Rewards] = recipe_rewards  # what judges answers that the policy makes itself
     asynchronous_engine: Callable[[Recipe, Placed, float], AsynchronousEngine] = rollout_processes
@@ -115,8 +117,15 @@ class PlacedDecoder:
     def parameters(self) -> list[tuple[str, Parameter]]:
         """What optimizers and averages work on, by name: as much of each parameter as this process has."""
         local = self.parallel.local_parameters
+        if local:
+            return self.placed.parameters()
+        critic = [] if self.own_critic is None else self.own_critic.parameters()
         own = objective_parameters(self.objective)
-        return self.placed.parameters() if local else [*self.placed.parameters(), *own.items()]
+        return [
+            *self.placed.parameters(),
+            *((own_name(name), parameter) for name, parameter in critic),
+            *own.items(),
+        ]
 
     def base(self) -> dict[str, Any] | None:
         """What tells the frozen base of a trained adapter from another; None where the model itself is trained."""
@@ -125,7 +134,8 @@ class PlacedDecoder:
     def weights(self) -> dict[str, Tensor]:
         """What a checkpoint has of the model, by name, live: as much of each tensor as this process has."""
         local = self.parallel.local_parameters
-        weights = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
+        critic = critic_tensors(self.adapters, None if self.own_critic is None else self.own_critic.subject.model)
+        weights = {**trained_weights(self.model, self.adapters), **critic, **objective_tensors(self.objective)}
         weights |= moving_tensors(self.moving)
         return {name: local[name].local.detach() for name in weights} if local else weights
 
@@ -183,6 +193,7 @@ class PlacedDecoder:
             self.adapters,
             self._roles(forward),
             self._score_head,
+            self._critic(forward),
             None if compiled else Activations.beside(weights),
             self.parallel,
             offload=self._activation_offload(),
@@ -198,7 +209,8 @@ class PlacedDecoder:
             if self.frozen and len(set(devices)) > 1:
                 raise RecipeError("parallel.workers: threads copies the policy to every GPU, not a frozen model")
             return ThreadedLearner(**vars(learner), replicas=Replicas(model, devices))
-        return data.replicated(learner, (model, self.objective), self.recipe.parallel)
+        critic = None if self.own_critic is None else self.own_critic.subject.model
+        return data.replicated(learner, (model, critic, self.objective), self.recipe.parallel)
 
     def check_weights(self) -> None:
         """Raises ModelError where numerics are to be exact and are not, by weights as they are before the first step:
@@ -265,7 +277,20 @@ class PlacedDecoder:
 
     def _modules(self) -> list[nn.Module]:
         own = [self.objective] if isinstance(self.objective, nn.Module) else []
-        return [self.model, *(placed.subject.model for placed in self.frozen.values()), *own]
+        critic = [] if self.own_critic is None else [self.own_critic.subject.model]
+        return [self.model, *(placed.subject.model for placed in self.frozen.values()), *critic, *own]
+
+    def _critic(self, policy: Forward) -> Critic | None:
+        """The model of values, where that is no head on the policy, whose forward is `policy`."""
+        head, exact = self._score_head, self.recipe.numerics == "exact"
+        if head is None:
+            return None
+        if self.own_critic is not None:
+            model = self.own_critic.subject.model
+            return Critic(model, forward_of(model, compiled=self.recipe.compile), self.dtype, head, exact=exact)
+        if self.adapters is None or VALUE not in self.adapters.added:
+            return None
+        return Critic(self.model, policy, self.dtype, head, self.adapters, exact)
 
     def _roles(self, policy: Forward) -> dict[Role, RoleOutputs]:
         """What makes the outputs of the models beside the policy, whose forward is `policy`.

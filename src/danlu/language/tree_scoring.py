@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from danlu.assembly.parameter_roles import VALUE
 from danlu.language.learner import DecoderLearner
 from danlu.rollout.estimators import LAST_VALUE, REFERENCE, VALUE_OLD
 from danlu.rollout.experience import Scores
@@ -47,9 +48,10 @@ class TreeScorer:
         for numbers in self.learner.micro_batches(items):
             batch = self.learner.collate([items[number] for number in numbers])
             with torch.no_grad():
-                outputs = self.learner.outputs(batch, 1.0, [REFERENCE] if self.reference else [])
+                asked = [*([REFERENCE] if self.reference else []), *([self._critic] if self.values else [])]
+                outputs = self.learner.outputs(batch, 1.0, asked)
                 scored = self._scored(outputs, batch)
-                last = outputs["policy"].scores().float().reshape(-1).cpu() if self.values else None
+                last = outputs[self._critic].scores().float().reshape(-1).cpu() if self.values else None
             if not numbers:
                 continue
             trained = [token_starts[number] + np.flatnonzero(items[number].samples[0].weights) for number in numbers]
@@ -70,6 +72,10 @@ class TreeScorer:
         branch_scores = [{LAST_VALUE: ends[start:stop]} if self.values else {} for _, (start, stop) in of_items]
         return token_scores, branch_scores
 
+    @property
+    def _critic(self) -> Role:
+        return "policy" if self.learner.critic is None else VALUE
+
     def _scored(self, outputs: Mapping[Role, Outputs], batch: Batch) -> dict[str, Tensor]:
         """[N] float32 each."""
         scored = {}
@@ -80,5 +86,5 @@ class TreeScorer:
         if self.reference:
             scored[REFERENCE] = outputs["reference"].logprobs(temperature=self.temperature, support=support).logprobs
         if self.values:
-            scored[VALUE_OLD] = outputs["policy"].values()
+            scored[VALUE_OLD] = outputs[self._critic].values()
         return {name: values.float() for name, values in scored.items()}

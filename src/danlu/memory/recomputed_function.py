@@ -18,7 +18,8 @@ either compiled or recomputed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +32,28 @@ from danlu.errors import TrainingError
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """The pack and unpack functions of torch.autograd.graph.saved_tensors_hooks."""
+
+
+Surroundings = Callable[[], AbstractContextManager[None]]
+"""Makes the context of a state, as a model with other adapters."""
+
+_surroundings: Surroundings = nullcontext
+"""Of the frames that are made now."""
+
+
+@contextmanager
+def recomputed_within(surroundings: Surroundings) -> Iterator[None]:
+    """Within it, and in the backward pass of frames that are made within it, the context of `surroundings` is entered.
+
+    It is for a state that a forward pass needs and that is another one when the backward pass runs.
+    """
+    global _surroundings
+    before, _surroundings = _surroundings, surroundings
+    try:
+        with surroundings():
+            yield
+    finally:
+        _surroundings = before
 
 
 class RecomputedFunction:
@@ -161,6 +184,7 @@ class _Frame:
     def __init__(self, function: Callable[..., Tensor], where: str, args: tuple[Any, ...]) -> None:
         self._function = function
         self._where = where
+        self._surroundings = _surroundings
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self._args = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
@@ -250,7 +274,11 @@ class _Frame:
                 raise _AllRecomputed
 
         # With gradients on the function saves the same tensors in the same order; no backward pass runs on them.
-        with torch.enable_grad(), saved_tensors_hooks(record, _never_unpacked):
+        with (
+            recomputed_within(self._surroundings),
+            torch.enable_grad(),
+            saved_tensors_hooks(record, _never_unpacked),
+        ):
             try:
                 y = self._function(*self._arguments())
             except _AllRecomputed:

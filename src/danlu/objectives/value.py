@@ -27,9 +27,17 @@ class PpoObjective(nn.Module):
     needs = frozenset({"logprobs", "values"})
 
     def __init__(
-        self, score: nn.Linear, policy: PolicyGradient, *, value_clip: float | None = 0.2, value_weight: float = 0.5
+        self,
+        score: nn.Linear,
+        policy: PolicyGradient,
+        *,
+        value_clip: float | None = 0.2,
+        value_weight: float = 0.5,
+        critic: Role = "policy",
     ) -> None:
+        """critic: the role of the model on whose hidden states the head is."""
         super().__init__()
+        self.critic = critic
         self.score = score
         self.policy = policy
         self.value_clip = value_clip
@@ -37,13 +45,13 @@ class PpoObjective(nn.Module):
 
     @property
     def score_head(self) -> nn.Linear:
-        """[1, D]: values of the policy's hidden states."""
+        """[1, D]: values of the critic's hidden states."""
         return self.score
 
     @property
     def roles(self) -> frozenset[Role]:
-        """Those that the policy gradient asks."""
-        return self.policy.roles
+        """Those that the policy gradient asks, and the critic where it is not the policy."""
+        return self.policy.roles | ({self.critic} - {"policy"})
 
     def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
         """Those of the policy gradient, and the squared deviations of returns from their mean, in sum."""
@@ -53,7 +61,7 @@ class PpoObjective(nn.Module):
     def forward(self, outputs: Mapping[Role, Outputs], batch: Batch, totals: Totals) -> Loss:
         """The loss of the micro-batch's tokens."""
         loss = self.policy(outputs, batch, totals)
-        values = outputs["policy"].values()  # [N]
+        values = outputs[self.critic].values()  # [N]
         old, returns = batch.columns["value_old"], batch.columns["return"]
         losses = value_loss(values, old, returns, clip=self.value_clip)
         value_total = (losses * batch.weights.double()).sum()

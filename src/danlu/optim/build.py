@@ -64,10 +64,15 @@ class Optimizers:
 
     def gradient_holders(self) -> list[HasGradient]:
         """Everything whose `.grad` a step divides and clips: the parameters, and what holds low-rank gradients."""
-        return [
-            *self.parameters.values(),
-            *(low for optimizer in self._galore_optimizers() for low in optimizer.gradients.values()),
-        ]
+        return [holder for _, holder in self.named_gradient_holders()]
+
+    def named_gradient_holders(self) -> Iterator[tuple[str, HasGradient]]:
+        """`gradient_holders`, each with the name of its parameter."""
+        yield from self.parameters.items()
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for optimizer in self._galore_optimizers():
+            for parameter, low_rank in optimizer.gradients.items():
+                yield names[parameter], low_rank
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """The gradient that each parameter has, low-rank where it is projected."""

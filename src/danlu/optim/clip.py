@@ -49,17 +49,39 @@ def clip_grad_norm(
     must be left out: `non_finite` names the gradients, none where single squares overflowed float32 (elements above
     1e19).
     """
-    holders = [holder for holder in parameters if holder.grad is not None]
-    grads = [stored_values(holder.grad) for holder in holders if holder.grad is not None]
-    weights = [1.0 if norm_weights is None else norm_weights[holder] for holder in holders]
-    norm = abs(scale) * _global_norm(grads, weights, group, device)
-    if not math.isfinite(norm):
-        return norm
-    factor = scale if max_norm is None or norm <= max_norm else scale * (max_norm / norm)
-    if factor != 1.0:
-        for grad in grads:
-            grad.mul_(factor)
-    return norm
+    norms = clip_grad_norms({"": parameters}, max_norm, scale, group=group, norm_weights=norm_weights, device=device)
+    return norms[""]
+
+
+@torch.no_grad()
+def clip_grad_norms(
+    parameters: Mapping[str, Iterable[HasGradient]],
+    max_norm: float | None,
+    scale: float = 1.0,
+    *,
+    group: ReduceGroup | None = None,
+    norm_weights: Mapping[Any, float] | None = None,
+    device: torch.device | None = None,
+) -> dict[str, float]:
+    """`clip_grad_norm` of several sets of parameters by name, each with a norm and a bound of its own.
+
+    One large gradient then does not make those of another model small. Every process gives the same names. If any norm
+    is not finite, no gradient of any set has been changed.
+    """
+    grads, norms = dict[str, list[Tensor]](), dict[str, float]()
+    for name, own in parameters.items():
+        holders = [holder for holder in own if holder.grad is not None]
+        grads[name] = [stored_values(holder.grad) for holder in holders if holder.grad is not None]
+        weights = [1.0 if norm_weights is None else norm_weights[holder] for holder in holders]
+        norms[name] = abs(scale) * _global_norm(grads[name], weights, group, device)
+    if not all(math.isfinite(norm) for norm in norms.values()):
+        return norms
+    for name, norm in norms.items():
+        factor = scale if max_norm is None or norm <= max_norm else scale * (max_norm / norm)
+        if factor != 1.0:
+            for grad in grads[name]:
+                grad.mul_(factor)
+    return norms
 
 
 @torch.no_grad()

@@ -101,6 +101,7 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
         totals=totals,
         loss_scale=scale,
         holders=run.optimizer.gradient_holders(),
+        roles=None if run.roles is None else run.roles.gradients(run.optimizer.named_gradient_holders(), step),
         observer=observer,
     )
     finite = math.isfinite(gradients.norm)

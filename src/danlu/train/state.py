@@ -25,6 +25,7 @@ from danlu.train.metrics import MetricsLog, Recorder, Value
 from danlu.train.position import Feed
 from danlu.train.signals import StopRequest
 from danlu.train.step import AnyLearner
+from danlu.train.trained_roles import TrainedRoles
 from danlu.train.watch import Watch
 from danlu.types import Item
 
@@ -91,6 +92,7 @@ class Run:
     stop_request: StopRequest
     scaler: LossScaler | None = None  # fp16
     ema: Ema | None = None
+    roles: TrainedRoles | None = None  # of several models that are trained
     held_out: Callable[[], Sequence[Item]] | None = None  # items to be judged; asked for at each evaluation
     early_stop: EarlyStop | None = None
     criterion: Criterion = LOSS  # what early stop and `keep_best` judge by

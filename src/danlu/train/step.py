@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.optim.clip import HasGradient, clip_grad_norm
+from danlu.optim.clip import HasGradient, clip_grad_norms
 from danlu.optim.sparse import coalesce_gradients
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.watchdog import PHASE
 from danlu.train.learner import Learner
+from danlu.train.trained_roles import NORM, RoleGradients
 from danlu.types import Item, Loss, Metric, Totals
 
 AnyLearner = Learner[Any, Any]
@@ -51,6 +52,7 @@ def accumulate(
     totals: Totals | None = None,
     loss_scale: float = 1.0,
     holders: Iterable[HasGradient] | None = None,
+    roles: RoleGradients | None = None,
     observer: StepObserver | None = None,
 ) -> StepGradients:
     """Leaves in `.grad` the clipped gradient of the mean loss over `items`, however they are cut into micro-batches.
@@ -64,6 +66,7 @@ def accumulate(
         clip: the largest global norm; None to only measure it.
         totals: of `items`, where the caller has them already. They must have targets.
         holders: what the optimizer takes gradients from (`Optimizers.gradient_holders`); by default the parameters.
+        roles: the same by model, where several are trained: `clip` is the largest norm of each then.
 
     Raises TrainingError, which names step, rows and tensor, when a loss is not finite.
     """
@@ -93,8 +96,10 @@ def accumulate(
         raise _explained(learner, [items[number] for number in micro_batches[cause or 0]], cause is not None, step)
     scale = 1 / (totals.weight * loss_scale)
     observer.before_clipping(scale)
-    norm = clip_grad_norm(
-        learner.model.parameters() if holders is None else holders,
+    if roles is not None:
+        roles.drop_frozen()
+    norms = clip_grad_norms(
+        {"": learner.model.parameters() if holders is None else holders} if roles is None else roles.updated,
         clip,
         scale=scale,
         group=None if parallel.alone else parallel.ranks.world,
@@ -102,7 +107,9 @@ def accumulate(
         device=learner.device,
     )
     observer.after_clipping()
-    return StepGradients(mean_loss, metrics, norm, totals)
+    if roles is not None:
+        metrics |= {f"{NORM}/{role}": norm for role, norm in norms.items()}
+    return StepGradients(mean_loss, metrics, math.hypot(*norms.values()), totals)
 
 
 @dataclass

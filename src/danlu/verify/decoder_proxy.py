@@ -59,7 +59,8 @@ class DecoderProxy:
             ranks=ranks,
         )
         placed = place(subject, recipe, ranks, device, resumed=resumed is not None)
-        return replace(placed_decoder(recipe, STAGES[recipe.stage], placed, self.config, device), empty=self.empty)
+        decoder = placed_decoder(recipe, STAGES[recipe.stage], placed, self.config, device, resumed=resumed is not None)
+        return replace(decoder, empty=self.empty)
 
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
         return decoder_traffic(training, micro_batches)

@@ -22,6 +22,7 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import Schedule
 from danlu.recipe.sections import Watch as WatchSection
 from danlu.stage_protocols import PlacedModel
+from danlu.stages import STAGES
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.position import Feed
 from danlu.train.signals import StopRequest
@@ -106,6 +107,7 @@ class ProxyTraining:
         return Run(
             learner=self.learner,
             optimizer=optimizer_of(parameters, self.recipe, self.learner.device),
+            roles=STAGES[self.recipe.stage].trained_roles(self.recipe),
             schedule=_CONSTANT,
             clip=self.recipe.gradient_clipping,
             feed=Feed(ItemList([item for step in steps for item in step]), per_step=len(steps[0]), total=None),

@@ -19,6 +19,7 @@ from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.verify.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
 from danlu.verify.role_proxies import BLOCK, proxy_reference, small_blocks, write_model
+from danlu.verify.value_proxies import proxy_value
 
 MAX_LENGTH = 128  # tokens of a pack
 WINDOW = 24  # tokens, of sliding attention
@@ -141,8 +142,9 @@ def proxy_recipe(
             notes.append(f"adapters of the same kinds as in model.adapters, with numbers of their own: {kinds}")
         changes["model"] = recipe.model.model_copy(update=start)
     reference, reference_notes = proxy_reference(recipe, small, folder)
-    changes |= reference
-    notes += reference_notes
+    value, value_notes = proxy_value(recipe, config, small, folder)
+    changes |= {**reference, **value}
+    notes += [*reference_notes, *value_notes]
     return recipe.model_copy(update=changes), small, notes
 
 

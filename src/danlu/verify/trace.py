@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from danlu.assembly.parameter_roles import VALUE
 from danlu.errors import TrainingError
 from danlu.optim.clip import clip_grad_norm
 from danlu.shard_box import ShardBox
@@ -169,8 +170,9 @@ def perturb_weights(training: ProxyTraining, share: float, seed: int) -> None:
     """Changes every number of a model by up to this share of itself: about what rounding does to its products."""
     generator = torch.Generator().manual_seed(seed)
     model = training.learner.model
-    # Those of the objective behind those of the model; in one process their tensors are all there.
-    own = [parameter for name, parameter in training.placed.parameters() if name.startswith("objective.")]
+    # Those of the objective and of a critic behind those of the model; in one process their tensors are all there.
+    beside = ("objective.", f"{VALUE}.")
+    own = [parameter for name, parameter in training.placed.parameters() if name.startswith(beside)]
     for parameter in (*model.parameters(), *own):
         if parameter.is_floating_point():
             factor = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).mul_(share).add_(1)

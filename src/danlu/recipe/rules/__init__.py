@@ -19,6 +19,7 @@ from danlu.recipe.rules import (
     rl,
     rollout,
     training,
+    value,
 )
 from danlu.recipe.rules.model import language_stage
 from danlu.recipe.rules.paths import is_local, missing_files
@@ -60,6 +61,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     rl.rollout_can_be_trained_on,
     rl.policy_gradient_reads_its_keys,
     rl.batch_of_prompts_is_divisible,
+    value.values_have_a_model,
     placement.layout_is_supported,
     placement.memory_is_consistent,
     rollout.engine_is_used,

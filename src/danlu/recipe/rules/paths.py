@@ -126,6 +126,7 @@ def _input_paths(recipe: Recipe) -> dict[str, str]:
     model = recipe.model
     paths = {"model.path": model.path, "model.config": model.config, "model.tokenizer": model.tokenizer}
     paths["reference.model"] = getattr(recipe.reference, "model", None)
+    paths["value.model"] = getattr(recipe.value, "model", None)
     paths["rollout.draft.model"] = getattr(recipe.rollout.draft, "model", None)
     for index, reward in enumerate(recipe.rewards or ()):
         path = reward.file if isinstance(reward, FunctionReward) else getattr(reward, "path", None)

@@ -331,7 +331,8 @@ class Recipe(Section):
     loss: LossOptions = LossOptions()
     """Additions to the cross-entropy."""
     gradient_clipping: NonNegative | None = 1.0
-    """Largest global gradient norm; null to leave gradients alone."""
+    """Largest global gradient norm, of each model where a run trains several (PPO with a model of values of its own);
+    null to leave gradients alone."""
     watch: Watch = Watch()
     """What to do when a step looks wrong."""
     ema: Ema | None = None

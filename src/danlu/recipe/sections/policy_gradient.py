@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, create_model
 
+from danlu.recipe.sections.adapters import Adapter
 from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, Share, VariantSection
 
 Positive = Annotated[float, Field(gt=0)]
@@ -251,10 +252,20 @@ class Value(Section):
 
     short = "share"
 
-    share: Literal["policy"] = "policy"
-    """policy: a head on the policy's last hidden states, which is trained with it."""
+    share: Literal["policy", "base", "none"] = "policy"
+    """policy: a head on the policy's last hidden states, which is trained with it; base: an adapter of its own, with a
+    head, on the frozen base that the policy's adapter is on; none: a model of its own, all of which is trained."""
+    adapter: Adapter | None = None
+    """base: the adapter of the model of values; by default lora. Like the policy's it lies upon `model.adapters`."""
+    model: str | None = None
+    """What the model of values starts from, with its score head if it has one, such as a run of stage reward: with
+    share: base an adapter on the same base, with share: none a model; by default what the policy starts from."""
+    learning_rate: Positive | None = None
+    """That of the model of values, by the same schedule; by default `optimizer.learning_rate`."""
     rate_ratio: Positive = 1.0
-    """The value head learns this many times faster than `optimizer.learning_rate` says."""
+    """The same as a multiple of `optimizer.learning_rate`."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """base and none: in so many steps at first only values are trained, and the policy is held."""
 
 
 PolicyGradientObjective = Grpo | Dapo | DrGrpo | Rloo | Gspo | Remax | Reinforce | Ppo

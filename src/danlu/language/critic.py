@@ -1,0 +1,187 @@
+"""PPO's model of values where it is not a head on the policy: an adapter on the policy's base, or a decoder of its own.
+
+It is trained beside the policy; the head that makes a value of a hidden state belongs to the objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from danlu.adapters.adapter_config import adapter_stack
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.assembly.parameter_roles import TRAINED, VALUE, role_of
+from danlu.assembly.value_adapter import value_on_base
+from danlu.language.frozen_models import check_frozen_model, frozen_config
+from danlu.language.initial_score_head import first_score_head
+from danlu.language.outputs import DecoderOutputs
+from danlu.language.roles import Forward, decoder_outputs
+from danlu.layer_types import Attend
+from danlu.memory.recomputed_function import recomputed_within
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+from danlu.models.hf_folder import resolve_folder
+from danlu.models.hf_validation import check_headers
+from danlu.parallel.ranks import Ranks
+from danlu.parallel.step_parallel import StepParallel
+from danlu.placing import Placed, place, subject_of
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Model
+from danlu.recipe.value import value_section, value_share
+from danlu.rollout.resolve_model import resolve_model
+from danlu.stage_protocols import ModelSpec
+from danlu.train.trained_roles import TrainedRoles
+from danlu.types import Batch
+
+
+@dataclass(frozen=True)
+class Critic:
+    """A model of values: a decoder, or the policy's with another adapter than the policy's."""
+
+    model: Decoder
+    forward: Forward
+    dtype: torch.dtype  # of activations
+    score_head: nn.Linear  # [1, D]
+    adapters: AdapterSet | None = None  # of the policy, with that of the critic; None: `model` is the critic's own
+    exact: bool = False  # see `DecoderOutputs`
+
+    def __call__(self, batch: Batch, filled: Batch, attend: Attend, gradient_scale: float) -> DecoderOutputs:
+        """What the critic says about `batch`, which goes through it as `filled`; unlike those of frozen models its
+        outputs carry gradients."""
+        with nullcontext() if self.adapters is None else recomputed_within(self._switched_on):
+            return decoder_outputs(
+                self.model,
+                self.forward,
+                self.dtype,
+                batch,
+                filled,
+                attend,
+                gradient_scale,
+                self.score_head,
+                self.exact,
+            )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is trained of it, without its head, by name and live."""
+        return critic_tensors(self.adapters, self.model if self.adapters is None else None)
+
+    def _switched_on(self) -> AbstractContextManager[None]:
+        assert self.adapters is not None
+        below = [name for name in self.adapters.active if name not in (TRAINED, VALUE)]
+        return self.adapters.switched_to([*below, VALUE])
+
+
+def own_name(name: str) -> str:
+    """What a parameter of a decoder of values is called in optimizer and checkpoints."""
+    return f"{VALUE}.{name}"
+
+
+def critic_tensors(adapters: AdapterSet | None, own: Decoder | None) -> dict[str, Tensor]:
+    """What is trained of a critic, without its head, by name and live."""
+    if own is not None:
+        return {own_name(name): parameter.detach() for name, parameter in own.named_parameters()}
+    if adapters is None or VALUE not in adapters.added:
+        return {}
+    return {name: parameter.detach() for name, parameter in adapters.tensors(VALUE).items()}
+
+
+def check_critic(recipe: Recipe) -> None:
+    """Raises a DanluError for what can be wrong with the critic of a recipe, without reading its matrices."""
+    match value_share(recipe):
+        case "base":
+            value_on_base(recipe)
+        case "none":
+            section = own_section(recipe)
+            check_frozen_model(ModelSpec(VALUE, section), recipe)
+            if section.path is not None:
+                check_headers(resolve_folder(section.path), _scores(frozen_config(section, 1)), quantized=False)
+
+
+def place_own_critic(
+    recipe: Recipe, vocab_size: int, ranks: Ranks, device: torch.device, *, resumed: bool
+) -> Placed | None:
+    """A decoder of values on the processes of a layout, placed as a policy without adapters is; None where the recipe
+    has none.
+
+    vocab_size: of the tokenizer, for a model from scratch. resumed: weights will be read from a checkpoint.
+    """
+    if value_share(recipe) != "none":
+        return None
+    alike = recipe.model_copy(update={"model": own_section(recipe), "adapter": None, "quantization": None})
+    subject = subject_of(alike, own_config(recipe, vocab_size), device, resumed=resumed, ranks=ranks)
+    return place(subject, alike, ranks, device, resumed=resumed)
+
+
+def own_section(recipe: Recipe) -> Model:
+    """What a decoder of values starts from."""
+    path = value_section(recipe).model
+    if path is None:
+        return recipe.model
+    resolved = resolve_model(path, may_classify=True)
+    below = [str(adapter.path) for stack in resolved.stacks for adapter in stack]
+    return Model(path=str(resolved.folder), adapters=below)
+
+
+def own_config(recipe: Recipe, vocab_size: int) -> ModelConfig:
+    """The config of a decoder of values: it has no head over the vocabulary."""
+    return _scores(frozen_config(own_section(recipe), vocab_size))
+
+
+def _scores(config: ModelConfig) -> ModelConfig:
+    return replace(config, task="sequence-classification")
+
+
+def first_value_head(recipe: Recipe) -> nn.Linear:
+    """The head [1, D] that values begin with: of what their model starts from, or drawn by the seed.
+
+    Raises ModelError for folders that cannot be read, RecipeError for a head of more labels.
+    """
+    section, path = recipe.model, value_section(recipe).model
+    if path is not None and value_share(recipe) == "base":
+        below = [str(adapter.path) for adapter in adapter_stack(path)]
+        section = Model(path=recipe.model.path, adapters=below)
+    elif path is not None:
+        section = own_section(recipe)
+    key = "model.path" if path is None else "value.model"
+    return first_score_head(section, 1, bias=False, seed=recipe.seed, key=key, named=path)
+
+
+def with_own_critic(parallel: StepParallel, critic: Placed) -> StepParallel:
+    """The policy's part in a step, with that of a decoder of values that is placed like it."""
+    own = critic.parallel
+
+    @contextmanager
+    def micro_batch(is_last: bool) -> Iterator[None]:
+        with ExitStack() as both:
+            both.enter_context(parallel.micro_batch(is_last))
+            both.enter_context(own.micro_batch(is_last))
+            yield
+
+    def reshard() -> None:
+        parallel.reshard()
+        own.reshard()
+
+    local = {
+        own_name(name): replace(parameter, name=own_name(name)) for name, parameter in own.local_parameters.items()
+    }
+    return replace(
+        parallel,
+        local_parameters={**parallel.local_parameters, **local},
+        partial_gradients=(
+            *parallel.partial_gradients,
+            *((group, own_name(name)) for group, name in own.partial_gradients),
+        ),
+        micro_batch=micro_batch,
+        reshard=reshard,
+    )
+
+
+def trained_roles(recipe: Recipe) -> TrainedRoles | None:
+    """Policy and critic as models that are clipped apart; None where values are a head on the policy."""
+    if value_share(recipe) not in ("base", "none"):
+        return None
+    return TrainedRoles(role_of, {"policy": value_section(recipe).warmup})
